@@ -61,42 +61,66 @@ using InBfloat16 = InPairs;
 using InBfloat16 = InFloat32<kBfloat16>;
 #endif
 
-// Adds words of R rows and kFeatures features to their sums. Asks for `num_ahead` words of the weight from `ahead` on.
-template <class Arithmetic, int R>
-__attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, const typename Arithmetic::Weight* panel,
-                                         int64_t num_words, float* sums, int64_t stride, bool is_first,
-                                         const typename Arithmetic::Weight* ahead, int64_t num_ahead) {
+// How many rows and panels are multiplied at once: as many as there are registers for their sums.
+struct Tile {
+  int rows, panels;
+};
+
+// One row and two wait for memory, which is read faster in several places at once. With AVX-512 that was not tried.
+inline Tile tile_for(int64_t num_rows) {
+  const int rows = static_cast<int>(num_rows);
+  return kRegisters == 16 && num_rows <= 2 ? Tile{rows, kRows / rows} : Tile{kRows, 1};
+}
+
+// Adds words of R rows and P panels to their sums, of a panel beside those of the one before. Asks for `num_ahead` words
+// of a single panel from `ahead` on.
+template <class Arithmetic, int R, int P>
+__attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, const typename Arithmetic::Weight* panels,
+                                         int64_t panel_stride, int64_t num_words, float* sums, int64_t stride,
+                                         bool is_first, const typename Arithmetic::Weight* ahead, int64_t num_ahead) {
   constexpr int64_t kWordBytes = kFeatures * sizeof(typename Arithmetic::Weight);
-  Floats sum[R][2];
+  Floats sum[R][2 * P];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) sum[r][i] = is_first ? all(0.0f) : load_floats(sums + r * stride + i * kLanes);
+#pragma GCC unroll 12
+    for (int i = 0; i < 2 * P; i++) sum[r][i] = is_first ? all(0.0f) : load_floats(sums + r * stride + i * kLanes);
 #pragma GCC unroll 4
   for (int64_t w = 0; w < num_words; w++) {
-    const Floats first = Arithmetic::load_weight(panel + w * kFeatures);
-    const Floats second = Arithmetic::load_weight(panel + w * kFeatures + kLanes);
-    if (w < num_ahead)
+    if (P == 1 && w < num_ahead)
 #pragma GCC unroll 2
       for (int64_t i = 0; i < kWordBytes; i += kLineBytes)
         _mm_prefetch(reinterpret_cast<const char*>(ahead) + w * kWordBytes + i, _MM_HINT_T1);
+#pragma GCC unroll 6
+    for (int p = 0; p < P; p++) {
+      const typename Arithmetic::Weight* weight = panels + p * panel_stride + w * kFeatures;
+      const Floats first = Arithmetic::load_weight(weight), second = Arithmetic::load_weight(weight + kLanes);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      sum[r][0] = Arithmetic::add(sum[r][0], rows[w * R + r], first);
-      sum[r][1] = Arithmetic::add(sum[r][1], rows[w * R + r], second);
+      for (int r = 0; r < R; r++) {
+        sum[r][2 * p] = Arithmetic::add(sum[r][2 * p], rows[w * R + r], first);
+        sum[r][2 * p + 1] = Arithmetic::add(sum[r][2 * p + 1], rows[w * R + r], second);
+      }
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) store_floats(sums + r * stride + i * kLanes, sum[r][i]);
+#pragma GCC unroll 12
+    for (int i = 0; i < 2 * P; i++) store_floats(sums + r * stride + i * kLanes, sum[r][i]);
 }
 
-template <class Arithmetic, int R, class... Rest>
-void add_tile(int64_t num_rows, Rest... rest) {
+template <class Arithmetic, int R, int P, class... Rest>
+void add_rows(int64_t num_rows, Rest... rest) {
   if constexpr (R > 1)
-    if (num_rows < R) return add_tile<Arithmetic, R - 1>(num_rows, rest...);
-  add_words<Arithmetic, R>(rest...);
+    if (num_rows < R) return add_rows<Arithmetic, R - 1, P>(num_rows, rest...);
+  add_words<Arithmetic, R, P>(rest...);
+}
+
+template <class Arithmetic, class... Rest>
+void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
+  if (num_panels == 1) return add_rows<Arithmetic, kRows, 1>(num_rows, rest...);
+  if constexpr (kRegisters == 16) {
+    if (num_panels == 3) return add_rows<Arithmetic, 2, 3>(num_rows, rest...);
+    add_rows<Arithmetic, 1, 6>(num_rows, rest...);
+  }
 }
 
 // Lays out words of up to kLanes rows, one row's beside the other's.
@@ -121,10 +145,10 @@ Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, 
   return bias ? sum + load(bias, at, kind, lanes) : sum;
 }
 
-// Adds the bias to the sums of a panel, gates those of the other weight with them, and stores the result.
-void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
-            int64_t stride) {
-  const int64_t first = panel * kFeatures, end = std::min<int64_t>(product.out_features, first + kFeatures);
+// Adds the bias to the sums of some panels, gates those of the other weight with them, and stores the result.
+void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
+            const float* sums, int64_t stride) {
+  const int64_t first = panel * kFeatures, end = std::min(product.out_features, first + num_panels * kFeatures);
   for (int64_t r = 0; r < num_rows; r++)
     for (int64_t f = first; f < end; f += kLanes) {
       const Lanes lanes = first_lanes(product.out_features - f);
@@ -157,16 +181,18 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   using Weight = typename Arithmetic::Weight;
   const int64_t num_words = product.in_features / Arithmetic::kNumbers;
   const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
-  const int64_t num_tiles = (num_rows + kRows - 1) / kRows;
+  const Tile tile = tile_for(num_rows);
+  const int64_t num_tiles = (num_rows + tile.rows - 1) / tile.rows;
+  const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // of panels; those that are left alone
   const int num_weights = product.other_weight ? 2 : 1;
   const bool is_in_place = product.kind == kFloat32 && product.out_features % kFeatures == 0 && num_weights == 1;
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
-  const int64_t stride = is_in_place ? product.out_features : kFeatures;
+  const int64_t stride = is_in_place ? product.out_features : tile.panels * kFeatures;
   const Scratch laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks) * sizeof(Row));
   const auto row_of = [&](int64_t tile) { return num_rows * tile / num_tiles; };
 #pragma omp parallel num_threads(product.num_threads) if (product.num_threads > 1)
   {
-    const Scratch own(is_in_place ? 0 : num_weights * num_rows * kFeatures * sizeof(float));
+    const Scratch own(is_in_place ? 0 : num_weights * num_rows * stride * sizeof(float));
     for (int64_t block = 0; block < num_blocks; block++) {
       const int64_t first_word = num_words * block / num_blocks;
       const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
@@ -175,7 +201,10 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
         lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
                             laid_out.as<uint32_t>() + row_of(t) * words_here);
 #pragma omp for schedule(static)
-      for (int64_t p = 0; p < num_panels; p++) {
+      for (int64_t g = 0; g < num_groups; g++) {
+        const bool is_whole = g < num_panels / tile.panels;
+        const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
+        const int64_t panels_here = is_whole ? tile.panels : 1;
         float* sums = is_in_place ? static_cast<float*>(product.out) + first_row * stride + p * kFeatures : own.as<float>();
         for (int i = 0; i < num_weights; i++) {
           const Weight* panel = static_cast<const Weight*>(i ? product.other_weight : product.weight) +
@@ -185,12 +214,12 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
             const bool is_single = num_tiles == 1;
             const int64_t first_ahead = words_here * t / num_tiles, end_ahead = words_here * (t + 1) / num_tiles;
             const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
-            add_tile<Arithmetic, kRows>(row_of(t + 1) - row_of(t), laid_out.as<Row>() + row_of(t) * words_here, panel,
-                                        words_here, sums + (i * num_rows + row_of(t)) * stride, stride, block == 0,
-                                        panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
+            add_tile<Arithmetic>(panels_here, row_of(t + 1) - row_of(t), laid_out.as<Row>() + row_of(t) * words_here,
+                                 panel, num_words * kFeatures, words_here, sums + (i * num_rows + row_of(t)) * stride,
+                                 stride, block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
         }
-        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, sums, stride);
+        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, stride);
       }
     }
   }

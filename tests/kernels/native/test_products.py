@@ -12,8 +12,9 @@ from radixkv.kernels.linear_packings import packings_for
 from radixkv.kernels.native import products
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Features out and in: less than a vector and a panel, whole ones, and more words than a cache holds at once.
-SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866)]
+# Features out and in: less than a vector and a panel, whole ones, more words than a cache holds at once, and panels
+# that are left when others are read together.
+SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866), (113, 50)]
 # Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once.
 ROWS = [1, 2, 5, 6, 7, 11, 12, 13, 25, 100, 258, 259, 516, 517, 1033]
 TOLERANCE = {
@@ -66,9 +67,9 @@ def test_weights_may_be_laid_out_as_one(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype) -> None:
-    shape = (72, 130)
-    weight, up = numbers(*shape, dtype=dtype), -numbers(*shape, dtype=dtype).flip(0)
-    bias, up_bias = (numbers(72, dtype=dtype) * sign for sign in (1, -1))
+    weight = numbers(200, 130, dtype=dtype) / 8
+    up = -weight.flip(0)
+    bias, up_bias = (numbers(200, dtype=dtype) * sign for sign in (1, -1))
     rows = numbers(30, 130, dtype=dtype)
     panels, up_panels = products.Panels(weight), products.Panels(up)
     wide = [each.double() for each in (rows, weight, up)]
@@ -81,7 +82,7 @@ def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype) -> No
         expected = silu(gates) * ups
         assert ((got.double() - expected).abs() <= 2 * TOLERANCE[dtype] * expected.abs() + 1e-4).all()
         assert got.dtype == dtype
-        for num_rows in (1, 13):
+        for num_rows in (1, 2, 13):
             part = rows[-num_rows:].contiguous()
             assert torch.equal(products.gate(part, panels, first, up_panels, second), got[-num_rows:])
 

@@ -19,19 +19,27 @@ _MODULE = "bench.parts.peers.workers.openvino_worker"
 
 
 class OpenVino:
-    """A pipeline whose K/V have the model's own type: its default on a CPU is 8 bits, which changes answers."""
+    """A pipeline whose K/V have the model's own type: its default on a CPU is 8 bits, which changes answers.
+
+    Where it refuses bfloat16, as on a CPU that does not multiply it, it computes and keeps K/V in float32.
+    """
 
     packages = ("openvino", "openvino-genai")
 
     def __init__(self, options: Options) -> None:
-        self.notes = [f"in process; KV_CACHE_PRECISION={_PRECISION[options.dtype]}, whose default is u8"]
         # 2026.4.1 divides by zero while it compiles bfloat16 for AMX with one thread.
         given = f"{str(options.model)!r}, {options.dtype!r}, {options.threads}"
         trial = f"from {_MODULE} import build_pipeline; build_pipeline({given})"
-        if (status := subprocess.run([sys.executable, "-c", trial], check=False, capture_output=True).returncode) < 0:
+        status = subprocess.run([sys.executable, "-c", trial], check=False, capture_output=True).returncode
+        refuses = status > 0 and options.dtype == "bfloat16"
+        dtype = "float32" if refuses else options.dtype
+        self.notes = [f"in process; KV_CACHE_PRECISION={_PRECISION[dtype]}, whose default is u8"]
+        if refuses:
+            self.notes.append("refuses bfloat16 on this CPU: computes in float32")
+        if status < 0:
             os.environ["ONEDNN_MAX_CPU_ISA"] = _NO_AMX
             self.notes.append(f"died of signal {-status} with {options.threads} thread: measured without AMX")
-        self._pipeline = build_pipeline(str(options.model), options.dtype, options.threads)
+        self._pipeline = build_pipeline(str(options.model), dtype, options.threads)
         self._num_requests = 0
 
     def run(self, task: Task) -> Done:

@@ -76,15 +76,20 @@ def test_no_more_requests_than_asked_for_are_under_way(monkeypatch: pytest.Monke
     engine.close()
 
 
-def test_kv_has_the_type_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends_with(monkeypatch, 0)
-    model, scheduler, device, properties = openvino_worker.OpenVino(OPTIONS)._pipeline.given
+@pytest.mark.parametrize(("status", "precision"), [(0, "bf16"), (1, "f32")])
+def test_kv_has_the_type_of_the_model_unless_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, status: int, precision: str
+) -> None:
+    ends_with(monkeypatch, status)
+    engine = openvino_worker.OpenVino(OPTIONS)
+    model, scheduler, device, properties = engine._pipeline.given
+    assert any("refuses bfloat16" in note for note in engine.notes) == (status == 1)
     assert (model, device) == ("m", "CPU")
     assert scheduler.enable_prefix_caching
     assert properties == {
         "INFERENCE_NUM_THREADS": 1,
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
     }
 
 
