@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -96,6 +95,7 @@ class EngineCore:
         self.observer = observer = Observers(observers)
         self.num_failed_steps = 0
         self._events, self._offload = events, offload
+        self._copy, self._save = (lambda: None,) * 2 if offload is None else (offload.copy, offload.save)
         self._runner, self._clock, self._on_end, storage = runner, clock, on_end, runner.storage
         self._under_way: Step | None = None  # the step that was started ahead
         self._budget = StepBudget(config.step_tokens)
@@ -142,6 +142,7 @@ class EngineCore:
     def _compute(self, step: Step) -> None:
         next_step = self._steps_ahead.prepare(step)
         computed = self._wait_for(step)
+        self._save()
         self._delivery.advance(computed)
         if next_step is not None and self._steps_ahead.may_start(next_step, computed):
             self._start_ahead(next_step, computed)
@@ -150,7 +151,8 @@ class EngineCore:
     def try_step(self) -> None:
         """Compute a token that nobody asked for, to learn whether steps work again."""
         try:
-            with self.cache.lease(Namespace(""), bytes(TOKEN_BYTES), read=False) as lease, self._saving():
+            with self.cache.lease(Namespace(""), bytes(TOKEN_BYTES), read=False) as lease:
+                self._copy()
                 step = self._runner.run([trial_chunk(lease)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
             _log.exception("steps still fail")
@@ -228,20 +230,21 @@ class EngineCore:
         self._scheduler.max_step_tokens = self._budget.num_tokens
         self._scheduler.resume(() if self._offload is None else self._offload.ready())
         slices = self._scheduler.next_step(self._admitter)
-        with self._saving():
-            return start_step(self._runner, slices, self._clock(), self._compressions.watcher_of) if slices else None
+        self._copy()  # before anything is written over what has left the cache
+        step = start_step(self._runner, slices, self._clock(), self._compressions.watcher_of) if slices else None
+        if step is None or self._runner.is_asynchronous:  # else `wait` computes, and stores would work beside it
+            self._save()
+        return step
 
     def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
         """Start a prepared step, and do then what else belongs to the start of a step."""
-        with self._saving():
-            self._under_way = next_step.start(computed, self._clock())
+        self._copy()
+        self._under_way = next_step.start(computed, self._clock())
+        self._save()
         for request, _, _ in next_step.slices:
             extend_lease(request)
         slices = self._scheduler.next_tokens()
         assert slices == next_step.slices, "no other request has anything to compute"
-
-    def _saving(self) -> AbstractContextManager[None]:  # around all that writes over what has left the cache
-        return nullcontext() if self._offload is None else self._offload.saving()
 
     def _leave(self, request: Request) -> None:
         if self._offload is not None:
@@ -279,10 +282,8 @@ class EngineCore:
             return []
         self._budget.grow()
         self.num_failed_steps = 0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1
-        num_decode_tokens = sum(part.request.is_decoding for part in step.slices)
-        num_prefill_tokens = step.num_tokens - num_decode_tokens
-        seconds = self._clock() - step.started_s
-        self.observer.step_done(seconds, len(step.slices), num_prefill_tokens, num_decode_tokens)
+        seconds, num_decoded = self._clock() - step.started_s, step.num_decoded_tokens
+        self.observer.step_done(seconds, len(step.slices), step.num_tokens - num_decoded, num_decoded)
         if self._offload is not None:
             self._offload.note_step(seconds, step.slices)
         return computed

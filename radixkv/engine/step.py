@@ -69,6 +69,11 @@ class Step:
         """Tokens that the step computes."""
         return sum(part.end - part.start for part in self.slices)
 
+    @property
+    def num_decoded_tokens(self) -> int:
+        """Tokens of these that follow one of an answer."""
+        return sum(part.request.is_decoding for part in self.slices)
+
     def wait(self) -> list[Computed]:
         """Wait for the device. To be called once.
 

@@ -161,6 +161,10 @@ class Loader:
         self._waiting.difference_update(ready)
         return ready
 
+    def has_loaded(self, request: Request) -> bool:
+        """Whether something was loaded for a request, or was to be."""
+        return request in self._wishes
+
     def fill(self, request: Request, lease: PromptLease) -> int:
         """Copy what was loaded for a request into its blocks, and publish it.
 

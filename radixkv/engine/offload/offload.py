@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredPage
@@ -22,7 +21,7 @@ from radixkv.engine.offload.last_save import LastSave
 from radixkv.engine.offload.loader import Loader
 from radixkv.engine.offload.lookups import Lookups
 from radixkv.engine.offload.purger import Purger
-from radixkv.engine.offload.saver import Saver
+from radixkv.engine.offload.saver import Copies, Saver
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
@@ -91,6 +90,7 @@ class Offload:
         self._lookups = Lookups(
             elsewhere, shared, self.purger, self._choice, clock, lambda: self.wake(), cache.block_size
         )
+        self._copies: Copies | None = None  # that stores have not got
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
         self._earlier = (
             None if record is None else EarlierBlocks(record, elsewhere.shelves["disk"], elsewhere.retention)
@@ -98,7 +98,7 @@ class Offload:
         self._last_save = LastSave(cache, elsewhere, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until `saving` is to be called although nothing is written; None if it need not be."""
+        """Seconds until `copy` is to be called although nothing is written; None if it need not be."""
         if self.elsewhere.has_departures:
             return 0.0
         return _RETRY_PERIOD_S if self._deleter.has_failed or self.purger.has_failed else None
@@ -186,29 +186,30 @@ class Offload:
         known = [request for request in self._lookups.ended() if not self._load(request)]
         return sorted([*known, *self._loader.ready()], key=lambda request: request.arrival)
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Copy what has left the device, and what shared stores are to have, and give it to the stores at the end.
-
-        Blocks may be written meanwhile, so a step is started before stores work beside it. Nothing may leave.
-        """
+    def copy(self) -> None:
+        """Copy what has left the device, and what shared stores are to have, before anything is written over it."""
+        self.save()
         self.elsewhere.retention.expire(self._clock())
         self._deleter.retry()
         self.purger.retry()
-        copies = self._saver.copy()
-        try:
-            yield
-        finally:
+        self._copies = self._saver.copy()
+
+    def save(self) -> None:
+        """Give the stores what was copied, if they have not got it. Nothing is to leave the device between the two."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
             self._saver.save(copies)
 
     def fill(self, request: Request, lease: PromptLease) -> int:
         """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
         self._resuming.discard(request)
-        copies = self._saver.copy()
+        if not self._loader.has_loaded(request):
+            return lease.cached_tokens
+        self.copy()
         try:
             return self._loader.fill(request, lease)
         finally:
-            self._saver.save(copies)  # what goes for them may be what was just read
+            self.save()  # what goes for them may be what was just read
 
     def leave(self, request: Request) -> None:
         """Forget a request that is over."""

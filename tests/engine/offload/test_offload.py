@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -13,6 +14,8 @@ from radixkv.api.result import PrefillResult
 from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredNamespace
 from radixkv.cache.elsewhere.fetched import Fetched
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import StepResult
 from radixkv.errors import DeadlineExceeded, InvalidRequest, StoreLate, StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
@@ -49,6 +52,27 @@ def test_an_evicted_prompt_is_loaded_and_not_computed() -> None:
     assert bench.runner.steps[-1] == [(12, 13)]
     assert result.next_token_id == next_token(tokens(PROMPT))
     assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 12
+
+
+@pytest.mark.parametrize(("is_asynchronous", "calls"), [(True, [1, 1]), (False, [0, 1])])
+def test_stores_do_not_work_while_a_step_keeps_the_host_busy(
+    is_asynchronous: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get what left when the step has been started, or when it has been computed if the host does that."""
+    bench = TieredBench()
+    monkeypatch.setattr(bench.runner, "is_asynchronous", is_asynchronous)
+    bench.prefill(PROMPT)
+    seen: list[int] = []
+    compute = bench.runner.run
+
+    def run(chunks: Sequence[Chunk]) -> StepResult:
+        seen.append(len(bench.stores["host"].calls))
+        return compute(chunks)
+
+    monkeypatch.setattr(bench.runner, "run", run)
+    bench.submit(FLOOD)
+    bench.core.step()
+    assert [*seen, len(bench.stores["host"].calls)] == calls
 
 
 def test_a_probe_tells_what_is_stored() -> None:
