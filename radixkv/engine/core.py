@@ -22,7 +22,7 @@ from radixkv.engine.endings import Endings
 from radixkv.engine.growth import Growth, extend_lease
 from radixkv.engine.observer import Observer, Observers
 from radixkv.engine.offload.deletions import PurgeBegun
-from radixkv.engine.offload.offload import Offload
+from radixkv.engine.offload.offload import Offload, do_nothing
 from radixkv.engine.step import Computed, NextStep, Step, settle, start_step, trial_chunk
 from radixkv.engine.step_budget import StepBudget
 from radixkv.engine.steps_ahead import StepsAhead
@@ -95,7 +95,7 @@ class EngineCore:
         self.observer = observer = Observers(observers)
         self.num_failed_steps = 0
         self._events, self._offload = events, offload
-        self._copy, self._save = (lambda: None,) * 2 if offload is None else (offload.copy, offload.save)
+        self._copy, self._save = (do_nothing, do_nothing) if offload is None else (offload.copy, offload.save)
         self._runner, self._clock, self._on_end, storage = runner, clock, on_end, runner.storage
         self._under_way: Step | None = None  # the step that was started ahead
         self._budget = StepBudget(config.step_tokens)

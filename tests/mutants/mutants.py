@@ -444,7 +444,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/vectors_avx2.h", "memcpy(&own, from, lanes.count", "memcpy(&own, from, kLanes"),
     Mutant("kernels/native/rows.cpp", "        most = most > other ? most : other;\n", ""),
     Mutant("kernels/native/vectors.h", "all(200.0f)", "all(20.0f)"),
-    Mutant("kernels/native/products.cpp", "block == 0, ahead", "true, ahead"),
+    Mutant("kernels/native/products.cpp", "stride, block == 0, panel", "stride, true, panel"),
     Mutant("kernels/native/products.cpp", "(first_row + r) * product.out_features + f", "r * product.out_features + f"),
     Mutant(
         "kernels/native/products.cpp",
@@ -615,10 +615,8 @@ OFFLOAD_MUTANTS = (
     Mutant("storage/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "engine/offload/offload.py",
-        "copies = self._saver.copy()\n        try:\n            return self._loader.fill(request, lease)\n        finally:\n"
-        "            self._saver.save(copies)",
-        "try:\n            return self._loader.fill(request, lease)\n        finally:\n"
-        "            self._saver.save(self._saver.copy())",
+        "self.copy()\n        try:\n            return self._loader.fill(request, lease)\n        finally:\n",
+        "try:\n            return self._loader.fill(request, lease)\n        finally:\n            self.copy()\n",
     ),
     Mutant(
         "engine/offload/prompt_keys.py",

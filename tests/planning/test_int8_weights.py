@@ -11,8 +11,10 @@ from radixkv.model.products.packed_linear import Product
 from radixkv.planning.int8_weights import int8_weights_bytes
 from tests.model.coverage.small_configs import small_config
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
+from tests.processor import needs_exact_int8
 
 
+@needs_exact_int8
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral", "phi", "opt"])
 def test_a_plan_counts_what_a_loaded_model_holds(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []

@@ -40,6 +40,10 @@ CLOSE_LIMIT_S = 10.0
 _RETRY_PERIOD_S = 1.0
 
 
+def do_nothing() -> None:
+    """Neither copy nor save, where there are no stores."""
+
+
 class Offload:
     """Saves blocks that leave the device, and loads them for requests that come later.
 
