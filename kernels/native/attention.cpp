@@ -4,7 +4,7 @@
 //
 // Each row keeps its largest score, its sum of weights and its weighted values, and meets one block of keys after the
 // other: at multiples of 64 positions, whatever is computed with it. A block of keys is laid out once for all rows that
-// see it, in tiles of up to 8 rows, or 6 where there are fewer registers. No operation of a row depends on the others of its tile, so its bits do not either.
+// see it, in tiles of up to kRows rows. No operation of a row depends on the others of its tile, so neither do its bits.
 // Keys that a row does not see have a weight of 0, which changes nothing.
 
 #include "vectors.h"

@@ -118,8 +118,8 @@ template <class Arithmetic, class... Rest>
 void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
   if (num_panels == 1) return add_rows<Arithmetic, kRows, 1>(num_rows, rest...);
   if constexpr (kRegisters == 16) {
-    if (num_panels == 3) return add_rows<Arithmetic, 2, 3>(num_rows, rest...);
-    add_rows<Arithmetic, 1, 6>(num_rows, rest...);
+    if (num_panels == kRows / 2) return add_rows<Arithmetic, 2, kRows / 2>(num_rows, rest...);
+    add_rows<Arithmetic, 1, kRows>(num_rows, rest...);
   }
 }
 
@@ -183,13 +183,13 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
   const Tile tile = tile_for(num_rows);
   const int64_t num_tiles = (num_rows + tile.rows - 1) / tile.rows;
-  const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // of panels; those that are left alone
+  const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // of panels, and those left
   const int num_weights = product.other_weight ? 2 : 1;
   const bool is_in_place = product.kind == kFloat32 && product.out_features % kFeatures == 0 && num_weights == 1;
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
   const int64_t stride = is_in_place ? product.out_features : tile.panels * kFeatures;
   const Scratch laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks) * sizeof(Row));
-  const auto row_of = [&](int64_t tile) { return num_rows * tile / num_tiles; };
+  const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
 #pragma omp parallel num_threads(product.num_threads) if (product.num_threads > 1)
   {
     const Scratch own(is_in_place ? 0 : num_weights * num_rows * stride * sizeof(float));

@@ -19,6 +19,13 @@ inline int64_t bytes_of(int64_t kind) { return kind == kFloat32 ? 4 : 2; }
 #include "vectors_avx2.h"
 #endif
 
+// Rounds to bfloat16 as torch does: to nearest, ties to even; denormal numbers stay.
+inline Halves to_bfloat16(Floats x) {
+  const Words bits = as_words(x), odd = common_bits(shifted_down(bits, 16), 1);
+  const Words rounded = added(bits, added(odd, all_words(0x7fff)));
+  return narrowed(shifted_down(if_nan(x, all_words(0x7fc00000), rounded), 16));
+}
+
 // Rounds as if a number was stored and loaded again.
 inline Floats rounded(Floats x, int64_t kind) {
   if (kind == kFloat32) return x;

@@ -51,8 +51,14 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd
 inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Words larger_words(Words a, Words b) { return _mm256_max_epu32(a, b); }
-inline Words common_bits(Words a, uint32_t b) { return _mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(b))); }
 inline Words shifted_up(Words x, int bits) { return _mm256_slli_epi32(x, bits); }
+inline Words shifted_down(Words x, int bits) { return _mm256_srli_epi32(x, bits); }
+inline Words added(Words a, Words b) { return _mm256_add_epi32(a, b); }
+inline Words all_words(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline Words common_bits(Words a, uint32_t b) { return _mm256_and_si256(a, all_words(b)); }
+inline Words if_nan(Floats x, Words is, Words is_not) {
+  return _mm256_blendv_epi8(is_not, is, as_words(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
 
 inline float sum_of(Floats x) {
   const __m128 halves = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -82,14 +88,6 @@ inline Halves narrowed(Words x) {
 inline Floats from_float16(Halves x) { return _mm256_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }
-
-inline Halves to_bfloat16(Floats x) {
-  const Words bits = as_words(x);
-  const Words odd = common_bits(_mm256_srli_epi32(bits, 16), 1);
-  const Words rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  const Words is_nan = as_words(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  return narrowed(_mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan), 16));
-}
 
 // Whole numbers as floats, and what numbers have above them.
 struct Parts {

@@ -27,8 +27,14 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd
 inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Words larger_words(Words a, Words b) { return _mm512_max_epu32(a, b); }
-inline Words common_bits(Words a, uint32_t b) { return _mm512_and_si512(a, _mm512_set1_epi32(static_cast<int>(b))); }
 inline Words shifted_up(Words x, int bits) { return _mm512_slli_epi32(x, bits); }
+inline Words shifted_down(Words x, int bits) { return _mm512_srli_epi32(x, bits); }
+inline Words added(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words all_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Words common_bits(Words a, uint32_t b) { return _mm512_and_si512(a, all_words(b)); }
+inline Words if_nan(Floats x, Words is, Words is_not) {
+  return _mm512_mask_mov_epi32(is_not, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), is);
+}
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 inline uint32_t largest_of(Words x) { return _mm512_reduce_max_epu32(x); }
@@ -39,16 +45,6 @@ inline Halves narrowed(Words x) { return _mm512_cvtepi32_epi16(x); }  // the low
 inline Floats from_float16(Halves x) { return _mm512_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }
-
-// Rounds to bfloat16 as torch does: to nearest, ties to even; denormal numbers stay.
-inline Halves to_bfloat16(Floats x) {
-  const Words bits = as_words(x);
-  const Words odd = common_bits(_mm512_srli_epi32(bits, 16), 1);
-  const Words rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const Lanes is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  const Words chosen = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
-  return narrowed(_mm512_srli_epi32(chosen, 16));
-}
 
 // Numbers and what they have above the next lower whole ones, in [0, 1).
 struct Parts {

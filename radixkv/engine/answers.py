@@ -77,6 +77,10 @@ class Answers:
             grant = self._offload.retain(namespace, tokens, retention, grant)
         return _retained(grant, now_s)
 
+    def renew(self, lease_id: str, tenant: str, now_s: float) -> float:
+        """Let a held lease live on; see `HeldLeases.renew`. Returns when it expires, in Unix time."""
+        return time.time() + self._held_leases.renew(lease_id, tenant, now_s) - now_s
+
     def _retain(self, request: Request, lease: PromptLease | None, now_s: float) -> Retained | None:
         """Retain the range that the request asks for.
 

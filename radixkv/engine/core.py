@@ -153,6 +153,7 @@ class EngineCore:
         try:
             with self.cache.lease(Namespace(""), bytes(TOKEN_BYTES), read=False) as lease:
                 self._copy()
+                self._save()
                 step = self._runner.run([trial_chunk(lease)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
             _log.exception("steps still fail")
@@ -181,8 +182,7 @@ class EngineCore:
 
     def renew(self, lease_id: str, tenant: str) -> float:
         """Let a held lease live on; see `HeldLeases.renew`. Returns when it expires, in Unix time."""
-        now_s = self._clock()
-        return time.time() + self.held_leases.renew(lease_id, tenant, now_s) - now_s
+        return self._answers.renew(lease_id, tenant, self._clock())
 
     def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> ProbeResult:
         """Say what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""

@@ -71,7 +71,7 @@ class Step:
 
     @property
     def num_decoded_tokens(self) -> int:
-        """Tokens of these that follow one of an answer."""
+        """Tokens that follow one of an answer."""
         return sum(part.request.is_decoding for part in self.slices)
 
     def wait(self) -> list[Computed]:

@@ -591,7 +591,6 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/core.py", "        self._copy()  # before", "        # before"),
     Mutant("engine/core.py", "if step is None or self._runner.is_asynchronous:", "if self._runner.is_asynchronous:"),
-    Mutant("engine/offload/offload.py", "        self.save()\n        self.elsewhere", "        self.elsewhere"),
     Mutant("engine/offload/deleter.py", "if key not in self._elsewhere.shelves[name]]", "]"),
     Mutant("engine/offload/disk_record.py", "            self._disk.delete(useless)\n", "            pass\n"),
     Mutant("engine/offload/loader.py", "self._wishes[request] = wish._replace(run=())", "pass"),
@@ -615,8 +614,10 @@ OFFLOAD_MUTANTS = (
     Mutant("storage/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "engine/offload/offload.py",
-        "self.copy()\n        try:\n            return self._loader.fill(request, lease)\n        finally:\n",
-        "try:\n            return self._loader.fill(request, lease)\n        finally:\n            self.copy()\n",
+        "copies = self._saver.copy()\n        try:\n            return self._loader.fill(request, lease)\n        finally:\n"
+        "            self._saver.save(copies)",
+        "try:\n            return self._loader.fill(request, lease)\n        finally:\n"
+        "            self._saver.save(self._saver.copy())",
     ),
     Mutant(
         "engine/offload/prompt_keys.py",

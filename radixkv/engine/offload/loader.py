@@ -161,12 +161,12 @@ class Loader:
         self._waiting.difference_update(ready)
         return ready
 
-    def has_loaded(self, request: Request) -> bool:
-        """Whether something was loaded for a request, or was to be."""
+    def has_load(self, request: Request) -> bool:
+        """Whether a load was begun for a request, and nothing came of it yet."""
         return request in self._wishes
 
     def fill(self, request: Request, lease: PromptLease) -> int:
-        """Copy what was loaded for a request into its blocks, and publish it.
+        """Copy what was loaded for a request, which `has_load`, into its blocks, and publish it.
 
         What was in these blocks before must have been saved.
 
@@ -174,9 +174,7 @@ class Loader:
             Tokens at the start of the prompt whose K and V exist then.
         """
         start, size = lease.cached_tokens, self._cache.block_size
-        wish = self._wishes.get(request)
-        if wish is None:
-            return start
+        wish = self._wishes[request]
         before = self._blocks_before(request, lease, wish.first_block)
         first = before.size
         found = wish.run[first - wish.first_block :] if first >= wish.first_block else ()

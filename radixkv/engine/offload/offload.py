@@ -191,15 +191,18 @@ class Offload:
         return sorted([*known, *self._loader.ready()], key=lambda request: request.arrival)
 
     def copy(self) -> None:
-        """Copy what has left the device, and what shared stores are to have, before anything is written over it."""
-        self.save()
+        """Copy what has left the device, and what shared stores are to have, before anything is written over it.
+
+        Nothing is to leave until `save`.
+        """
+        assert self._copies is None, "stores have got what was copied before"
         self.elsewhere.retention.expire(self._clock())
         self._deleter.retry()
         self.purger.retry()
         self._copies = self._saver.copy()
 
     def save(self) -> None:
-        """Give the stores what was copied, if they have not got it. Nothing is to leave the device between the two."""
+        """Give the stores what was copied, if they have not got it."""
         copies, self._copies = self._copies, None
         if copies is not None:
             self._saver.save(copies)
@@ -207,13 +210,13 @@ class Offload:
     def fill(self, request: Request, lease: PromptLease) -> int:
         """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
         self._resuming.discard(request)
-        if not self._loader.has_loaded(request):
+        if not self._loader.has_load(request):
             return lease.cached_tokens
-        self.copy()
+        copies = self._saver.copy()
         try:
             return self._loader.fill(request, lease)
         finally:
-            self.save()  # what goes for them may be what was just read
+            self._saver.save(copies)  # what goes for them may be what was just read
 
     def leave(self, request: Request) -> None:
         """Forget a request that is over."""

@@ -269,6 +269,7 @@ def _product(
     """Pack weights and biases of one dtype as one, and count the packing. Returns None for what must stay as it is."""
     weights = [weight for weight, _ in parameters]
     biases = [bias for _, bias in parameters if bias is not None]
+    # Of weights that are joined, a choice asks for their shape alone.
     whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
     choice = choices.choose(whole, bias, most_rows=most_rows)
