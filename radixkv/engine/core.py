@@ -142,11 +142,11 @@ class EngineCore:
     def _compute(self, step: Step) -> None:
         next_step = self._steps_ahead.prepare(step)
         computed = self._wait_for(step)
-        self._save()
         self._delivery.advance(computed)
         if next_step is not None and self._steps_ahead.may_start(next_step, computed):
             self._start_ahead(next_step, computed)
         self._delivery.publish(computed)
+        self._save()  # no answer waits for it
 
     def try_step(self) -> None:
         """Compute a token that nobody asked for, to learn whether steps work again."""

@@ -103,11 +103,15 @@ def _bytes_of(blocks: torch.Tensor) -> int:
 
 
 def _copies(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    copies = []
-    for blocks in pools:
-        copied = blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu()
-        copies.append(copied.reshape(len(ids), _bytes_of(blocks)).numpy())
+    copies = [_gathered(blocks, ids).reshape(len(ids), _bytes_of(blocks)) for blocks in pools]
     return copies[0] if len(copies) == 1 else np.concatenate(copies, axis=1)
+
+
+def _gathered(blocks: torch.Tensor, ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+    if blocks.device.type == "cpu":
+        gathered: npt.NDArray[np.uint8] = blocks.numpy()[ids]  # takes 0.6 of the time that `index_select` takes
+        return gathered
+    return blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu().numpy()
 
 
 def _fill(pools: Sequence[torch.Tensor], ids: Sequence[int], payloads: Sequence[memoryview]) -> None:

@@ -43,7 +43,11 @@ class LeavingOrder:
     @property
     def first(self) -> Place | None:
         """The key that goes first, if there is any."""
-        return next(iter(self), None)
+        if not self._levels:
+            return None
+        level = min(self._levels)
+        key, turn = next(iter(self._levels[level].items()))
+        return Place(level, turn, key)
 
     def level_of(self, key: bytes) -> int:
         """Return the level of a key that is there."""

@@ -195,6 +195,8 @@ class Shelf:
         """Return what goes for a block of a tenant. Complexity: O(tenants with a floor)."""
         if self._has_its_share(tenant):
             return self._capped[tenant].first
+        if not self._floored:
+            return self._order.first
         orders = [self._order]
         orders += [own for other, own in self._floored.items() if other == tenant or self._is_above_floor(other)]
         return min((first for order in orders if (first := order.first) is not None), default=None)

@@ -94,6 +94,7 @@ class BlockKeys:
             raise ConfigError(f"secret of stores: expected at most {MAX_SECRET_BYTES} bytes, got {len(secret)}")
         self.format = block_format
         self._secret = secret
+        self._fingerprint = block_format.fingerprint
         self._tag = lru_cache(maxsize=4096)(self._new_tag)
 
     def root(self, namespace: Namespace, trunk: bytes = b"") -> bytes:
@@ -112,7 +113,7 @@ class BlockKeys:
         require_invariant("trunk", is_whole, f"expected {namespace.trunk_tokens} tokens, got {len(trunk)} bytes")
         salt = "" if namespace.tenant == PUBLIC_TENANT else namespace.salt  # there it is the serial
         names = (namespace.model, namespace.tenant, namespace.adapter, salt)
-        return self._tags_of(namespace) + self._digest(_ROOT, _joined(self.format.fingerprint, *names), trunk)
+        return self._tags_of(namespace) + self._digest(_ROOT, _joined(self._fingerprint, *names), trunk)
 
     def child(self, parent: bytes, tokens: bytes) -> bytes:
         """Return the key of a block.
@@ -162,7 +163,7 @@ class BlockKeys:
         return tag("format", "private") + names
 
     def _new_tag(self, kind: str, name: str) -> bytes:
-        data = _joined(self.format.fingerprint, kind, name)
+        data = _joined(self._fingerprint, kind, name)
         return blake2b(data, digest_size=_TAG_BYTES[kind], key=self._secret, person=_TAG).digest()
 
 

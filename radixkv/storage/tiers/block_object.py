@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
 from radixkv.storage.tiers.block_key import KEY_BYTES
 from radixkv.storage.tiers.sealing import SALT_BYTES, TAG_BYTES, BlockCipher, NotSealedByUs
@@ -162,7 +162,7 @@ class Wanted(NamedTuple):
 
 def checksum_of(data: memoryview) -> bytes:
     """Return the checksum that an object with these bytes should have at its end."""
-    return xxh3_128(data[:-CHECKSUM_BYTES]).digest()
+    return xxh3_128_digest(data[:-CHECKSUM_BYTES])
 
 
 def open_object(
