@@ -14,9 +14,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +58,48 @@ class Comparison:
         self.machines: dict[str, Machine] = {}
 
     def measure(self, setting: Setting, rows: dict[str, Row]) -> None:
-        """Measure the machine, start the engines, measure the rows, and end the engines."""
+        """Measure the machine, the engines' starts, and then, while all run, the other rows."""
         machine = self.machines[str(setting)] = measure_machine(setting.dtype, setting.threads)
+        for name, row in rows.items():
+            if row.unit == "start":
+                self._add(name, row, setting, lambda _, row: self._measure_starts(row, setting), None)
+        others = {name: row for name, row in rows.items() if row.unit != "start"}
         with ExitStack() as stack:
-            workers = self._start(setting, stack)
-            for name, row in rows.items():
-                start_s = time.monotonic()
-                result = compare(name, row, setting, self._measure_row(name, row, workers), least_time(row, machine))
-                self.rows.append(result)
-                ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
-                _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
+            workers = self._start(setting, stack) if others else {}
+            for name, row in others.items():
+                self._add(name, row, setting, partial(self._measure_row, workers=workers), least_time(row, machine))
 
-    def _start(self, setting: Setting, stack: ExitStack) -> dict[str, WorkerProcess]:
-        workers: dict[str, WorkerProcess] = {}
+    def _add(
+        self,
+        name: str,
+        row: Row,
+        setting: Setting,
+        measure: Callable[[str, Row], dict[str, list[Sample]]],
+        least_s: float | None,
+    ) -> None:
+        start_s = time.monotonic()
+        result = compare(name, row, setting, measure(name, row), least_s)
+        self.rows.append(result)
+        ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
+        _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
+
+    def _build(self, setting: Setting) -> dict[str, WorkerProcess]:
+        """Make the workers of all engines that can be installed."""
+        made: dict[str, WorkerProcess] = {}
         for name in self._names:
             if name in self.skipped:
                 continue
             try:
-                made = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
+                made[name] = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
             except NotInstalledError as error:
                 self.skipped[name] = str(error)
                 _say(f"skipped {name}: {error}")
-                continue
-            worker = stack.enter_context(made)
+        return made
+
+    def _start(self, setting: Setting, stack: ExitStack) -> dict[str, WorkerProcess]:
+        workers: dict[str, WorkerProcess] = {}
+        for name, worker in self._build(setting).items():
+            stack.enter_context(worker)
             try:  # one after the other, since some compile while they start
                 ready = worker.wait_until_ready()
             except WorkerError as error:
@@ -91,6 +111,24 @@ class Comparison:
             workers[name] = worker
             _say(f"{setting}: {name} is ready")
         return workers
+
+    def _measure_starts(self, row: Row, setting: Setting) -> dict[str, list[Sample]]:
+        """Start and end engines in turn, while no other one runs, in an order that alternates."""
+        workers = self._build(setting)
+        samples: dict[str, list[Sample]] = {engine: [] for engine in workers}
+        for number in range(-1, self._repetitions):  # the first one compiles what is kept on the disk
+            for engine in list(workers) if number % 2 else list(workers)[::-1]:
+                start_s = time.monotonic()
+                try:
+                    with workers[engine] as worker:
+                        worker.wait_until_ready()
+                        sample = Sample(time.monotonic() - start_s, worker.cpu_s, (), None)
+                except WorkerError as error:
+                    self._fail(f"{row.title}: {error}")
+                    del workers[engine]
+                else:
+                    samples[engine] += [sample] if number >= 0 else []
+        return samples
 
     def _measure_row(self, name: str, row: Row, workers: dict[str, WorkerProcess]) -> dict[str, list[Sample]]:
         """Measure repetitions in turn, in an order that alternates. An engine that fails is out of the row."""

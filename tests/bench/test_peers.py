@@ -74,6 +74,36 @@ def test_a_whole_run(
     assert plot.exists()
 
 
+def test_starts_are_measured_while_no_other_engine_runs(
+    fake_engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[str] = []
+    started: list[str] = []
+    enter, stop = WorkerProcess.__enter__, WorkerProcess.stop
+
+    def noted(self: WorkerProcess) -> WorkerProcess:
+        assert not running
+        running.append(self.name)
+        started.append(self.name)
+        return enter(self)
+
+    def ended(self: WorkerProcess) -> None:
+        running.remove(self.name)
+        stop(self)
+
+    monkeypatch.setattr(WorkerProcess, "__enter__", noted)
+    monkeypatch.setattr(WorkerProcess, "stop", ended)
+    file = tmp_path / "peers.json"
+    arguments = ["--quick", "--rows", "start", "--dtypes", "float32", "--threads", "1", "--cache", str(tmp_path)]
+    assert peers.main([*arguments, "--engines", "radixkv", "openvino", "vllm", "--json", str(file)]) == 0
+    [row] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert started == ["radixkv", "vllm", "vllm", "radixkv", "radixkv", "vllm"]
+    assert fake_engines == []
+    assert [len(each["wall_s_each"]) for each in row["engines"].values()] == [2, 2]
+    assert all(each["wall_s"] > 0 for each in row["engines"].values())
+    assert row["ratio"] == row["engines"]["radixkv"]["wall_s"] / row["engines"]["vllm"]["wall_s"]
+
+
 def test_an_interrupted_run_tells_what_it_has(
     fake_engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ Ask = Callable[[Task], Measured]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement of a row, for one unit of it: a request, a token, a batch or a call.
+    """One measurement of a row, for one unit of it: a start, a request, a token, a batch or a call.
 
     Attributes:
         cpu_s: CPU seconds of the engine's processes and of its client's.
@@ -39,7 +39,7 @@ class Row:
 
     Attributes:
         title: for people.
-        unit: of a sample: request, token, batch or call.
+        unit: of a sample: start, which has no prompts, request, token, batch or call.
         model: llama or tiny.
         shared_tokens: prefix that all prompts share and that is cached before; 0 for prompts that share nothing.
         own_tokens: tokens of each prompt after it.
@@ -106,6 +106,7 @@ def build_rows(*, is_quick: bool = False) -> dict[str, Row]:
     prefix, long_prefix, many, new, calls = 2048 // few, 8192 // few, 16 // few, 64 // few, 120 // few
     suffix = SUFFIX_TOKENS
     rows = {
+        "start": Row("start, until prompts are taken", "start", "llama", 0, 0, 0, 0, 0),
         "cold": Row("first token, nothing cached", "request", "llama", 0, prefix + suffix, 1, 1, 1),
         "warm": Row(f"first token, {prefix:,} cached", "request", "llama", prefix, suffix, 4, 1, 1),
         "decode": Row("decode, one request", "token", "llama", prefix, suffix, 1, 1, new + 1),

@@ -73,6 +73,12 @@ class WorkerProcess:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds that the running worker and all its processes took so far."""
+        assert self._process is not None
+        return cpu_s(self._process.pid)
+
     def wait_until_ready(self) -> Ready:
         """Read the first line.
 

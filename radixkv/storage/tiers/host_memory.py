@@ -110,10 +110,7 @@ class HostMemory(StoreBackend):
     def _write(self, each: BlockObject, slot: int) -> None:
         position = slot * self._slot_bytes
         try:
-            for piece in each.pieces():
-                # numpy copies without the interpreter's lock, memoryview with it
-                self._arena[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
-                position += len(piece)
+            each.write_to(self._arena[position : position + each.num_bytes])
         except BaseException:
             with self._lock:
                 self._table.abandon(each.key, slot)

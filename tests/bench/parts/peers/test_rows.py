@@ -9,6 +9,7 @@ from bench.parts.peers.worker_process import Measured
 from bench.parts.peers.workers.task import Done, Task
 
 ROWS = build_rows()
+ASKED = [name for name, row in ROWS.items() if row.unit != "start"]
 
 
 def answer(task: Task) -> Measured:
@@ -16,7 +17,7 @@ def answer(task: Task) -> Measured:
     return Measured(Done(6.0 + task.new_tokens, [2.0] * len(tokens), tokens, [8] * len(tokens)), task.new_tokens * 3.0)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ASKED)
 def test_a_seed_always_makes_the_same_prompts(name: str) -> None:
     row = ROWS[name]
     [task] = row.tasks("a")[-1:]
@@ -28,7 +29,7 @@ def test_a_seed_always_makes_the_same_prompts(name: str) -> None:
     assert {len(prompt) for prompt in task.prompts} == {row.shared_tokens + row.own_tokens}
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ASKED)
 def test_prompts_share_exactly_what_fills_the_cache(name: str) -> None:
     row, filling = ROWS[name], ROWS[name].filling_task()
     prompts = [prompt for seed in "ab" for task in row.tasks(seed) for prompt in task.prompts]
@@ -65,5 +66,6 @@ def test_a_token_is_without_the_prompt() -> None:
 def test_quick_rows_have_the_same_names_and_less_to_do() -> None:
     quick = build_rows(is_quick=True)
     assert list(quick) == list(ROWS)
-    for name, row in quick.items():
+    for name in ASKED:
+        row = quick[name]
         assert len(row.tasks("a")[-1].prompts[0]) < len(ROWS[name].tasks("a")[-1].prompts[0])
