@@ -44,10 +44,13 @@ fleet-demo: $(STAMP)
 	@$(PY) -c "import ray" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
 	@$(PY) -m bench.fleet.demo
 
+# One more than there are cores, since tests wait for servers, and four at most.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
+
 # Files of tests side by side. A process that dies ends the run. Tests of two threads share cores with other processes:
 # threads that spin while they wait would take three times as long.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet -m "not slow" --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet -m "not slow" --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 
 STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000

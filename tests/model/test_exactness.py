@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,21 @@ from tests.processor import needs_exact_int8
 # All but one of the two with latents, which slow tests ask, too.
 QUICK = [name for name in MODELS if name != "deepseek_v2"]
 
+# Quick tests ask every model and every dtype of a model and of a pool; slow ones all of them together.
+POOLS = [("float32", "bf16"), ("bfloat16", "fp8"), ("float32", "int8"), ("bfloat16", "int4")]
+DIVIDED = [("float32", "auto"), ("bfloat16", "int8")]
+
 WINDOWED = ["mistral", "gemma2", "qwen2", "gpt_oss", "gemma4_text"]
+
+
+def each(models: list[str], choices: list[tuple[str, str]]) -> list[Any]:
+    """Return parameters of all models with all choices: half of each model's, in turn, are quick."""
+    quick = len(choices) // 2
+    return [
+        pytest.param(model, *choice, marks=() if (index // quick + number) % 2 == 0 else pytest.mark.slow)
+        for number, model in enumerate(models)
+        for index, choice in enumerate(choices)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +68,8 @@ def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("float32", "bf16"), ("float32", "int8"), ("bfloat16", "fp8"), ("bfloat16", "int4")]
+    ("model", "dtype", "kv_dtype"), each([name for name in QUICK if name != "deepseek_v3"], POOLS)
 )
-@pytest.mark.parametrize("model", [name for name in QUICK if name != "deepseek_v3"])
 def test_no_bit_of_a_quantized_pool_depends_on_the_cache(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=6, seed=len(model), kv_dtype=kv_dtype)
     assert first_difference == ""
@@ -70,8 +84,7 @@ def test_no_bit_of_quantized_latents_depends_on_the_cache(dtype: str, kv_dtype: 
     assert counts["partial hits"] >= 2
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "int8")])
-@pytest.mark.parametrize("model", WINDOWED)
+@pytest.mark.parametrize(("model", "dtype", "kv_dtype"), each(WINDOWED, DIVIDED))
 def test_no_bit_depends_on_what_windowed_layers_have_given_up(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(
         model, dtype, "exact", num_cases=16, seed=len(model), kv_dtype=kv_dtype, is_divided=True

@@ -57,24 +57,24 @@ with ThreadPoolExecutor(1) as reader:
 """
 
 
-def run(program: str, cache: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "3"}
+def run(program: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
 
 
 @needs_openmp
-def test_threads_end_and_start_again(tmp_path: Path) -> None:
-    run(_PROGRAM, tmp_path)
+def test_threads_end_and_start_again() -> None:
+    run(_PROGRAM)
 
 
 @needs_openmp
-def test_a_loaded_model_leaves_no_threads(tmp_path: Path) -> None:
-    run(_ENGINE, tmp_path)
+def test_a_loaded_model_leaves_no_threads() -> None:
+    run(_ENGINE)
 
 
 @needs_openmp
-def test_an_adapter_that_was_read_leaves_no_threads(tmp_path: Path) -> None:
-    run(_ADAPTER, tmp_path)
+def test_an_adapter_that_was_read_leaves_no_threads() -> None:
+    run(_ADAPTER)
 
 
 def test_without_that_library_nothing_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Two thousand real calls, some of them cancelled, too late or killed. `make campaign` makes fifty thousand."""
+"""A thousand real calls, some of them cancelled, too late or killed. `make campaign` makes fifty thousand."""
 
 from tests.whole.campaign import NUM_WORKERS, run_campaign
 
 
-def test_two_thousand_calls_leave_nothing_behind_and_get_no_wrong_answer() -> None:
-    report = run_campaign(2000, calls_per_kill=400)
+def test_a_thousand_calls_leave_nothing_behind_and_get_no_wrong_answer() -> None:
+    report = run_campaign(1000, calls_per_kill=200)
     assert report.mistakes == []
     assert report.num_killed >= 4 + NUM_WORKERS
     happened = {

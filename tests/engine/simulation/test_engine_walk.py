@@ -127,10 +127,10 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(100, marks=pytest.mark.slow)])
-def test_every_request_is_answered_as_if_it_were_alone(first: int) -> None:
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 200), marks=pytest.mark.slow)], ids=str)
+def test_every_request_is_answered_as_if_it_were_alone(seeds: range) -> None:
     events = Counter[str]()
-    for seed in range(first, first + 100):
+    for seed in seeds:
         world = make_world(seed)
         events += judged(world, make_script(world, seed))
     assert {event for event in INTERESTING if not events[event]} == set()
@@ -151,7 +151,7 @@ def test_who_pauses_below_a_public_prefix_goes_on_there() -> None:
     assert events["public tokens"] > 8  # those who began, and again those who went on
 
 
-@pytest.mark.parametrize("seed", [1, 13])
+@pytest.mark.parametrize("seed", [1, pytest.param(13, marks=pytest.mark.slow)])
 def test_any_step_may_fail_and_be_the_last(seed: int) -> None:
     world, scripts = troubled_scripts(seed)
     assert len(scripts) > 100
