@@ -1,4 +1,4 @@
-"""Random walks over the cache, every step judged by the oracle: 45,000 steps. `make stress` takes more."""
+"""Random walks over the cache, every step judged by the oracle: 65,000 steps. `make stress` takes more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.config import EVICTION_POLICIES
 from tests.cache.walk.cache_walk import PARTED, ROOMY, SHARED, TIGHT, World, dice_of, fails, shortest_failing, walk
 
 # A walk of the usual length meets everything that is looked for. The mutants are tried against the long one, too.
-NUM_STEPS = [2500, pytest.param(10_000, marks=pytest.mark.slow)]
+NUM_STEPS = [4000, pytest.param(10_000, marks=pytest.mark.slow)]
 
 
 def world_id(world: World) -> str:
@@ -73,7 +73,7 @@ def test_tenants_get_what_they_were_promised(world: World, num_steps: int) -> No
     assert {event for event in wanted if not events[event]} == set()
 
 
-@pytest.mark.parametrize("num_steps", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [2500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", PARTED, ids=world_id)
 def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int) -> None:
     events = walk(world, "lru", dice_of(3, num_steps))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from radixkv.storage.tiers.block_object import (
@@ -32,6 +33,15 @@ def test_what_was_packed_is_opened(cipher: BlockCipher | None) -> None:
     head = read_head(data)
     assert head is not None
     assert (head.key, head.parent, head.generation, head.num_tokens) == (key_of(1), ROOT, 3, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
+def test_what_was_written_at_once_is_what_pieces_are(cipher: BlockCipher | None) -> None:
+    memory = np.zeros(block(1, 3, cipher).num_bytes, np.uint8)
+    block(1, 3, cipher).write_to(memory)
+    assert opened(memory.tobytes(), 1, 3, cipher) == payload_of(1)
+    if cipher is None:  # else each has a salt of its own
+        assert memory.tobytes() == stored(1, 3)
 
 
 def test_a_payload_is_a_view_of_the_object_and_aligned() -> None:
