@@ -67,9 +67,7 @@ def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     assert counts["turns"] >= 2
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype", "kv_dtype"), each([name for name in QUICK if name != "deepseek_v3"], POOLS)
-)
+@pytest.mark.parametrize(("model", "dtype", "kv_dtype"), each([name for name in QUICK if name != "deepseek_v3"], POOLS))
 def test_no_bit_of_a_quantized_pool_depends_on_the_cache(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=6, seed=len(model), kv_dtype=kv_dtype)
     assert first_difference == ""
