@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ from radixkv.kernels.write_kv import write_kv
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 _INSTRUCTIONS = ("HGMMA", "HMMA", "FFMA", "UTMALDG", "USETMAXREG", "LDGSTS", "LDG.E.128", "STG.E.128", "LDL", "STL")
+_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
+_INSTRUCTION_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,14 +360,13 @@ def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[
         yield name, partial(_launch_low_rank, *case)
 
 
-def compile_case(name: str, launch: Callable[[], None]) -> list[CompiledCase]:
-    """Run `launch` with compilation in place of launching, and report each kernel it would have started."""
-    compiled: list[CompiledCase] = []
+def compile_case(launch: Callable[[], None]) -> list[tuple[str, Any]]:
+    """Run `launch` with compilation in place of launching. Returns the name and code of each kernel that it starts."""
+    compiled: list[tuple[str, Any]] = []
     original_run = JITFunction.run
 
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernel = original_run(function, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append(_describe(name, function.fn.__name__, kernel))
+        compiled.append((function.fn.__name__, original_run(function, *args, grid=grid, warmup=True, **kwargs)))
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(_NoDevice())
@@ -388,14 +391,14 @@ class _NoDevice:
         return 0
 
 
-def _describe(case: str, kernel_name: str, kernel: Any) -> CompiledCase:
+def _describe(case: str, kernel_name: str, kernel: Any, instructions: Sequence[str]) -> CompiledCase:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
         usage = _output_of("cuobjdump", "-res-usage", cubin.name)
-        sass = _output_of("nvdisasm", "-c", cubin.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
+    sass = "\n".join(instructions)
     return CompiledCase(
         case=case,
         kernel=kernel_name,
@@ -406,25 +409,54 @@ def _describe(case: str, kernel_name: str, kernel: Any) -> CompiledCase:
         num_warps=kernel.metadata.num_warps,
         code_sha256=hashlib.sha256(kernel.asm["cubin"]).hexdigest(),
         instructions={name: len(re.findall(rf"\b{re.escape(name)}", sass)) for name in _INSTRUCTIONS},
-        loop_instructions=_longest_loop(sass),
+        loop_instructions=_longest_loop(instructions),
     )
 
 
-def _longest_loop(sass: str) -> int:
-    """Count the instructions of the longest loop without a loop in it: from a label to the branch back there."""
-    starts, loops, num_instructions = dict[str, int](), list[tuple[int, int]](), 0
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            starts[label[1]] = num_instructions
-        elif re.match(r"\s*/\*[0-9a-f]{4,5}\*/", line):
-            num_instructions += 1
-            branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-            if branch and branch[1] in starts:
-                loops.append((starts[branch[1]], num_instructions))
+def _machine_code(cubin: bytes) -> bytes:
+    """Return the section of an ELF file that holds the instructions of its one function."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_bytes, num_sections, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, table + index * entry_bytes) for index in range(num_sections)]
+    names_start = sections[names][4]
+    (code,) = [
+        cubin[start : start + size]
+        for name, _, _, _, start, size in sections
+        if cubin.startswith(b".text.", names_start + name)
+    ]
+    return code
+
+
+def _disassembled(codes: Sequence[bytes]) -> list[list[str]]:
+    """Return the instructions of each function. The tool starts once for all: that takes it half a second."""
+    with tempfile.NamedTemporaryFile(suffix=".bin") as joined:
+        joined.write(b"".join(codes))
+        joined.flush()
+        lines = _output_of("nvdisasm", "--binary", "SM90", joined.name).splitlines()
+    instructions = iter([line for line in lines if _INSTRUCTION.match(line)])
+    found = [list(islice(instructions, len(code) // _INSTRUCTION_BYTES)) for code in codes]
+    assert not list(instructions)
+    return found
+
+
+def _longest_loop(instructions: Sequence[str]) -> int:
+    """Count the instructions of the longest loop without a loop in it: from where a branch goes back to, to there."""
+    loops, first = list[tuple[int, int]](), _address(instructions[0])
+    for line in instructions:
+        if branch := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line):
+            start, end = int(branch[1], 16), _address(line)
+            if first <= start <= end:
+                loops.append((start, end + _INSTRUCTION_BYTES))
     innermost = [
         (a, b) for a, b in loops if not any((a, b) != other and a <= other[0] and other[1] <= b for other in loops)
     ]
-    return max((end - start for start, end in innermost), default=0)
+    return max((end - start for start, end in innermost), default=0) // _INSTRUCTION_BYTES
+
+
+def _address(line: str) -> int:
+    found = _INSTRUCTION.match(line)
+    assert found, line
+    return int(found[1], 16)
 
 
 def _output_of(tool: str, *arguments: str) -> str:
@@ -443,9 +475,13 @@ def main() -> None:
     if options.all:
         attention_cases = [*ALL_ATTENTION_CASES, *ALL_SPECIALIZED_CASES]
     assert not os.environ.get("TRITON_INTERPRET"), "the interpreter does not compile"
-    for name, launch in list(cases(attention_cases))[number - 1 :: num_shares]:
-        for compiled in compile_case(name, launch):
-            print(json.dumps(asdict(compiled)), flush=True)
+    share = list(cases(attention_cases))[number - 1 :: num_shares]
+    compiled = [(name, *found) for name, launch in share for found in compile_case(launch)]
+    codes = list({_machine_code(kernel.asm["cubin"]) for _, _, kernel in compiled})
+    instructions = dict(zip(codes, _disassembled(codes), strict=True))
+    for case, kernel_name, kernel in compiled:
+        described = _describe(case, kernel_name, kernel, instructions[_machine_code(kernel.asm["cubin"])])
+        print(json.dumps(asdict(described)), flush=True)
 
 
 if __name__ == "__main__":
