@@ -14,10 +14,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from bench.parts.peers.machine_limits import Machine, least_time, measure_machin
 from bench.parts.peers.rows import Row, Sample, build_rows
 from bench.parts.peers.table import format_table
 from bench.parts.peers.worker_process import WorkerError, WorkerProcess
+from bench.parts.peers.workers.task import Ready
 from bench.parts.result_file import write_json
 
 _DEMO_THREADS = 2
@@ -60,28 +60,20 @@ class Comparison:
     def measure(self, setting: Setting, rows: dict[str, Row]) -> None:
         """Measure the machine, the engines' starts, and then, while all run, the other rows."""
         machine = self.machines[str(setting)] = measure_machine(setting.dtype, setting.threads)
-        for name, row in rows.items():
-            if row.unit == "start":
-                self._add(name, row, setting, lambda _, row: self._measure_starts(row, setting), None)
-        others = {name: row for name, row in rows.items() if row.unit != "start"}
+        workers: dict[str, WorkerProcess] | None = None
         with ExitStack() as stack:
-            workers = self._start(setting, stack) if others else {}
-            for name, row in others.items():
-                self._add(name, row, setting, partial(self._measure_row, workers=workers), least_time(row, machine))
-
-    def _add(
-        self,
-        name: str,
-        row: Row,
-        setting: Setting,
-        measure: Callable[[str, Row], dict[str, list[Sample]]],
-        least_s: float | None,
-    ) -> None:
-        start_s = time.monotonic()
-        result = compare(name, row, setting, measure(name, row), least_s)
-        self.rows.append(result)
-        ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
-        _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
+            for name, row in rows.items():  # starts come first
+                if row.unit != "start" and workers is None:
+                    workers = self._start(setting, stack)
+                start_s = time.monotonic()
+                if workers is None:
+                    result = compare(name, row, setting, self._measure_starts(row, setting))
+                else:
+                    samples = self._measure_row(name, row, workers)
+                    result = compare(name, row, setting, samples, least_time(row, machine))
+                self.rows.append(result)
+                ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
+                _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
 
     def _build(self, setting: Setting) -> dict[str, WorkerProcess]:
         """Make the workers of all engines that can be installed."""
@@ -106,11 +98,14 @@ class Comparison:
                 self._fail(f"{setting}: {error}")
                 worker.stop()
                 continue
-            told = self.engines.setdefault(name, {"versions": ready.versions, "notes": []})
-            told["notes"] += [note for note in ready.notes if note not in told["notes"]]
+            self._tell(name, ready)
             workers[name] = worker
             _say(f"{setting}: {name} is ready")
         return workers
+
+    def _tell(self, engine: str, ready: Ready) -> None:
+        told = self.engines.setdefault(engine, {"versions": ready.versions, "notes": []})
+        told["notes"] += [note for note in ready.notes if note not in told["notes"]]
 
     def _measure_starts(self, row: Row, setting: Setting) -> dict[str, list[Sample]]:
         """Start and end engines in turn, while no other one runs, in an order that alternates."""
@@ -121,13 +116,15 @@ class Comparison:
                 start_s = time.monotonic()
                 try:
                     with workers[engine] as worker:
-                        worker.wait_until_ready()
+                        ready = worker.wait_until_ready()
                         sample = Sample(time.monotonic() - start_s, worker.cpu_s, (), None)
                 except WorkerError as error:
                     self._fail(f"{row.title}: {error}")
                     del workers[engine]
-                else:
-                    samples[engine] += [sample] if number >= 0 else []
+                    continue
+                self._tell(engine, ready)
+                if number >= 0:
+                    samples[engine].append(sample)
         return samples
 
     def _measure_row(self, name: str, row: Row, workers: dict[str, WorkerProcess]) -> dict[str, list[Sample]]:

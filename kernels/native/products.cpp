@@ -93,7 +93,7 @@ __attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, c
     if (P == 1 && (kIsSpread ? w == next : w < num_ahead)) {
 #pragma GCC unroll 2
       for (int64_t i = 0; i < kWordBytes; i += kLineBytes)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead) + (kIsSpread ? asked : w) * kWordBytes + i, _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead) + asked * kWordBytes + i, _MM_HINT_T1);
       asked++;
       next += num_passed;
     }

@@ -96,7 +96,9 @@ def test_starts_are_measured_while_no_other_engine_runs(
     file = tmp_path / "peers.json"
     arguments = ["--quick", "--rows", "start", "--dtypes", "float32", "--threads", "1", "--cache", str(tmp_path)]
     assert peers.main([*arguments, "--engines", "radixkv", "openvino", "vllm", "--json", str(file)]) == 0
-    [row] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    result = json.loads(file.read_text(encoding="utf-8"))
+    [row] = result["rows"]
+    assert set(result["engines"]) == {"radixkv", "vllm"}, "their versions are told"
     assert started == ["radixkv", "vllm", "vllm", "radixkv", "radixkv", "vllm"]
     assert fake_engines == []
     assert [len(each["wall_s_each"]) for each in row["engines"].values()] == [2, 2]

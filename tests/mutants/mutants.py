@@ -591,6 +591,12 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/core.py", "        self._copy()  # before", "        # before"),
     Mutant("engine/core.py", "if step is None or self._runner.is_asynchronous:", "if self._runner.is_asynchronous:"),
+    Mutant(
+        "engine/core.py",
+        "        self._delivery.publish(computed)\n        self._save()",
+        "        self._save()\n        self._delivery.publish(computed)",
+    ),
+    Mutant("storage/tiers/block_object.py", "memory[-CHECKSUM_BYTES:] =", "_ ="),
     Mutant("engine/offload/deleter.py", "if key not in self._elsewhere.shelves[name]]", "]"),
     Mutant("engine/offload/disk_record.py", "            self._disk.delete(useless)\n", "            pass\n"),
     Mutant("engine/offload/loader.py", "self._wishes[request] = wish._replace(run=())", "pass"),
