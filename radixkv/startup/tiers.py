@@ -28,6 +28,7 @@ from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError, UnsupportedModel
 from radixkv.invocation import InvocationMarks
+from radixkv.model.on_cpu import native_library
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.storage.layer_bytes import LayerBytes
 from radixkv.storage.mover import BlockMover, payload_layout
@@ -196,7 +197,7 @@ def _wanted(
     num_bytes = max(of_block(is_sealed=False), of_block(is_sealed=True))
     wanted: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
-        wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes)
+        wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes, library=native_library())
     if config.disk_path is not None:
         wanted["disk"] = StoreOptions(block_format, num_bytes, _disk_bytes(config), config.disk_path)
     if config.redis_url is not None:

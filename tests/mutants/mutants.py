@@ -444,6 +444,9 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/vectors_avx2.h", "memcpy(&own, from, lanes.count", "memcpy(&own, from, kLanes"),
     Mutant("kernels/native/rows.cpp", "        most = most > other ? most : other;\n", ""),
     Mutant("kernels/native/vectors.h", "all(200.0f)", "all(20.0f)"),
+    Mutant("kernels/native/checked_copy.cpp", "(num_bytes - 1) / kStripe", "num_bytes / kStripe"),
+    Mutant("kernels/native/checked_copy.cpp", "      stripe_ = 0;\n", ""),
+    Mutant("kernels/native/checked_copy.py", " and target.ctypes.data % _ALIGNMENT == 0", ""),
     Mutant("kernels/native/products.cpp", "stride, block == 0, panel", "stride, true, panel"),
     Mutant("kernels/native/products.cpp", "(first_row + r) * product.out_features + f", "r * product.out_features + f"),
     Mutant(

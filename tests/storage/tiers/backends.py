@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.kernels.native.checked_copy import NativeCopy
+from radixkv.model.on_cpu import native_library
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.disk import DiskStore
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
@@ -26,6 +28,13 @@ SLOT_BYTES = -(-OBJECT_BYTES // 64) * 64
 @contextlib.contextmanager
 def host_memory(num_objects: int) -> Iterator[HostMemory]:
     yield HostMemory(allocate_arena(num_objects * SLOT_BYTES), OBJECT_BYTES)
+
+
+@contextlib.contextmanager
+def native_host_memory(num_objects: int) -> Iterator[HostMemory]:
+    if (library := native_library()) is None:
+        pytest.skip("there are no kernels in C++ for this machine")
+    yield HostMemory(allocate_arena(num_objects * SLOT_BYTES), OBJECT_BYTES, NativeCopy(library))
 
 
 @contextlib.contextmanager
@@ -54,6 +63,7 @@ def shared_mooncake(_: int) -> Iterator[StoreBackend]:
 
 BACKENDS: dict[str, Callable[[int], contextlib.AbstractContextManager[StoreBackend]]] = {
     "host_memory": host_memory,
+    "host_memory_native": native_host_memory,
     "disk": disk,
     "redis": shared_redis,
     "mooncake": shared_mooncake,

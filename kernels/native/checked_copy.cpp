@@ -1,0 +1,133 @@
+// Copies bytes and takes their checksum in the same pass: XXH3 with 128 bits, without a seed, as the xxhash library
+// takes it of more than 240 bytes. `kernels/native/checked_copy.py` calls it.
+//
+// The algorithm is Yann Collet's (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight sums of 64 bits over
+// stripes of 64 bytes, stirred after every 16 stripes, and the last 64 bytes once more.
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t kStripe = 64, kStripesABlock = 16, kSecretBytes = 192;
+// The source is asked for this much ahead of its use.
+constexpr int64_t kAhead = 1024;
+
+constexpr uint64_t kPrime32[] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
+constexpr uint64_t kPrime64[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
+                                 0x27D4EB2F165667C5};
+
+// The library's default secret.
+alignas(64) constexpr uint8_t kSecret[kSecretBytes] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+__m256i load(const uint8_t* bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)); }
+
+// Four sums of 64 bits; two of these take a stripe.
+struct Sums {
+  __m256i sums;
+
+  void add(__m256i data, const uint8_t* secret) {
+    const __m256i mixed = _mm256_xor_si256(data, load(secret));
+    const __m256i products = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+    const __m256i swapped = _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
+    sums = _mm256_add_epi64(sums, _mm256_add_epi64(products, swapped));
+  }
+
+  void stir(const uint8_t* secret) {
+    const __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(sums, _mm256_srli_epi64(sums, 47)), load(secret));
+    const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32[0]));
+    const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+    sums = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+  }
+};
+
+uint64_t word_at(const uint8_t* bytes) {
+  uint64_t word;
+  memcpy(&word, bytes, sizeof(word));
+  return word;
+}
+
+uint64_t folded_product(uint64_t a, uint64_t b) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+uint64_t merged(const uint64_t* sums, const uint8_t* secret, uint64_t start) {
+  for (int i = 0; i < 8; i += 2)
+    start += folded_product(sums[i] ^ word_at(secret + 8 * i), sums[i + 1] ^ word_at(secret + 8 * i + 8));
+  start = (start ^ (start >> 37)) * 0x165667919E3779F9;
+  return start ^ (start >> 32);
+}
+
+class Checksum {
+ public:
+  // Copies a whole stripe past the caches, which will not need it, and adds it.
+  void copy_stripe(const uint8_t* from, uint8_t* to) {
+    _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T0);
+    const __m256i first = load(from), second = load(from + 32);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), first);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), second);
+    add(first, second, kSecret + 8 * stripe_);
+    if (++stripe_ == kStripesABlock) {
+      first_.stir(kSecret + kSecretBytes - kStripe);
+      second_.stir(kSecret + kSecretBytes - kStripe + 32);
+      stripe_ = 0;
+    }
+  }
+
+  // Adds the last 64 bytes of all, and stores the checksum, its highest byte first.
+  void finish(const uint8_t* last, uint64_t num_bytes, uint8_t* digest) {
+    add(load(last), load(last + 32), kSecret + kSecretBytes - kStripe - 7);
+    uint64_t sums[8];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums), first_.sums);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + 4), second_.sums);
+    const uint64_t low = merged(sums, kSecret + 11, num_bytes * kPrime64[0]);
+    const uint64_t high = merged(sums, kSecret + kSecretBytes - kStripe - 11, ~(num_bytes * kPrime64[1]));
+    const uint64_t ordered[] = {__builtin_bswap64(high), __builtin_bswap64(low)};
+    memcpy(digest, ordered, sizeof(ordered));
+  }
+
+ private:
+  void add(__m256i first, __m256i second, const uint8_t* secret) {
+    first_.add(first, secret);
+    second_.add(second, secret + 32);
+  }
+
+  Sums first_ = {_mm256_setr_epi64x(kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2])};
+  Sums second_ = {_mm256_setr_epi64x(kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0])};
+  int64_t stripe_ = 0;
+};
+
+}  // namespace
+
+// Copies `head` and then `body` to `target`, and the checksum of both behind them. The head is whole stripes, both have
+// more than 240 bytes, and `target` is aligned to 32 bytes.
+extern "C" void radixkv_checked_copy(const uint8_t* head, int64_t head_bytes, const uint8_t* body, int64_t body_bytes,
+                                     uint8_t* target) {
+  Checksum checksum;
+  const int64_t num_bytes = head_bytes + body_bytes;
+  const int64_t copied = (num_bytes - 1) / kStripe * kStripe;  // the rest is 1 to 64 bytes
+  int64_t at = 0;
+  for (; at < head_bytes && at < copied; at += kStripe) checksum.copy_stripe(head + at, target + at);
+  for (; at < copied; at += kStripe) checksum.copy_stripe(body + at - head_bytes, target + at);
+  if (at < head_bytes) memcpy(target + at, head + at, head_bytes - at);
+  const int64_t start = at < head_bytes ? head_bytes : at;
+  if (start < num_bytes) memcpy(target + start, body + start - head_bytes, num_bytes - start);
+  checksum.finish(target + num_bytes - kStripe, num_bytes, target + num_bytes);
+  _mm_sfence();  // whoever is told of the copy sees it
+}
