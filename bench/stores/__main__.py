@@ -58,7 +58,8 @@ def _places(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.Abs
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.stores", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--payload-bytes", type=int, default=1 << 20, metavar="N", help="of a block; default 1 MiB")
+    payload = "of a block, a multiple of 4; default 1 MiB"
+    parser.add_argument("--payload-bytes", type=_payload_bytes, default=1 << 20, metavar="N", help=payload)
     parser.add_argument("--blocks", type=int, default=128, metavar="N", help="moved in a round; default 128")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="counted; default 7")
     calls = "loads of eight blocks that wait at a time: 1 as for one request after the other; default all of a round"
@@ -69,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mooncake", metavar="HOST:PORT", help="a running master")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
+
+
+def _payload_bytes(text: str) -> int:
+    if not text.isdecimal() or not int(text) or int(text) % 4:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 4, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

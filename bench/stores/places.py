@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from radixkv.model.on_cpu import native_library
+from radixkv.model.on_cpu import native_copies
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.by_name import StoreOptions, open_backend
@@ -60,7 +60,7 @@ def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Itera
         for row, target in zip(arena, targets, strict=True):
             np.frombuffer(target, np.uint8)[:] = row
 
-    backend = open_backend("host", StoreOptions(block_format, object_bytes, room, library=native_library()))
+    backend = open_backend("host", StoreOptions(block_format, object_bytes, room, native=native_copies()))
     yield Place("host", backend, write, read)
 
 
@@ -95,7 +95,7 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
             os.close(file)
 
     room = (object_bytes + 4096) * num_blocks
-    backend = open_backend("disk", StoreOptions(block_format, object_bytes, room, str(folder)))
+    backend = open_backend("disk", StoreOptions(block_format, object_bytes, room, str(folder), native_copies()))
     try:
         yield Place("disk", backend, write, read, forget, copies=False, verify=verify)
     finally:

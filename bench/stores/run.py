@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import time
 from collections import deque
@@ -12,9 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from bench.stores.places import Place
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.model.on_cpu import native_copies
 from radixkv.namespace import Namespace
+from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import BlockObject, Wanted
 from radixkv.storage.tiers.threaded_store import ThreadedStore
@@ -22,6 +25,7 @@ from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
 
 BLOCK_SIZE = 64
 _BATCH = 8  # blocks of one call
+_KV_BYTES = 4  # a key and a value of one number
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,10 @@ class Row:
 
 
 class Blocks:
-    """Blocks that are moved: random payloads, and where they come back to.
+    """Blocks that are moved: random payloads, and the pool that they come back to.
 
     Args:
-        payload_bytes: of one block.
+        payload_bytes: of one block, a multiple of 4.
         num_blocks: moved in a round.
         seed: of the payloads.
         max_calls: loads that wait at a time, as many requests have them; None for all of a round.
@@ -59,9 +63,9 @@ class Blocks:
         self.format = BlockFormat("bench", "bfloat16", "bf16", "by block", BLOCK_SIZE, payload_bytes, "cpu")
         random = np.random.default_rng(seed)
         self.payloads = [memoryview(random.bytes(payload_bytes)) for _ in range(num_blocks)]
-        # At the start of a page: elsewhere a processor may copy from the page cache at a quarter of the speed.
-        pages = (mmap.mmap(-1, payload_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(num_blocks))
-        self.targets = [np.frombuffer(each, np.uint8) for each in pages]
+        pool = KVPool.allocate(num_blocks, 1, 1, 1, payload_bytes // _KV_BYTES, dtype=torch.float16)
+        self._mover = BlockMover([pool], native=native_copies())
+        self.targets = [block.numpy() for block in pool.blocks]
         self._tokens = [random.integers(0, 50_000, BLOCK_SIZE).astype("<u4").tobytes() for _ in range(num_blocks)]
         keys = BlockKeys(self.format)
         root = keys.root(Namespace("bench"))
@@ -84,7 +88,7 @@ class Blocks:
             raise RuntimeError("store: expected it to take all blocks, got an error")
 
     def load(self, tier: Tier, *, copies: bool) -> None:
-        """Load all blocks, verified, and copy them into memory of the caller if wished, while others are loaded."""
+        """Load all blocks, verified, and copy them into the pool if wished, while others are loaded."""
         loading: deque[tuple[int, Future[list[LoadedBlock | Miss]]]] = deque()
         held: list[LoadedBlock] = []  # whole rounds of it, since the peer fills as much memory
         for start in range(0, len(self._keys), _BATCH):
@@ -100,16 +104,17 @@ class Blocks:
 
     def _take(self, start: int, loading: Future[list[LoadedBlock | Miss]], *, copies: bool) -> list[LoadedBlock]:
         """Wait for blocks, and copy them if wished; return those that were not copied and are held."""
-        held: list[LoadedBlock] = []
-        for target, each in zip(self.targets[start : start + _BATCH], loading.result(), strict=True):
+        loaded: list[LoadedBlock] = []
+        for each in loading.result():
             if not isinstance(each, LoadedBlock):
                 raise RuntimeError(f"store: expected all blocks, got one that is {each.value}")
-            if copies:
-                target[:] = np.frombuffer(each.payload, np.uint8)
-                each.loan.release()
-            else:
-                held.append(each)
-        return held
+            loaded.append(each)
+        if not copies:
+            return loaded
+        self._mover.write(range(start, start + len(loaded)), [each.payload for each in loaded])
+        for each in loaded:
+            each.loan.release()
+        return []
 
     def delete(self, tier: Tier) -> None:
         """Delete all blocks."""

@@ -10,6 +10,7 @@ import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.native import products
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.kernels.native.library import KINDS, NotCompiledError, load_library
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
 from radixkv.model.attention.native_kernels import NativeKernels
@@ -32,6 +33,12 @@ def native_library() -> ctypes.CDLL | None:
         return None
     products.use(library)
     return library
+
+
+def native_copies() -> NativeCopies | None:
+    """Return the copies among the kernels in C++; None if there are none."""
+    library = native_library()
+    return None if library is None else NativeCopies(library)
 
 
 def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:

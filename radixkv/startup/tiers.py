@@ -28,7 +28,8 @@ from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError, UnsupportedModel
 from radixkv.invocation import InvocationMarks
-from radixkv.model.on_cpu import native_library
+from radixkv.kernels.native.copies import NativeCopies
+from radixkv.model.on_cpu import native_copies
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.storage.layer_bytes import LayerBytes
 from radixkv.storage.mover import BlockMover, payload_layout
@@ -163,7 +164,8 @@ def open_stores(
             f"{model.name}: layers with K/V of different shapes: expected neither transfer.serve nor kv_sources, since "
             "transfers cut blocks into layers of one size"
         )
-    mover = BlockMover(storage.pools, storage.part_pools)
+    native = native_copies()
+    mover = BlockMover(storage.pools, storage.part_pools, native)
     block_format = BlockFormat(
         model=model.fingerprint,
         dtype=str(model.kv_shape.dtype),
@@ -175,7 +177,7 @@ def open_stores(
     )
     keys, ciphers = BlockKeys(block_format, _secret(config.secret_file)), _ciphers(config.encryption_key_file)
     backends: dict[str, StoreBackend] = {}
-    for name, options in _wanted(config, others or {}, block_format).items():
+    for name, options in _wanted(config, others or {}, block_format, native).items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
@@ -190,16 +192,16 @@ def open_stores(
 
 
 def _wanted(
-    config: TiersConfig, others: Mapping[str, StoreConfig], block_format: BlockFormat
+    config: TiersConfig, others: Mapping[str, StoreConfig], block_format: BlockFormat, native: NativeCopies | None
 ) -> dict[str, StoreOptions]:
     """Return what to open, the fastest first."""
     of_block = partial(object_bytes, block_format.block_size, block_format.payload_bytes)
     num_bytes = max(of_block(is_sealed=False), of_block(is_sealed=True))
     wanted: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
-        wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes, library=native_library())
+        wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes, native=native)
     if config.disk_path is not None:
-        wanted["disk"] = StoreOptions(block_format, num_bytes, _disk_bytes(config), config.disk_path)
+        wanted["disk"] = StoreOptions(block_format, num_bytes, _disk_bytes(config), config.disk_path, native)
     if config.redis_url is not None:
         wanted["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
     if config.mooncake_master is not None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.kernels.quantization import rotated_part
 from radixkv.kernels.staging import to_device, to_device_beside_steps
 
@@ -49,13 +50,17 @@ class BlockMover:
     Args:
         pools: the memory of blocks, a pool for each K/V shape; their bytes follow each other.
         part_pools: the same of windowed layers; empty if all layers store every token.
+        native: copies in C++, which fill blocks on a CPU in 0.6 of the time; None for none.
 
     Attributes:
         block_bytes: bytes of one block without its part.
         payload_bytes: bytes of one block with its part.
     """
 
-    def __init__(self, pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> None:
+    def __init__(
+        self, pools: Sequence[KVPool], part_pools: Sequence[KVPool] = (), native: NativeCopies | None = None
+    ) -> None:
+        self._native = native
         self._blocks = [pool.blocks for pool in pools]
         self._parts = [pool.blocks for pool in part_pools]
         self.block_bytes = sum(map(_bytes_of, self._blocks))
@@ -90,12 +95,31 @@ class BlockMover:
 
     def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
         """Copy bytes of `read` into blocks, whatever was there, but not into parts."""
-        _fill(self._blocks, block_ids, [payload[: self.block_bytes] for payload in payloads])
+        self._fill(self._blocks, block_ids, [payload[: self.block_bytes] for payload in payloads])
 
     def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
         """Copy the parts of such bytes into parts, whatever was there."""
         assert self._parts, "nobody has parts to write"
-        _fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
+        self._fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
+
+    def _fill(self, pools: Sequence[torch.Tensor], ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        """Copy bytes into blocks of the pools: those of the first pool, then those of the next one."""
+        start = 0
+        for blocks in pools:
+            end = start + _bytes_of(blocks)
+            self._fill_one(blocks, ids, [payload[start:end] for payload in payloads])
+            start = end
+
+    def _fill_one(self, blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        if not ids or not _bytes_of(blocks):  # no bytes where all layers are windowed
+            return
+        if blocks.device.type != "cpu":
+            fill_at_once(blocks, ids, payloads)
+            return
+        for block_id, payload in zip(ids, payloads, strict=True):
+            block = blocks[block_id].numpy()
+            if self._native is None or not self._native.fill(block, payload):
+                np.copyto(block, np.frombuffer(payload, np.uint8).reshape(block.shape))
 
 
 def _bytes_of(blocks: torch.Tensor) -> int:
@@ -112,26 +136,6 @@ def _gathered(blocks: torch.Tensor, ids: Sequence[int]) -> npt.NDArray[np.uint8]
         gathered: npt.NDArray[np.uint8] = blocks.numpy()[ids]  # takes 0.6 of the time that `index_select` takes
         return gathered
     return blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu().numpy()
-
-
-def _fill(pools: Sequence[torch.Tensor], ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-    """Copy bytes into blocks of the pools: those of the first pool, then those of the next one."""
-    start = 0
-    for blocks in pools:
-        end = start + _bytes_of(blocks)
-        _fill_one(blocks, ids, [payload[start:end] for payload in payloads])
-        start = end
-
-
-def _fill_one(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-    if not ids or not _bytes_of(blocks):  # no bytes where all layers are windowed
-        return
-    if blocks.device.type != "cpu":
-        fill_at_once(blocks, ids, payloads)
-        return
-    for block_id, payload in zip(ids, payloads, strict=True):
-        block = blocks[block_id]
-        np.copyto(block.numpy(), np.frombuffer(payload, np.uint8).reshape(block.shape))
 
 
 def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:

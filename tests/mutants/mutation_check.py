@@ -88,7 +88,7 @@ KERNEL_TESTS = (
     "tests/kernels/native/test_attention.py",
     "tests/kernels/native/test_products.py",
     "tests/kernels/native/test_rows.py",
-    "tests/kernels/native/test_checked_copy.py",
+    "tests/kernels/native/test_copies.py",
 )
 EVENT_TESTS = (
     "tests/events/test_block_identity.py",

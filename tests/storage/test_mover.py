@@ -5,6 +5,7 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4
+from radixkv.model.on_cpu import native_copies
 from radixkv.storage import mover
 from radixkv.storage.mover import BlockMover, payload_layout
 
@@ -31,6 +32,19 @@ def test_blocks_come_back_as_they_were(dtype: torch.dtype, is_by_layer: bool, is
     assert torch.equal(pool.blocks[1], before[3])
     assert torch.equal(pool.blocks[4], before[1])
     assert not pool.blocks[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("is_by_layer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_copies_in_cpp_fill_the_same_bytes(dtype: torch.dtype, *, is_by_layer: bool) -> None:
+    if (native := native_copies()) is None:
+        pytest.skip("there are no kernels in C++ for this machine")
+    pool = KVPool.allocate(5, 2, 3, 16, 64, dtype=dtype, is_by_layer=is_by_layer)
+    pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
+    before, filled = pool.blocks.clone(), pool.blocks.clone()
+    BlockMover([pool], native=native).write([1, 4], BlockMover([pool]).read([3, 1]))
+    filled[1], filled[4] = before[3], before[1]
+    assert torch.equal(pool.blocks, filled)
 
 
 @pytest.mark.parametrize("is_by_layer", [False, True])

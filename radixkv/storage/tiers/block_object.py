@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128, xxh3_128_digest
 
-from radixkv.kernels.native.checked_copy import NativeCopy
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_key import KEY_BYTES
 from radixkv.storage.tiers.sealing import SALT_BYTES, TAG_BYTES, BlockCipher, NotSealedByUs
 from radixkv.tokens import TOKEN_BYTES
@@ -118,18 +118,17 @@ class BlockObject:
             yield piece
         yield digest.digest()
 
-    def write_to(self, memory: npt.NDArray[np.uint8], native_copy: NativeCopy | None = None) -> None:
+    def write_to(self, memory: npt.NDArray[np.uint8], native: NativeCopies | None = None) -> None:
         """Write the object into memory.
 
         Args:
             memory: uint8 `[num_bytes]`.
-            native_copy: takes the checksum while it copies; without one it is taken of the copy.
+            native: take the checksum while they copy; without them it is taken of the copy.
 
         Complexity: as of `pieces`.
         """
         first, body = self._parts()
-        if native_copy is not None and native_copy.takes(first, body, memory):
-            native_copy(first, body, memory)
+        if native is not None and native.copy_checked(first, body, memory):
             return
         memory[: len(first)] = np.frombuffer(first, np.uint8)  # memoryviews would copy with the interpreter's lock
         memory[len(first) : -CHECKSUM_BYTES] = np.frombuffer(body, np.uint8)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from radixkv.errors import ConfigError
-from radixkv.kernels.native.checked_copy import NativeCopy
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_store import StoreBackend
 
@@ -25,14 +24,14 @@ class StoreOptions:
         object_bytes: size of the largest object.
         max_bytes: the bound; None where the place has its own.
         place: a directory, a URL or an address; empty for none.
-        library: kernels in C++ for this machine, which copy faster; None for none.
+        native: copies in C++, which are faster; None for none.
     """
 
     block_format: BlockFormat
     object_bytes: int
     max_bytes: int | None = None
     place: str = ""
-    library: ctypes.CDLL | None = None
+    native: NativeCopies | None = None
 
 
 OpenBackend = Callable[[StoreOptions], StoreBackend]
@@ -70,14 +69,15 @@ def _find(name: str) -> OpenBackend:
 def _host(options: StoreOptions) -> StoreBackend:
     from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 
-    native_copy = None if options.library is None else NativeCopy(options.library)
-    return HostMemory(allocate_arena(options.max_bytes or 0), options.object_bytes, native_copy)
+    return HostMemory(allocate_arena(options.max_bytes or 0), options.object_bytes, options.native)
 
 
 def _disk(options: StoreOptions) -> StoreBackend:
     from radixkv.storage.tiers.disk import DiskStore
 
-    return DiskStore(Path(options.place), options.block_format, options.object_bytes, options.max_bytes or 0)
+    return DiskStore(
+        Path(options.place), options.block_format, options.object_bytes, options.max_bytes or 0, native=options.native
+    )
 
 
 def _redis(options: StoreOptions) -> StoreBackend:

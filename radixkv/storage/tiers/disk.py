@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from radixkv.errors import StoreError, StoreUnavailable
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_key import BlockFormat
-from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject, checksum_of
+from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.storage.tiers.buffer_pool import BufferPool
 from radixkv.storage.tiers.disk_directory import DiskDirectory
@@ -36,6 +37,7 @@ class DiskStore(StoreBackend):
         object_bytes: size of the largest object.
         max_bytes: the bound, `tiers.disk_bytes`.
         clock: seconds, monotonic.
+        native: see `SlotFile`.
 
     Attributes:
         path: directory of this format.
@@ -56,6 +58,7 @@ class DiskStore(StoreBackend):
         object_bytes: int,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        native: NativeCopies | None = None,
     ) -> None:
         self._slot_bytes = -(-object_bytes // PAGE_BYTES) * PAGE_BYTES
         self._max_slots = max_bytes // self._slot_bytes
@@ -68,7 +71,7 @@ class DiskStore(StoreBackend):
         self._directory = DiskDirectory(path, block_format)
         self.path = self._directory.path
         try:
-            self._file = SlotFile(self._directory.path, self._slot_bytes, self._max_slots)
+            self._file = SlotFile(self._directory.path, self._slot_bytes, self._max_slots, native)
             self._table, self._serial = self._found()
             self.names = NamespaceNames(self._directory.path / _NAMES)
         except OSError as error:
@@ -92,18 +95,19 @@ class DiskStore(StoreBackend):
             for entry in there:
                 self._table.start_reading(entry)
         buffers = [self._buffers.take() for _ in there]
-        loans: dict[int, Loan] = {}
         try:
-            for index, data in self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers):
-                loans[index] = Loan(data, partial(self._buffers.give_back, buffers[index]), checksum_of(data))
+            found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
         except OSError as error:
+            for buffer in buffers:
+                self._buffers.give_back(buffer)
             raise _failed(error) from error
         finally:
             with self._lock:
                 for entry in there:
                     self._table.end_reading(entry)
-        indexes = iter(range(len(there)))
-        return [None if entry is None else loans[next(indexes)] for entry in entries]
+        returns = (partial(self._buffers.give_back, buffer) for buffer in buffers)
+        loans = (Loan(data, give_back, checksum) for (data, checksum), give_back in zip(found, returns, strict=True))
+        return [None if entry is None else next(loans) for entry in entries]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key; it is no use of it."""

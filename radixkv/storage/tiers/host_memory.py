@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from radixkv.errors import ConfigError
-from radixkv.kernels.native.checked_copy import NativeCopy
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
@@ -44,7 +44,7 @@ class HostMemory(StoreBackend):
     Args:
         arena: of `allocate_arena`; its size is the bound.
         object_bytes: size of the largest object, see `object_bytes` in `block_object`.
-        native_copy: see `BlockObject.write_to`.
+        native: see `BlockObject.write_to`.
 
     Raises:
         ConfigError: the arena has no room for one object.
@@ -52,12 +52,12 @@ class HostMemory(StoreBackend):
 
     num_readers = 1  # it waits for nothing; more only take turns with those that copy
 
-    def __init__(self, arena: memoryview, object_bytes: int, native_copy: NativeCopy | None = None) -> None:
+    def __init__(self, arena: memoryview, object_bytes: int, native: NativeCopies | None = None) -> None:
         self._slot_bytes = -(-object_bytes // _ALIGNMENT) * _ALIGNMENT
         self._num_slots = arena.nbytes // self._slot_bytes
         if not self._num_slots:
             raise ConfigError(f"tiers.host_bytes: expected at least {self._slot_bytes} bytes, got {arena.nbytes}")
-        self._arena, self._native_copy = np.frombuffer(arena, np.uint8), native_copy
+        self._arena, self._native = np.frombuffer(arena, np.uint8), native
         self._table = SlotTable(self._num_slots)
         # A loan may end wherever the last reference to it goes, also in the middle of a call of this thread.
         self._lock = threading.RLock()
@@ -112,7 +112,7 @@ class HostMemory(StoreBackend):
     def _write(self, each: BlockObject, slot: int) -> None:
         position = slot * self._slot_bytes
         try:
-            each.write_to(self._arena[position : position + each.num_bytes], self._native_copy)
+            each.write_to(self._arena[position : position + each.num_bytes], self._native)
         except BaseException:
             with self._lock:
                 self._table.abandon(each.key, slot)

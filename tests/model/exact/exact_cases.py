@@ -431,7 +431,7 @@ def models_for(device: str, tiers: Sequence[str] = ()) -> list[str]:
 
 
 def _models(options: argparse.Namespace) -> list[str]:
-    return models_for(options.models_of or options.device, options.tiers)
+    return options.models or models_for(options.models_of or options.device, options.tiers)
 
 
 def _beside(stored: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -480,6 +480,7 @@ def main() -> int:
     parser.add_argument("--weights", choices=("auto", "int8"), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models-of", choices=("cpu", "cuda"), help="device whose models are tried")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="instead of all of the device")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a row for each model, written after each")
     parser.add_argument("--adapters", type=int, default=0)

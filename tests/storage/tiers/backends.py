@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.kernels.native.checked_copy import NativeCopy
-from radixkv.model.on_cpu import native_library
+from radixkv.kernels.native.copies import NativeCopies
+from radixkv.model.on_cpu import native_copies
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.disk import DiskStore
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
@@ -32,15 +32,19 @@ def host_memory(num_objects: int) -> Iterator[HostMemory]:
 
 @contextlib.contextmanager
 def native_host_memory(num_objects: int) -> Iterator[HostMemory]:
-    if (library := native_library()) is None:
-        pytest.skip("there are no kernels in C++ for this machine")
-    yield HostMemory(allocate_arena(num_objects * SLOT_BYTES), OBJECT_BYTES, NativeCopy(library))
+    yield HostMemory(allocate_arena(num_objects * SLOT_BYTES), OBJECT_BYTES, native_or_skip())
 
 
 @contextlib.contextmanager
 def disk(num_objects: int) -> Iterator[DiskStore]:
     with tempfile.TemporaryDirectory() as path:
         yield disk_at(Path(path), num_objects)
+
+
+@contextlib.contextmanager
+def native_disk(num_objects: int) -> Iterator[DiskStore]:
+    with tempfile.TemporaryDirectory() as path:
+        yield disk_at(Path(path), num_objects, native=native_or_skip())
 
 
 @contextlib.contextmanager
@@ -65,7 +69,17 @@ BACKENDS: dict[str, Callable[[int], contextlib.AbstractContextManager[StoreBacke
     "host_memory": host_memory,
     "host_memory_native": native_host_memory,
     "disk": disk,
+    "disk_native": native_disk,
     "redis": shared_redis,
     "mooncake": shared_mooncake,
 }
+
+
+def native_or_skip() -> NativeCopies:
+    """Return copies in C++; without them the test is skipped."""
+    if (native := native_copies()) is None:
+        pytest.skip("there are no kernels in C++ for this machine")
+    return native
+
+
 SHARED = ("redis", "mooncake")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.disk import DiskStore
 
 from .blocks import FORMAT, OBJECT_BYTES
@@ -11,5 +12,5 @@ from .blocks import FORMAT, OBJECT_BYTES
 PAGE_BYTES = 4096  # a slot: an object takes less
 
 
-def disk_at(path: Path, num_objects: int) -> DiskStore:
-    return DiskStore(path, FORMAT, OBJECT_BYTES, num_objects * PAGE_BYTES)
+def disk_at(path: Path, num_objects: int, native: NativeCopies | None = None) -> DiskStore:
+    return DiskStore(path, FORMAT, OBJECT_BYTES, num_objects * PAGE_BYTES, native=native)

@@ -1,19 +1,17 @@
-// Copies bytes and takes their checksum in the same pass: XXH3 with 128 bits, without a seed, as the xxhash library
-// takes it of more than 240 bytes. `kernels/native/checked_copy.py` calls it.
+// The checksum XXH3 with 128 bits, without a seed, as the xxhash library takes it of more than 240 bytes.
 //
 // The algorithm is Yann Collet's (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight sums of 64 bits over
 // stripes of 64 bytes, stirred after every 16 stripes, and the last 64 bytes once more.
+#pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
 
-namespace {
+namespace xxh3 {
 
-constexpr int64_t kStripe = 64, kStripesABlock = 16, kSecretBytes = 192;
-// The source is asked for this much ahead of its use.
-constexpr int64_t kAhead = 1024;
+constexpr int64_t kStripe = 64, kStripesABlock = 16, kSecretBytes = 192, kDigestBytes = 16;
 
 constexpr uint64_t kPrime32[] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
 constexpr uint64_t kPrime64[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
@@ -35,7 +33,7 @@ alignas(64) constexpr uint8_t kSecret[kSecretBytes] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-__m256i load(const uint8_t* bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)); }
+inline __m256i load(const uint8_t* bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)); }
 
 // Four sums of 64 bits; two of these take a stripe.
 struct Sums {
@@ -56,18 +54,18 @@ struct Sums {
   }
 };
 
-uint64_t word_at(const uint8_t* bytes) {
+inline uint64_t word_at(const uint8_t* bytes) {
   uint64_t word;
   memcpy(&word, bytes, sizeof(word));
   return word;
 }
 
-uint64_t folded_product(uint64_t a, uint64_t b) {
+inline uint64_t folded_product(uint64_t a, uint64_t b) {
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
-uint64_t merged(const uint64_t* sums, const uint8_t* secret, uint64_t start) {
+inline uint64_t merged(const uint64_t* sums, const uint8_t* secret, uint64_t start) {
   for (int i = 0; i < 8; i += 2)
     start += folded_product(sums[i] ^ word_at(secret + 8 * i), sums[i + 1] ^ word_at(secret + 8 * i + 8));
   start = (start ^ (start >> 37)) * 0x165667919E3779F9;
@@ -76,12 +74,8 @@ uint64_t merged(const uint64_t* sums, const uint8_t* secret, uint64_t start) {
 
 class Checksum {
  public:
-  // Copies a whole stripe past the caches, which will not need it, and adds it.
-  void copy_stripe(const uint8_t* from, uint8_t* to) {
-    _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T0);
-    const __m256i first = load(from), second = load(from + 32);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), first);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), second);
+  // Adds a whole stripe, which was loaded already.
+  void add_stripe(__m256i first, __m256i second) {
     add(first, second, kSecret + 8 * stripe_);
     if (++stripe_ == kStripesABlock) {
       first_.stir(kSecret + kSecretBytes - kStripe);
@@ -113,21 +107,4 @@ class Checksum {
   int64_t stripe_ = 0;
 };
 
-}  // namespace
-
-// Copies `head` and then `body` to `target`, and the checksum of both behind them. The head is whole stripes, both have
-// more than 240 bytes, and `target` is aligned to 32 bytes.
-extern "C" void radixkv_checked_copy(const uint8_t* head, int64_t head_bytes, const uint8_t* body, int64_t body_bytes,
-                                     uint8_t* target) {
-  Checksum checksum;
-  const int64_t num_bytes = head_bytes + body_bytes;
-  const int64_t copied = (num_bytes - 1) / kStripe * kStripe;  // the rest is 1 to 64 bytes
-  int64_t at = 0;
-  for (; at < head_bytes && at < copied; at += kStripe) checksum.copy_stripe(head + at, target + at);
-  for (; at < copied; at += kStripe) checksum.copy_stripe(body + at - head_bytes, target + at);
-  if (at < head_bytes) memcpy(target + at, head + at, head_bytes - at);
-  const int64_t start = at < head_bytes ? head_bytes : at;
-  if (start < num_bytes) memcpy(target + start, body + start - head_bytes, num_bytes - start);
-  checksum.finish(target + num_bytes - kStripe, num_bytes, target + num_bytes);
-  _mm_sfence();  // whoever is told of the copy sees it
-}
+}  // namespace xxh3

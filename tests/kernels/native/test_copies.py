@@ -1,0 +1,152 @@
+"""The copies in C++ are held against the bytes and against the xxhash library."""
+
+import ctypes
+import errno
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from xxhash import xxh3_128_digest
+
+from radixkv.kernels.native.copies import NativeCopies
+
+PAST_THE_END = 0xA5
+CHECKSUM_BYTES = 16
+BODIES = [*range(70), 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
+
+
+@pytest.fixture
+def native(library: ctypes.CDLL) -> NativeCopies:
+    return NativeCopies(library)
+
+
+def aligned(num_bytes: int, offset: int = 0) -> npt.NDArray[np.uint8]:
+    memory = np.full(num_bytes + 128, PAST_THE_END, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    return memory[start : start + num_bytes]
+
+
+@pytest.mark.parametrize("head_bytes", [0, 64, 256, 1024, 1088])
+@pytest.mark.parametrize("offset", [0, 32])
+def test_bytes_and_checksum_are_those_of_the_library(native: NativeCopies, head_bytes: int, offset: int) -> None:
+    draw = random.Random(head_bytes)
+    for body_bytes in BODIES:
+        head, source = draw.randbytes(head_bytes), draw.randbytes(body_bytes + 3)
+        body = memoryview(source)[3:]  # no copy needs an aligned source
+        room = aligned(head_bytes + body_bytes + CHECKSUM_BYTES + 16, offset)
+        target = room[:-16]
+        assert native.copy_checked(head, body, target) == (head_bytes + body_bytes > 240)
+        if head_bytes + body_bytes <= 240:
+            continue
+        assert target[:-CHECKSUM_BYTES].tobytes() == head + body
+        assert target[-CHECKSUM_BYTES:].tobytes() == xxh3_128_digest(head + body)
+        assert set(room[-16:]) == {PAST_THE_END}
+
+
+def test_other_heads_and_targets_are_not_taken(native: NativeCopies) -> None:
+    body = memoryview(bytes(300))
+    for head_bytes, offset in ((63, 0), (64, 16)):
+        target = aligned(head_bytes + 316, offset)
+        assert not native.copy_checked(bytes(head_bytes), body, target)
+        assert set(target) == {PAST_THE_END}
+
+
+def test_memory_of_another_size_is_not_written(native: NativeCopies) -> None:
+    target = aligned(379)
+    with pytest.raises(AssertionError, match="another size"):
+        native.copy_checked(bytes(64), memoryview(bytes(300)), target)
+    assert set(target) == {PAST_THE_END}
+
+
+SIZES = (257, 258, 320, 336, 337, 4096, 131_071, 131_072, 131_073, 131_088, 131_089, 300_000)
+
+
+def test_objects_are_read_with_their_checksums(native: NativeCopies, tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(1_400_000)
+    (tmp_path / "objects").write_bytes(data)
+    places, start = [], 5
+    for size in SIZES:
+        places.append((start, size))
+        start += size + 3
+    rooms = [aligned(size + 16, offset=32) for size in SIZES]
+    with (tmp_path / "objects").open("rb") as file:
+        found = native.read_checked(file.fileno(), places, [room.data for room in rooms])
+    assert found is not None
+    for (start, size), room, (count, digest) in zip(places, rooms, found, strict=True):
+        assert count == size
+        assert room[:size].tobytes() == data[start : start + size]
+        assert digest == xxh3_128_digest(data[start : start + size - CHECKSUM_BYTES])
+        assert set(room[size:]) == {PAST_THE_END}
+
+
+@pytest.mark.parametrize("there", [0, 1, 63, 64, 257, 131_071, 131_072, 131_073, 199_984, 199_999])
+def test_of_a_cut_object_there_is_its_beginning_and_no_checksum(
+    native: NativeCopies, tmp_path: Path, there: int
+) -> None:
+    data = random.Random(there).randbytes(1000 + there)
+    (tmp_path / "objects").write_bytes(data)
+    rooms = [aligned(300), aligned(200_000)]
+    with (tmp_path / "objects").open("rb") as file:
+        found = native.read_checked(file.fileno(), [(0, 300), (1000, 200_000)], [room.data for room in rooms])
+    assert found == [(300, xxh3_128_digest(data[: 300 - CHECKSUM_BYTES])), (there, None)]
+    assert rooms[1][:there].tobytes() == data[1000:]
+    assert set(rooms[1][there:]) == {PAST_THE_END}
+
+
+def test_short_objects_and_other_targets_are_not_read(native: NativeCopies, tmp_path: Path) -> None:
+    (tmp_path / "objects").write_bytes(bytes(1000))
+    with (tmp_path / "objects").open("rb") as file:
+        for size, offset in ((256, 0), (257, 16)):
+            room = aligned(size, offset)
+            assert native.read_checked(file.fileno(), [(0, size)], [room.data]) is None
+            assert set(room) == {PAST_THE_END}
+        with pytest.raises(AssertionError, match="too small"):
+            native.read_checked(file.fileno(), [(0, 300)], [aligned(299).data])
+
+
+def test_a_file_that_can_not_be_read_is_an_error(native: NativeCopies, tmp_path: Path) -> None:
+    file = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(OSError, match="directory") as raised:
+        native.read_checked(file, [(0, 300)], [aligned(300).data])
+    os.close(file)
+    assert raised.value.errno == errno.EISDIR
+
+
+def pool(*shape: int) -> npt.NDArray[np.uint8]:
+    return aligned(int(np.prod(shape))).reshape(shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5, 4, 64), (1, 2, 1, 4, 192), (1, 1, 1, 4, 4096), (2, 1, 3, 1, 128)])
+def test_pieces_that_lie_apart_are_filled_and_nothing_between(native: NativeCopies, shape: tuple[int, ...]) -> None:
+    memory, number = pool(*shape), shape[3] // 2
+    expected = memory.copy()
+    payload = random.Random(1).randbytes(memory.size // shape[3])
+    expected[:, :, :, number] = np.frombuffer(payload, np.uint8).reshape(expected[:, :, :, number].shape)
+    assert native.fill(memory[:, :, :, number], memoryview(payload))
+    assert np.array_equal(memory, expected)
+
+
+def test_a_block_in_one_piece_is_filled(native: NativeCopies) -> None:
+    memory, payload = pool(4, 1088), random.Random(1).randbytes(1088)
+    assert native.fill(memory[2], memoryview(payload))
+    assert memory[2].tobytes() == payload
+    assert set(memory[[0, 1, 3]].flat) == {PAST_THE_END}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pool(4, 100)[1], pool(2, 3, 64)[:, 1:, :32], pool(2, 3, 64)[:, ::2], pool(4, 65)[:, :64], aligned(64, offset=16)],
+)
+def test_other_blocks_are_not_filled(native: NativeCopies, block: npt.NDArray[np.uint8]) -> None:
+    assert not native.fill(block, memoryview(bytes(block.size)))
+    assert set(block.flat) == {PAST_THE_END}
+
+
+def test_bytes_of_another_size_do_not_fill_a_block(native: NativeCopies) -> None:
+    block = pool(64)
+    with pytest.raises(AssertionError, match="another size"):
+        native.fill(block, memoryview(bytes(65)))
+    assert set(block) == {PAST_THE_END}
