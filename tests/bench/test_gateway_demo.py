@@ -11,6 +11,8 @@ from bench import gateway_demo
 from bench.parts.server_process import ServerProcess
 from tests.bench.parts.gateway.test_gateway_process import needs_gateway
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 @needs_gateway
 def test_every_question_is_answered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
