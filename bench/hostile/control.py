@@ -1,6 +1,6 @@
 """Measures an innocent beside bursts of calls, on a gRPC server that only answers: what no service over it can mend.
 
-python -m bench.hostile.control [--attacks stalled unread cancels] [--seconds 8] [--json FILE]
+python -m bench.hostile.control [--attacks stalled unread cancels] [--seconds 8] [--equal-priority] [--json FILE]
 
 Server, attacker and innocent are those of `bench.hostile`, but the server parses each message and answers at once: no
 interceptor, no engine, no bound on a connection's calls. The bound is that of `bench.hostile`: three times the
@@ -36,21 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Attack a gRPC server that only answers.")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(_BURSTS))
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
+    parser.add_argument("--equal-priority", action="store_true", help="attackers run at the priority of the others")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.hostile.control", *(sys.argv[1:] if arguments is None else arguments)])
     rows = []
     for name in options.attacks:
-        rows.append(_row(name, options.seconds))
+        rows.append(_row(name, options.seconds, is_yielding=not options.equal_priority))
         if options.json:
             write_json(options.json, {"rows": rows, "seconds": options.seconds, "command": command, **describe_run()})
 
 
-def _row(name: str, seconds: float) -> dict[str, Any]:
+def _row(name: str, seconds: float, *, is_yielding: bool) -> dict[str, Any]:
     answer = prefill_pb2.PrefillResponse(next_token_id=1).SerializeToString().hex()
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "echo", answer])
     with process as address:
-        row = asyncio.run(measure(name, Target(address, seconds)))
+        row = asyncio.run(measure(name, Target(address, seconds), is_yielding=is_yielding))
     alone, beside = row["alone"], row["beside"]
     print(
         f"{name:<10} alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms, beside {beside['p50_ms']:.1f} "
@@ -61,10 +62,10 @@ def _row(name: str, seconds: float) -> dict[str, Any]:
     return row
 
 
-async def measure(name: str, target: Target) -> dict[str, Any]:
+async def measure(name: str, target: Target, *, is_yielding: bool) -> dict[str, Any]:
     """Measure the innocent alone, then beside an attack that prepares nothing."""
     alone = await innocent_alone(target)
-    async with AttackerProcess(name, target, is_yielding=True) as attacker:
+    async with AttackerProcess(name, target, is_yielding=is_yielding) as attacker:
         await attacker.prepared()
         beside, seen = await asyncio.gather(innocent(target.address, target.seconds, 2), attacker.attack())
     return {"attack": name, "alone": asdict(alone), "beside": asdict(beside), "seen": seen}

@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| store | direction | of the bare movement | bare with checksum | GB/s | bare GB/s |")
     print("|---|---|---|---|---|---|")
     for row in rows:
-        limit = "" if row.limit is None else f"{row.limit:.2f}"
+        verified = "" if row.verified_ratio is None else f"{row.verified_ratio:.2f}"
         speeds = f"{row.store_gb_s:.2f} | {row.peer_gb_s:.2f}"
-        print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {limit} | {speeds} |")
+        print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {verified} | {speeds} |")
     if args.json is not None:
         command = shlex.join(["python", "-m", "bench.stores", *(sys.argv[1:] if arguments is None else arguments)])
         sizes = {"payload_bytes": args.payload_bytes, "blocks": args.blocks, "rounds": args.rounds}

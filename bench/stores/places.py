@@ -32,8 +32,7 @@ class Place:
         read: moves them back into buffers with the peer.
         forget: makes the next read cold; None where that means nothing.
         copies: whether a load ends with a copy into the caller's memory, as the peer's does.
-        verify: does what `read` does, and takes a bare checksum of each payload as it comes; None if not measured. No
-            store that checks what it returns can be faster.
+        verify: does what `read` does, and takes a bare checksum of each payload as it comes; None if not measured.
     """
 
     name: str

@@ -37,7 +37,7 @@ class Row:
         direction: save, load, or load cold.
         ratio: bytes a second of the store over those of its peer in the same round.
         store_gb_s, peer_gb_s: bytes a second, in 10^9.
-        limit: the ratio of a peer that takes a bare checksum of what it reads, without threads, keys and heads.
+        verified_ratio: the same of a peer that takes a bare checksum of what it reads, without threads, keys and heads.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Row:
     ratio: float
     store_gb_s: float
     peer_gb_s: float
-    limit: float | None = None
+    verified_ratio: float | None = None
 
 
 class Blocks:
@@ -135,7 +135,7 @@ def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
     tier = Tier(place.name, ThreadedStore(place.backend), blocks.format.payload_bytes)
     targets = [target.data for target in blocks.targets]
     times: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "load cold": []}
-    limits: list[float] = []
+    verified: list[float] = []
     try:
         for turn in range(num_rounds + 1):
             forget = place.forget or _nothing
@@ -148,7 +148,7 @@ def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
             read()
             times["load"].append(_pair(load, read, _nothing, is_ours_first=is_first))
             if place.verify is not None:
-                limits.append(times["load"][-1][1] / _seconds(partial(place.verify, targets)))
+                verified.append(times["load"][-1][1] / _seconds(partial(place.verify, targets)))
             if place.forget is not None:
                 forget()
                 times["load cold"].append(_pair(load, read, forget, is_ours_first=is_first))
@@ -157,8 +157,8 @@ def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
         tier.close()
     num_bytes = sum(payload.nbytes for payload in blocks.payloads)
     rows = [_row(place.name, direction, pairs[1:], num_bytes) for direction, pairs in times.items() if pairs]
-    limit = round(statistics.median(limits[1:]), 3) if limits else None
-    return [replace(row, limit=limit) if row.direction == "load" else row for row in rows]
+    ratio = round(statistics.median(verified[1:]), 3) if verified else None
+    return [replace(row, verified_ratio=ratio) if row.direction == "load" else row for row in rows]
 
 
 def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes: int) -> Row:

@@ -1,5 +1,5 @@
-// Copies past the caches, which will not need the copies at once: a block into its pool, and objects, whose checksum is
-// taken in the same pass. `kernels/native/copies.py` calls it.
+// Copies past the caches, which much of them would leave before it is needed: blocks into their pool, and objects, whose
+// checksum is taken in the same pass. `kernels/native/copies.py` calls it.
 
 #include <immintrin.h>
 #include <unistd.h>
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "xxh3.h"
@@ -57,8 +58,7 @@ int64_t read_all(int file, uint8_t* to, int64_t num_bytes, int64_t position) {
 }
 
 // Reads an object whose last bytes are a checksum, and takes the checksum that they should be. Returns as `read_all`.
-int64_t read_object(int file, int64_t position, int64_t num_bytes, uint8_t* to, uint8_t* digest) {
-  alignas(64) uint8_t piece[kPiece];
+int64_t read_object(int file, int64_t position, int64_t num_bytes, uint8_t* piece, uint8_t* to, uint8_t* digest) {
   Checksum checksum;
   const int64_t checked = num_bytes - xxh3::kDigestBytes, before_end = bytes_before_end(checked);
   int64_t at = 0;
@@ -77,8 +77,8 @@ int64_t read_object(int file, int64_t position, int64_t num_bytes, uint8_t* to, 
 
 }  // namespace
 
-// Copies `head` and then `body` to `target`, and the checksum of both behind them. The head is whole stripes, both have
-// more than 240 bytes, and `target` is aligned to 32 bytes.
+// Copies `head` and then `body` to `target`, and the checksum of both behind them. The head is whole stripes, both
+// together have more than 240 bytes, and `target` is aligned to 32 bytes.
 extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, const uint8_t* body, int64_t body_bytes,
                                      uint8_t* target) {
   Checksum checksum;
@@ -100,22 +100,30 @@ extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, co
 // each, `digests` the checksums of those that are whole. Returns 0, or -errno of what failed.
 extern "C" int64_t radixkv_read_checked(int file, int64_t num_objects, const int64_t* positions, const int64_t* sizes,
                                         uint8_t* const* targets, int64_t* counts, uint8_t* digests) {
+  uint8_t* const piece = static_cast<uint8_t*>(aligned_alloc(kStripe, kPiece));
+  if (piece == nullptr) return -ENOMEM;
   int64_t failure = 0;
   for (int64_t i = 0; i < num_objects && failure == 0; ++i) {
-    counts[i] = read_object(file, positions[i], sizes[i], targets[i], digests + i * xxh3::kDigestBytes);
+    counts[i] = read_object(file, positions[i], sizes[i], piece, targets[i], digests + i * xxh3::kDigestBytes);
     failure = std::min<int64_t>(0, counts[i]);
   }
+  free(piece);
   _mm_sfence();
   return failure;
 }
 
-// Copies `source` into pieces that begin `stride` bytes one after the other. Pieces are whole stripes, aligned to 32.
-extern "C" void radixkv_copy_into_pieces(const uint8_t* source, int64_t num_pieces, int64_t piece_bytes, int64_t stride,
-                                         uint8_t* target) {
-  for (int64_t piece = 0; piece < num_pieces; ++piece, source += piece_bytes, target += stride)
-    for (int64_t at = 0; at < piece_bytes; at += kStripe) {
-      ask_for(source + at);
-      copy_stripe(source + at, target + at);
+// Copies each source into a block, in pieces that begin `stride` bytes one after the other. Pieces are whole stripes,
+// aligned to 32 bytes.
+extern "C" void radixkv_fill(int64_t num_blocks, const uint8_t* const* sources, uint8_t* const* blocks, int64_t num_pieces,
+                             int64_t piece_bytes, int64_t stride) {
+  for (int64_t i = 0; i < num_blocks; ++i)
+    for (int64_t piece = 0; piece < num_pieces; ++piece) {
+      const uint8_t* from = sources[i] + piece * piece_bytes;
+      uint8_t* to = blocks[i] + piece * stride;
+      for (int64_t at = 0; at < piece_bytes; at += kStripe) {
+        ask_for(from + at);
+        copy_stripe(from + at, to + at);
+      }
     }
   _mm_sfence();
 }

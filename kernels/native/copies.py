@@ -11,13 +11,16 @@ import numpy.typing as npt
 
 _CHECKSUM_BYTES = 16
 _STRIPE_BYTES, _ALIGNMENT, _MOST_SHORT_BYTES = 64, 32, 240
+# Smaller copies are read again before they leave the caches.
+LEAST_FILLED_BYTES = 4 << 20
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class NativeCopies:
-    """Copies of blocks. Checksums are XXH3 with 128 bits, which the library takes otherwise of 240 bytes and less.
+    """Copies of blocks. Checksums are XXH3 with 128 bits; what has 240 bytes or less is declined, since XXH3 is another
+    algorithm there.
 
-    The interpreter's lock is free meanwhile. Threads may call it at a time.
+    The interpreter's lock is free meanwhile. Several threads may call it at once.
 
     Args:
         library: of `load_library`.
@@ -28,8 +31,8 @@ class NativeCopies:
         self._copy_checked.argtypes, self._copy_checked.restype = (_POINTER, _INT, _POINTER, _INT, _POINTER), None
         self._read_checked = library.radixkv_read_checked
         self._read_checked.argtypes, self._read_checked.restype = (ctypes.c_int, _INT, *[_POINTER] * 5), _INT
-        self._copy_into_pieces = library.radixkv_copy_into_pieces
-        self._copy_into_pieces.argtypes, self._copy_into_pieces.restype = (_POINTER, *[_INT] * 3, _POINTER), None
+        self._fill = library.radixkv_fill
+        self._fill.argtypes, self._fill.restype = (_INT, _POINTER, _POINTER, *[_INT] * 3), None
 
     def copy_checked(self, head: bytes, body: memoryview, target: npt.NDArray[np.uint8]) -> bool:
         """Copy two parts into one memory, with the checksum of both behind them.
@@ -41,9 +44,14 @@ class NativeCopies:
 
         Returns:
             Whether it did: the head must be whole stripes of 64 bytes, and the target aligned to 32.
+
+        Raises:
+            ValueError: the target has another size, is not contiguous, or can't be written.
         """
         source, address = np.frombuffer(body, np.uint8), target.ctypes.data
-        assert target.nbytes == len(head) + source.nbytes + _CHECKSUM_BYTES, "memory of another size"
+        num_bytes = len(head) + source.nbytes + _CHECKSUM_BYTES
+        if target.nbytes != num_bytes or not target.flags.c_contiguous or not target.flags.writeable:
+            raise ValueError(f"target: expected {num_bytes} writable bytes in one piece, got {target.nbytes} or others")
         is_long = len(head) + source.nbytes > _MOST_SHORT_BYTES
         if not is_long or len(head) % _STRIPE_BYTES or address % _ALIGNMENT:
             return False
@@ -66,10 +74,12 @@ class NativeCopies:
 
         Raises:
             OSError: reading fails.
+            ValueError: a target is too small.
         """
         wanted = np.array(places, np.int64).reshape(-1, 2).T.copy()  # positions, then sizes
         addresses = np.array([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in targets], np.int64)
-        assert all(each.nbytes >= size for each, size in zip(targets, wanted[1], strict=True)), "memory is too small"
+        if any(each.nbytes < size for each, size in zip(targets, wanted[1], strict=True)):
+            raise ValueError("targets: expected memory of the objects' sizes, got less")
         if (wanted[1] <= _MOST_SHORT_BYTES + _CHECKSUM_BYTES).any() or (addresses % _ALIGNMENT).any():
             return None
         counts, digests = np.zeros(len(places), np.int64), np.zeros((len(places), _CHECKSUM_BYTES), np.uint8)
@@ -80,23 +90,31 @@ class NativeCopies:
         digest_of = (digest.tobytes() if whole else None for digest, whole in zip(digests, is_whole, strict=True))
         return list(zip(counts.tolist(), digest_of, strict=True))
 
-    def fill(self, block: npt.NDArray[np.uint8], payload: memoryview) -> bool:
-        """Copy contiguous bytes into a block of a pool, whose pieces may lie apart.
+    def fill(self, blocks: npt.NDArray[np.uint8], ids: Sequence[int], payloads: Sequence[memoryview]) -> bool:
+        """Copy contiguous bytes into blocks of a pool, whose pieces may lie apart.
 
         Args:
-            block: uint8 `[..., piece_bytes]`; the pieces are contiguous, and equally far from each other.
-            payload: as many bytes.
+            blocks: uint8 `[num_blocks, ..., piece_bytes]`; pieces are contiguous, and equally far from each other.
+            ids: the blocks to fill.
+            payloads: the bytes of each.
 
         Returns:
-            Whether it did: pieces must be whole stripes of 64 bytes, aligned to 32.
+            Whether it did: pieces must be whole stripes of 64 bytes, aligned to 32, and together `LEAST_FILLED_BYTES`.
+
+        Raises:
+            ValueError: a payload has another size, there is no such block, or blocks can't be written.
         """
-        source = np.frombuffer(payload, np.uint8)
-        assert source.nbytes == block.nbytes, "bytes of another size"
-        pieces = _pieces_of(block)
-        if pieces is None:
+        block_bytes = blocks[0].nbytes
+        if not blocks.flags.writeable or any(each.nbytes != block_bytes for each in payloads):
+            raise ValueError(f"blocks: expected writable ones of {block_bytes} bytes, got other payloads or blocks")
+        if any(not 0 <= each < len(blocks) for each in ids) or len(ids) != len(payloads):
+            raise ValueError(f"blocks: expected ids below {len(blocks)}, one for each payload, got others")
+        pieces = _pieces_of(blocks[0])
+        targets = blocks.ctypes.data + np.array(ids, np.int64) * blocks.strides[0]
+        if pieces is None or len(ids) * block_bytes < LEAST_FILLED_BYTES or (targets % _ALIGNMENT).any():
             return False
-        num_pieces, piece_bytes, stride = pieces
-        self._copy_into_pieces(source.ctypes.data, num_pieces, piece_bytes, stride, block.ctypes.data)
+        sources = np.array([np.frombuffer(each, np.uint8).ctypes.data for each in payloads], np.int64)
+        self._fill(len(ids), sources.ctypes.data, targets.ctypes.data, *pieces)
         return True
 
 
@@ -113,6 +131,6 @@ def _pieces_of(block: npt.NDArray[np.uint8]) -> tuple[int, int, int] | None:
         elif distance != num_pieces * stride:
             return None
         num_pieces *= size
-    if piece_bytes % _STRIPE_BYTES or stride % _ALIGNMENT or block.ctypes.data % _ALIGNMENT:
+    if piece_bytes % _STRIPE_BYTES or stride % _ALIGNMENT:
         return None
     return num_pieces, piece_bytes, stride

@@ -1,7 +1,7 @@
 """Compiles the C++ files of this folder for the processor at hand, once, and loads the result.
 
-There is nothing to load without Linux, AVX2, or GCC as `c++`, `g++` or `$CXX`; then torch computes. The library is
-kept in a folder, under a name that says what it was made of: sources, compiler and processor.
+There is nothing to load without Linux, AVX2, or GCC as `c++`, `g++` or `$CXX`; then torch and numpy do what it
+would. The library is kept in a folder, under a name that says what it was made of: sources, compiler and processor.
 """
 
 from __future__ import annotations

@@ -164,7 +164,8 @@ def open_stores(
             f"{model.name}: layers with K/V of different shapes: expected neither transfer.serve nor kv_sources, since "
             "transfers cut blocks into layers of one size"
         )
-    native = native_copies()
+    needs_copies = config.host_bytes is not None or config.disk_path is not None or model.device.type == "cpu"
+    native = native_copies() if needs_copies else None
     mover = BlockMover(storage.pools, storage.part_pools, native)
     block_format = BlockFormat(
         model=model.fingerprint,

@@ -447,7 +447,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/copies.cpp", "(num_bytes - 1) / kStripe", "num_bytes / kStripe"),
     Mutant("kernels/native/xxh3.h", "      stripe_ = 0;\n", ""),
     Mutant("kernels/native/copies.cpp", "    memcpy(to + at + copied, piece + copied, count - copied);\n", ""),
-    Mutant("kernels/native/copies.cpp", "source += piece_bytes, target += stride", "target += stride"),
+    Mutant("kernels/native/copies.cpp", "sources[i] + piece * piece_bytes", "sources[i]"),
     Mutant("kernels/native/copies.cpp", "    if (count < wanted) return at;\n", ""),
     Mutant("kernels/native/copies.py", " or address % _ALIGNMENT", ""),
     Mutant("kernels/native/copies.py", " or (addresses % _ALIGNMENT).any()", ""),

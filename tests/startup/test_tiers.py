@@ -6,7 +6,8 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -21,7 +22,10 @@ from radixkv.api.retention import Retention
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.errors import ConfigError
+from radixkv.kernels.native import copies
+from radixkv.kernels.native.copies import NativeCopies
 from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.startup import tiers
 from radixkv.startup.build_engine import build_engine
 from radixkv.storage.tiers import by_name
 from radixkv.storage.tiers.block_object import object_bytes
@@ -33,6 +37,7 @@ from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S, wait_until
 from tests.scheduling.always_load import AlwaysLoad
 from tests.startup.running import running, settle
+from tests.storage.tiers.backends import native_or_skip
 from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 pytestmark = pytest.mark.usefixtures("patient_guards")
@@ -108,6 +113,38 @@ def test_a_loaded_prompt_has_the_bits_of_one_computed_alone(checkpoint: Path, kv
         assert [each.usage.host_tokens for each in results] == [80] * 6
         for seed, result in enumerate(results):
             np.testing.assert_array_equal(result.logits, cold_logits(served, seed))
+
+
+class Counting:
+    """Copies in C++, and how many calls of each were not declined."""
+
+    def __init__(self, native: NativeCopies) -> None:
+        self.num_done: Counter[str] = Counter()
+        self._native = native
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            result = getattr(self._native, name)(*given)
+            self.num_done[name] += bool(result)
+            return result
+
+        return call
+
+
+def test_stores_and_the_pool_are_given_copies_in_cpp(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = Counting(native_or_skip())
+    monkeypatch.setattr(copies, "LEAST_FILLED_BYTES", 0)
+    monkeypatch.setattr(tiers, "native_copies", lambda: native)
+    settings = ("tiers.host_bytes=10000000", f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
+    for has_host in (True, False):
+        with engine(checkpoint, *settings[not has_host :]) as served:
+            for seed in range(12 if has_host else 1):
+                ask(served, seed)
+                settle(served)
+    assert set(native.num_done) == {"copy_checked", "read_checked", "fill"}
+    assert all(native.num_done.values())
 
 
 def test_the_choice_that_an_engine_is_given_decides(checkpoint: Path) -> None:

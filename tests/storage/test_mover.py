@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native import copies
 from radixkv.kernels.quantization import INT4
-from radixkv.model.on_cpu import native_copies
 from radixkv.storage import mover
 from radixkv.storage.mover import BlockMover, payload_layout
+from tests.storage.tiers.backends import native_or_skip
 
 
 def pool_of(dtype: torch.dtype, *, is_by_layer: bool = False, is_latent: bool = False, num_layers: int = 2) -> KVPool:
@@ -36,10 +37,13 @@ def test_blocks_come_back_as_they_were(dtype: torch.dtype, is_by_layer: bool, is
 
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_copies_in_cpp_fill_the_same_bytes(dtype: torch.dtype, *, is_by_layer: bool) -> None:
-    if (native := native_copies()) is None:
-        pytest.skip("there are no kernels in C++ for this machine")
-    pool = KVPool.allocate(5, 2, 3, 16, 64, dtype=dtype, is_by_layer=is_by_layer)
+@pytest.mark.parametrize("head_dim", [64, 10])  # pieces of whole lines of 64 bytes, and others
+def test_copies_in_cpp_fill_the_same_bytes(
+    dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch, *, is_by_layer: bool
+) -> None:
+    native = native_or_skip()
+    monkeypatch.setattr(copies, "LEAST_FILLED_BYTES", 0)
+    pool = KVPool.allocate(5, 2, 3, 3, head_dim, dtype=dtype, is_by_layer=is_by_layer)
     pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
     before, filled = pool.blocks.clone(), pool.blocks.clone()
     BlockMover([pool], native=native).write([1, 4], BlockMover([pool]).read([3, 1]))

@@ -24,7 +24,7 @@ class StoreOptions:
         object_bytes: size of the largest object.
         max_bytes: the bound; None where the place has its own.
         place: a directory, a URL or an address; empty for none.
-        native: copies in C++, which are faster; None for none.
+        native: copies in C++, for our own backends; None for none, and for those of other packages.
     """
 
     block_format: BlockFormat

@@ -97,10 +97,10 @@ class DiskStore(StoreBackend):
         buffers = [self._buffers.take() for _ in there]
         try:
             found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
-        except OSError as error:
+        except BaseException as error:
             for buffer in buffers:
                 self._buffers.give_back(buffer)
-            raise _failed(error) from error
+            raise (_failed(error) if isinstance(error, OSError) else error) from error
         finally:
             with self._lock:
                 for entry in there:

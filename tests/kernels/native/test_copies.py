@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from xxhash import xxh3_128_digest
 
+from radixkv.kernels.native import copies
 from radixkv.kernels.native.copies import NativeCopies
 
 PAST_THE_END = 0xA5
@@ -54,11 +55,15 @@ def test_other_heads_and_targets_are_not_taken(native: NativeCopies) -> None:
         assert set(target) == {PAST_THE_END}
 
 
-def test_memory_of_another_size_is_not_written(native: NativeCopies) -> None:
+def test_other_memory_is_not_written(native: NativeCopies) -> None:
     target = aligned(379)
-    with pytest.raises(AssertionError, match="another size"):
-        native.copy_checked(bytes(64), memoryview(bytes(300)), target)
-    assert set(target) == {PAST_THE_END}
+    twice = aligned(2 * 380)
+    locked = aligned(380)
+    locked.flags.writeable = False
+    for each in (target, twice[::2], locked):
+        with pytest.raises(ValueError, match="expected 380 writable bytes in one piece"):
+            native.copy_checked(bytes(64), memoryview(bytes(300)), each)
+        assert set(each) == {PAST_THE_END}
 
 
 SIZES = (257, 258, 320, 336, 337, 4096, 131_071, 131_072, 131_073, 131_088, 131_089, 300_000)
@@ -103,7 +108,7 @@ def test_short_objects_and_other_targets_are_not_read(native: NativeCopies, tmp_
             room = aligned(size, offset)
             assert native.read_checked(file.fileno(), [(0, size)], [room.data]) is None
             assert set(room) == {PAST_THE_END}
-        with pytest.raises(AssertionError, match="too small"):
+        with pytest.raises(ValueError, match="got less"):
             native.read_checked(file.fileno(), [(0, 300)], [aligned(299).data])
 
 
@@ -119,34 +124,60 @@ def pool(*shape: int) -> npt.NDArray[np.uint8]:
     return aligned(int(np.prod(shape))).reshape(shape)
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 5, 4, 64), (1, 2, 1, 4, 192), (1, 1, 1, 4, 4096), (2, 1, 3, 1, 128)])
-def test_pieces_that_lie_apart_are_filled_and_nothing_between(native: NativeCopies, shape: tuple[int, ...]) -> None:
-    memory, number = pool(*shape), shape[3] // 2
-    expected = memory.copy()
-    payload = random.Random(1).randbytes(memory.size // shape[3])
-    expected[:, :, :, number] = np.frombuffer(payload, np.uint8).reshape(expected[:, :, :, number].shape)
-    assert native.fill(memory[:, :, :, number], memoryview(payload))
+@pytest.fixture
+def fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "LEAST_FILLED_BYTES", 0)
+
+
+@pytest.mark.usefixtures("fills_all")
+@pytest.mark.parametrize(
+    "shape", [(5, 3, 2, 4, 64), (4, 1, 2, 1, 192), (3, 1, 1, 1, 4096), (4, 2, 1, 3, 128), (4, 1088)]
+)
+@pytest.mark.parametrize("is_by_layer", [False, True])
+def test_blocks_are_filled_and_nothing_between(
+    native: NativeCopies, shape: tuple[int, ...], *, is_by_layer: bool
+) -> None:
+    memory = np.moveaxis(pool(*shape[1:-1], *shape[:1], *shape[-1:]), -2, 0) if is_by_layer else pool(*shape)
+    draw, expected = random.Random(1), memory.copy()
+    payloads = [draw.randbytes(memory[0].size) for _ in range(2)]
+    for number, payload in zip((2, 0), payloads, strict=True):
+        expected[number] = np.frombuffer(payload, np.uint8).reshape(shape[1:])
+    assert native.fill(memory, (2, 0), [memoryview(payload) for payload in payloads])
     assert np.array_equal(memory, expected)
 
 
-def test_a_block_in_one_piece_is_filled(native: NativeCopies) -> None:
-    memory, payload = pool(4, 1088), random.Random(1).randbytes(1088)
-    assert native.fill(memory[2], memoryview(payload))
-    assert memory[2].tobytes() == payload
-    assert set(memory[[0, 1, 3]].flat) == {PAST_THE_END}
-
-
+@pytest.mark.usefixtures("fills_all")
 @pytest.mark.parametrize(
-    "block",
-    [pool(4, 100)[1], pool(2, 3, 64)[:, 1:, :32], pool(2, 3, 64)[:, ::2], pool(4, 65)[:, :64], aligned(64, offset=16)],
+    "blocks",
+    [
+        pool(4, 100),
+        pool(4, 2, 3, 64)[:, :, 1:, :32],
+        pool(4, 2, 3, 64)[:, :, ::2],
+        pool(4, 128)[:, ::2],
+        pool(4, 65)[:, :64],
+        aligned(256, offset=16).reshape(4, 64),
+    ],
 )
-def test_other_blocks_are_not_filled(native: NativeCopies, block: npt.NDArray[np.uint8]) -> None:
-    assert not native.fill(block, memoryview(bytes(block.size)))
-    assert set(block.flat) == {PAST_THE_END}
+def test_other_blocks_are_not_filled(native: NativeCopies, blocks: npt.NDArray[np.uint8]) -> None:
+    assert not native.fill(blocks, [1], [memoryview(bytes(blocks[0].size))])
+    assert set(blocks.flat) == {PAST_THE_END}
 
 
-def test_bytes_of_another_size_do_not_fill_a_block(native: NativeCopies) -> None:
-    block = pool(64)
-    with pytest.raises(AssertionError, match="another size"):
-        native.fill(block, memoryview(bytes(65)))
-    assert set(block) == {PAST_THE_END}
+def test_a_few_bytes_are_left_to_the_caches(native: NativeCopies) -> None:
+    size = copies.LEAST_FILLED_BYTES // 2
+    blocks, payload = pool(2, size), memoryview(bytes(size))
+    assert not native.fill(blocks, [0], [payload])
+    assert set(blocks[0]) == {PAST_THE_END}
+    assert native.fill(blocks, [0, 1], [payload, payload])
+    assert not blocks.any()
+
+
+def test_what_would_be_written_elsewhere_is_refused(native: NativeCopies) -> None:
+    blocks, locked, payload = pool(2, 64), pool(2, 64), memoryview(bytes(64))
+    locked.flags.writeable = False
+    for ids, payloads in (([2], [payload]), ([-1], [payload]), ([0, 1], [payload]), ([0], [memoryview(bytes(65))])):
+        with pytest.raises(ValueError, match="blocks: expected"):
+            native.fill(blocks, ids, payloads)
+    with pytest.raises(ValueError, match="blocks: expected"):
+        native.fill(locked, [0], [payload])
+    assert set(blocks.flat) == set(locked.flat) == {PAST_THE_END}

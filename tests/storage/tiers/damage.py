@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from radixkv.model.on_cpu import native_copies
 from radixkv.storage.tiers.block_object import ObjectFault, open_object
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.sealing import BlockCipher
@@ -88,11 +89,11 @@ def damaged_files(num_cases: int, seed: int) -> Counter[str]:
     told: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(num_cases):
-            store = disk_at(Path(folder), NUM_SLOTS)
+            store = disk_at(Path(folder), NUM_SLOTS, native_copies())
             _fill(store)
             store.close()
             damage_files(Path(folder), chance)
-            told.update(served_by(disk_at(Path(folder), NUM_SLOTS)))
+            told.update(served_by(disk_at(Path(folder), NUM_SLOTS, native_copies())))
     return told
 
 
@@ -142,7 +143,7 @@ def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Cou
                 assert process.stdout.readline() == b"ready\n"
                 time.sleep(chance.random() * 0.02)  # the random moment, nothing is waited for
                 process.kill()
-            told.update(served_by(disk_at(Path(folder), num_slots)))
+            told.update(served_by(disk_at(Path(folder), num_slots, native_copies())))
             told["restarts"] += 1
     return told
 

@@ -15,6 +15,7 @@ from radixkv.storage.tiers.block_object import (
 )
 from radixkv.storage.tiers.sealing import BlockCipher
 
+from .backends import native_or_skip
 from .blocks import BLOCK_SIZE, PAYLOAD_BYTES, ROOT, block, key_of, payload_of, stored, tokens_of, wanted
 
 CIPHER = BlockCipher(bytes(range(32)))
@@ -42,6 +43,15 @@ def test_what_was_written_at_once_is_what_pieces_are(cipher: BlockCipher | None)
     assert opened(memory.tobytes(), 1, 3, cipher) == payload_of(1)
     if cipher is None:  # else each has a salt of its own
         assert memory.tobytes() == stored(1, 3)
+
+
+@pytest.mark.parametrize("offset", [0, 16])
+def test_copies_in_cpp_write_the_same_object_wherever_it_is(offset: int) -> None:
+    room = np.zeros(block(1, 3).num_bytes + 128, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    memory = room[start : start + block(1, 3).num_bytes]
+    block(1, 3).write_to(memory, native_or_skip())
+    assert memory.tobytes() == stored(1, 3)
 
 
 def test_a_payload_is_a_view_of_the_object_and_aligned() -> None:

@@ -279,6 +279,11 @@ def test_a_disk_that_fails_is_an_error_that_leaves_nothing_behind(
             patched.setattr(os, call, fails)
             with pytest.raises(StoreUnavailable, match="expected a disk that works, got Input/output error"):
                 _ = store.put([block(2)]) if call == "pwritev" else store.get([key_of(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "read", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            store.get([key_of(1)])
+    assert len(store._buffers._idle) == 1, "the buffer that both had"
     assert store.exists([key_of(1), key_of(2)]) == [True, False]
     assert store.put([block(2), block(3)]).evicted == (key_of(1),)
     store.close()

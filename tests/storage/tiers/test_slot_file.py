@@ -48,6 +48,16 @@ def test_objects_are_read_in_the_order_of_the_disk_and_come_as_they_were_asked_f
     assert positions == [1, 2, 3]
 
 
+@pytest.mark.parametrize("size", [256, 257])  # C++ reads more than 256 bytes
+def test_short_objects_are_read_without_cpp(tmp_path: Path, size: int) -> None:
+    file = SlotFile(tmp_path, PAGE_BYTES, 1, native_or_skip())
+    file.grow()
+    data = bytes(range(256)) + bytes(size - 256)
+    file.write(0, [data])
+    assert file.read([(0, size)], [memoryview(mmap.mmap(-1, PAGE_BYTES))]) == [(data, xxh3_128_digest(data[:-16]))]
+    file.close()
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 def test_a_cut_object_has_no_checksum(tmp_path: Path, *, is_native: bool) -> None:
     file = SlotFile(tmp_path, PAGE_BYTES, 2, native_or_skip() if is_native else None)
