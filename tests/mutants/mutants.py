@@ -448,7 +448,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/xxh3.h", "      stripe_ = 0;\n", ""),
     Mutant("kernels/native/copies.cpp", "    memcpy(to + at + copied, piece + copied, count - copied);\n", ""),
     Mutant("kernels/native/copies.cpp", "sources[i] + piece * piece_bytes", "sources[i]"),
-    Mutant("kernels/native/copies.cpp", "    if (count < wanted) return at;\n", ""),
+    Mutant("kernels/native/copies.cpp", "if (count < wanted) return at;", "if (count < wanted) return num_bytes;"),
     Mutant("kernels/native/copies.py", " or address % _ALIGNMENT", ""),
     Mutant("kernels/native/copies.py", " or (addresses % _ALIGNMENT).any()", ""),
     Mutant("kernels/native/copies.py", " if whole else None", ""),
@@ -889,4 +889,20 @@ PART_MUTANTS = (
         "        found = found[: self._num_usable(request.namespace, before, have_parts)]\n",
         "",
     ),
+)
+STORE_MUTANTS = (
+    Mutant(
+        "storage/mover.py",
+        "self._native.fill(memory, ids, payloads):",
+        "self._native.fill(memory, ids, payloads) or True:",
+    ),
+    Mutant(
+        "storage/tiers/block_object.py",
+        "native.copy_checked(first, body, memory):",
+        "[native.copy_checked(first, body, memory)]:",
+    ),
+    Mutant("storage/tiers/by_name.py", "options.object_bytes, options.native)", "options.object_bytes)"),
+    Mutant("storage/tiers/by_name.py", ", native=options.native", ""),
+    Mutant("startup/tiers.py", "storage.part_pools, native)", "storage.part_pools)"),
+    Mutant("storage/tiers/disk.py", "                self._buffers.give_back(buffer)\n", "                pass\n"),
 )

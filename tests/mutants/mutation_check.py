@@ -27,6 +27,7 @@ from tests.mutants.mutants import (
     PART_MUTANTS,
     ROUTING_MUTANTS,
     STATE_MUTANTS,
+    STORE_MUTANTS,
     Mutant,
 )
 
@@ -149,6 +150,12 @@ PART_TESTS = (
     "tests/storage/test_mover.py",
     "tests/engine/offload/test_loaded_parts.py",
 )
+STORE_TESTS = (
+    "tests/storage/test_mover.py",
+    "tests/storage/tiers/test_block_object.py",
+    "tests/storage/tiers/test_disk.py",
+    "tests/startup/test_tiers.py",
+)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
@@ -156,6 +163,7 @@ CHECKS = (
     (ROUTING_MUTANTS, ROUTING_TESTS),
     (STATE_MUTANTS, STATE_TESTS),
     (PART_MUTANTS, PART_TESTS),
+    (STORE_MUTANTS, STORE_TESTS),
 )
 
 
