@@ -63,6 +63,7 @@ class Blocks:
         self.format = BlockFormat("bench", "bfloat16", "bf16", "by block", BLOCK_SIZE, payload_bytes, "cpu")
         random = np.random.default_rng(seed)
         self.payloads = [memoryview(random.bytes(payload_bytes)) for _ in range(num_blocks)]
+        # It begins at a page: elsewhere a processor may copy from the page cache at a quarter of the speed.
         pool = KVPool.allocate(num_blocks, 1, 1, 1, payload_bytes // _KV_BYTES, dtype=torch.float16)
         self._mover = BlockMover([pool], native=native_copies())
         self.targets = [block.numpy() for block in pool.blocks]

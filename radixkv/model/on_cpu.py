@@ -1,4 +1,4 @@
-"""The kernels that may serve a model on a CPU."""
+"""The kernels that may serve a model on a CPU, and copies in C++."""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ class DiskStore(StoreBackend):
         except BaseException as error:
             for buffer in buffers:
                 self._buffers.give_back(buffer)
-            raise (_failed(error) if isinstance(error, OSError) else error) from error
+            if isinstance(error, OSError):
+                raise _failed(error) from error
+            raise
         finally:
             with self._lock:
                 for entry in there:
@@ -170,7 +172,9 @@ class DiskStore(StoreBackend):
         except BaseException as error:
             with self._lock:
                 self._table.abandon(each.key, slot)
-            raise (_failed(error) if isinstance(error, OSError) else error) from error
+            if isinstance(error, OSError):
+                raise _failed(error) from error
+            raise
         with self._lock:
             self._serial += 1
             entry = SlotEntry(slot, each.generation, each.num_bytes)

@@ -174,8 +174,7 @@ class SlotFile:
         if found is None:
             found = [self._read(*place, buffer) for place, buffer in zip(places, ordered, strict=True)]
         by_index = dict(zip(order, found, strict=True))
-        there = ((buffers[each][: by_index[each][0]], by_index[each][1]) for each in range(len(wanted)))
-        return list(there)
+        return [(buffer[: by_index[index][0]], by_index[index][1]) for index, buffer in enumerate(buffers)]
 
     def _read(self, position: int, num_bytes: int, buffer: memoryview) -> tuple[int, bytes | None]:
         """Return the bytes that there were of an object, and its checksum if it is whole."""

@@ -25,6 +25,13 @@ from .redis_server import SERVER, WHY_NOT, redis_server
 SLOT_BYTES = -(-OBJECT_BYTES // 64) * 64
 
 
+def native_or_skip() -> NativeCopies:
+    """Return copies in C++; without them the test is skipped."""
+    if (native := native_copies()) is None:
+        pytest.skip("there are no kernels in C++ for this machine")
+    return native
+
+
 @contextlib.contextmanager
 def host_memory(num_objects: int) -> Iterator[HostMemory]:
     yield HostMemory(allocate_arena(num_objects * SLOT_BYTES), OBJECT_BYTES)
@@ -73,13 +80,4 @@ BACKENDS: dict[str, Callable[[int], contextlib.AbstractContextManager[StoreBacke
     "redis": shared_redis,
     "mooncake": shared_mooncake,
 }
-
-
-def native_or_skip() -> NativeCopies:
-    """Return copies in C++; without them the test is skipped."""
-    if (native := native_copies()) is None:
-        pytest.skip("there are no kernels in C++ for this machine")
-    return native
-
-
 SHARED = ("redis", "mooncake")

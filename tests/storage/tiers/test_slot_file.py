@@ -49,7 +49,7 @@ def test_objects_are_read_in_the_order_of_the_disk_and_come_as_they_were_asked_f
 
 
 @pytest.mark.parametrize("size", [256, 257])  # C++ reads more than 256 bytes
-def test_short_objects_are_read_without_cpp(tmp_path: Path, size: int) -> None:
+def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path, size: int) -> None:
     file = SlotFile(tmp_path, PAGE_BYTES, 1, native_or_skip())
     file.grow()
     data = bytes(range(256)) + bytes(size - 256)
