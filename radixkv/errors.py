@@ -39,6 +39,7 @@
     │   ├── StoreClosed
     │   ├── StoreLate
     │   └── StoreUnavailable
+    │       └── StorePaused
     ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
     └── InvariantViolation           a bug of ours
 
@@ -210,7 +211,11 @@ class StoreLate(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store can't be reached or used, or is left alone for a while after it failed."""
+    """The store can't be reached or used."""
+
+
+class StorePaused(StoreUnavailable):
+    """The store is left alone for a while after it failed."""
 
 
 class StepFailed(RadixKVError):

@@ -59,8 +59,7 @@ class EngineCore:
         on_start: called with every request that got its blocks, each time.
         observers: are told of requests and steps. What they raise is logged.
         weights: shares of each step by tenant; 1 for a tenant that is not there.
-        has_news: whether anything waits to be submitted or called between two steps. Asked before a step is prepared
-            or started ahead.
+        has_news: whether callers wait for the engine. Asked before a step is prepared or started ahead.
         events: listens to the cache, and publishes after each step.
         offload: saves blocks that leave the device, and loads them again; None if they are lost.
         work_clock: seconds of work of the calling thread.
@@ -107,7 +106,8 @@ class EngineCore:
         self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, offload)
         self._compressions = Compressions(runner, scheduler, endings.fail)
         self._growth = Growth(scheduler, flights, tally, observer)
-        self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, has_news, clock)
+        is_awaited = has_news if offload is None else lambda: has_news() or offload.has_answers
+        self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, is_awaited, clock)
         self._answers = answers = Answers(cache, held_leases, offload)
         self._delivery = Delivery(answers, endings, scheduler, flights, early_ends, tally, clock, cache.block_size)
 

@@ -16,7 +16,7 @@ import torch
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.shared_shelf import SharedShelf
-from radixkv.cache.elsewhere.shelf import Parts, Shelf
+from radixkv.cache.elsewhere.shelf import Shares, Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
@@ -106,8 +106,8 @@ class Stores:
             self.elsewhere.part_of = pool.part_of
         for shelf in self.elsewhere.shelves.values():
             if not shelf.is_shared:
-                shelf.parts_of = partial(_parts_of, cache)
-                shelf.retained_part = cache.max_retained_blocks / cache.pool.num_blocks
+                shelf.shares_of = partial(_shares_of, cache)
+                shelf.retained_share = cache.max_retained_blocks / cache.pool.num_blocks
         alarms = AlarmClock()
         tiers, record = [], None
         for name, backend in self.backends.items():
@@ -118,7 +118,10 @@ class Stores:
             tiers.append(Tier(name, store, self.mover.sizes, is_working, ciphers, is_shared=is_shared))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
-        offload = Offload(cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, choice, record)
+        offload = Offload(
+            cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, choice, record,
+            on_close=alarms.close,
+        )  # fmt: skip
         if self.transfer is not None:
             key_blocks, block_format = self.elsewhere.key_blocks, self.keys.format
             shared = {tier.name: tier for tier in tiers if self.elsewhere.shelves[tier.name].is_shared}
@@ -250,10 +253,10 @@ def _disk_bytes(config: TiersConfig) -> int:
     return (shutil.disk_usage(parent).free + ours) // 2
 
 
-def _parts_of(cache: PrefixCache, tenant: str) -> Parts:
-    """Return the parts of each store that a tenant has: those of the device."""
+def _shares_of(cache: PrefixCache, tenant: str) -> Shares:
+    """Return a tenant's shares of each store: those of the device."""
     quota, num_blocks = cache.tenants.quota_of(tenant), cache.pool.num_blocks
-    return Parts(
+    return Shares(
         floor=quota.floor_blocks / num_blocks,
         ceiling=None if quota.ceiling_blocks is None else quota.ceiling_blocks / num_blocks,
         retained=1.0 if quota.max_retained_blocks is None else quota.max_retained_blocks / num_blocks,

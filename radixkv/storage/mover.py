@@ -13,6 +13,8 @@ from radixkv.kernels.native.copies import NativeCopies
 from radixkv.kernels.quantization import rotated_part
 from radixkv.kernels.staging import to_device, to_device_beside_steps
 
+_COPIED_BYTES = 256 << 20
+
 
 def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> str:
     """Describe the numbers in a payload, for whatever outlives the process.
@@ -137,13 +139,21 @@ def _gathered(blocks: torch.Tensor, ids: Sequence[int]) -> npt.NDArray[np.uint8]
     if blocks.device.type == "cpu":
         gathered: npt.NDArray[np.uint8] = blocks.numpy()[ids]  # takes 0.6 of the time that `index_select` takes
         return gathered
-    return blocks.index_select(0, torch.tensor(ids, device=blocks.device)).cpu().numpy()
+    index = torch.tensor(ids, device=blocks.device)
+    pieces = [blocks.index_select(0, index[some]).cpu().numpy() for some in _slices(blocks, len(ids))]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _slices(blocks: torch.Tensor, num_blocks: int) -> list[slice]:
+    """Cut what a GPU copies into what it copies at a time: that takes as much memory again beside the pool."""
+    num_at_once = max(1, _COPIED_BYTES // max(1, _bytes_of(blocks)))
+    return [slice(start, start + num_at_once) for start in range(0, num_blocks, num_at_once)]
 
 
 def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-    """Copy bytes into blocks as a GPU takes them: one upload from pinned memory, for which neither host nor steps wait.
+    """Copy bytes into blocks as a GPU takes them: uploads from pinned memory, for which neither host nor steps wait.
 
-    Steps that are launched afterwards read what came. The upload has a stream of its own; within the device, blocks are
+    Steps that are launched afterwards read what came. Uploads have a stream of their own; within the device, blocks are
     filled between two steps.
 
     Args:
@@ -151,6 +161,7 @@ def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[me
         ids: the blocks to fill, different ones.
         payloads: contiguous bytes for each.
     """
-    source = torch.from_numpy(np.stack([np.frombuffer(each, np.uint8) for each in payloads]))  # [num_ids, bytes]
-    index = to_device(torch.tensor(ids), blocks.device)
-    blocks.index_copy_(0, index, to_device_beside_steps(source, blocks.device).view(len(ids), *blocks.shape[1:]))
+    for some in _slices(blocks, len(ids)):
+        source = torch.from_numpy(np.stack([np.frombuffer(each, np.uint8) for each in payloads[some]]))  # [ids, bytes]
+        index = to_device(torch.tensor(ids[some]), blocks.device)
+        blocks.index_copy_(0, index, to_device_beside_steps(source, blocks.device).view(-1, *blocks.shape[1:]))

@@ -657,7 +657,7 @@ OFFLOAD_MUTANTS = (
     Mutant("cache/elsewhere/shelf.py", "and victim.level <= priority", ""),
     Mutant(
         "cache/elsewhere/shelf.py",
-        "len(self.retained) >= self.retained_part * self.num_blocks or ",
+        "len(self.retained) >= self.retained_share * self.num_blocks or ",
         "",
     ),
     Mutant("cache/elsewhere/shelf.py", " or len(own) >= most:", ":"),

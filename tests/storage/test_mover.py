@@ -51,8 +51,11 @@ def test_copies_in_cpp_fill_the_same_bytes(
     assert torch.equal(pool.blocks, filled)
 
 
+@pytest.mark.parametrize("num_at_once", [1, 2])
 @pytest.mark.parametrize("is_by_layer", [False, True])
-def test_a_gpu_gets_blocks_in_one_upload(monkeypatch: pytest.MonkeyPatch, *, is_by_layer: bool) -> None:
+def test_a_gpu_gets_blocks_in_few_uploads(
+    monkeypatch: pytest.MonkeyPatch, *, is_by_layer: bool, num_at_once: int
+) -> None:
     """There is none here, so the CPU does what it would do."""
     pool = pool_of(torch.float32, is_by_layer=is_by_layer)
     before = pool.blocks.clone()
@@ -66,10 +69,11 @@ def test_a_gpu_gets_blocks_in_one_upload(monkeypatch: pytest.MonkeyPatch, *, is_
 
     monkeypatch.setattr(mover, "to_device", to_device)
     monkeypatch.setattr(mover, "to_device_beside_steps", to_device)
+    monkeypatch.setattr(mover, "_COPIED_BYTES", num_at_once * payloads[0].nbytes)
     mover.fill_at_once(pool.blocks, [1, 4], [payload.toreadonly() for payload in payloads])
     assert torch.equal(pool.blocks[[1, 4]], before[[3, 1]])
     assert not pool.blocks[[0, 2, 3]].any()
-    assert uploads == [2 * 8, sum(payload.nbytes for payload in payloads)]
+    assert uploads == [num_at_once * 8, num_at_once * payloads[0].nbytes] * (2 // num_at_once)
 
 
 def test_a_payload_is_a_copy() -> None:

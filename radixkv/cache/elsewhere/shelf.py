@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from radixkv.api.retention import DEFAULT_PRIORITY
@@ -16,8 +16,8 @@ from radixkv.namespace import Namespace
 _ON_DEVICE = -1  # below every priority
 
 
-class Parts(NamedTuple):
-    """Parts of a store's room that one tenant may rely on, or is held to, each 0 to 1.
+class Shares(NamedTuple):
+    """Shares of a store's room that one tenant may rely on, or is held to, each 0 to 1.
 
     Attributes:
         floor: no other tenant's blocks push out what it has of these.
@@ -49,8 +49,8 @@ class Shelf:
         name, num_blocks: see above.
         owned: whose blocks are here.
         retained: whose blocks here have a priority above the default. On the device as well they have none here.
-        parts_of: returns the parts of a tenant. Always the same for a tenant.
-        retained_part: part of the room that may have a priority above the default.
+        shares_of: returns the shares of a tenant. Always the same for a tenant.
+        retained_share: share of the room that may have a priority above the default.
         is_shared: whether other servers use the store as well; see `SharedShelf`.
         partless: keys of blocks here that are known to lack their parts; see `radixkv/cache/parts`.
     """
@@ -63,8 +63,8 @@ class Shelf:
         self.owned = OwnedKeys()
         self.retained = OwnedKeys()
         self.partless: set[bytes] = set()
-        self.parts_of: Callable[[str], Parts] = lambda tenant: Parts()
-        self.retained_part = 1.0
+        self.shares_of: Callable[[str], Shares] = lambda tenant: Shares()
+        self.retained_share = 1.0
         self._order = LeavingOrder()  # of tenants without a floor
         self._floored: dict[str, LeavingOrder] = {}
         self._capped: dict[str, LeavingOrder] = {}  # of tenants with a ceiling; they are in one of the others as well
@@ -116,10 +116,10 @@ class Shelf:
         if victim is not None:
             self.remove(victim.key)
         self.owned.add(key, namespace)
-        parts = self.parts_of(namespace.tenant)
-        if parts.floor:
+        shares = self.shares_of(namespace.tenant)
+        if shares.floor:
             self._floored.setdefault(namespace.tenant, LeavingOrder())
-        if parts.ceiling is not None:
+        if shares.ceiling is not None:
             self._capped.setdefault(namespace.tenant, LeavingOrder())
         self.note_left(key, priority)
         self._expected.add(key)
@@ -134,16 +134,25 @@ class Shelf:
         """Note that the store has a block."""
         self._expected.discard(key)
 
-    def add_found(self, blocks: Sequence[tuple[bytes, Namespace]]) -> None:
-        """Take blocks that an earlier process left, the one that goes first at first. They go before those here."""
-        for key, namespace in reversed(blocks):
-            has_room = len(self) < self.num_blocks and not self._has_its_share(namespace.tenant)
-            if key not in self and has_room:
-                self.add(key, namespace)
-                self.note_stored(key)
-                turn = next(self._early_turns)
-                for order in self._orders_of(namespace.tenant):
-                    order.put_first(key, DEFAULT_PRIORITY, turn)
+    def add_found(self, blocks: Iterable[tuple[bytes, Namespace]]) -> list[bytes]:
+        """Take blocks that an earlier process left, the one that goes last at first. They go before those here.
+
+        Returns:
+            The keys for which there is no room, or which would be more than the share of their tenant.
+        """
+        left_out = []
+        for key, namespace in blocks:
+            if key in self:
+                continue
+            if len(self) >= self.num_blocks or self._has_its_share(namespace.tenant):
+                left_out.append(key)
+                continue
+            self.add(key, namespace)
+            self.note_stored(key)
+            turn = next(self._early_turns)
+            for order in self._orders_of(namespace.tenant):
+                order.put_first(key, DEFAULT_PRIORITY, turn)
+        return left_out
 
     def note_left(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
         """Note that a block that is here left the device, or has another priority now.
@@ -202,10 +211,10 @@ class Shelf:
         return min((first for order in orders if (first := order.first) is not None), default=None)
 
     def _is_above_floor(self, tenant: str) -> bool:
-        return self.owned.num_by_tenant[tenant] > int(self.parts_of(tenant).floor * self.num_blocks)
+        return self.owned.num_by_tenant[tenant] > int(self.shares_of(tenant).floor * self.num_blocks)
 
     def _has_its_share(self, tenant: str) -> bool:
-        ceiling = self.parts_of(tenant).ceiling
+        ceiling = self.shares_of(tenant).ceiling
         return ceiling is not None and self.owned.num_by_tenant[tenant] >= max(1, int(ceiling * self.num_blocks))
 
     def _level_of(self, key: bytes) -> int:
@@ -215,8 +224,8 @@ class Shelf:
         """Count a key with a priority above the default. Returns whether it may have it."""
         tenant = self.owned[key].tenant
         own = self._retained.get(tenant, {})
-        most = self.parts_of(tenant).retained * self.num_blocks
-        if len(self.retained) >= self.retained_part * self.num_blocks or len(own) >= most:
+        most = self.shares_of(tenant).retained * self.num_blocks
+        if len(self.retained) >= self.retained_share * self.num_blocks or len(own) >= most:
             oldest = next(iter(own), None)
             if oldest is None or own[oldest] > priority:
                 return False

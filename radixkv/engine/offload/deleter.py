@@ -12,7 +12,7 @@ from radixkv.storage.tiers.tier import Tier
 
 
 class Deleter:
-    """Tells stores what to delete. What a store could not be asked is asked again later.
+    """Tells stores what to delete. What a store could not be asked is asked again later, all of it in one call.
 
     Until then it holds blocks that nobody finds, and a next process would find them.
 
@@ -38,12 +38,14 @@ class Deleter:
         return not self._failed.empty()
 
     def retry(self) -> None:
-        """Ask again what could not be asked. Complexity: O(calls that failed since the last time)."""
+        """Ask again what could not be asked. Complexity: O(keys of calls that failed since the last time)."""
+        left: dict[str, dict[bytes, None]] = {}
         for _ in range(self._failed.qsize()):
             name, keys = self._failed.get()
-            useless = [key for key in keys if key not in self._elsewhere.shelves[name]]
+            left.setdefault(name, {}).update((key, None) for key in keys if key not in self._elsewhere.shelves[name])
+        for name, useless in left.items():
             if useless:
-                self.delete(name, useless)
+                self.delete(name, list(useless))
 
     def _end(self, name: str, keys: Sequence[bytes], deleted: Future[int | None]) -> None:
         """Note the end of a call, on a thread of the store."""

@@ -34,6 +34,13 @@ class PurgeBegun(NamedTuple):
     deletions: Sequence[Deletion]
 
 
+def not_asked() -> Future[int | None]:
+    """Return the answer of a store that could not be asked."""
+    answer: Future[int | None] = Future()
+    answer.set_result(None)
+    return answer
+
+
 def when_deleted(begun: Future[PurgeBegun]) -> Future[Purged]:
     """Return a future of the whole outcome, which comes when all stores have answered."""
     done: Future[Purged] = Future()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from radixkv.api.retention import MAX_PRIORITY
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.engine.offload.priority_file import KeptPriority, PriorityFile
+from radixkv.errors import StoreError
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.disk import DiskStore
@@ -55,7 +56,7 @@ class DiskRecord:
         self._noted: set[Namespace] = set()
 
     def note(self, namespace: Namespace) -> None:
-        """Note that blocks of a namespace are stored. Complexity: a write of one line the first time."""
+        """Note that blocks of a namespace are stored. The store writes it before them."""
         if namespace not in self._noted:
             self._noted.add(namespace)
             self._disk.names.add(self._keys.root(namespace), namespace)
@@ -79,19 +80,19 @@ class DiskRecord:
 
         A key's tags name its namespace, so blocks are found also where those before them are gone: they are of use once
         these are computed again. Blocks of which that is not known are deleted: no purge could reach them. So are those
-        of two namespaces with the same tags, two salts in 16 million.
-
-        Raises:
-            StoreError: the disk fails.
+        of two namespaces with the same tags, two salts in 16 million. Namespaces without blocks are forgotten.
 
         Complexity: O(blocks), without reading them.
         """
         start_s = time.perf_counter()
-        owners = self._owners()
-        found = [(key, owners.get(self._keys.tags_of(key))) for key in self._disk]
+        keys = list(self._disk)  # before the owners: what comes meanwhile is not to be judged
+        owners = self._owners({self._keys.tags_of(key) for key in keys})
+        found = [(key, owners.get(self._keys.tags_of(key))) for key in keys]
         useless = [key for key, owner in found if owner is None]
-        if useless:
+        try:
             self._disk.delete(useless)
+        except StoreError as error:
+            _log.error("tier disk: expected to delete %d blocks that nobody can purge, got: %s", len(useless), error)
         num_found, took_s = len(found) - len(useless), time.perf_counter() - start_s
         _log.info("found %d blocks on disk in %.2f s, and deleted %d", num_found, took_s, len(useless))
         return EarlierDisk([(key, owner) for key, owner in found if owner is not None], self._wishes())
@@ -110,10 +111,18 @@ class DiskRecord:
             if wish.priority <= MAX_PRIORITY and (wish.expires_s is None or wish.expires_s > now_s)
         ]
 
-    def _owners(self) -> dict[bytes, Namespace | None]:
-        """Return the namespace of each tag; None where it is not the only one."""
+    def _owners(self, used: Set[bytes]) -> dict[bytes, Namespace | None]:
+        """Return the namespace of each tag that is used; None where it is not the only one. Forget all others."""
         owners: dict[bytes, Namespace | None] = {}
-        for namespace in self._disk.names.namespaces.values():
+        unused = []
+        for root, namespace in self._disk.names.known().items():
             tags = self._keys.tags_of(self._keys.root(namespace))
+            if tags not in used:
+                unused.append(root)
+                continue
             owners[tags] = namespace if owners.get(tags, namespace) == namespace else None
+        try:
+            self._disk.names.forget(unused)
+        except OSError as error:
+            _log.error("tier disk: expected to forget the names of %d namespaces, got: %s", len(unused), error)
         return owners

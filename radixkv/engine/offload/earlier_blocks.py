@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.elsewhere.stored_retention import StoredRetention
 from radixkv.engine.offload.disk_record import DiskRecord, EarlierDisk
-from radixkv.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _READING_SLICE_S = 0.001
+_TAKEN_AT_ONCE = 256  # blocks; some milliseconds
 
 
 class EarlierBlocks:
@@ -21,33 +22,69 @@ class EarlierBlocks:
 
     Args:
         record: of the disk.
-        shelf: gets what is found.
+        shelf: gets what is found, some blocks at a time, those first that go last.
         retention: gets the priorities of that.
+        delete: deletes what the shelf has no room for from the disk, since no purge would find it.
+        wake: called on the other thread when there is something to take.
+
+    Attributes:
+        has_failed: whether nobody knows what the disk holds, because it could not be read.
     """
 
-    def __init__(self, record: DiskRecord, shelf: Shelf, retention: StoredRetention) -> None:
+    def __init__(
+        self,
+        record: DiskRecord,
+        shelf: Shelf,
+        retention: StoredRetention,
+        delete: Callable[[Sequence[bytes]], object],
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.has_failed = False
         self._record = record
         self._shelf = shelf
         self._retention = retention
+        self._delete = delete
+        self._wake = wake
         self._found: queue.SimpleQueue[EarlierDisk] = queue.SimpleQueue()
+        self._slices: Iterator[None] | None = None
         self._reader = threading.Thread(target=self._read, name="disk-record", daemon=True)
         self._reader.start()
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to take."""
+        return self._slices is not None or not self._found.empty()
+
     def take(self) -> None:
-        """Let the shelf know of what was found since the last call."""
-        while not self._found.empty():
-            blocks, wishes = self._found.get()
-            self._shelf.add_found(blocks)
-            self._retention.restore(self._shelf, wishes)
+        """Let the shelf know of some of what was found."""
+        if self._slices is None and not self._found.empty():
+            self._slices = self._taking(self._found.get())
+        if self._slices is not None and next(self._slices, self) is self:
+            self._slices = None
 
     def reading(self) -> Iterator[None]:
-        """Yield until all is found."""
+        """Yield until all is found and taken."""
         while self._reader.is_alive():
             self._reader.join(_READING_SLICE_S)
+            yield
+        while self.has_more:
+            self.take()
+            yield
+
+    def _taking(self, found: EarlierDisk) -> Iterator[None]:
+        blocks, wishes = reversed(found.blocks), iter(found.wishes)
+        while some := list(islice(blocks, _TAKEN_AT_ONCE)):
+            if left_out := self._shelf.add_found(some):
+                self._delete(left_out)
+            yield
+        while some_wishes := list(islice(wishes, _TAKEN_AT_ONCE)):
+            self._retention.restore(self._shelf, some_wishes)
             yield
 
     def _read(self) -> None:
         try:
             self._found.put(self._record.read())
-        except StoreError as error:
-            _log.error("tier disk: expected to read what it holds, got: %s", error)
+        except Exception:  # noqa: BLE001 - whatever it is, a purge must tell that it may not have reached all
+            _log.exception("tier disk: expected to read what it holds")
+            self.has_failed = True
+        self._wake()

@@ -37,17 +37,19 @@ class LastSave:
     def run(self, limit_s: float) -> bool:
         """Save as much as there is time for. Returns whether stores have taken all that they were given."""
         deadline_s = time.monotonic() + limit_s
+        num_dropped_blocks = self._saver.num_dropped_blocks.total()
         self._saver.flush()
+        is_whole = self._saver.wait(limit_s)
         shelf = self._elsewhere.shelves.get("disk")
         if shelf is None:
-            return self._saver.wait(limit_s)
-        saved, is_whole = self._save(shelf.num_blocks, deadline_s)
+            return is_whole
+        saved, is_whole = self._save(shelf.num_blocks, deadline_s) if is_whole else ([], False)
         for keys in reversed(saved):
             self._elsewhere.left("disk", keys)
         if self._record is not None:
             self._record.arrange(list(shelf))
             self._record.keep(self._elsewhere.retention.wishes(shelf))
-        return is_whole
+        return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks
 
     def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:
         """Save `num_left` blocks at most: what comes after them would push them out.
@@ -68,6 +70,7 @@ class LastSave:
 
     def _runs(self) -> Iterator[tuple[Node, int, int]]:
         """Iterate over runs of blocks, those that were used last first, and beginnings before ends."""
+        num_at_once = max(1, min(_SAVED_AT_ONCE, self._saver.max_waiting_blocks))
         for node in sorted(self._cache.nodes(), key=lambda node: (-node.last_used_s, node.start_bytes)):
-            for start in range(0, node.num_blocks, _SAVED_AT_ONCE):
-                yield node, start, min(node.num_blocks, start + _SAVED_AT_ONCE)
+            for start in range(0, node.num_blocks, num_at_once):
+                yield node, start, min(node.num_blocks, start + num_at_once)

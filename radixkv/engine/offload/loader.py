@@ -172,6 +172,9 @@ class Loader:
 
         Returns:
             Tokens at the start of the prompt whose K and V exist then.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for the copy. Nothing has changed.
         """
         start, size = lease.cached_tokens, self._cache.block_size
         wish = self._wishes[request]
@@ -182,21 +185,28 @@ class Loader:
         payloads = [wish.load.blocks[each.block.key].payload for each in found]
         have_parts = [self._mover.has_part(payload) for payload in payloads]
         found = found[: self._num_usable(request.namespace, before, have_parts)]
-        upto = (first + len(found)) * size
-        if found:
-            self._mover.write(lease.block_ids[first : first + len(found)].tolist(), payloads[: len(found)])
-            lease.copy = None
-            num_loaded = Counter(each.shelf for each in found)
-            num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
-            num_tokens[found[0].shelf] -= max(0, start - first * size)
-            if not request.has_computed:
-                request.loaded_tokens = num_tokens
-            if _publishes(request):
-                lease.commit(upto)
-                self._elsewhere.loaded([each.block.key for each in found])
-            self._fill_parts(lease, first, payloads[: len(found)])
+        end = first + len(found)
+        if not found:
+            self.leave(request)
+            return start
+        self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(found)])
+        lease.copy = None
+        num_loaded = Counter(each.shelf for each in found)
+        num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
+        num_tokens[found[0].shelf] -= max(0, start - first * size)
+        if not request.has_computed:
+            request.loaded_tokens = num_tokens
+        if _publishes(request):
+            lease.commit(end * size)
+            self._elsewhere.loaded([each.block.key for each in found])
+        self._fill_parts(lease, first, payloads[: len(found)])
         self.leave(request)
-        return max(start, upto)
+        return max(start, end * size)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether calls have ended that `ready` has not seen."""
+        return not self._ended.empty()
 
     def leave(self, request: Request) -> None:
         """Forget a request. What was loaded for it alone is given back."""

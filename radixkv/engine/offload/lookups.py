@@ -104,6 +104,11 @@ class Lookups:
                     ended.append(request)
         return ended
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether answers have come that `ended` has not seen."""
+        return not self._answers.empty()
+
     def leave(self, request: Request) -> None:
         """Forget a request."""
         self._num_open.pop(request, None)

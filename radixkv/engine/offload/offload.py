@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
 
 from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredPage
@@ -14,7 +17,7 @@ from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.deleter import Deleter
-from radixkv.engine.offload.deletions import Deletion
+from radixkv.engine.offload.deletions import Deletion, not_asked
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.earlier_blocks import EarlierBlocks
 from radixkv.engine.offload.last_save import LastSave
@@ -22,6 +25,7 @@ from radixkv.engine.offload.loader import Loader
 from radixkv.engine.offload.lookups import Lookups
 from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Copies, Saver
+from radixkv.engine.offload.store_stats import stats_of
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
@@ -30,7 +34,6 @@ from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_key import BlockKeys
-from radixkv.storage.tiers.block_store import PutOutcome
 from radixkv.storage.tiers.tier import Tier
 from radixkv.tokens import TOKEN_BYTES
 
@@ -59,6 +62,7 @@ class Offload:
         choice: decides between loading and computing.
         record: of the store `disk`, which outlives the process; None without one.
         clock: seconds, monotonic.
+        on_close: called when all stores are closed.
 
     Attributes:
         elsewhere, tiers: see above; the tiers by name.
@@ -78,6 +82,7 @@ class Offload:
         choice: LoadOrCompute,
         record: DiskRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_close: Callable[[], None] = do_nothing,
     ) -> None:
         self.elsewhere = elsewhere
         self.tiers = {tier.name: tier for tier in tiers}
@@ -85,6 +90,7 @@ class Offload:
         self.wake: Callable[[], None] = lambda: None
         self._cache = cache
         self._clock = clock
+        self._on_close = on_close
         self._choice = choice
         self._deleter = Deleter(elsewhere, self.tiers)
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
@@ -95,21 +101,25 @@ class Offload:
             elsewhere, shared, self.purger, self._choice, clock, lambda: self.wake(), cache.block_size
         )
         self._copies: Copies | None = None  # that stores have not got
+        self._next_retry_s = clock()
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
-        self._earlier = (
-            None if record is None else EarlierBlocks(record, elsewhere.shelves["disk"], elsewhere.retention)
-        )
+        self._earlier = None
+        if record is not None:
+            delete = partial(self._deleter.delete, "disk")
+            shelf = elsewhere.shelves["disk"]
+            self._earlier = EarlierBlocks(record, shelf, elsewhere.retention, delete, lambda: self.wake())
         self._last_save = LastSave(cache, elsewhere, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:
         """Seconds until `copy` is to be called although nothing is written; None if it need not be."""
-        if self.elsewhere.has_departures:
+        if self.elsewhere.has_departures or (self._earlier is not None and self._earlier.has_more):
             return 0.0
         return _RETRY_PERIOD_S if self._deleter.has_failed or self.purger.has_failed else None
 
     def stats(self) -> list[TierStats]:
         """Count what the stores hold and did, the fastest first. Any thread may ask."""
-        return [self._stats_of(tier) for tier in self.tiers.values()]
+        computed, dropped = self._loader.num_computed_blocks, self._saver.num_dropped_blocks
+        return [stats_of(tier, computed[name], dropped[name]) for name, tier in self.tiers.items()]
 
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
@@ -185,6 +195,11 @@ class Offload:
         self._take_found()
         return shelf.page(start, tenant, max_listed)
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether stores have answered what requests wait for, since `ready` was called last."""
+        return self._loader.has_ended or self._lookups.has_ended
+
     def ready(self) -> list[Request]:
         """Return the requests that wait no more, in the order of their arrival."""
         known = [request for request in self._lookups.ended() if not self._load(request)]
@@ -196,9 +211,9 @@ class Offload:
         Nothing is to leave until `save`.
         """
         assert self._copies is None, "stores have got what was copied before"
+        self._take_found()
         self.elsewhere.retention.expire(self._clock())
-        self._deleter.retry()
-        self.purger.retry()
+        self._retry()
         self._copies = self._saver.copy()
 
     def save(self) -> None:
@@ -215,6 +230,10 @@ class Offload:
         copies = self._saver.copy()
         try:
             return self._loader.fill(request, lease)
+        except torch.OutOfMemoryError:
+            _log.warning("the device has no memory to load blocks for a request; it computes them")
+            self._loader.leave(request)
+            return lease.cached_tokens
         finally:
             self._saver.save(copies)  # what goes for them may be what was just read
 
@@ -242,16 +261,20 @@ class Offload:
         keys = self.elsewhere.purge(tenant, adapter, salt)
         purges = self.purger.purge(tenant, adapter, salt)
         own = [Deletion(name, self._deleter.delete(name, gone)) for name, gone in keys.items() if name not in purges]
+        if self._earlier is not None and self._earlier.has_failed:
+            own.append(Deletion("disk", not_asked()))
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
         """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
-        self._take_found()
+        while self._earlier is not None and self._earlier.has_more:
+            self._earlier.take()
         self._loader.close()
         if not self._last_save.run(CLOSE_LIMIT_S):
             _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
         for tier in self.tiers.values():
             tier.close()
+        self._on_close()
 
     def _load(self, request: Request) -> bool:
         return self._loader.begin(request, self._num_cached_blocks(request.namespace, request.tokens))
@@ -264,26 +287,13 @@ class Offload:
             num_tokens = max(num_tokens, cache.places.found_tokens(namespace, tokens))
         return num_tokens // cache.block_size
 
+    def _retry(self) -> None:
+        """Ask stores again what they could not be asked, once in a second."""
+        if self._clock() >= self._next_retry_s and (self._deleter.has_failed or self.purger.has_failed):
+            self._next_retry_s = self._clock() + _RETRY_PERIOD_S
+            self._deleter.retry()
+            self.purger.retry()
+
     def _take_found(self) -> None:
         if self._earlier is not None:
             self._earlier.take()
-
-    def _stats_of(self, tier: Tier) -> TierStats:
-        size, counts = tier.size(), tier.counts()
-        refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
-        return TierStats(
-            tier=tier.name,
-            is_working=tier.is_working(),
-            blocks=size.num_objects,
-            used_bytes=size.used_bytes,
-            capacity_bytes=size.capacity_bytes,
-            loaded_blocks=counts.loaded,
-            loaded_bytes=counts.loaded_bytes,
-            load_s=counts.load_s,
-            missed_blocks=sum(counts.misses.values()),
-            computed_blocks=self._loader.num_computed_blocks[tier.name],
-            saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
-            refused_blocks=counts.failed_saves + refused,
-            dropped_blocks=self._saver.num_dropped_blocks[tier.name],
-            evicted_blocks=counts.evicted,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from radixkv.cache.elsewhere.elsewhere import Departure, Elsewhere
 from radixkv.engine.offload.deleter import Deleter
 from radixkv.engine.offload.disk_record import DiskRecord
@@ -17,6 +20,8 @@ from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import PutOutcome, PutResult
 from radixkv.storage.tiers.tier import Tier
+
+_log = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
@@ -55,6 +60,7 @@ class Saver:
 
     Attributes:
         num_dropped_blocks: blocks that each store was not given because too many copies waited.
+        max_waiting_blocks: the bound.
     """
 
     def __init__(
@@ -72,7 +78,8 @@ class Saver:
         self._deleter = deleter
         self._mover = mover
         self._record = record
-        self._num_free_blocks = self._max_waiting_blocks = max_bytes // mover.payload_bytes
+        self.max_waiting_blocks = max_bytes // mover.payload_bytes
+        self._num_free_blocks = self.max_waiting_blocks
         self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
 
     def flush(self) -> None:
@@ -82,10 +89,12 @@ class Saver:
     def copy(self) -> Copies:
         """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`."""
         self._note_ended()
-        departures, given_up = self._elsewhere.take_departures()
-        departures = self._within_bound(departures)
-        ids = [each.block_id for each in departures], [each.part_id for each in departures]
-        payloads = self._mover.read(*ids) if departures else []
+        left, given_up = self._elsewhere.take_departures()
+        departures = self._within_bound(left)
+        payloads = self._read(departures) if departures else []
+        if payloads is None:
+            self._drop(departures)
+            return Copies([], given_up)
         return Copies(list(zip(departures, payloads, strict=True)), given_up)
 
     def save(self, copies: Copies) -> None:
@@ -106,25 +115,35 @@ class Saver:
     def wait(self, limit_s: float) -> bool:
         """Wait until stores have taken all copies. Returns whether they did."""
         deadline_s = time.monotonic() + limit_s
-        while self._num_free_blocks < self._max_waiting_blocks:
+        while self._num_free_blocks < self.max_waiting_blocks:
             try:
                 self._note_end(self._ended.get(timeout=max(0.0, deadline_s - time.monotonic())))
             except queue.Empty:
                 return False
         return True
 
-    def _within_bound(self, departures: list[Departure]) -> list[Departure]:
-        """Drop departures that there is no room for."""
-        kept, num_free_blocks = [], self._num_free_blocks
+    def _within_bound(self, departures: Sequence[Departure]) -> Sequence[Departure]:
+        """Drop departures that there is no room for: those that left first, as ends leave before their beginnings."""
+        num_free_blocks, first = self._num_free_blocks, len(departures)
+        while first and len(departures[first - 1].shelves) <= num_free_blocks:
+            first -= 1
+            num_free_blocks -= len(departures[first].shelves)
+        self._drop(departures[:first])
+        return departures[first:]
+
+    def _drop(self, departures: Sequence[Departure]) -> None:
         for each in departures:
-            num_free_blocks -= len(each.shelves)
-            if num_free_blocks >= 0:
-                kept.append(each)
-                continue
             self.num_dropped_blocks.update(each.shelves)
             for name in each.shelves:
                 self._elsewhere.lost(name, [each.block.key])
-        return kept
+
+    def _read(self, departures: Sequence[Departure]) -> list[memoryview] | None:
+        """Copy blocks; None if the device does not have the memory that it takes meanwhile."""
+        try:
+            return self._mover.read([each.block_id for each in departures], [each.part_id for each in departures])
+        except (torch.OutOfMemoryError, MemoryError):
+            _log.warning("the device has no memory to copy %d blocks for its stores, which are lost", len(departures))
+            return None
 
     def _end(self, save: _Save, saved: Future[PutResult | None]) -> None:
         """Note the end of a save, on a thread of the store."""
@@ -142,11 +161,13 @@ class Saver:
             self._elsewhere.lost(name, keys)
             self._delete(name, (*keys, *given_up))
             return
+        outcomes = list(zip(keys, result.outcomes, strict=True))
         there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
-        refused = [key for key, outcome in zip(keys, result.outcomes, strict=True) if outcome not in there]
+        refused = [key for key, outcome in outcomes if outcome not in there]
         self._elsewhere.stored(name, keys)
         self._elsewhere.lost(name, [*refused, *result.evicted])
-        gone = {*refused, *result.evicted} - set(keys)  # others were given up without need, or purged meanwhile
+        unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
+        gone = {*refused, *result.evicted} - set(keys) | unasked  # others were given up without need, or purged
         self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:

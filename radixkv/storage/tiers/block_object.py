@@ -41,7 +41,6 @@ class ObjectFault(enum.Enum):
     CUT = "cut"  # its length is not the one that its head tells
     FOREIGN = "foreign"  # not an object, of another version, of another block, or of another size
     DAMAGED = "damaged"  # the checksum differs
-    STALE = "stale"  # of a generation before the least one
     OTHER_TOKENS = "other_tokens"
     UNSEALED = "unsealed"  # not encrypted with this tenant's key, or not encrypted as it should be
 
@@ -51,7 +50,7 @@ class ObjectHead(NamedTuple):
 
     Attributes:
         key, parent: see `BlockKeys`.
-        generation: number that a purge makes larger; see `open_object`.
+        generation: an object of a later one takes the place of an earlier one; see `Saver`.
         num_tokens: tokens of the block.
         payload_bytes: bytes of its K and V.
         salt: the cipher's, not zeros only where the object is sealed.
@@ -171,13 +170,11 @@ class Wanted(NamedTuple):
     Attributes:
         key: of `BlockKeys`.
         tokens: the block's own.
-        least_generation: an object of an earlier one is stale: it was written before a purge.
         cipher: the tenant's, None if its blocks are stored in the clear.
     """
 
     key: bytes
     tokens: bytes
-    least_generation: int = 0
     cipher: BlockCipher | None = None
 
 
@@ -213,8 +210,6 @@ def open_object(
         return ObjectFault.CUT
     if (checksum_of(data) if checksum is None else checksum) != data[-CHECKSUM_BYTES:]:
         return ObjectFault.DAMAGED
-    if head.generation < wanted.least_generation:
-        return ObjectFault.STALE
     if head.is_sealed != (wanted.cipher is not None):
         return ObjectFault.UNSEALED
     return _opened(data, head, wanted)

@@ -24,6 +24,7 @@ class PutOutcome(enum.Enum):
     ALREADY_THERE = "already_there"  # under this key, of this or a later generation
     NO_ROOM = "no_room"
     TOO_LARGE = "too_large"  # and always will be
+    NOT_ASKED = "not_asked"  # the call never reached the store
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,22 +64,25 @@ class DiskStore(StoreBackend):
         self._max_slots = max_bytes // self._slot_bytes
         if not self._max_slots:
             raise StoreUnavailable(f"tiers.disk_bytes: expected at least {self._slot_bytes}, got {max_bytes}")
-        self._clock, self._lock, self._next_growth_s = clock, threading.RLock(), clock()
+        self._clock, self._next_growth_s = clock, clock()
+        self._lock, self._growth = threading.RLock(), threading.Lock()  # of the books; of who takes more room
         self._is_closed = False
         self._last: Sequence[bytes] = ()
         self._buffers = BufferPool(self._slot_bytes)
         self._directory = DiskDirectory(path, block_format)
         self.path = self._directory.path
-        try:
-            self._file = SlotFile(self._directory.path, self._slot_bytes, self._max_slots, native)
+        with contextlib.ExitStack() as ends, _failures():
+            ends.callback(self._directory.close)
+            self._file = SlotFile(self.path, self._slot_bytes, self._max_slots, native)
+            ends.callback(self._file.close)
             self._table, self._serial = self._found()
-            self.names = NamespaceNames(self._directory.path / _NAMES)
-        except OSError as error:
-            self._directory.close()
-            raise _failed(error) from error
+            self.names = NamespaceNames(self.path / _NAMES)
+            ends.pop_all()  # all is open
 
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
         """Write objects. They are there for the next process once this returns, and after a power failure perhaps."""
+        with _failures():
+            self.names.write()  # without the names of their namespaces blocks are of no use
         left, outcomes, evicted = iter(give_up), [], []
         for each in objects:
             outcome, gone = self._put(each, left)
@@ -94,14 +97,14 @@ class DiskStore(StoreBackend):
             there = [entry for entry in entries if entry is not None]
             for entry in there:
                 self._table.start_reading(entry)
-        buffers = [self._buffers.take() for _ in there]
+        buffers: list[memoryview] = []
         try:
-            found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
-        except BaseException as error:
+            buffers.extend(self._buffers.take() for _ in there)
+            with _failures():
+                found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
+        except BaseException:
             for buffer in buffers:
                 self._buffers.give_back(buffer)
-            if isinstance(error, OSError):
-                raise _failed(error) from error
             raise
         finally:
             with self._lock:
@@ -118,13 +121,12 @@ class DiskStore(StoreBackend):
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget objects, also after a power failure. Their bytes stay on the disk until others are written there."""
-        with self._lock:
+        with self._lock, _failures():
             gone = [entry for key in keys if (entry := self._table.remove(key)) is not None]
-            try:
-                if gone:
-                    self._file.clear_lines([entry.slot for entry in gone], is_durable=True)
-            except OSError as error:
-                raise _failed(error) from error
+            self._file.clear_lines(entry.slot for entry in gone)
+        if gone:
+            with _failures():
+                self._file.sync_lines()  # loads do not wait for it
         return len(gone)
 
     def size(self) -> StoreSize:
@@ -148,14 +150,11 @@ class DiskStore(StoreBackend):
         if self._is_closed:
             return
         self._is_closed = True
-        try:
-            with contextlib.ExitStack() as ends:  # whatever fails
-                for each in (self._directory, self._file, self.names):
-                    ends.callback(each.close)
-                self._table.put_last(self._last)
-                self._file.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
-        except OSError as error:
-            raise _failed(error) from error
+        with _failures(), contextlib.ExitStack() as ends:  # whatever fails
+            for each in (self._directory, self._file, self.names):
+                ends.callback(each.close)
+            self._table.put_last(self._last)
+            self._file.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
 
     def _put(self, each: BlockObject, give_up: Iterator[bytes]) -> tuple[PutOutcome, list[bytes]]:
         if each.num_bytes > self._slot_bytes:
@@ -163,19 +162,19 @@ class DiskStore(StoreBackend):
         with self._lock:
             if self._table.has(each.key, each.generation):
                 return PutOutcome.ALREADY_THERE, []
-            self._grow()
+        self._grow()
+        with self._lock:
             slot, gone = self._claim(each.key, give_up)
         if slot is None:
             return PutOutcome.NO_ROOM, gone
         try:
-            self._file.write(slot, each.pieces())
-        except BaseException as error:
+            with _failures():
+                self._file.write(slot, each.pieces())
+        except BaseException:
             with self._lock:
                 self._table.abandon(each.key, slot)
-            if isinstance(error, OSError):
-                raise _failed(error) from error
             raise
-        with self._lock:
+        with self._lock, _failures():
             self._serial += 1
             entry = SlotEntry(slot, each.generation, each.num_bytes)
             self._table.publish(each.key, entry)
@@ -189,26 +188,26 @@ class DiskStore(StoreBackend):
         slot, gone = self._table.claim(key, give_up)
         useless = ({slot} if gone and slot is not None else set()) | ({older.slot} if older else set())
         try:
-            self._file.clear_lines(useless)
-        except OSError as error:
+            with _failures():
+                self._file.clear_lines(useless)
+        except StoreError:
             if slot is not None:
                 self._table.abandon(key, slot)
-            raise _failed(error) from error
+            raise
         return slot, gone
 
     def _grow(self) -> None:
-        """Take more room if there is none, the bound allows it and the disk was not just full."""
-        if self._table.num_free or self._file.num_slots == self._max_slots or self._clock() < self._next_growth_s:
-            return
-        try:
+        """Take more room if there is none, the bound allows it and the disk was not just full. Loads do not wait."""
+        with self._growth, _failures():
+            if self._table.num_free or self._file.num_slots == self._max_slots or self._clock() < self._next_growth_s:
+                return
             new = self._file.grow()
-        except OSError as error:
-            raise _failed(error) from error
-        self._table.add_slots(new)
-        if not new:
-            self._next_growth_s = self._clock() + _FULL_PAUSE_S
-            size = self._file.num_slots * self._slot_bytes
-            _log.warning("tiers.disk_path: the disk is full; going on with %d bytes of %s", size, self._directory.path)
+            with self._lock:
+                self._table.add_slots(new)
+            if not new:
+                self._next_growth_s = self._clock() + _FULL_PAUSE_S
+                size = self._file.num_slots * self._slot_bytes
+                _log.warning("tiers.disk_path: the disk is full; going on with %d bytes of %s", size, self.path)
 
     def _found(self) -> tuple[SlotTable, int]:
         """Read the index: of two lines with one key the later one counts."""
@@ -224,5 +223,10 @@ class DiskStore(StoreBackend):
         return table, int(found["serial"][-1]) if len(found) else 0
 
 
-def _failed(error: OSError) -> StoreError:
-    return StoreUnavailable(f"tiers.disk_path: expected a disk that works, got {error.strerror or error}")
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raise what the system says of the disk as an error of the store."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(f"tiers.disk_path: expected a disk that works, got {error.strerror or error}") from error

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 
 from radixkv.namespace import Namespace
@@ -17,39 +20,115 @@ class NamespaceNames:
     A line that is cut or not ours is left out: blocks of a namespace that nobody knows are of no use. Lines are
     appended without waiting for the disk.
 
+    Any thread may add names, and waits for nothing. The thread that writes blocks writes the names before them.
+
     Args:
         path: of the file; made if there is none.
 
     Raises:
         OSError: it can't be read or written.
-
-    Attributes:
-        namespaces: by the key.
     """
 
     def __init__(self, path: Path) -> None:
-        self.namespaces: dict[bytes, Namespace] = {}
-        self._file = path.open("a+b", buffering=0)
-        path.chmod(0o600)
+        self._path = path
+        self._lock = threading.Lock()  # of the names; held for no write
+        self._file_lock = threading.Lock()
+        self._names: dict[bytes, Namespace] = {}
+        self._added: dict[bytes, Namespace] = {}  # by this process
+        self._unwritten: dict[bytes, Namespace] = {}
+        self._file = _opened(path)
         self._file.seek(0)
-        data = self._file.read()
-        for line in data.splitlines():
+        data = self._file.read() or b""
+        self._is_cut = bool(data) and not data.endswith(b"\n")  # the last line
+        for line in filter(None, data.splitlines()):
             try:
                 root, *names = json.loads(line)
                 model, tenant, adapter, salt = (str(name) for name in names)
-                self.namespaces[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
+                self._names[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
             except (ValueError, TypeError):
                 _log.warning("%s: expected the names of a namespace in each line, got something else", path)
-        if data and not data.endswith(b"\n"):
-            self._file.write(b"\n")
+
+    def known(self) -> dict[bytes, Namespace]:
+        """Return all namespaces by their key."""
+        with self._lock:
+            return dict(self._names)
 
     def add(self, root: bytes, namespace: Namespace) -> None:
-        """Add a namespace, unless it is there. Complexity: a write of one line the first time."""
-        if root not in self.namespaces:
-            self.namespaces[root] = namespace
-            line = json.dumps([root.hex(), namespace.model, namespace.tenant, namespace.adapter, namespace.salt])
-            self._file.write(line.encode() + b"\n")
+        """Add a namespace, unless it is there. It is written by the next `write`."""
+        with self._lock:
+            self._added[root] = namespace
+            if root not in self._names:
+                self._names[root] = self._unwritten[root] = namespace
+
+    def write(self) -> None:
+        """Write what was added since the last time.
+
+        Raises:
+            OSError: the disk fails. The next call tries again.
+        """
+        with self._lock:
+            unwritten = dict(self._unwritten)
+        with self._file_lock:
+            for root, namespace in unwritten.items():
+                self._append(_line(root, namespace))
+                with self._lock:
+                    self._unwritten.pop(root, None)
+
+    def forget(self, roots: Iterable[bytes]) -> None:
+        """Forget namespaces of earlier processes, but for those that this one has added.
+
+        Raises:
+            OSError: the disk fails. The next process finds them again.
+        """
+        with self._lock:
+            gone = [root for root in roots if root in self._names and root not in self._added]
+            for root in gone:
+                del self._names[root]
+        if gone:
+            with self._file_lock:
+                self._replace_file()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        data = b"\n" + line if self._is_cut else line
+        self._is_cut = True
+        _write_all(self._file, data)
+        self._is_cut = False
+
+    def _replace_file(self) -> None:
+        with self._lock:
+            names = dict(self._names)
+        partial = self._path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        file = _opened(partial)
+        try:
+            _write_all(file, b"".join(_line(root, namespace) for root, namespace in names.items()))
+            partial.replace(self._path)
+        except OSError:
+            file.close()
+            raise
+        self._file.close()
+        self._file, self._is_cut = file, False
+        with self._lock:
+            for root in names:
+                self._unwritten.pop(root, None)
+
+
+def _opened(path: Path) -> FileIO:
+    file = path.open("a+b", buffering=0)
+    path.chmod(0o600)
+    return file
+
+
+def _line(root: bytes, namespace: Namespace) -> bytes:
+    names = (namespace.model, namespace.tenant, namespace.adapter, namespace.salt)
+    return json.dumps([root.hex(), *names]).encode() + b"\n"
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]

@@ -139,12 +139,14 @@ class SlotFile:
         while done < len(data):
             done += os.pwrite(self._index, data[done:], done)
 
-    def clear_lines(self, slots: Iterable[int], *, is_durable: bool = False) -> None:
-        """Make slots free; if it is to be durable, also after a power failure."""
+    def clear_lines(self, slots: Iterable[int]) -> None:
+        """Make slots free; after a power failure perhaps."""
         for slot in slots:
             os.pwrite(self._index, bytes(_LINE.itemsize), slot * _LINE.itemsize)
-        if is_durable:
-            os.fdatasync(self._index)
+
+    def sync_lines(self) -> None:
+        """Wait until the disk has all lines, also for after a power failure."""
+        os.fdatasync(self._index)
 
     def read(
         self, wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]

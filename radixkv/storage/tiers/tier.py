@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreLate
+from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreLate, StorePaused, StoreUnavailable
 from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject, ObjectFault, Wanted, open_object
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutOutcome, PutResult, StoreSize
@@ -115,17 +115,20 @@ class Tier:
         return None if self._ciphers is None else self._ciphers.of(tenant)
 
     def save(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult | None]:
-        """Store blocks; see `BlockStore.put`. The result is None if the store failed."""
+        """Store blocks; see `BlockStore.put`. The result is None if the store failed and may have some of them."""
 
         def saved(result: PutResult) -> PutResult:
+            self._require_answers(result.outcomes, len(objects))
             with self._lock:
                 self._saved.update(result.outcomes)
                 self._evicted += len(result.evicted)
             return result
 
-        def failed(_: StoreError) -> None:
+        def failed(error: StoreError) -> PutResult | None:
             with self._lock:
                 self._failed_saves += len(objects)
+            was_asked = not isinstance(error, StoreBusy | StorePaused)
+            return None if was_asked else PutResult((PutOutcome.NOT_ASKED,) * len(objects))
 
         return _then(self._store.put(objects, give_up), saved, failed)
 
@@ -139,6 +142,7 @@ class Tier:
         start_s = time.monotonic()
 
         def opened(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
+            self._require_answers(loans, len(wanted))
             found = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
             faults = [index for index, each in enumerate(found) if isinstance(each, ObjectFault)]
             if useless := [wanted[index].key for index in faults if self._is_useless(found[index])]:
@@ -157,7 +161,12 @@ class Tier:
 
         It may turn out to be no use when it is loaded.
         """
-        return _then(self._store.exists(keys), lambda found: found, lambda _: None)
+
+        def known(found: list[bool]) -> list[bool]:
+            self._require_answers(found, len(keys))
+            return found
+
+        return _then(self._store.exists(keys), known, lambda _: None)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
         """Forget blocks. Return the number of those that were there, None if the store could not be asked."""
@@ -181,6 +190,13 @@ class Tier:
     def close(self) -> None:
         """Close the store."""
         self._store.close()
+
+    def _require_answers(self, answers: Sequence[object], num_expected: int) -> None:
+        """Refuse what no store should return, but a plug-in may."""
+        if len(answers) != num_expected:
+            message = f"store {self.name}: expected {num_expected} answers in one call, got {len(answers)}"
+            _log.error(message)
+            raise StoreUnavailable(message)
 
     def _open(self, loan: Loan | None, wanted: Wanted) -> LoadedBlock | Miss:
         if loan is None:
@@ -226,7 +242,10 @@ def _then(
     failed: Callable[[StoreError], _U],
     unwanted: Callable[[_T], None] = lambda _: None,
 ) -> Future[_U]:
-    """Return a future of the converted result. Cancelling it cancels `inner`, whose result is then `unwanted`."""
+    """Return a future of the converted result, of what `failed` makes of an error if there is none.
+
+    Cancelling it cancels `inner`, whose result is then `unwanted`.
+    """
     outer: Future[_U] = Future()
     pending = [inner]  # empty in the end, so that the two leave the collector no circle
 
@@ -243,9 +262,10 @@ def _then(
             if is_wanted:
                 known = error if isinstance(error, StoreError) else StoreClosed("store: the call was cancelled")
                 outer.set_result(failed(known))
-        except Exception as error:  # noqa: BLE001 - a bug must not make anybody wait forever
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody must wait forever
+            _log.exception("store: expected an answer that can be used")
             if is_wanted:
-                outer.set_exception(error)
+                outer.set_result(failed(StoreUnavailable(f"store: expected an answer, got {type(error).__name__}")))
 
     def cancel(done: Future[_U]) -> None:
         if done.cancelled():

@@ -10,7 +10,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.cache.elsewhere.shelf import Parts, Shelf
+from radixkv.cache.elsewhere.shelf import Shares, Shelf
 from radixkv.cache.parts.part_pool import NO_PART
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import PUBLIC_TENANT, Namespace
@@ -242,7 +242,7 @@ def test_a_priority_that_has_ended_on_the_device_is_none_on_shelves() -> None:
 
 def test_a_block_that_no_shelf_has_room_for_is_not_stored() -> None:
     shelf = Shelf("host", 2)
-    shelf.parts_of = lambda tenant: Parts(floor=1.0 if tenant == "acme" else 0.0)
+    shelf.shares_of = lambda tenant: Shares(floor=1.0 if tenant == "acme" else 0.0)
     cached = Cached(shelf)
     cached.put(range(8))
     cached.cache.evict(2)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from radixkv.api.retention import DEFAULT_PRIORITY
-from radixkv.cache.elsewhere.shelf import Parts, Shelf
+from radixkv.cache.elsewhere.shelf import Shares, Shelf
 from radixkv.namespace import Namespace
 
 ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
@@ -49,14 +49,15 @@ def test_what_left_the_device_again_is_no_spare() -> None:
 
 def test_blocks_of_an_earlier_process_go_before_those_of_this_one() -> None:
     shelf = shelf_of(b"new", num_blocks=4)
-    shelf.add_found([(b"oldest", OTHER), (b"older", OTHER), (b"new", OTHER), (b"old", OTHER)])
+    assert shelf.add_found([(b"old", OTHER), (b"new", OTHER)]) == []
+    assert shelf.add_found([(b"older", OTHER), (b"oldest", OTHER)]) == []
     assert list(shelf) == [b"oldest", b"older", b"old", b"new"]
     assert shelf.remove_all(ACME) == [b"new"]
 
 
 def test_of_too_many_found_blocks_those_that_go_last_are_kept() -> None:
     shelf = shelf_of(b"new", num_blocks=2)
-    shelf.add_found([(b"older", OTHER), (b"old", OTHER)])
+    assert shelf.add_found([(b"old", OTHER), (b"older", OTHER)]) == [b"older"]
     assert list(shelf) == [b"old", b"new"]
 
 
@@ -79,7 +80,7 @@ def test_what_is_not_there_is_forgotten_without_effect() -> None:
 
 def test_a_tenant_with_its_share_gives_up_its_own() -> None:
     shelf = Shelf("host", 6)
-    shelf.parts_of = lambda tenant: Parts(ceiling=0.5 if tenant == "acme" else None)
+    shelf.shares_of = lambda tenant: Shares(ceiling=0.5 if tenant == "acme" else None)
     for key in (b"o", b"p"):
         shelf.add(key, OTHER)
     assert [shelf.add(key, ACME) for key in (b"a", b"b", b"c")] == [None] * 3
@@ -95,15 +96,15 @@ def test_a_tenant_with_its_share_gives_up_its_own() -> None:
 
 def test_of_an_earlier_process_a_tenant_gets_no_more_than_its_share() -> None:
     shelf = Shelf("disk", 4)
-    shelf.parts_of = lambda tenant: Parts(ceiling=0.5)
-    shelf.add_found([(b"a", ACME), (b"b", ACME), (b"c", ACME), (b"o", OTHER)])
+    shelf.shares_of = lambda tenant: Shares(ceiling=0.5)
+    assert shelf.add_found([(b"o", OTHER), (b"c", ACME), (b"b", ACME), (b"a", ACME)]) == [b"a"]
     assert list(shelf) == [b"b", b"c", b"o"]
     assert shelf.add(b"d", ACME) == b"b"
 
 
 def test_a_share_of_less_than_a_block_is_a_block() -> None:
     shelf = Shelf("host", 4)
-    shelf.parts_of = lambda tenant: Parts(ceiling=0.1)
+    shelf.shares_of = lambda tenant: Shares(ceiling=0.1)
     assert [shelf.add(key, ACME) for key in (b"a", b"b")] == [None, b"a"]
 
 
@@ -128,7 +129,7 @@ def test_nothing_goes_for_what_is_worth_less() -> None:
 
 def test_no_more_may_be_kept_than_a_part_of_the_room() -> None:
     shelf = Shelf("host", 4)
-    shelf.retained_part = 0.5
+    shelf.retained_share = 0.5
     for key in (b"a", b"b", b"c"):
         shelf.add(key, ACME, 90)
     assert list(shelf) == [b"a", b"b", b"c"]
@@ -142,7 +143,7 @@ def test_no_more_may_be_kept_than_a_part_of_the_room() -> None:
 
 def test_a_tenant_without_kept_blocks_takes_no_place_of_another() -> None:
     shelf = Shelf("host", 4)
-    shelf.retained_part = 0.25
+    shelf.retained_share = 0.25
     shelf.add(b"a", ACME, 90)
     shelf.add(b"o", OTHER, 95)
     assert [shelf.priority_of(key) for key in (b"a", b"o")] == [90, 50]
@@ -150,7 +151,7 @@ def test_a_tenant_without_kept_blocks_takes_no_place_of_another() -> None:
 
 def test_no_more_of_a_tenant_may_be_kept_than_its_part() -> None:
     shelf = Shelf("host", 4)
-    shelf.parts_of = lambda tenant: Parts(retained=0.25 if tenant == "acme" else 1.0)
+    shelf.shares_of = lambda tenant: Shares(retained=0.25 if tenant == "acme" else 1.0)
     for key, namespace in ((b"a", ACME), (b"b", ACME), (b"c", OTHER)):
         shelf.add(key, namespace, 90)
     assert [shelf.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90]
@@ -162,7 +163,7 @@ def test_no_more_of_a_tenant_may_be_kept_than_its_part() -> None:
 def floored() -> Shelf:
     """Room for four blocks, half of it acme's; acme has three, the oldest ones."""
     shelf = Shelf("host", 4)
-    shelf.parts_of = lambda tenant: Parts(floor=0.5 if tenant == "acme" else 0.0)
+    shelf.shares_of = lambda tenant: Shares(floor=0.5 if tenant == "acme" else 0.0)
     for key in (b"a", b"b", b"c"):
         shelf.add(key, ACME)
     shelf.add(b"o", OTHER)
@@ -189,7 +190,7 @@ def test_a_tenant_below_its_floor_takes_from_others_and_else_the_oldest_of_all()
 
 def test_where_floors_take_all_the_room_others_have_none() -> None:
     shelf = Shelf("host", 2)
-    shelf.parts_of = lambda tenant: Parts(floor=1.0 if tenant == "acme" else 0.0)
+    shelf.shares_of = lambda tenant: Shares(floor=1.0 if tenant == "acme" else 0.0)
     for key in (b"a", b"b"):
         shelf.add(key, ACME)
     assert not shelf.has_room_for("other")
@@ -211,22 +212,24 @@ def test_a_page_tells_what_is_retained_of_each_namespace() -> None:
     assert [(each.num_blocks, each.num_retained_blocks) for each in shelf.page(0, None, 9).namespaces] == [(4, 1)]
 
 
-WALK_PARTS = {
-    "free": Parts(),
-    "floored": Parts(floor=0.4),
-    "capped": Parts(ceiling=0.3, retained=0.2),
-    "both": Parts(floor=0.2, ceiling=0.5),
+WALK_SHARES = {
+    "free": Shares(),
+    "floored": Shares(floor=0.4),
+    "capped": Shares(ceiling=0.3, retained=0.2),
+    "both": Shares(floor=0.2, ceiling=0.5),
 }
 
 
 def goes_for(shelf: Shelf, tenant: str) -> bytes | None:
     """Return what may go for a block of a tenant, found by looking at every block; None if there is room."""
-    counts, parts = shelf.owned.num_by_tenant, WALK_PARTS[tenant]
+    counts, parts = shelf.owned.num_by_tenant, WALK_SHARES[tenant]
     has_its_share = parts.ceiling is not None and counts[tenant] >= parts.ceiling * shelf.num_blocks
     if not has_its_share and len(shelf) < shelf.num_blocks:
         return None
-    spared = {name for name, each in WALK_PARTS.items() if each.floor and counts[name] <= each.floor * shelf.num_blocks}
-    owners = {tenant} if has_its_share else {tenant, *WALK_PARTS} - (spared - {tenant})
+    spared = {
+        name for name, each in WALK_SHARES.items() if each.floor and counts[name] <= each.floor * shelf.num_blocks
+    }
+    owners = {tenant} if has_its_share else {tenant, *WALK_SHARES} - (spared - {tenant})
     return next((key for key in shelf if shelf.owned[key].tenant in owners), b"")
 
 
@@ -236,8 +239,8 @@ def require_bounds(shelf: Shelf) -> None:
     assert {each.namespace.tenant: each.num_retained_blocks for each in shelf.page(0, None, 9).namespaces} == {
         tenant: sum(shelf.owned[key].tenant == tenant for key in retained) for tenant in shelf.owned.num_by_tenant
     }
-    assert len(retained) <= math.ceil(shelf.retained_part * shelf.num_blocks)
-    for tenant, parts in WALK_PARTS.items():
+    assert len(retained) <= math.ceil(shelf.retained_share * shelf.num_blocks)
+    for tenant, parts in WALK_SHARES.items():
         most = math.ceil(parts.retained * shelf.num_blocks)
         assert sum(shelf.owned[key].tenant == tenant for key in retained) <= most
 
@@ -246,10 +249,10 @@ def require_bounds(shelf: Shelf) -> None:
 def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
     rng = random.Random(seed)
     shelf = Shelf("host", 10)
-    shelf.parts_of, shelf.retained_part = WALK_PARTS.__getitem__, 0.5
+    shelf.shares_of, shelf.retained_share = WALK_SHARES.__getitem__, 0.5
     num_given_up = num_refused = 0
     for number in range(400):
-        tenant, priority = rng.choice(list(WALK_PARTS)), rng.choice([20, 50, 50, 50, 70, 90])
+        tenant, priority = rng.choice(list(WALK_SHARES)), rng.choice([20, 50, 50, 50, 70, 90])
         there = list(shelf)
         choice = rng.random()
         if choice < 0.7:

@@ -80,6 +80,6 @@ def test_a_purge_forgets_priorities() -> None:
 
 def test_where_not_all_may_be_kept_the_beginning_is() -> None:
     retention, shelf = holding(b"a", b"b", b"c", b"x")
-    shelf.retained_part = 0.2  # of ten blocks
+    shelf.retained_share = 0.2  # of ten blocks
     retention.set(PATH, 0, Wish(90, None))
     assert retention.granted(PATH, 90) == (2, 3)

@@ -22,12 +22,16 @@ def test_what_could_not_be_asked_is_asked_again() -> None:
     store, shelf = Store(), Shelf("disk", 10)
     deleter = Deleter(SimpleNamespace(shelves={"disk": shelf}), {"disk": store})  # type: ignore[arg-type, dict-item]
     deleter.delete("disk", [b"a", b"b"])
-    deleter.retry()
-    assert len(store.told) == 1
-    store.told[0][1].set_result(None)
-    shelf.add(b"b", Namespace("model"))  # stored again meanwhile
-    deleter.retry()
-    assert store.told[1][0] == [b"a"]
-    store.told[1][1].set_result(1)
+    deleter.delete("disk", [b"c", b"a"])
     deleter.retry()
     assert len(store.told) == 2
+    for _, told in store.told:
+        told.set_result(None)
+    shelf.add(b"b", Namespace("model"))  # stored again meanwhile
+    assert deleter.has_failed
+    deleter.retry()
+    assert store.told[2][0] == [b"a", b"c"], "one call for all"
+    store.told[2][1].set_result(1)
+    assert not deleter.has_failed
+    deleter.retry()
+    assert len(store.told) == 3

@@ -11,6 +11,7 @@ import pytest
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.priority_file import KeptPriority, PriorityFile
+from radixkv.errors import StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.block_object import BlockObject
@@ -150,3 +151,59 @@ def test_an_empty_disk_is_read(tmp_path: Path) -> None:
 def test_without_names_nothing_is_found(noted: list[Namespace], tmp_path: Path) -> None:
     store(tmp_path, blocks_of(ACME, range(8)), noted)
     assert read(tmp_path) == ([], 0)
+
+
+def test_blocks_are_found_although_others_can_not_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
+    store(tmp_path, [*ours, *theirs], [ACME])
+    disk = disk_at(tmp_path)
+    monkeypatch.setattr(disk, "delete", _fail)
+    assert DiskRecord(disk, KEYS).read().blocks == [(each.key, ACME) for each in ours]
+    assert "tier disk: expected to delete 2 blocks that nobody can purge, got: gone" in caplog.text
+    disk.close()
+
+
+def _fail(_: Sequence[bytes]) -> int:
+    raise StoreUnavailable("gone")
+
+
+def test_namespaces_without_blocks_are_forgotten(tmp_path: Path) -> None:
+    """So they can have the tags of no other one, and do not become more from process to process."""
+    store(tmp_path, blocks_of(ACME, range(8)), [ACME, OTHER])
+    for _ in range(2):
+        disk = disk_at(tmp_path)
+        DiskRecord(disk, KEYS).read()
+        assert disk.names.known() == {KEYS.root(ACME): ACME}
+        disk.close()
+
+
+def test_names_that_can_not_be_forgotten_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(tmp_path, blocks_of(ACME, range(8)), [ACME, OTHER])
+    disk = disk_at(tmp_path)
+    (disk.path / "namespaces.partial").mkdir()
+    assert len(DiskRecord(disk, KEYS).read().blocks) == 2
+    assert "tier disk: expected to forget the names of 1 namespaces, got: " in caplog.text
+    disk.close()
+
+
+def test_what_is_stored_while_a_disk_is_read_is_no_block_of_an_earlier_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tmp_path, blocks_of(ACME, range(8)), [ACME])
+    disk = disk_at(tmp_path)
+    record, real_known = DiskRecord(disk, KEYS), disk.names.known
+
+    def known() -> dict[bytes, Namespace]:
+        found = real_known()
+        record.note(OTHER)
+        disk.put(blocks_of(OTHER, range(8)))
+        return found
+
+    monkeypatch.setattr(disk.names, "known", known)
+    assert len(record.read().blocks) == 2
+    assert disk.size().num_objects == 4
+    disk.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.elsewhere.stored_retention import StoredRetention
+from radixkv.engine.offload import earlier_blocks
 from radixkv.engine.offload.disk_record import EarlierDisk
 from radixkv.engine.offload.earlier_blocks import EarlierBlocks
 from radixkv.errors import StoreUnavailable
@@ -25,6 +28,7 @@ class FakeRecord:
 
     def __init__(self, error: Exception | None = None, *, has_wishes: bool = False) -> None:
         self.may_answer = threading.Event()
+        self.deleted: list[bytes] = []
         self._error = error
         self._has_wishes = has_wishes
 
@@ -36,9 +40,13 @@ class FakeRecord:
         return EarlierDisk([(b"a", ACME), (b"b", ACME)], wishes if self._has_wishes else [])
 
 
-def earlier(record: Any) -> tuple[EarlierBlocks, Shelf]:
-    shelf = Shelf("disk", 10)
-    return EarlierBlocks(record, shelf, StoredRetention({"disk": shelf})), shelf
+def earlier(record: Any, num_blocks: int = 10) -> tuple[EarlierBlocks, Shelf]:
+    shelf = Shelf("disk", num_blocks)
+    return EarlierBlocks(record, shelf, StoredRetention({"disk": shelf}), deleted_by(record)), shelf
+
+
+def deleted_by(record: FakeRecord) -> Callable[[Sequence[bytes]], None]:
+    return record.deleted.extend
 
 
 def test_blocks_are_known_once_they_are_read_and_taken() -> None:
@@ -50,7 +58,7 @@ def test_blocks_are_known_once_they_are_read_and_taken() -> None:
     assert list(shelf) == []
     record.may_answer.set()
     assert set(reading) <= {None}
-    blocks.take()
+    assert not blocks.has_more
     assert list(shelf) == [b"a", b"b"]
     assert shelf.holds(b"a")
 
@@ -81,6 +89,38 @@ def test_a_disk_that_fails_is_told_and_holds_nothing(caplog: pytest.LogCaptureFi
         blocks, shelf = earlier(record)
         record.may_answer.set()
         assert set(blocks.reading()) <= {None}
-    blocks.take()
     assert list(shelf) == []
-    assert "tier disk: expected to read what it holds, got: gone" in caplog.text
+    assert blocks.has_failed
+    assert "tier disk: expected to read what it holds" in caplog.text
+
+
+def test_what_has_no_room_is_deleted() -> None:
+    record = FakeRecord()
+    blocks, shelf = earlier(record, num_blocks=1)
+    record.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    assert list(shelf) == [b"b"]
+    assert record.deleted == [b"a"]
+
+
+def test_blocks_and_priorities_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earlier_blocks, "_TAKEN_AT_ONCE", 1)
+    record = FakeRecord(has_wishes=True)
+    blocks, shelf = earlier(record)
+    record.may_answer.set()
+    blocks._reader.join(PATIENCE_S)
+    seen = []
+    while blocks.has_more:
+        blocks.take()
+        seen.append((list(shelf), b"a" in shelf and shelf.priority_of(b"a")))
+    assert seen[:3] == [([b"b"], False), ([b"a", b"b"], DEFAULT_PRIORITY), ([b"b", b"a"], 90)]
+    assert not blocks.has_failed
+
+
+def test_the_engine_is_woken_when_there_is_something_to_take() -> None:
+    record, woken, shelf = FakeRecord(), threading.Event(), Shelf("disk", 10)
+    retention = StoredRetention({"disk": shelf})
+    blocks = EarlierBlocks(record, shelf, retention, record.deleted.extend, woken.set)  # type: ignore[arg-type]
+    record.may_answer.set()
+    assert woken.wait(PATIENCE_S)
+    assert blocks.has_more

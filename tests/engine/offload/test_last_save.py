@@ -14,7 +14,7 @@ from radixkv.engine.offload import last_save
 from radixkv.namespace import Namespace
 from tests.fake_runner import tokens
 
-from .tiered_bench import SteppedStore, TieredBench
+from .tiered_bench import PAYLOAD_BYTES, SteppedStore, TieredBench
 
 NAMESPACE = Namespace("fake")
 
@@ -120,6 +120,19 @@ def test_what_there_was_no_time_for_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     bench = TieredBench(num_blocks=12, disk=PromptStore(100, num_calls=2))
     used(bench, 100, 200)
     assert saved_last(bench, limit_s=0.0) == (False, blocks_of(208, 204, 200)), "of 100 to 108 nothing was written"
+
+
+def test_few_copies_that_may_wait_cut_no_prompt() -> None:
+    bench = TieredBench(num_blocks=12, max_bytes=2 * PAYLOAD_BYTES, disk=PromptStore(100))
+    used(bench, 100)
+    assert saved_last(bench) == (True, blocks_of(108, 104, 100))
+
+
+def test_blocks_that_were_dropped_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100)
+    monkeypatch.setattr(bench.offload._saver, "_read", lambda _: None)
+    assert saved_last(bench) == (False, [])
 
 
 def test_without_a_disk_only_what_has_left_is_saved() -> None:

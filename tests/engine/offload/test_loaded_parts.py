@@ -64,6 +64,17 @@ def test_what_is_left_on_the_device_is_used_with_the_end_that_is_loaded() -> Non
     assert bench.cache.places.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()[:3] == before
 
 
+def test_what_is_left_on_the_device_without_parts_is_of_no_use_where_the_store_has_lost_the_end() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(8)
+    (store,) = bench.stores.values()
+    store.memory.delete(list(bench.elsewhere.shelves["host"]))
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 0)
+    assert result.next_token_id == next_token(tokens(PROMPT))
+
+
 def test_others_leave_a_full_device_for_a_prompt_whose_end_is_loaded() -> None:
     bench = bench_of(num_blocks=24)
     bench.prefill(PROMPT)

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from radixkv.api.result import PrefillResult
+from radixkv.engine.offload import offload
 from radixkv.errors import DeadlineExceeded, StoreLate, StoreUnavailable
 from radixkv.namespace import Namespace
 from tests.fake_runner import next_token, tokens
@@ -170,8 +171,9 @@ def test_nobody_asks_where_computing_is_faster_than_the_answer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_of_two_servers_reads_only_what_is_its_own(seed: int) -> None:
+def test_random_traffic_of_two_servers_reads_only_what_is_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake device raises where a position holds anything but K and V of this prefix."""
+    monkeypatch.setattr(offload, "_RETRY_PERIOD_S", 0.0)
     rng = random.Random(seed)
     shared = SteppedStore(rng.choice([12, 100]))
     benches = [TieredBench(rng.choice([4, 6, 9]), host=rng.choice([1, 3, 8]), redis=shared) for _ in range(2)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
@@ -16,7 +18,8 @@ from radixkv.api.segments import StoredNamespace
 from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import StepResult
-from radixkv.errors import DeadlineExceeded, InvalidRequest, StoreLate, StoreUnavailable
+from radixkv.engine.offload import offload
+from radixkv.errors import DeadlineExceeded, InvalidRequest, StoreLate, StorePaused, StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
 from radixkv.storage.tiers.block_store import PutResult
@@ -123,7 +126,7 @@ def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
 
 def test_what_may_not_be_retained_of_what_is_stored_is_told() -> None:
     bench = TieredBench(host=8)
-    bench.elsewhere.shelves["host"].retained_part = 0.25
+    bench.elsewhere.shelves["host"].retained_share = 0.25
     bench = emptied(bench)
     grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant
     assert grant == Grant(8, 4, 1)
@@ -413,6 +416,85 @@ def test_what_a_store_could_not_delete_is_deleted_later_also_if_no_request_comes
     assert bench.core.seconds_to_rest() is None
 
 
+def test_deletions_that_fail_are_tried_once_in_a_second_and_in_one_call() -> None:
+    bench = TieredBench(host=3)
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    for first in range(0, 1000, 100):
+        bench.submit(range(first, first + 13))
+        while bench.core.has_work or store.calls:
+            bench.core.step()
+            store.run()
+    bench.core.step()
+    store.run()  # what the last call gave up is deleted, which fails, too
+    for _ in range(10):
+        bench.core.step()
+        assert not store.calls
+    bench.clock.now += 1.0
+    bench.core.step()
+    assert len(store.calls) == 1
+
+
+def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
+    bench = TieredBench()
+    (store,) = bench.stores.values()
+    store.error = StorePaused("paused")
+    emptied(bench)
+    assert len(bench.elsewhere.shelves["host"]) == 0
+    assert bench.core.seconds_to_rest() is None
+    assert bench.offload.stats()[0].refused_blocks == 3
+
+
+def test_a_purge_tells_that_a_disk_could_not_be_read() -> None:
+    bench = emptied(TieredBench(disk=100))
+    bench.offload._earlier = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
+    (ours, unknown) = bench.offload.purge("", None, None)
+    bench.run()
+    assert (ours.store, ours.num_deleted.result(0)) == ("disk", 3)
+    assert (unknown.store, unknown.num_deleted.result(0)) == ("disk", None)
+
+
+def test_a_device_without_memory_for_a_load_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = emptied(TieredBench())
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.mover, "write", _no_memory)
+        result = bench.prefill(PROMPT)
+    assert (loaded(result), result.next_token_id) == ((0, 0, 0), next_token(tokens(PROMPT)))
+    bench.evict(4)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_a_device_without_memory_for_copies_loses_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = TieredBench()
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.mover, "read", _no_memory)
+        emptied(bench)
+    assert bench.offload.stats()[0].dropped_blocks == 3
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    bench.evict(4)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def _no_memory(*_: object) -> list[memoryview]:
+    raise torch.OutOfMemoryError
+
+
+def test_a_load_that_ends_while_steps_are_started_ahead_is_taken_up() -> None:
+    """Its wake-up may be over before the next step is looked at."""
+    bench = emptied(TieredBench(num_blocks=16))
+    (store,) = bench.stores.values()
+    long = bench.generate(range(100, 104), 40)
+    for _ in range(3):
+        bench.core.step()
+    short = bench.submit(PROMPT)
+    bench.core.step()
+    store.run()
+    for _ in range(6):
+        bench.core.step()
+    assert loaded(short.result(0)) == (0, 12, 0)
+    assert not long.done()
+
+
 def test_a_purge_while_blocks_are_loaded_leaves_nothing_of_them() -> None:
     bench = emptied(TieredBench())
     future = bench.submit(PROMPT)
@@ -443,7 +525,7 @@ def test_what_waits_to_be_stored_is_bounded() -> None:
         bench.core.step()
     assert bench.offload.stats()[0].dropped_blocks == 1
     bench.run()
-    assert loaded(bench.prefill(PROMPT))[1] < 12
+    assert loaded(bench.prefill(PROMPT)) == (0, 8, 0), "the end was dropped"
 
 
 def test_what_is_loaded_at_a_time_is_bounded() -> None:
@@ -456,8 +538,9 @@ def test_what_is_loaded_at_a_time_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_reads_only_what_is_its_own(seed: int) -> None:
+def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake device raises where a position holds anything but K and V of this prefix."""
+    monkeypatch.setattr(offload, "_RETRY_PERIOD_S", 0.0)
     rng = random.Random(seed)
     bench = TieredBench(num_blocks=rng.choice([4, 6, 9]), host=rng.choice([1, 3, 8]), disk=rng.choice([8, 20]))
     futures, generations = [], []

@@ -184,5 +184,8 @@ class TieredBench(Bench):
             self.core.step()
             self.cache.check()
             has_calls = any(store.calls for store in self.stores.values())
-            is_quiet = not self.core.has_work and not has_calls and self.offload.seconds_to_rest() is None
-            num_quiet = num_quiet + 1 if is_quiet else 0
+            rest_s = self.offload.seconds_to_rest()
+            is_idle = not self.core.has_work and not has_calls
+            num_quiet = num_quiet + 1 if is_idle and rest_s is None else 0
+            if is_idle:
+                self.clock.now += rest_s or 0.0

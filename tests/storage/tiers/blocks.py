@@ -32,8 +32,8 @@ def block(number: int, generation: int = 0, cipher: BlockCipher | None = None) -
     return BlockObject(key_of(number), ROOT, generation, tokens_of(number), payload, cipher)
 
 
-def wanted(number: int, least_generation: int = 0, cipher: BlockCipher | None = None) -> Wanted:
-    return Wanted(key_of(number), tokens_of(number), least_generation, cipher)
+def wanted(number: int, cipher: BlockCipher | None = None) -> Wanted:
+    return Wanted(key_of(number), tokens_of(number), cipher)
 
 
 def stored(number: int, generation: int = 0, cipher: BlockCipher | None = None) -> bytes:

@@ -75,7 +75,7 @@ def damaged_objects(num_cases: int, seed: int) -> Counter[str]:
     for case in range(num_cases):
         number, cipher = chance.randrange(NUM_BLOCKS), chance.choice(ciphers)
         data = DAMAGES[case % len(DAMAGES)](sound[number, cipher], chance)
-        result = open_object(memoryview(data), wanted(number, 0, cipher), PAYLOAD_BYTES)
+        result = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
         told[result.value if isinstance(result, ObjectFault) else "served"] += 1
     return told
 

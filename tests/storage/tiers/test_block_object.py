@@ -21,15 +21,15 @@ from .blocks import BLOCK_SIZE, PAYLOAD_BYTES, ROOT, block, key_of, payload_of, 
 CIPHER = BlockCipher(bytes(range(32)))
 
 
-def opened(data: bytes, number: int = 1, least_generation: int = 0, cipher: BlockCipher | None = None) -> object:
-    payload = open_object(memoryview(data), wanted(number, least_generation, cipher), PAYLOAD_BYTES)
+def opened(data: bytes, number: int = 1, cipher: BlockCipher | None = None) -> object:
+    payload = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
     return payload if isinstance(payload, ObjectFault) else bytes(payload)
 
 
 @pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
 def test_what_was_packed_is_opened(cipher: BlockCipher | None) -> None:
     data = stored(1, 3, cipher)
-    assert opened(data, 1, 3, cipher) == payload_of(1)
+    assert opened(data, 1, cipher) == payload_of(1)
     assert len(data) == block(1, 3, cipher).num_bytes == object_bytes(BLOCK_SIZE, PAYLOAD_BYTES, is_sealed=bool(cipher))
     head = read_head(data)
     assert head is not None
@@ -40,7 +40,7 @@ def test_what_was_packed_is_opened(cipher: BlockCipher | None) -> None:
 def test_what_was_written_at_once_is_what_pieces_are(cipher: BlockCipher | None) -> None:
     memory = np.zeros(block(1, 3, cipher).num_bytes, np.uint8)
     block(1, 3, cipher).write_to(memory)
-    assert opened(memory.tobytes(), 1, 3, cipher) == payload_of(1)
+    assert opened(memory.tobytes(), 1, cipher) == payload_of(1)
     if cipher is None:  # else each has a salt of its own
         assert memory.tobytes() == stored(1, 3)
 
@@ -66,7 +66,7 @@ def test_a_payload_is_a_view_of_the_object_and_aligned() -> None:
 
 @pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
 def test_an_object_of_another_block_is_foreign(cipher: BlockCipher | None) -> None:
-    assert opened(stored(2, 0, cipher), 1, 0, cipher) is ObjectFault.FOREIGN
+    assert opened(stored(2, 0, cipher), 1, cipher) is ObjectFault.FOREIGN
 
 
 def test_a_payload_that_changes_while_it_is_moved_is_found() -> None:
@@ -108,11 +108,6 @@ def test_a_longer_object_is_no_object() -> None:
     assert opened(stored(1) + b"x") is ObjectFault.CUT
 
 
-def test_an_older_generation_is_stale_and_a_later_one_is_not() -> None:
-    assert opened(stored(1, 4), 1, 5) is ObjectFault.STALE
-    assert opened(stored(1, 6), 1, 5) == payload_of(1)
-
-
 def test_other_tokens_under_the_same_key_are_found() -> None:
     """Not by any known means can there be such an object."""
     impostor = wanted(1)
@@ -132,6 +127,6 @@ def test_a_changed_byte_is_found_wherever_it_is() -> None:
 
 def test_another_tenants_key_opens_nothing() -> None:
     other = BlockCipher(bytes(32))
-    assert opened(stored(1, 0, CIPHER), 1, 0, other) is ObjectFault.UNSEALED
+    assert opened(stored(1, 0, CIPHER), 1, other) is ObjectFault.UNSEALED
     assert opened(stored(1, 0, CIPHER)) is ObjectFault.UNSEALED
-    assert opened(stored(1), 1, 0, CIPHER) is ObjectFault.UNSEALED
+    assert opened(stored(1), 1, CIPHER) is ObjectFault.UNSEALED

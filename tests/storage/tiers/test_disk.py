@@ -8,15 +8,19 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from radixkv.errors import StoreUnavailable
+from radixkv.namespace import Namespace
+from radixkv.storage.tiers import slot_file
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import PutOutcome
 from radixkv.storage.tiers.disk import DiskStore
+from radixkv.storage.tiers.namespace_names import NamespaceNames
 from tests.patience import PATIENCE_S
 
 from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, key_of, stored, tokens_of
@@ -287,6 +291,71 @@ def test_a_disk_that_fails_is_an_error_that_leaves_nothing_behind(
     assert store.exists([key_of(1), key_of(2)]) == [True, False]
     assert store.put([block(2), block(3)]).evicted == (key_of(1),)
     store.close()
+
+
+def test_no_block_is_written_before_the_name_of_its_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 4)
+    store.names.add(ROOT, Namespace("model", "acme"))
+    with monkeypatch.context() as patched:
+        patched.setattr(store.names, "_append", _full)
+        with pytest.raises(StoreUnavailable, match="expected a disk that works, got No space left"):
+            store.put([block(1)])
+    assert store.exists([key_of(1)]) == [False]
+    assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
+    store.close()
+    again = disk_at(tmp_path, 4)
+    assert again.names.known() == {ROOT: Namespace("model", "acme")}
+    again.close()
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("slow_call", ["fdatasync", "posix_fallocate"])
+def test_nothing_that_a_writer_waits_for_makes_loads_wait(
+    slow_call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_file, "_GROWTH_BYTES", 4 * PAGE_BYTES)
+    store = disk_at(tmp_path, 8)
+    store.put([block(number) for number in range(4)])
+    loaded, real_call = [], getattr(os, slow_call)
+
+    def call(*arguments: int) -> None:
+        reader = threading.Thread(target=lambda: loaded.append(got(store, 1)), daemon=True)
+        reader.start()
+        reader.join(PATIENCE_S)
+        real_call(*arguments)
+
+    monkeypatch.setattr(os, slow_call, call)
+    assert store.delete([key_of(0)]) == 1
+    store.put([block(4), block(5)])
+    assert loaded
+    assert all(each == [stored(1)] for each in loaded)
+    store.close()
+
+
+def test_a_load_without_memory_keeps_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 1)
+    store.put([block(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(store._buffers, "take", _no_memory)
+        with pytest.raises(MemoryError):
+            store.get([key_of(1)])
+    assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
+    store.close()
+
+
+def _no_memory() -> memoryview:
+    raise MemoryError
+
+
+def test_a_store_that_can_not_begin_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(NamespaceNames, "__init__", _full)
+    with pytest.raises(StoreUnavailable, match="No space left"):
+        disk_at(tmp_path, 4)
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

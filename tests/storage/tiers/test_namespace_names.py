@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+import errno
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -12,13 +16,33 @@ ODD = Namespace("model", 'a"\n,\ud800', "digest", "  salt")
 def names_in(path: Path) -> dict[bytes, Namespace]:
     names = NamespaceNames(path)
     names.close()
-    return names.namespaces
+    return names.known()
+
+
+def add(names: NamespaceNames, root: bytes, namespace: Namespace) -> None:
+    names.add(root, namespace)
+    names.write()
+
+
+class BrokenFile:
+    """A file on a disk that is full after some bytes."""
+
+    def __init__(self, file: FileIO, num_bytes: int) -> None:
+        self._file = file
+        self._num_left = num_bytes
+
+    def write(self, data: memoryview) -> int:
+        if not self._num_left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        some = data[: min(self._num_left, 7)]
+        self._num_left -= len(some)
+        return self._file.write(some)
 
 
 def test_the_next_process_finds_the_names(tmp_path: Path) -> None:
     names = NamespaceNames(tmp_path / "names")
-    names.add(ROOT, ODD)
-    names.add(bytes(32), Namespace("model"))
+    add(names, ROOT, ODD)
+    add(names, bytes(32), Namespace("model"))
     names.close()
     assert names_in(tmp_path / "names") == {ROOT: ODD, bytes(32): Namespace("model")}
 
@@ -26,8 +50,8 @@ def test_the_next_process_finds_the_names(tmp_path: Path) -> None:
 def test_a_namespace_is_written_once(tmp_path: Path) -> None:
     for _ in range(2):
         names = NamespaceNames(tmp_path / "names")
-        names.add(ROOT, ODD)
-        names.add(ROOT, ODD)
+        add(names, ROOT, ODD)
+        add(names, ROOT, ODD)
         names.close()
     assert len((tmp_path / "names").read_bytes().splitlines()) == 1
 
@@ -36,12 +60,12 @@ def test_a_namespace_is_written_once(tmp_path: Path) -> None:
 def test_a_line_that_is_not_ours_is_left_out(rubbish: bytes, tmp_path: Path) -> None:
     path = tmp_path / "names"
     names = NamespaceNames(path)
-    names.add(ROOT, ODD)
+    add(names, ROOT, ODD)
     names.close()
     path.write_bytes(rubbish + b"\n" + path.read_bytes() + rubbish)
     names = NamespaceNames(path)
-    assert names.namespaces == {ROOT: ODD}
-    names.add(bytes(32), Namespace("model"))
+    assert names.known() == {ROOT: ODD}
+    add(names, bytes(32), Namespace("model"))
     names.close()
     assert names_in(path) == {ROOT: ODD, bytes(32): Namespace("model")}
 
@@ -49,8 +73,8 @@ def test_a_line_that_is_not_ours_is_left_out(rubbish: bytes, tmp_path: Path) -> 
 def test_every_cut_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "names"
     names = NamespaceNames(path)
-    names.add(ROOT, Namespace("model", "first"))
-    names.add(bytes(32), Namespace("model", "second"))
+    add(names, ROOT, Namespace("model", "first"))
+    add(names, bytes(32), Namespace("model", "second"))
     names.close()
     data = path.read_bytes()
     for end in range(len(data)):
@@ -64,3 +88,55 @@ def test_every_cut_leaves_whole_lines(tmp_path: Path) -> None:
 def test_only_this_user_reads_the_names(tmp_path: Path) -> None:
     NamespaceNames(tmp_path / "names").close()
     assert (tmp_path / "names").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_full_disk_did_not_take_is_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "names"
+    names = NamespaceNames(path)
+    add(names, bytes(32), Namespace("model", "first"))
+    file, names._file = names._file, BrokenFile(names._file, 30)  # type: ignore[assignment]
+    names.add(ROOT, ODD)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            names.write()
+    names._file = file
+    names.add(b"\x01" * 32, Namespace("model", "third"))
+    names.write()
+    names.close()
+    assert names_in(path) == names.known()
+    assert len(names.known()) == 3
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_what_is_forgotten_is_gone_unless_this_process_added_it(is_added: bool, tmp_path: Path) -> None:
+    path = tmp_path / "names"
+    names = NamespaceNames(path)
+    add(names, ROOT, ODD)
+    add(names, bytes(32), Namespace("model"))
+    names.close()
+    names = NamespaceNames(path)
+    if is_added:
+        names.add(ROOT, ODD)
+    names.add(b"\x01" * 32, Namespace("model", "new"))
+    names.forget([ROOT, b"\x02" * 32])
+    add(names, b"\x03" * 32, Namespace("model", "newer"))
+    names.close()
+    left = {bytes(32), b"\x01" * 32, b"\x03" * 32} | ({ROOT} if is_added else set())
+    assert set(names_in(path)) == set(names.known()) == left
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_fails_forgets_nothing_for_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "names"
+    names = NamespaceNames(path)
+    add(names, ROOT, ODD)
+    names.close()
+    names = NamespaceNames(path)
+    names.add(bytes(32), Namespace("model"))
+    (tmp_path / "names.partial").mkdir()
+    with pytest.raises(OSError, match="partial"):
+        names.forget([ROOT])
+    assert names.known() == {bytes(32): Namespace("model")}
+    names.write()
+    names.close()
+    assert names_in(path) == {ROOT: ODD, bytes(32): Namespace("model")}

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from radixkv.errors import StoreBusy, StoreError, StoreLate, StoreUnavailable
+from radixkv.errors import StoreBusy, StoreError, StoreLate, StorePaused, StoreUnavailable
 from radixkv.storage.tiers.block_object import ObjectFault
-from radixkv.storage.tiers.block_store import Loan, PutOutcome, StoreSize
+from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreSize
 from radixkv.storage.tiers.sealing import BlockCipher
 from radixkv.storage.tiers.threaded_store import ThreadedStore
 from radixkv.storage.tiers.tier import Absence, LoadedBlock, Tier
@@ -75,9 +76,9 @@ def test_evictions_are_told_and_counted(tier: Tier) -> None:
     assert tier.size().num_objects == 4
 
 
-def test_a_stale_block_is_a_miss_and_deleted(tier: Tier) -> None:
-    tier.save([block(1, generation=2)]).result(PATIENCE_S)
-    assert tier.load([wanted(1, least_generation=3)]).result(PATIENCE_S) == [ObjectFault.STALE]
+def test_a_block_of_another_size_is_a_miss_and_deleted(tier: Tier) -> None:
+    tier.save([replace(block(1), payload=memoryview(bytes(PAYLOAD_BYTES - 8)))]).result(PATIENCE_S)
+    assert tier.load([wanted(1)]).result(PATIENCE_S) == [ObjectFault.FOREIGN]
     assert tier.delete([]).result(PATIENCE_S) == 0  # the deletions before it are done
     assert tier.exists([key_of(1)]).result(PATIENCE_S) == [False]
 
@@ -118,11 +119,33 @@ def test_a_store_that_fails_is_a_miss(error: StoreError, reason: Absence) -> Non
     store, tier = pending()
     store.answer.set_exception(error)
     assert tier.load([wanted(1), wanted(2)]).result(PATIENCE_S) == [reason, reason]
-    assert tier.save([block(1)]).result(PATIENCE_S) is None
+    assert (tier.save([block(1)]).result(PATIENCE_S) is None) is not isinstance(error, StoreBusy)
     assert tier.exists([key_of(1)]).result(PATIENCE_S) is None
     assert tier.delete([key_of(1)]).result(PATIENCE_S) is None
     assert tier.counts().misses == {reason: 2}
     assert tier.counts().failed_saves == 1
+
+
+@pytest.mark.parametrize("answer", [[], [None, None], PutResult(())])
+def test_an_answer_that_can_not_be_used_is_a_miss(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    store, tier = pending()
+    loading, asking = tier.load([wanted(1)]), tier.exists([key_of(1)])
+    saving = tier.save([block(1)])
+    store.answer.set_result(answer)
+    assert loading.result(PATIENCE_S) == [Absence.UNAVAILABLE]
+    assert asking.result(PATIENCE_S) is None
+    assert saving.result(PATIENCE_S) is None
+    assert tier.counts().failed_saves == 1
+    assert "store" in caplog.text
+
+
+@pytest.mark.parametrize("error", [StoreBusy("full"), StorePaused("paused")])
+def test_a_store_that_was_not_asked_is_known_to_have_nothing(error: StoreError) -> None:
+    store, tier = pending()
+    saving = tier.save([block(1), block(2)])
+    store.answer.set_exception(error)
+    assert saving.result(PATIENCE_S) == PutResult((PutOutcome.NOT_ASKED,) * 2)
+    assert (tier.counts().failed_saves, tier.counts().saved) == (2, {})
 
 
 def test_cancelling_a_load_cancels_the_stores_call() -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from radixkv.errors import StoreBusy, StoreClosed, StoreLate, StoreUnavailable
+from radixkv.errors import StoreBusy, StoreClosed, StoreLate, StorePaused
 from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutResult, StoreSize
@@ -131,7 +131,7 @@ class GuardedStore:
         outer: Future[_T] = Future()
         if not self._circuit.lets_through():
             self._count("refused")
-            outer.set_exception(StoreUnavailable(f"store {self._name}: expected one that works, got a pause"))
+            outer.set_exception(StorePaused(f"store {self._name}: expected one that works, got a pause"))
             return outer
         _GuardedCall(self, outer, start()).begin(self._alarms, limit_s)
         return outer
