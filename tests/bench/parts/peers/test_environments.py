@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.parts.peers.environments import RECIPES, Environments, NotInstalledError, Recipe
+from bench.parts.peers.environments import RECIPES, Environments, NotInstalled, Recipe
 
 EMPTY = {"peer": Recipe(())}
 
@@ -51,7 +51,7 @@ def test_a_failed_installation_is_tried_again(tmp_path: Path, pip_calls: list[li
     environments = Environments(tmp_path, {"peer": Recipe(("bad==1",))})
     for _ in range(2):
         with pytest.raises(
-            NotInstalledError, match=r"peer: an installation: expected exit status 0, got 1; .*peer\.log"
+            NotInstalled, match=r"peer: an installation: expected exit status 0, got 1; .*peer\.log"
         ):
             environments.python("peer")
     assert len(pip_calls) == 4
@@ -59,7 +59,7 @@ def test_a_failed_installation_is_tried_again(tmp_path: Path, pip_calls: list[li
 
 def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     environments = Environments(tmp_path, {})
-    with pytest.raises(NotInstalledError, match=r"(?s)a model: .*ends with:\nno such model"):
+    with pytest.raises(NotInstalled, match=r"(?s)a model: .*ends with:\nno such model"):
         environments.run(None, ["-c", "import sys; sys.exit('no such model')"], "a model")
 
 
