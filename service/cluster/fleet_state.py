@@ -18,8 +18,8 @@ from radixkv.routing.router import Route, Router
 from radixkv.routing.routings import PREFIX, make_routing
 from radixkv.routing.rule import Rule
 from radixkv.service.cluster.facts import ReplicaFacts
-from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.question import Question, Reason, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.token_times import MeasuredTimes
 from radixkv.service.routing.event_stream import EventStream
 from radixkv.tokens import TOKEN_BYTES

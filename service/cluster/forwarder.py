@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from radixkv.errors import NoReplica
-from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
 
 Choose = Callable[[Question], Awaitable[Routed]]
 
@@ -67,7 +67,9 @@ class Forwarder:
         self._sleep = sleep
         self._clock = clock
 
-    async def answer(self, question: Question, ask: Callable[[ReplicaConnection], Awaitable[Any]]) -> tuple[Routed, Any]:
+    async def answer(
+        self, question: Question, ask: Callable[[ReplicaConnection], Awaitable[Any]]
+    ) -> tuple[Routed, Any]:
         """Ask for one message.
 
         Args:
@@ -96,7 +98,9 @@ class Forwarder:
             finally:
                 routed.connection.num_calls -= 1
 
-    async def stream(self, question: Question, ask: Callable[[ReplicaConnection], Any]) -> AsyncGenerator[tuple[Routed, Any], None]:
+    async def stream(
+        self, question: Question, ask: Callable[[ReplicaConnection], Any]
+    ) -> AsyncGenerator[tuple[Routed, Any], None]:
         """Ask for a stream of messages; see `answer`. Yields each with the replica.
 
         Raises:

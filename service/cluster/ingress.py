@@ -12,8 +12,8 @@ from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.forwarder import Choose, Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.question import Census, Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.split.hand_over import HandOver
 
 _ONE_TOKEN = bytes(4)

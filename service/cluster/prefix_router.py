@@ -8,9 +8,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from radixkv.routing.rule import Rule
 from radixkv.service.cluster.facts import ReplicaFacts
-from radixkv.service.cluster.replica_connection import ReplicaConnection, Patience
 from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.question import Census, Question
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here

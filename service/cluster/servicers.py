@@ -15,8 +15,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from radixkv.errors import InvalidRequest, SwitchedOff
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
-from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.split.hand_over import HandOver, SourceLost
 from radixkv.service.server.calls import traceparent_of
 from radixkv.service.server.generation.options import read_num_answers, read_sampling
@@ -87,14 +87,18 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         elif request.HasField("kv_source"):
             question.source = request.kv_source.address
         return self._generating.stream(
-            question, lambda connection: connection.prefill.Generate(_for(connection, request), **call_options(connection, context))
+            question,
+            lambda connection: connection.prefill.Generate(
+                _for(connection, request), **call_options(connection, context)
+            ),
         )
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Ask the replica that would get a prompt what it would reuse."""
         async with replica_errors_as_status(context):
             routed, answer = await self._forwarder.answer(
-                _question(request), lambda connection: connection.prefill.Probe(request, **call_options(connection, context))
+                _question(request),
+                lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
             )
         routed.finish(0)
         _name(routed, context)
@@ -159,7 +163,8 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Send the files of the tokenizer."""
         parts = self._forwarder.stream(
-            Question(bytes(4)), lambda connection: connection.model.GetTokenizer(request, **call_options(connection, context))
+            Question(bytes(4)),
+            lambda connection: connection.model.GetTokenizer(request, **call_options(connection, context)),
         )
         async with replica_errors_as_status(context), contextlib.aclosing(parts):
             async for routed, part in parts:

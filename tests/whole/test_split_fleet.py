@@ -14,10 +14,10 @@ import pytest
 
 from radixkv.config import ServerConfig
 from radixkv.service.client import AsyncClient, Client, KVSource
+from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.forwarder import Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.replica_connection import ReplicaConnection, Patience
-from radixkv.service.cluster.fleet_state import FleetState
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
 from radixkv.service.cluster.split.hand_over import HandOver
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.cluster.fake_connection import facts

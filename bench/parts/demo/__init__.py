@@ -1,1 +1,1 @@
-"""Parts of the demos."""
+"""Parts that both demos share: conversations, and the lines that tell of them."""

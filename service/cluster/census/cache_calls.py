@@ -42,7 +42,9 @@ class FleetCacheCalls:
         """Forget namespaces on all replicas. The call ends well only if each of them has done so."""
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
         async with replica_errors_as_status(context):
-            answers, failures = await self._ask_all(lambda connection: connection.cache.Purge(request, **call_options(connection, context)))
+            answers, failures = await self._ask_all(
+                lambda connection: connection.cache.Purge(request, **call_options(connection, context))
+            )
             if failures:
                 raise _not_all(failures, len(answers))
         response = cache_pb2.PurgeResponse()
@@ -62,7 +64,9 @@ class FleetCacheCalls:
         """Count what all replicas hold and have done, and tell what each of them said."""
         require_names(tenant=request.tenant)
         async with replica_errors_as_status(context):
-            answers, failures = await self._ask_all(lambda connection: connection.cache.Stats(request, **call_options(connection, context)))
+            answers, failures = await self._ask_all(
+                lambda connection: connection.cache.Stats(request, **call_options(connection, context))
+            )
             if not answers:
                 raise _not_all(failures, 0)
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS

@@ -12,8 +12,8 @@ import grpc.aio
 
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
-from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.cluster.split.joined_answer import joined
 from radixkv.v1 import prefill_pb2
 
@@ -123,7 +123,10 @@ class HandOver:
             asked.kv_source.CopyFrom(lease.source)
 
         def ask(connection: ReplicaConnection) -> _WatchedCall:
-            return _WatchedCall(connection.prefill.Generate(asked, **call_options(connection)), None if lease is None else lease.connection)
+            return _WatchedCall(
+                connection.prefill.Generate(asked, **call_options(connection)),
+                None if lease is None else lease.connection,
+            )
 
         return self.generating.stream(question, ask)
 

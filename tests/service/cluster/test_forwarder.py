@@ -29,7 +29,9 @@ class Fleet:
     async def choose(self, question):
         for name, connection in self.connections.items():
             if name not in question.avoid:
-                return SimpleNamespace(name=name, connection=connection, finish=lambda *_, name=name: self.finished.append(name))
+                return SimpleNamespace(
+                    name=name, connection=connection, finish=lambda *_, name=name: self.finished.append(name)
+                )
         raise NoReplica("replicas: expected one, got none")
 
     async def sleep(self, seconds) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
-from radixkv.service.cluster.ingress import Ingress
 from radixkv.service.cluster.fleet_state import FleetState
+from radixkv.service.cluster.ingress import Ingress
 from radixkv.service.cluster.question import Census, Question
 from tests.patience import PATIENCE_S
 from tests.service.cluster.fake_connection import FakeConnection, facts

@@ -14,11 +14,11 @@ from radixkv.config import ServerConfig
 from radixkv.routing.rule import Rule
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.cluster.facts import ReplicaFacts
+from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.forwarder import Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.replica_connection import ReplicaConnection, Patience
-from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.question import Question
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
 from radixkv.service.cluster.servicers import REPLICA
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.events.fake_source import FakeSource
@@ -55,7 +55,9 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
             engine.events = FakeSource()
             _, address = await stack.enter_async_context(serving(engine))
             engines[address] = engine
-        state = FleetState(lambda facts: ReplicaConnection(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8))
+        state = FleetState(
+            lambda facts: ReplicaConnection(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8)
+        )
         stack.push_async_callback(state.close)
         state.update(facts_of(address) for address in engines)
 

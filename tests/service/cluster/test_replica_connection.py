@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from radixkv.service.cluster.replica_connection import ReplicaConnection, Patience, ReplicaLost
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection, ReplicaLost
 from tests.patience import PATIENCE_S
 from tests.service.cluster.fake_connection import facts
 from tests.service.fake_engine import FakeEngine

@@ -50,9 +50,7 @@ def test_an_environment_is_made_once_and_again_for_another_recipe(tmp_path: Path
 def test_a_failed_installation_is_tried_again(tmp_path: Path, pip_calls: list[list[str]]) -> None:
     environments = Environments(tmp_path, {"peer": Recipe(("bad==1",))})
     for _ in range(2):
-        with pytest.raises(
-            NotInstalled, match=r"peer: an installation: expected exit status 0, got 1; .*peer\.log"
-        ):
+        with pytest.raises(NotInstalled, match=r"peer: an installation: expected exit status 0, got 1; .*peer\.log"):
             environments.python("peer")
     assert len(pip_calls) == 4
 
