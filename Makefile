@@ -18,7 +18,7 @@ help:
 	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
 	@echo "make mutants   break cache and engine in small ways: a test must fail each time; about 20 minutes"
-	@echo "make bench     all benchmarks that need no GPU, into build/bench/; with TRACE=FILE also those that replay a trace"
+	@echo "make bench     replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and the trace's replay"
 	@echo "make gpu       on a GPU, into build/gpu/: PART=look (30 seconds), then prefill, kernels, peers (nine minutes each)"
 	@echo "make proto     regenerate radixkv/v1 and radixkv/gateway from proto/"
 	@echo "make clean     remove build/ and $(VENV)"

@@ -15,14 +15,13 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.parts.demo.talk import PromptTokens, Talk, num_finished, say
 from bench.parts.gateway.first_tokens import time_first_tokens
 from bench.parts.gateway.gateway_process import GatewayProcess
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
-from radixkv.service.client import Client
 from radixkv.service.missing_package import missing_package
 
 if TYPE_CHECKING:
@@ -36,22 +35,6 @@ _NUM_AT_ONCE = 4
 _NUM_TIMED = 40
 _TIMEOUT_S = 60.0
 _SYSTEM = "{0}{0}{0} is your number. You answer in short sentences, in plain English, and never guess. " * 3
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """Questions of a round, and what became of them.
-
-    Attributes:
-        prompt_tokens, cached_tokens: of all answers.
-        num_answers: answers that came.
-        failures: one message for each that did not.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    num_answers: int
-    failures: tuple[str, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             servers = [ServerProcess(serve_command(_MODEL, "cpu", _SETTINGS)) for _ in range(2)]
             with ThreadPoolExecutor(len(servers)) as threads:  # they load at the same time
                 addresses = list(threads.map(stack.enter_context, servers))
-            _say("servers", f"{' and '.join(addresses)}: radixkv serve --model {_MODEL} --set gateway.enabled=true")
+            say("servers", f"{' and '.join(addresses)}: radixkv serve --model {_MODEL} --set gateway.enabled=true")
             url = stack.enter_context(GatewayProcess(addresses))
-            _say("gateway", f"{url}/v1: smg, which routes by cached prefixes")
+            say("gateway", f"{url}/v1: smg, which routes by cached prefixes")
             with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_TIMEOUT_S) as client:
                 return _show(client, url, servers, addresses)
     except ConfigError as error:
@@ -84,49 +67,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses: Sequence[str]) -> int:
     question = _messages(0, 0)
     first, again = (_ask(client, question) for _ in range(2))
-    _say("chat", f"{first.choices[0].message.content!r}, {_usage(first.usage)}")
-    _say("again", f"{again.choices[0].message.content!r}, {_usage(again.usage)}")
+    say("chat", f"{first.choices[0].message.content!r}, {_prompt_tokens(first)}")
+    say("again", f"{again.choices[0].message.content!r}, {_prompt_tokens(again)}")
     pieces = client.chat.completions.create(model=_MODEL, messages=question, max_tokens=8, temperature=0, stream=True)
     told = [piece.choices[0].delta.content for piece in pieces if piece.choices and piece.choices[0].delta.content]
-    _say("stream", " | ".join(map(repr, told)))
+    say("stream", " | ".join(map(repr, told)))
     first_tokens = time_first_tokens(url, addresses[0], _MODEL, _NUM_TIMED)
-    _say("ttft", f"{first_tokens.gateway_ms:.1f} ms, {first_tokens.direct_ms:.1f} ms without the gateway: medians")
+    say("ttft", f"{first_tokens.gateway_ms:.1f} ms, {first_tokens.direct_ms:.1f} ms without the gateway: medians")
     calm = _converse(client, range(_NUM_TURNS))
-    _say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {_shown(calm)}")
-    shares = [_num_finished(address) for address in addresses]
-    _say("shared by", ", ".join(f"{address}: {share}" for address, share in zip(addresses, shares, strict=True)))
+    say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {calm}")
+    shares = [num_finished(address) for address in addresses]
+    say("shared by", ", ".join(f"{address}: {share}" for address, share in zip(addresses, shares, strict=True)))
     victim = shares.index(max(shares))
     os.kill(servers[victim].pid or 0, signal.SIGKILL)
-    _say("kill -9", f"{addresses[victim]}, which answered most, is gone; questions go on")
+    say("kill -9", f"{addresses[victim]}, which answered most, is gone; questions go on")
     hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
-    _say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {_shown(hurt)}")
+    say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {hurt}")
     failures = (*calm.failures, *hurt.failures)
     same = first.choices[0].message.content == again.choices[0].message.content
-    _say("end", "every question was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
+    say("end", "every question was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
     return 0 if same and not failures else 1
 
 
-def _converse(client: OpenAI, turns: range) -> Answered:
+def _converse(client: OpenAI, turns: range) -> Talk:
     """Ask every conversation these questions, a few at a time."""
 
-    def ask(turn: int, conversation: int) -> Any:
+    def ask(turn: int, conversation: int) -> PromptTokens | str:
         from openai import OpenAIError
 
         try:
-            return _ask(client, _messages(conversation, turn)).usage
+            return _prompt_tokens(_ask(client, _messages(conversation, turn)))
         except OpenAIError as error:
             return str(error)
 
     asked = [(turn, conversation) for turn in turns for conversation in range(_NUM_CONVERSATIONS)]
     with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
-        outcomes = list(threads.map(lambda each: ask(*each), asked))
-    usages = [each for each in outcomes if not isinstance(each, str)]
-    return Answered(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        cached_tokens=sum(usage.prompt_tokens_details.cached_tokens for usage in usages),
-        num_answers=len(usages),
-        failures=tuple(each for each in outcomes if isinstance(each, str)),
-    )
+        return Talk(list(threads.map(lambda each: ask(*each), asked)))
 
 
 def _messages(conversation: int, num_turns: int) -> Any:
@@ -143,23 +119,9 @@ def _ask(client: OpenAI, messages: Any) -> Any:
     return client.chat.completions.create(model=_MODEL, messages=messages, max_tokens=8, temperature=0)
 
 
-def _num_finished(address: str) -> int:
-    with Client(address, timeout_s=_TIMEOUT_S) as client:
-        finished: int = client.stats().requests.finished
-        return finished
-
-
-def _usage(usage: Any) -> str:
-    return f"{usage.prompt_tokens_details.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
-
-
-def _shown(answered: Answered) -> str:
-    share = answered.cached_tokens / max(1, answered.prompt_tokens)
-    return f"{answered.num_answers} answers, {len(answered.failures)} errors, {share:.0%} of prompt tokens cached"
-
-
-def _say(name: str, text: str) -> None:
-    print(f"{name:<10}{text}", flush=True)
+def _prompt_tokens(answer: Any) -> PromptTokens:
+    usage = answer.usage
+    return PromptTokens(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens)
 
 
 if __name__ == "__main__":

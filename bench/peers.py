@@ -23,11 +23,11 @@ from typing import Any
 from bench.parts.environment import describe_run
 from bench.parts.peers.comparison import Result, compare
 from bench.parts.peers.engines import ENGINES, Checkpoints, Setting, build_worker
-from bench.parts.peers.environments import RECIPES, Environments, NotInstalledError
+from bench.parts.peers.environments import RECIPES, Environments, NotInstalled
 from bench.parts.peers.machine_limits import Machine, least_time, measure_machine
 from bench.parts.peers.rows import Row, Sample, build_rows
 from bench.parts.peers.table import format_table
-from bench.parts.peers.worker_process import WorkerError, WorkerProcess
+from bench.parts.peers.worker_process import WorkerFailed, WorkerProcess
 from bench.parts.peers.workers.task import Ready
 from bench.parts.result_file import write_json
 
@@ -83,7 +83,7 @@ class Comparison:
                 continue
             try:
                 made[name] = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
-            except NotInstalledError as error:
+            except NotInstalled as error:
                 self.skipped[name] = str(error)
                 _say(f"skipped {name}: {error}")
         return made
@@ -94,7 +94,7 @@ class Comparison:
             stack.enter_context(worker)
             try:  # one after the other, since some compile while they start
                 ready = worker.wait_until_ready()
-            except WorkerError as error:
+            except WorkerFailed as error:
                 self._fail(f"{setting}: {error}")
                 worker.stop()
                 continue
@@ -118,7 +118,7 @@ class Comparison:
                     with workers[engine] as worker:
                         ready = worker.wait_until_ready()
                         sample = Sample(time.monotonic() - start_s, worker.cpu_s, (), None)
-                except WorkerError as error:
+                except WorkerFailed as error:
                     self._fail(f"{row.title}: {error}")
                     del workers[engine]
                     continue
@@ -141,7 +141,7 @@ class Comparison:
                         worker.run(filling)
                     else:
                         row.measure(worker.run, f"{name} warm-up")
-                except WorkerError as error:
+                except WorkerFailed as error:
                     self._fail(f"{row.title}: {error}")
                     del running[engine]
                     if not worker.is_running:

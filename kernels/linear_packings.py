@@ -66,10 +66,10 @@ def packings_for(weight: torch.Tensor) -> tuple[str, ...]:
     """Return the names of the packings that compute the same numbers on this machine, with a weight like this one."""
     dtype = weight.dtype
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    others = {"int8"} if has_mkl else {"int8", "packed"}
+    excluded = {"int8"} if has_mkl else {"int8", "packed"}
     if not products.multiplies(weight):
-        others.add("native")
-    names = [name for name, packing in PACKINGS.items() if dtype in packing.dtypes and name not in others]
+        excluded.add("native")
+    names = [name for name, packing in PACKINGS.items() if dtype in packing.dtypes and name not in excluded]
     return tuple(name for name in names if name not in _ONEDNN or _onednn_computes(_ONEDNN[name] or dtype))
 
 

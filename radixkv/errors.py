@@ -1,4 +1,4 @@
-"""Every error that radixkv raises on purpose.
+"""The errors of the engine, the server and the commands.
 
     RadixKVError
     ├── RequestError                 the request is wrong and would be wrong again
@@ -45,13 +45,16 @@
 
 `radixkv.service.server.status` maps each to a gRPC status. Messages name the field, what was expected and what came;
 they never carry token ids or another tenant's name.
+
+Not in this tree: a missing package is a ModuleNotFoundError (`radixkv.service.missing_package`), wrong arguments of a
+client are a ValueError or a TypeError, and modules have exceptions of their own for what is caught nearby.
 """
 
 from __future__ import annotations
 
 
 class RadixKVError(Exception):
-    """Root of every error that radixkv raises on purpose."""
+    """Root of this tree."""
 
 
 class RequestError(RadixKVError):

@@ -66,7 +66,8 @@ class PromptKey(NamedTuple):
 @lru_cache(maxsize=1024)  # each request asks two or three times, and hashing takes 0.7 us
 def _seed(namespace: Namespace) -> int:
     digest = xxhash.xxh3_64()
-    for field in namespace if namespace.trunk else namespace[:-1]:  # without a trunk as before there were any
+    # An empty trunk is left out, so that seeds do not depend on the field.
+    for field in namespace if namespace.trunk else namespace[:-1]:
         data = field.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

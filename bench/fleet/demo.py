@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from bench.fleet.fleet_process import FleetProcess
+from bench.parts.demo.talk import PromptTokens, Talk, num_finished, say
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client, KVSource
 from radixkv.v1.fleet_pb2 import RouteReason
@@ -42,22 +42,6 @@ _TIMEOUT_S = 60.0
 _MOST_RESTART_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Talk:
-    """Answers of some turns, and what became of them.
-
-    Attributes:
-        prompt_tokens, cached_tokens: of all answers.
-        num_answers: answers that came.
-        failures: a message for each that did not.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    num_answers: int
-    failures: tuple[str, ...]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo.
 
@@ -65,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     argparse.ArgumentParser(description="Show a fleet on Ray.").parse_args(arguments)
-    _say("start", "Ray, two engines, an ingress: half a minute")
+    say("start", "Ray, two engines, an ingress: half a minute")
     try:
         with FleetProcess(2, _SETTINGS) as fleet, Client(fleet.address, timeout_s=_TIMEOUT_S) as client:
             return _show(fleet, client)
@@ -76,28 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(fleet: FleetProcess, client: Client) -> int:
     replicas = fleet.replicas()
-    _say("fleet", f"{fleet.address}, before {' and '.join(replicas)}")
+    say("fleet", f"{fleet.address}, before {' and '.join(replicas)}")
     prompt = _prompt(-1, 0)
     cold, warm = (client.prefill(prompt, tenant=_TENANT) for _ in range(2))
-    _say("prefill", f"{_usage(cold.usage)}, then {_usage(warm.usage)}")
+    say("prefill", f"{_prompt_tokens(cold)}, then {_prompt_tokens(warm)}")
     route = client.route(prompt, tenant=_TENANT)
-    _say("route", f"{route.address}, {RouteReason.Name(route.reason)}, {route.cached_tokens} tokens cached")
+    say("route", f"{route.address}, {RouteReason.Name(route.reason)}, {route.cached_tokens} tokens cached")
     calm = _converse(client, range(_NUM_TURNS))
-    _say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {_shown(calm)}")
-    counts = [_num_finished(address) for address in replicas]
-    _say("shared by", ", ".join(f"{name}: {count}" for name, count in zip(replicas, counts, strict=True)))
+    say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {calm}")
+    counts = [num_finished(address) for address in replicas]
+    say("shared by", ", ".join(f"{name}: {count}" for name, count in zip(replicas, counts, strict=True)))
     is_same = _decode_elsewhere(client, route.address)
     victim = replicas[counts.index(max(counts))]
     fleet.kill(victim)
     killed_s = time.monotonic()
-    _say("kill -9", f"{victim}, which answered most, is gone; prompts go on")
+    say("kill -9", f"{victim}, which answered most, is gone; prompts go on")
     hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
-    _say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {_shown(hurt)}")
+    say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {hurt}")
     while len(now := fleet.replicas()) < 2 and time.monotonic() - killed_s < _MOST_RESTART_S:
         time.sleep(0.2)
-    _say("restart", f"{' and '.join(now)}, {time.monotonic() - killed_s:.0f} s after the kill")
+    say("restart", f"{' and '.join(now)}, {time.monotonic() - killed_s:.0f} s after the kill")
     failures = (*calm.failures, *hurt.failures)
-    _say("end", "every prompt was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
+    say("end", "every prompt was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
     return 0 if is_same and not failures and len(now) == 2 else 1
 
 
@@ -111,34 +95,26 @@ def _decode_elsewhere(client: Client, address: str) -> bool:
         here = list(replica.generate(prompt, tenant=_TENANT, max_new_tokens=_NEW_TOKENS))
         replica.release(held.lease_id, tenant=_TENANT)
     is_same = _tokens(told) == _tokens(here)
-    usage = told[0].usage
     answer = "the same answer" if is_same else "another answer"
-    _say("elsewhere", f"K/V of {address} fetched, {_usage(usage)}: {answer}")
+    say("elsewhere", f"K/V of {address} fetched, {_prompt_tokens(told[0])}: {answer}")
     return is_same
 
 
 def _converse(client: Client, turns: range) -> Talk:
     """Ask every conversation these turns, a few conversations at a time."""
 
-    def talk(conversation: int) -> list[Any]:
-        outcomes: list[Any] = []
+    def talk(conversation: int) -> list[PromptTokens | str]:
+        outcomes: list[PromptTokens | str] = []
         for turn in turns:
             try:
                 generated = client.generate(_prompt(conversation, turn), tenant=_TENANT, max_new_tokens=_NEW_TOKENS)
-                outcomes.append(list(generated)[-1].usage)
+                outcomes.append(_prompt_tokens(list(generated)[-1]))
             except grpc.RpcError as error:
                 outcomes.append(str(error))
         return outcomes
 
     with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
-        outcomes = [each for told in threads.map(talk, range(_NUM_CONVERSATIONS)) for each in told]
-    usages = [each for each in outcomes if not isinstance(each, str)]
-    return Talk(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-        num_answers=len(usages),
-        failures=tuple(each for each in outcomes if isinstance(each, str)),
-    )
+        return Talk([each for told in threads.map(talk, range(_NUM_CONVERSATIONS)) for each in told])
 
 
 def _prompt(conversation: int, turn: int) -> list[int]:
@@ -151,23 +127,8 @@ def _tokens(told: Sequence[Any]) -> list[int]:
     return [token_id for news in told for token_id in news.token_ids]
 
 
-def _num_finished(address: str) -> int:
-    with Client(address, timeout_s=_TIMEOUT_S) as client:
-        finished: int = client.stats().requests.finished
-        return finished
-
-
-def _usage(usage: Any) -> str:
-    return f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
-
-
-def _shown(talk: Talk) -> str:
-    share = talk.cached_tokens / max(1, talk.prompt_tokens)
-    return f"{talk.num_answers} answers, {len(talk.failures)} errors, {share:.0%} of prompt tokens cached"
-
-
-def _say(name: str, text: str) -> None:
-    print(f"{name:<10}{text}", flush=True)
+def _prompt_tokens(answer: Any) -> PromptTokens:
+    return PromptTokens(answer.usage.prompt_tokens, answer.usage.cached_tokens)
 
 
 if __name__ == "__main__":

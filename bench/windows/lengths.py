@@ -3,7 +3,7 @@
 python -m bench.windows.lengths --json bench/results/window_lengths.json
 
 Only the books: caches without a model, whose prompts come again as often as Zipf's law says, with 64 new tokens at the
-end. `before` is the rule of an earlier version: blocks as in one pool, and parts for an eighth to half of them.
+end.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ SHAPES = (
 )
 
 
+RULES = ("one pool", "own pool")  # of windowed layers
+
+
 def pools_of(shape: Shape, num_blocks: int, rule: str) -> tuple[int, int]:
     """Return the blocks and parts of a cache with the memory of `num_blocks`; 0 parts for one pool."""
-    least = 2 * least_parts(Reach.of_window(shape.window), _BLOCK_SIZE, _STEP_TOKENS)
     if rule == "one pool":
         return num_blocks, 0
-    if rule == "before":
-        num_parts = max(int(num_blocks * min(max(shape.window / 2048, 1 / 8), 1 / 2)), least)
-        return num_blocks, num_parts if num_parts < num_blocks else 0
+    least = 2 * least_parts(Reach.of_window(shape.window), _BLOCK_SIZE, _STEP_TOKENS)
     shares = layer_shares(shape.window, shape.num_windowed, shape.num_other)
     num_parts = max(int(shares.windowed * num_blocks), least)
     num_all = num_blocks * (shape.num_windowed + shape.num_other) - num_parts * shape.num_windowed
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for num_tokens in options.tokens:
             shares = {
                 rule: reused_share(shape, num_blocks, rule, num_tokens, options.requests, options.seed)
-                for rule in ("one pool", "before", "now")
+                for rule in RULES
             }
             rows.append({"model": shape.name, "window": shape.window, "prompt_tokens": num_tokens, "reused": shares})
             told = ", ".join(f"{rule} {share:.3f}" for rule, share in shares.items())

@@ -1,5 +1,6 @@
-// Copies past the caches, which much of them would leave before it is needed: blocks into their pool, and objects, whose
-// checksum is taken in the same pass. `kernels/native/copies.py` calls it.
+// Copies with non-temporal stores, since most of what they write would be evicted from the caches before anybody reads
+// it: of blocks into their pool, and of objects, whose checksum is taken in the same pass. `kernels/native/copies.py`
+// calls them.
 
 #include <immintrin.h>
 #include <unistd.h>

@@ -33,7 +33,7 @@ _TIMEOUT_S = 300.0
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class NotCompiledError(Exception):
+class NotCompiled(Exception):
     """There is no library for this machine. The message says why."""
 
 
@@ -48,11 +48,11 @@ def load_library(
         capability: what the processor has, as `torch.backends.cpu.get_cpu_capability` says; None asks that.
 
     Raises:
-        NotCompiledError: it can't be made or loaded here.
+        NotCompiled: it can't be made or loaded here.
     """
     capability = capability or torch.backends.cpu.get_cpu_capability()
     if platform.system() != "Linux" or not capability.startswith("AVX"):
-        raise NotCompiledError("it needs Linux and a processor with AVX2")
+        raise NotCompiled("it needs Linux and a processor with AVX2")
     compiler = _find_compiler(environment)
     flags = _FLAGS if capability.startswith("AVX512") else _FLAGS + _WITHOUT_AVX512
     file = folder / f"native-{_digest(compiler, flags)}.so"
@@ -64,14 +64,14 @@ def load_library(
         _log.info("compiled kernels for this processor in %.1f s: %s", time.perf_counter() - start_s, file)
         return ctypes.CDLL(str(file))
     except OSError as error:
-        raise NotCompiledError(f"{file}: {error}") from error
+        raise NotCompiled(f"{file}: {error}") from error
 
 
 def _find_compiler(environment: Mapping[str, str]) -> str:
     names = [environment["CXX"]] if environment.get("CXX") else ["c++", "g++"]
     found = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in names)), None)
     if found is None:
-        raise NotCompiledError(f"it needs GCC, and there is no {' or '.join(names)}")
+        raise NotCompiled(f"it needs GCC, and there is no {' or '.join(names)}")
     return found
 
 
@@ -107,6 +107,6 @@ def _run(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NotCompiledError(f"{command[0]} ended with status {error.returncode}: {last_line}") from error
+        raise NotCompiled(f"{command[0]} ended with status {error.returncode}: {last_line}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiledError(f"{command[0]}: {error}") from error
+        raise NotCompiled(f"{command[0]}: {error}") from error

@@ -256,10 +256,6 @@ class BlockPool:
         self._states[index] = after
         return True
 
-    def state(self, block_id: int) -> BlockState:
-        """Return the state of one block."""
-        return BlockState(self._states[block_id])
-
     def check(self, leased: BlockIds, published: BlockIds) -> None:
         """Compare the states with the owners that the caller has counted.
 

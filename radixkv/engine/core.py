@@ -10,7 +10,6 @@ import torch
 
 from radixkv.api.result import ProbeResult, Retained
 from radixkv.api.retention import Retention
-from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
@@ -191,10 +190,6 @@ class EngineCore:
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`."""
         return self._answers.retain(namespace, tokens, retention, self._clock())
-
-    def purge(self, *, tenant: str | None, adapter: str | None, salt: str | None) -> Purged:
-        """Forget namespaces at once, without waiting for stores; see `purging`."""
-        return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt)).purged
 
     def purging(
         self, *, tenant: str | None, adapter: str | None, salt: str | None

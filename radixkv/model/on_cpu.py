@@ -11,7 +11,7 @@ import torch
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.native import products
 from radixkv.kernels.native.copies import NativeCopies
-from radixkv.kernels.native.library import KINDS, NotCompiledError, load_library
+from radixkv.kernels.native.library import KINDS, NotCompiled, load_library
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
 from radixkv.model.attention.native_kernels import NativeKernels
 from radixkv.model.attention.refused_attention import NATIVE, TORCH
@@ -28,7 +28,7 @@ def native_library() -> ctypes.CDLL | None:
     """
     try:
         library = load_library(cache_directory())
-    except NotCompiledError as reason:
+    except NotCompiled as reason:
         _log.info("kernels in C++ are not used: %s", reason)
         return None
     products.use(library)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 class Hits(NamedTuple):
     """Prompt tokens that a replica need not compute, by where they are. The places follow each other in the prompt.
 
+    Live servers tell routers only what their device holds so far; see `FleetView`.
+
     Attributes:
         device: cached on its device, or soon: sent there a moment ago.
         host: in its host memory.
@@ -32,7 +34,7 @@ NO_HITS = Hits()
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """The seconds that a token takes, as measured on a replica.
+    """The seconds that a token takes on a replica. Of live servers only `compute_s` is measured so far.
 
     Attributes:
         compute_s: to compute it.

@@ -126,7 +126,7 @@ class FleetLoad:
         return True
 
     def reported(self, name: str, queue_tokens: int) -> None:
-        """Note what a replica says that it has yet to compute, also for other routers."""
+        """Note what a replica says that it has yet to compute, also for other routers. No live server says so far."""
         self._loads[name].reported_tokens = queue_tokens
 
     def queue_tokens(self, name: str) -> int:

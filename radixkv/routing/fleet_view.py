@@ -15,7 +15,6 @@ from radixkv.routing.candidate import Hits
 from radixkv.routing.event_cursor import EventCursor, Verdict
 
 TIERS = ("device", "host", "disk")
-REMOTE = "remote"
 _MAX_BLOCKS = 4_000_000  # 0.6 GB
 _EXPECT_S = 30.0
 
@@ -44,6 +43,9 @@ class FleetView:
 
     Between events, a prefix that was just sent somewhere is expected there, so the next request for it follows. An
     expectation ends by itself: whether the replica computed the prefix is told by its events alone.
+
+    Live servers tell only what their device holds so far (`EventStream` of `service/routing`). The view also knows host
+    memory and disk (`read` with their tier) and the store that all share (`share`), for callers that know of these.
 
     A view belongs to one thread.
 
@@ -105,7 +107,8 @@ class FleetView:
         Args:
             name: of the replica.
             batch: the next one of its log.
-            tier: what the events are about; those of host and disk have no numbers of their own.
+            tier: what the events are about; those of host and disk have no numbers of their own, and no live server
+                sends any so far.
 
         Returns:
             Whether it fits. If not, batches are missing: subscribe again from 0, for a snapshot.
@@ -124,7 +127,7 @@ class FleetView:
         return verdict is not Verdict.ASK
 
     def share(self, hashes: Sequence[int], *, is_there: bool = True) -> None:
-        """Note what the store that all replicas share has, or has no longer."""
+        """Note what the store that all replicas share has, or has no longer. No live server tells that so far."""
         if is_there:
             self.index.store(self._shared, hashes)
         else:

@@ -27,7 +27,7 @@ _NODES_A_LOOK = 64
 _MAX_LOOKING_S = 0.0005  # work of a step's looks, before the last one; a look at a path of 464 nodes takes 0.26 ms
 _NODES_A_TOKEN = 32
 # After this much work in a step, a turn ends with the request that it admits. A hit on 131,072 tokens takes 0.3 ms in
-# all: beside 48 of them at once a short prompt took 15 to 18 ms of the engine's time, and takes 5 to 6.
+# all: beside 48 of them at once a short prompt takes 5 to 6 ms of the engine's time, and 15 to 18 without this.
 _MAX_ADMITTING_S = 0.002
 # Rows of logits that a step makes beside those of next tokens: a row of 150,000 tokens takes 0.6 MB.
 _MAX_PROMPT_LOGIT_ROWS = 64

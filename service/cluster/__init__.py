@@ -1,4 +1,4 @@
 """The fleet on Ray: replicas, the router and the ingress, of which `start_fleet` makes one service.
 
-`Picture` knows the replicas, `Forwarder` sends calls to them again elsewhere, `Replica` and `Ingress` run in Ray.
+`FleetState` knows the replicas, `Forwarder` sends calls to them again elsewhere, `Replica` and `Ingress` run in Ray.
 """

@@ -27,8 +27,8 @@ _POLICY = "radixkv.service.cluster.replica:ReplicasForLoad"
 _ONE_LOOP = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 # Read by Ray when it is imported.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
-# Of engines: by default Ray runs them with the lowest but four, behind anything else that the machine does.
-_FIRST = {"RAY_worker_niceness": "0"}
+# Ray starts workers with niceness 15; 0 gives engines the usual priority.
+_USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
 # Where Ray makes no clusters, as by default on other systems, all its processes listen on loopback. Otherwise they
 # listen on all addresses, whatever address a node is given.
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -68,7 +68,7 @@ def running_fleet(plan: FleetPlan) -> Iterator[None]:
         MissingPackage: Ray is not installed.
         ConfigError: a replica does not start. The message has the cause, if it is one of ours.
     """
-    for name, value in (_QUIET | ({} if plan.ray_address else _FIRST | _ON_LOOPBACK)).items():
+    for name, value in (_QUIET | ({} if plan.ray_address else _USUAL_PRIORITY | _ON_LOOPBACK)).items():
         os.environ.setdefault(name, value)
     try:
         import ray

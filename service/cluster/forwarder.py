@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from radixkv.errors import NoReplica
-from radixkv.service.cluster.line import Line, ReplicaLost
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
 
 Choose = Callable[[Question], Awaitable[Routed]]
 
@@ -67,7 +67,9 @@ class Forwarder:
         self._sleep = sleep
         self._clock = clock
 
-    async def answer(self, question: Question, ask: Callable[[Line], Awaitable[Any]]) -> tuple[Routed, Any]:
+    async def answer(
+        self, question: Question, ask: Callable[[ReplicaConnection], Awaitable[Any]]
+    ) -> tuple[Routed, Any]:
         """Ask for one message.
 
         Args:
@@ -84,9 +86,9 @@ class Forwarder:
         failure: ReplicaRefusal | None = None
         while True:
             routed = await self.routed(question, failure)
-            routed.line.num_calls += 1
+            routed.connection.num_calls += 1
             try:
-                return routed, await routed.line.wait_for(ask(routed.line))
+                return routed, await routed.connection.wait_for(ask(routed.connection))
             except (grpc.aio.AioRpcError, ReplicaLost) as error:
                 routed.finish(None)
                 failure = await self._failure(question, routed, error)
@@ -94,9 +96,11 @@ class Forwarder:
                 routed.finish(None)
                 raise
             finally:
-                routed.line.num_calls -= 1
+                routed.connection.num_calls -= 1
 
-    async def stream(self, question: Question, ask: Callable[[Line], Any]) -> AsyncGenerator[tuple[Routed, Any], None]:
+    async def stream(
+        self, question: Question, ask: Callable[[ReplicaConnection], Any]
+    ) -> AsyncGenerator[tuple[Routed, Any], None]:
         """Ask for a stream of messages; see `answer`. Yields each with the replica.
 
         Raises:
@@ -105,17 +109,17 @@ class Forwarder:
         failure: ReplicaRefusal | None = None
         while True:
             routed = await self.routed(question, failure)
-            call, num_parts = ask(routed.line), 0
-            routed.line.num_calls += 1
+            call, num_parts = ask(routed.connection), 0
+            routed.connection.num_calls += 1
             try:
-                while (part := await routed.line.wait_for(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                while (part := await routed.connection.wait_for(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                     num_parts += 1
                     yield routed, part
                 return
             except (grpc.aio.AioRpcError, ReplicaLost) as error:
                 failure = await self._failure(question, routed, error, is_begun=num_parts > 0)
             finally:
-                routed.line.num_calls -= 1
+                routed.connection.num_calls -= 1
                 routed.finish(None)
                 call.cancel()
 
@@ -153,7 +157,7 @@ class Forwarder:
                 grpc.StatusCode.UNAVAILABLE,
                 f"replica {routed.name}: expected the rest of the answer, got none; ask again with what has come",
             ) from error
-        await routed.line.look()
+        await routed.connection.look()
         question.avoid.add(routed.name)
         self.num_retries += 1
         return refusal

@@ -12,8 +12,8 @@ from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.forwarder import Choose, Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.line import Line
 from radixkv.service.cluster.question import Census, Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.split.hand_over import HandOver
 
 _ONE_TOKEN = bytes(4)
@@ -51,7 +51,7 @@ class Ingress:
             patience_s = min(self._wait_s, fleet.health_timeout_s)
             computing = Forwarder(partial(_choice, replicas, patience_s), patience_s)
             hand_over = HandOver(computing, Forwarder(choose, self._wait_s))
-        self._server = IngressServer(server, first.line.facts, forwarder, self.lines, hand_over)
+        self._server = IngressServer(server, first.connection.facts, forwarder, self.connections, hand_over)
         self._address = await self._server.start()
         _log.info("ingress listens on %s", self._address)
 
@@ -63,14 +63,14 @@ class Ingress:
         """
         return await _choice(self._replicas, self._wait_s, question)
 
-    async def lines(self) -> list[Line]:
+    async def connections(self) -> list[ReplicaConnection]:
         """Return the connections to all replicas. Of those with a role of which none is there, there are none."""
-        found: list[Line] = []
+        found: list[ReplicaConnection] = []
         for handle in self._all:
             census = Census()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CENSUS_S), handle.choose_replica(census, _reserve=False):
-                    found += census.lines
+                    found += census.connections
         return found
 
     async def check_health(self) -> None:

@@ -8,23 +8,23 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from radixkv.routing.rule import Rule
 from radixkv.service.cluster.facts import ReplicaFacts
-from radixkv.service.cluster.line import Line, Patience
-from radixkv.service.cluster.picture import Picture
+from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.question import Census, Question
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
     """Sends a request where it costs least, by the caches of the replicas.
 
-    Ray tells which replicas there are; all else comes from the replicas themselves, over gRPC: see `Picture`. A call
+    Ray tells which replicas there are; all else comes from the replicas themselves, over gRPC: see `FleetState`. A call
     whose first argument is a `Question` or a `Census` is answered in it. Any other call goes to any replica.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Take the values of the section `fleet` that Ray brings as JSON."""
         patience = Patience(answer_s=kwargs["health_timeout_s"])
-        self._picture = Picture(
-            lambda facts: Line(facts, patience, tls_ca=kwargs["tls_ca"], tls_name=kwargs["tls_name"]),
+        self._fleet_state = FleetState(
+            lambda facts: ReplicaConnection(facts, patience, tls_ca=kwargs["tls_ca"], tls_name=kwargs["tls_name"]),
             routing=kwargs["routing"],
             rule=Rule(least_match_tokens=kwargs["least_match_tokens"]),
         )
@@ -34,7 +34,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
         """Follow the replicas that are there now."""
         known = [(ReplicaFacts.of_metadata(each.replica_metadata), each) for each in replicas if each.replica_metadata]
         self._by_address = {facts.address: each for facts, each in known}
-        self._picture.update(facts for facts, _ in known)
+        self._fleet_state.update(facts for facts, _ in known)
         super().update_replicas(replicas)
 
     async def choose_replicas(
@@ -48,9 +48,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
         """
         asked = pending_request.args[:1] if pending_request is not None else []
         if asked and isinstance(asked[0], Census):
-            asked[0].lines = self._picture.lines
+            asked[0].connections = self._fleet_state.connections
         if not asked or not isinstance(asked[0], Question):
             return [candidate_replicas]
-        routed = self._picture.route(asked[0])
+        routed = self._fleet_state.route(asked[0])
         asked[0].answer = routed
         return [[self._by_address[routed.name]]]

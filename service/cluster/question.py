@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from radixkv.routing.router import Route
-from radixkv.service.cluster.line import Line
+from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.v1 import fleet_pb2
 
 
@@ -25,7 +25,7 @@ class Routed:
     """The replica that gets a request.
 
     Attributes:
-        line: the connection to it.
+        connection: the connection to it.
         route: what the router knew.
         reason: why it was this one.
         seconds: that the request should take there.
@@ -33,7 +33,7 @@ class Routed:
         finish: to be called once the prompt is computed, or will not be: with the computed tokens, or None.
     """
 
-    line: Line
+    connection: ReplicaConnection
     route: Route
     reason: Reason
     seconds: float
@@ -73,7 +73,7 @@ class Census:
     """The question which replicas there are, which goes the way of a `Question`.
 
     Attributes:
-        lines: to all of them, set by the router.
+        connections: to all of them, set by the router.
     """
 
-    lines: tuple[Line, ...] = ()
+    connections: tuple[ReplicaConnection, ...] = ()

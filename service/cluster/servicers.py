@@ -15,8 +15,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from radixkv.errors import InvalidRequest, SwitchedOff
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
-from radixkv.service.cluster.line import Line
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.split.hand_over import HandOver, SourceLost
 from radixkv.service.server.calls import traceparent_of
 from radixkv.service.server.generation.options import read_num_answers, read_sampling
@@ -49,9 +49,9 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if request.hold_lease:
             raise _ask_a_replica("hold_lease")
         question = _question(request)
-        async with telling(context):
+        async with replica_errors_as_status(context):
             routed, answer = await self._forwarder.answer(
-                question, lambda line: line.prefill.Prefill(request, **manners(line, context))
+                question, lambda connection: connection.prefill.Prefill(request, **call_options(connection, context))
             )
         routed.finish(answer.usage.computed_tokens)
         _name(routed, context)
@@ -62,7 +62,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
         """Have a replica generate tokens after a prompt; with `kv_source` another one than has computed it."""
-        async with telling(context), contextlib.aclosing(await self._parts(request, context)) as parts:
+        async with replica_errors_as_status(context), contextlib.aclosing(await self._parts(request, context)) as parts:
             async for routed, part in parts:
                 if part.HasField("usage"):
                     if self._hand_over is None:  # else its load is what it generates, until the end
@@ -79,7 +79,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if not request.HasField("kv_source"):
                 read_sampling(request), read_num_answers(request)  # before anything is computed
                 return self._hand_over.stream(
-                    request, lambda: _question(request.prefill), lambda line: manners(line, context)
+                    request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
                 )
             there = _question(request.prefill)
             there.source = request.kv_source.address
@@ -87,14 +87,18 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         elif request.HasField("kv_source"):
             question.source = request.kv_source.address
         return self._generating.stream(
-            question, lambda line: line.prefill.Generate(_for(line, request), **manners(line, context))
+            question,
+            lambda connection: connection.prefill.Generate(
+                _for(connection, request), **call_options(connection, context)
+            ),
         )
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Ask the replica that would get a prompt what it would reuse."""
-        async with telling(context):
+        async with replica_errors_as_status(context):
             routed, answer = await self._forwarder.answer(
-                _question(request), lambda line: line.prefill.Probe(request, **manners(line, context))
+                _question(request),
+                lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
             )
         routed.finish(0)
         _name(routed, context)
@@ -131,7 +135,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         """Choose a replica. It counts as busy with the prompt for as long as computing that should take."""
         question = _question(request)
         question.avoid.update(request.avoid)
-        async with telling(context):
+        async with replica_errors_as_status(context):
             routed = await self._forwarder.routed(question)
         asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None)
         return fleet_pb2.RouteResponse(
@@ -159,9 +163,10 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Send the files of the tokenizer."""
         parts = self._forwarder.stream(
-            Question(bytes(4)), lambda line: line.model.GetTokenizer(request, **manners(line, context))
+            Question(bytes(4)),
+            lambda connection: connection.model.GetTokenizer(request, **call_options(connection, context)),
         )
-        async with telling(context), contextlib.aclosing(parts):
+        async with replica_errors_as_status(context), contextlib.aclosing(parts):
             async for routed, part in parts:
                 routed.finish(0)
                 yield part
@@ -201,17 +206,17 @@ def _question(request: _Prompt) -> Question:
     return Question(tokens, request.tenant, request.adapter, request.salt)
 
 
-def _for(line: Line, request: prefill_pb2.GenerateRequest) -> prefill_pb2.GenerateRequest:
+def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) -> prefill_pb2.GenerateRequest:
     """Return a request for a replica: one that has the K/V itself fetches nothing."""
-    if request.kv_source.address == line.facts.address:
+    if request.kv_source.address == connection.facts.address:
         request.ClearField("kv_source")
     return request
 
 
-def manners(line: Line, context: Context) -> dict[str, Any]:
+def call_options(connection: ReplicaConnection, context: Context) -> dict[str, Any]:
     """Return the deadline and the metadata of a call to a replica on behalf of another call."""
     traceparent = traceparent_of(context)
-    metadata = (*line.metadata, ("traceparent", traceparent)) if traceparent else line.metadata
+    metadata = (*connection.metadata, ("traceparent", traceparent)) if traceparent else connection.metadata
     return {"timeout": context.time_remaining(), "metadata": metadata}
 
 
@@ -220,7 +225,7 @@ def _name(routed: Routed, context: Context) -> None:
 
 
 @contextlib.asynccontextmanager
-async def telling(context: Context) -> AsyncIterator[None]:
+async def replica_errors_as_status(context: Context) -> AsyncIterator[None]:
     """End a call as the replica has ended it."""
     try:
         yield

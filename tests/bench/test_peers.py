@@ -10,7 +10,7 @@ import pytest
 
 from bench import peers
 from bench.parts.peers.engines import Setting
-from bench.parts.peers.environments import NotInstalledError
+from bench.parts.peers.environments import NotInstalled
 from bench.parts.peers.machine_limits import Machine
 from bench.parts.peers.worker_process import WorkerProcess
 from tests.bench.parts.peers.fake_processes import fake_process
@@ -25,7 +25,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def build(name: str, setting: Setting, *_: Any) -> WorkerProcess:
         if name == "openvino":
-            raise NotInstalledError("openvino: no network")
+            raise NotInstalled("openvino: no network")
         return fake_process(name, MODES[name], setting.threads)
 
     def run(self: WorkerProcess, *given: Any) -> Any:

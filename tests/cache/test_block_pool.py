@@ -17,7 +17,7 @@ def counts(pool: BlockPool) -> tuple[int, int, int]:
 
 
 def state(pool: BlockPool) -> tuple[object, ...]:
-    return (*counts(pool), [pool.state(block_id) for block_id in range(pool.num_blocks)])
+    return (*counts(pool), list(pool.states()))
 
 
 def test_a_new_pool_is_free() -> None:

@@ -119,7 +119,7 @@ def test_a_replaced_block_stays_while_it_is_kept() -> None:
     lease.keep()
     publish(cache, "aaaabbbbccccdddd")
     cache.check()
-    assert all(cache.pool.state(block_id) != BlockState.FREE for block_id in block_ids)
+    assert all(cache.pool.states()[block_id] != BlockState.FREE for block_id in block_ids)
     lease.close()
     cache.check()
     assert cache.pool.num_leased == 0

@@ -177,10 +177,10 @@ def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: Pref
     tail = int(lease.block_ids[1])
     publish(cache, "abcdefgh")
     assert cache.match(MODEL, spell("abcdefgh")).block_ids[1] != tail
-    assert cache.pool.state(tail) is BlockState.LEASED
+    assert cache.pool.states()[tail] == BlockState.LEASED
     cache.check()
     lease.close()
-    assert cache.pool.state(tail) is BlockState.FREE
+    assert cache.pool.states()[tail] == BlockState.FREE
     cache.check()
 
 
@@ -251,7 +251,7 @@ class TestReserve:
         lease.extend(spell("g"))
         assert lease.copy == (published[1], lease.block_ids[1])
         assert lease.block_ids.tolist().count(published[1]) == 0
-        assert cache.pool.state(lease.block_ids[1]) is BlockState.LEASED
+        assert cache.pool.states()[lease.block_ids[1]] == BlockState.LEASED
         lease.copy = None
         lease.commit(7)
         assert cached(cache, "abcdefg") == 7
@@ -297,15 +297,15 @@ class TestExtend:
         lease.extend(spell("g"))
         assert lease.block_ids[0] == first
         assert lease.copy == (second, lease.block_ids[1])
-        assert cache.pool.state(second) is BlockState.PUBLISHED
+        assert cache.pool.states()[second] == BlockState.PUBLISHED
         assert cached(cache, "abcdef") == 6, "what was published stays"
         lease.copy = None
         lease.extend(spell("hi"))
         lease.commit(9)
         assert cached(cache, "abcdefghi") == 9
-        assert cache.pool.state(second) is BlockState.LEASED, "whoever read it still may, until the path is let go"
+        assert cache.pool.states()[second] == BlockState.LEASED, "whoever read it still may, until the path is let go"
         lease.close()
-        assert cache.pool.state(second) is BlockState.FREE
+        assert cache.pool.states()[second] == BlockState.FREE
         cache.check()
 
     def test_only_the_longer_copy_stays(self, cache: PrefixCache) -> None:

@@ -18,7 +18,7 @@ def make_cache(num_blocks: int = 32, block_size: int = 4) -> PrefixCache:
 
 def state(cache: PrefixCache) -> tuple[object, ...]:
     pool = cache.pool
-    states = [pool.state(block_id) for block_id in range(pool.num_blocks)]
+    states = list(pool.states())
     segments = [
         (node.tokens, node.block_ids, node.num_holds, node.last_used_s, node.eviction_entry)
         for tree in cache._trees.values()
@@ -247,7 +247,7 @@ def test_the_first_commit_lets_the_copied_block_go() -> None:
         lease.commit(8)
         assert lease.copy is None
         assert cache.evict(1) == 1
-        assert cache.pool.state(block_ids[1]) is BlockState.FREE
+        assert cache.pool.states()[block_ids[1]] == BlockState.FREE
         assert cache.num_pinned_blocks == 2
         cache.check()
 
@@ -260,7 +260,7 @@ def test_the_copied_block_stays_until_the_first_commit() -> None:
         publish(cache, "abcdefgh")
         assert lease.copy is not None
         assert lease.copy.source == block_ids[1]
-        assert cache.pool.state(block_ids[1]) is BlockState.PUBLISHED
+        assert cache.pool.states()[block_ids[1]] == BlockState.PUBLISHED
 
 
 def test_the_copied_block_outlives_its_replacement() -> None:
@@ -271,7 +271,7 @@ def test_the_copied_block_outlives_its_replacement() -> None:
     cache.check()
     assert lease.copy is not None
     assert lease.copy.source == block_ids[1]
-    assert cache.pool.state(block_ids[1]) is BlockState.LEASED
+    assert cache.pool.states()[block_ids[1]] == BlockState.LEASED
     num_free = cache.pool.num_free
     lease.commit(8)
     assert cache.pool.num_free == num_free + 1
@@ -291,9 +291,9 @@ def test_blocks_published_first_by_somebody_else_are_adopted() -> None:
     assert second.block_ids.tolist() == [*first.block_ids[:2].tolist(), own[2]]
     assert cache.pool.num_free == num_free + 2
     for block_id in own[:2]:
-        assert cache.pool.state(block_id) is BlockState.FREE
+        assert cache.pool.states()[block_id] == BlockState.FREE
     for block_id in second.block_ids:
-        assert cache.pool.state(int(block_id)) is BlockState.PUBLISHED
+        assert cache.pool.states()[int(block_id)] == BlockState.PUBLISHED
 
 
 def test_a_run_inserted_again_hands_back_exactly_its_duplicate_blocks() -> None:

@@ -23,7 +23,7 @@ from radixkv.errors import (
     StepFailed,
     UnknownLease,
 )
-from tests.core_bench import Bench
+from tests.core_bench import Bench, purge_at_once
 from tests.fake_runner import next_token, tokens
 
 
@@ -112,7 +112,7 @@ def test_a_waiting_request_publishes_nothing_after_a_purge() -> None:
     bench = Bench(max_running_requests=1, max_step_tokens=4)
     futures = [bench.submit(range(start, start + 8)) for start in (0, 20)]
     bench.core.step()
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     later = bench.submit(range(40, 48))
     bench.run()
     assert [future.result(0).usage.written_tokens for future in (*futures, later)] == [4, 0, 8]

@@ -14,7 +14,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.cache.states.state_slots import StateSlots
 from radixkv.errors import RadixKVError, StepFailed
 from radixkv.namespace import Namespace
-from tests.core_bench import Bench
+from tests.core_bench import Bench, purge_at_once
 from tests.fake_runner import next_token, tokens
 
 PROMPT = range(30)  # whole blocks end at 28; every_tokens is 16
@@ -184,7 +184,7 @@ def test_tenants_never_share_a_snapshot() -> None:
     bench.prefill(PROMPT, tenant="acme")
     assert bench.prefill(PROMPT, tenant="other").miss_reason is MissReason.COLD
     assert snapshots(bench) == [16, 16, 28, 28]
-    bench.core.purge(tenant="acme", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="acme")
     bench.cache.check()
     assert snapshots(bench) == [16, 28]
     assert bench.prefill(PROMPT, tenant="other").usage.cached_tokens == 28
@@ -210,7 +210,7 @@ def test_a_request_whose_namespace_was_purged_leaves_nothing() -> None:
     bench = Bench(num_snapshots=8, max_step_tokens=12)
     future = bench.submit(range(40), tenant="acme")
     bench.core.step()
-    bench.core.purge(tenant="acme", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="acme")
     bench.run()
     assert future.result(0).next_token_id == next_token(tokens(range(40)))
     assert (snapshots(bench), states_of(bench).take(1) is not None) == ([], True)
@@ -261,7 +261,7 @@ def walk(seed: int) -> Counter[str]:
         elif event < 0.08:
             bench.cache.evict(rng.randint(1, 6))
         elif event < 0.1:
-            bench.core.purge(tenant=rng.choice(("a", "b")), adapter=None, salt=None)
+            purge_at_once(bench.core, tenant=rng.choice(("a", "b")))
             counts["purged"] += 1
         bench.core.step()
         bench.cache.check()

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from radixkv.kernels.native.library import NotCompiledError
+from radixkv.kernels.native.library import NotCompiled
 from radixkv.model import on_cpu
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.on_cpu import cpu_candidates
@@ -48,7 +48,7 @@ def test_the_log_says_once_why_there_is_no_attention_in_cpp(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(folder: object) -> None:
-        raise NotCompiledError("it needs GCC, and there is no c++ or g++")
+        raise NotCompiled("it needs GCC, and there is no c++ or g++")
 
     monkeypatch.undo()
     on_cpu.native_library.cache_clear()

@@ -169,7 +169,7 @@ def test_the_index_of_the_log_is_complete() -> None:
         ("[the log](docs/LOG.md), [a picture](docs/none.png)", ["docs/none.png"]),
         ("[peers](https://example.org/x)", []),
         ("[here](#two-commands), [there](#no-commands)", ["#no-commands"]),
-        ("[how](tests/README.md#marks), [what](tests/README.md#nothing)", ["tests/README.md#nothing"]),
+        ("[how](tests/README.md#limits), [what](tests/README.md#nothing)", ["tests/README.md#nothing"]),
     ],
 )
 def test_the_rule_sees_what_leads_nowhere(text: str, wrong: list[str]) -> None:

@@ -130,7 +130,7 @@ TESTED_IN = {
     "radixkv.service.client.requests": "service/client/test_client.py",
     "radixkv.service.client.route_calls": "service/cluster/test_ingress_server.py",
     "radixkv.service.client.streams": "whole/test_transfer.py",
-    "radixkv.service.cluster.question": "service/cluster/test_picture.py",
+    "radixkv.service.cluster.question": "service/cluster/test_fleet_state.py",
     "radixkv.service.cluster.servicers": "service/cluster/test_ingress_server.py",
     "radixkv.service.commands.connection_arguments": "service/commands/test_client_commands.py",
     "radixkv.service.commands.planning.hit_rate_plot": "service/commands/planning/test_simulate_command.py",

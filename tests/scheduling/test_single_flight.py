@@ -14,7 +14,7 @@ from radixkv.namespace import Namespace
 from radixkv.scheduling import single_flight
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.single_flight import SingleFlight
-from tests.core_bench import BLOCK_SIZE, Bench
+from tests.core_bench import BLOCK_SIZE, Bench, purge_at_once
 from tests.fake_runner import next_token, tokens
 
 SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))]
@@ -126,7 +126,7 @@ def test_nobody_follows_who_publishes_nothing_after_a_purge() -> None:
     bench = Bench(max_step_tokens=4, max_running_requests=4)
     bench.submit(range(100, 104))
     revoked = bench.submit(range(40))
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     bench.core.step()
     bench.core.step()
     other = bench.submit([*range(20), 99])
@@ -258,7 +258,7 @@ def test_a_crowd_that_is_cancelled_purged_and_failed_leaves_nobody_behind(seed: 
         if rng.random() < 0.1:
             rng.choice(list(futures)).cancel()
         if rng.random() < 0.05:
-            bench.core.purge(tenant=rng.choice("ab"), adapter=None, salt=None)
+            purge_at_once(bench.core, tenant=rng.choice("ab"))
         if rng.random() < 0.05:
             bench.runner.fail_next = RuntimeError("device")
         if rng.random() < 0.5:

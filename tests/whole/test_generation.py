@@ -11,7 +11,7 @@ from radixkv.api.result import FinishReason, GenerateResult, GenerationFuture
 from radixkv.api.retention import Retention
 from radixkv.cache.tenants import Quota
 from radixkv.errors import DeadlineExceeded, OutOfBlocks, StepFailed
-from tests.core_bench import BLOCK_SIZE, Bench
+from tests.core_bench import BLOCK_SIZE, Bench, purge_at_once
 from tests.fake_runner import next_token, tokens
 
 
@@ -363,7 +363,7 @@ class TestPressure:
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.tally.load().requests.paused:
             bench.core.step()
-        bench.core.purge(tenant="", adapter=None, salt=None)
+        purge_at_once(bench.core, tenant="")
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
         assert bench.core.tally.load().blocks.published == 0

@@ -14,13 +14,13 @@ import pytest
 
 from radixkv.config import ServerConfig
 from radixkv.service.client import AsyncClient, Client, KVSource
+from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.forwarder import Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.line import Line, Patience
-from radixkv.service.cluster.picture import Picture
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
 from radixkv.service.cluster.split.hand_over import HandOver
 from tests.patience import PATIENCE_S, wait_until
-from tests.service.cluster.fake_line import facts
+from tests.service.cluster.fake_connection import facts
 from tests.whole.forked_server import serving
 from tests.whole.test_transfer import fetching_from, prompt
 
@@ -46,27 +46,27 @@ OPTIONS = {"max_new_tokens": _NEW_TOKENS, "temperature": 0.9, "seed": 7, "ignore
 @contextlib.asynccontextmanager
 async def split_fleet(computing: list[str], generating: list[str]) -> AsyncIterator[Split]:
     async with contextlib.AsyncExitStack() as stack:
-        pictures = []
+        states = []
         for addresses in (computing, generating):
-            picture = Picture(lambda about: Line(about, Patience(0.1, 5.0)))
-            stack.push_async_callback(picture.close)
-            picture.update(dataclasses.replace(facts(address), event_block_size=16) for address in addresses)
-            pictures.append(picture)
+            state = FleetState(lambda about: ReplicaConnection(about, Patience(0.1, 5.0)))
+            stack.push_async_callback(state.close)
+            state.update(dataclasses.replace(facts(address), event_block_size=16) for address in addresses)
+            states.append(state)
 
         async def choose(question):
-            return pictures[0].route(question)
+            return states[0].route(question)
 
         async def choose_generating(question):
             if split.before_generating is not None:
                 function, split.before_generating = split.before_generating, None
                 await asyncio.to_thread(function)
-            return pictures[1].route(question)
+            return states[1].route(question)
 
         forwarder = Forwarder(choose, 0.5)
         hand_over = HandOver(forwarder, Forwarder(choose_generating, 1.0))
 
         async def roll_call():
-            return [line for picture in pictures for line in picture.lines]
+            return [connection for state in states for connection in state.connections]
 
         server = IngressServer(ServerConfig(port=0), facts(computing[0]), forwarder, roll_call, hand_over)
         address = await server.start()

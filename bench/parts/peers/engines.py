@@ -41,7 +41,7 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def transformers(self, setting: Setting) -> Path:
-        """Return a directory in transformers' format. Raises NotInstalledError if it can't be made, as the others."""
+        """Return a directory in transformers' format. Raises NotInstalled if it can't be made, as the others."""
         name = f"{setting.model}-{setting.dtype}"
         arguments: list[str | Path] = ["-m", "bench.parts.peers.checkpoint", setting.model, setting.dtype]
         return self._made(name, None, lambda path: [*arguments, path])
@@ -101,7 +101,7 @@ def build_worker(
     """Make an engine's environment and checkpoint, and a worker that is not started yet.
 
     Raises:
-        NotInstalledError: one of them can't be made.
+        NotInstalled: one of them can't be made.
     """
     engine = ENGINES[name]
     command = [str(environments.python(engine.environment)), "-m", f"{_WORKERS}.{engine.worker}"]

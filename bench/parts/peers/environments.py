@@ -15,7 +15,7 @@ _SHOWN_LOG_LINES = 6
 _UNUSED_PARTS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", "OPENSSL", "SUBPROCESS")
 
 
-class NotInstalledError(Exception):
+class NotInstalled(Exception):
     """A peer can't be installed here. The message says why."""
 
 
@@ -76,7 +76,7 @@ class Environments:
         """Return the interpreter of an environment, which is made if need be; this one for None.
 
         Raises:
-            NotInstalledError: it can't be made.
+            NotInstalled: it can't be made.
         """
         if name is None:
             return Path(sys.executable)
@@ -105,7 +105,7 @@ class Environments:
         """Run an environment's Python on something that is made once, such as a converted checkpoint.
 
         Raises:
-            NotInstalledError: it failed. The message ends with its output.
+            NotInstalled: it failed. The message ends with its output.
         """
         self._run([self.python(name), *arguments], self._cache / "prepare.log", what)
 
@@ -137,11 +137,11 @@ class Environments:
                     check=False,
                 ).returncode
             except (OSError, subprocess.TimeoutExpired) as error:
-                raise NotInstalledError(f"{what}: {error}") from error
+                raise NotInstalled(f"{what}: {error}") from error
         if status:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             shown = "\n".join(lines[-_SHOWN_LOG_LINES:])
-            raise NotInstalledError(f"{what}: expected exit status 0, got {status}; {log} ends with:\n{shown}")
+            raise NotInstalled(f"{what}: expected exit status 0, got {status}; {log} ends with:\n{shown}")
 
 
 def _rename(folder: Path, package: str, name: str, version: str) -> None:

@@ -18,7 +18,7 @@ _STOP_TIMEOUT_S = 30.0
 _SHOWN_STDERR_BYTES = 2000
 
 
-class WorkerError(Exception):
+class WorkerFailed(Exception):
     """A worker that died, refused a task or answered something else. The message says why."""
 
 
@@ -83,18 +83,18 @@ class WorkerProcess:
         """Read the first line.
 
         Raises:
-            WorkerError: the worker ended, or said something else.
+            WorkerFailed: the worker ended, or said something else.
         """
         ready = self._read()
         if not isinstance(ready, Ready):
-            raise WorkerError(f"{self.name}: expected to get ready, got {ready}")
+            raise WorkerFailed(f"{self.name}: expected to get ready, got {ready}")
         return ready
 
     def run(self, task: Task) -> Measured:
         """Hand over a task and wait for its answers.
 
         Raises:
-            WorkerError: the worker died, failed at the task, or answered other than was asked.
+            WorkerFailed: the worker died, failed at the task, or answered other than was asked.
         """
         assert self._process is not None
         assert self._process.stdin is not None
@@ -106,9 +106,9 @@ class WorkerProcess:
             pass  # its end is told below, with its stderr
         done = self._read()
         if not isinstance(done, Done):
-            raise WorkerError(f"{self.name}: {done}")
+            raise WorkerFailed(f"{self.name}: {done}")
         if [len(ids) for ids in done.token_ids] != [task.new_tokens] * len(task.prompts):
-            raise WorkerError(f"{self.name}: expected {task.new_tokens} tokens for each prompt, got others")
+            raise WorkerFailed(f"{self.name}: expected {task.new_tokens} tokens for each prompt, got others")
         return Measured(done, cpu_s(self._process.pid) - before_s)
 
     def stop(self) -> None:
@@ -142,14 +142,14 @@ class WorkerProcess:
         if not line:
             status = self._process.wait()
             if self._is_late:
-                raise WorkerError(f"{self.name}: expected a line within {self._timeout_s:g} s, got none")
-            raise WorkerError(
+                raise WorkerFailed(f"{self.name}: expected a line within {self._timeout_s:g} s, got none")
+            raise WorkerFailed(
                 f"{self.name}: ended with exit status {status}; its stderr ends with:\n{self._last_words()}"
             )
         try:
             return from_line(line)
         except ValueError as error:
-            raise WorkerError(f"{self.name}: {error}") from None
+            raise WorkerFailed(f"{self.name}: {error}") from None
 
     def _kill(self) -> None:
         assert self._process is not None

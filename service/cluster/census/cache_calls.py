@@ -13,13 +13,13 @@ from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.census.stats_sum import summed
 from radixkv.service.cluster.forwarder import ReplicaRefusal
-from radixkv.service.cluster.line import Line, ReplicaLost
-from radixkv.service.cluster.servicers import manners, telling
+from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
+from radixkv.service.cluster.servicers import call_options, replica_errors_as_status
 from radixkv.service.server.messages import require_names
 from radixkv.service.server.unfinished_calls import Context
 from radixkv.v1 import cache_pb2
 
-RollCall = Callable[[], Awaitable[Sequence[Line]]]
+RollCall = Callable[[], Awaitable[Sequence[ReplicaConnection]]]
 """Returns the connections to all replicas."""
 
 
@@ -41,8 +41,10 @@ class FleetCacheCalls:
     async def purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:
         """Forget namespaces on all replicas. The call ends well only if each of them has done so."""
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
-        async with telling(context):
-            answers, failures = await self._ask_all(lambda line: line.cache.Purge(request, **manners(line, context)))
+        async with replica_errors_as_status(context):
+            answers, failures = await self._ask_all(
+                lambda connection: connection.cache.Purge(request, **call_options(connection, context))
+            )
             if failures:
                 raise _not_all(failures, len(answers))
         response = cache_pb2.PurgeResponse()
@@ -61,8 +63,10 @@ class FleetCacheCalls:
     async def stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:
         """Count what all replicas hold and have done, and tell what each of them said."""
         require_names(tenant=request.tenant)
-        async with telling(context):
-            answers, failures = await self._ask_all(lambda line: line.cache.Stats(request, **manners(line, context)))
+        async with replica_errors_as_status(context):
+            answers, failures = await self._ask_all(
+                lambda connection: connection.cache.Stats(request, **call_options(connection, context))
+            )
             if not answers:
                 raise _not_all(failures, 0)
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
@@ -74,29 +78,29 @@ class FleetCacheCalls:
         return response
 
     async def _ask_all(
-        self, ask: Callable[[Line], Awaitable[Any]]
+        self, ask: Callable[[ReplicaConnection], Awaitable[Any]]
     ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
         """Ask each replica. Returns the answers, and the failures of those that gave none, by their addresses."""
-        lines = await self._roll_call()
-        if not lines:
+        connections = await self._roll_call()
+        if not connections:
             raise NoReplica("replicas: expected at least one, got none")
 
-        async def one(line: Line) -> Any:
-            line.num_calls += 1
+        async def one(connection: ReplicaConnection) -> Any:
+            connection.num_calls += 1
             try:
-                return await line.wait_for(ask(line))
+                return await connection.wait_for(ask(connection))
             except (grpc.aio.AioRpcError, ReplicaLost) as failure:
                 return failure
             finally:
-                line.num_calls -= 1
+                connection.num_calls -= 1
 
         answers: dict[str, Any] = {}
         failures: dict[str, grpc.aio.AioRpcError | ReplicaLost] = {}
-        for line, answer in zip(lines, await asyncio.gather(*map(one, lines)), strict=True):
+        for connection, answer in zip(connections, await asyncio.gather(*map(one, connections)), strict=True):
             if isinstance(answer, (grpc.aio.AioRpcError, ReplicaLost)):
-                failures[line.facts.address] = answer
+                failures[connection.facts.address] = answer
             else:
-                answers[line.facts.address] = answer
+                answers[connection.facts.address] = answer
         return answers, failures
 
 

@@ -12,12 +12,12 @@ import grpc.aio
 
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
-from radixkv.service.cluster.line import Line, ReplicaLost
 from radixkv.service.cluster.question import Question, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.cluster.split.joined_answer import joined
 from radixkv.v1 import prefill_pb2
 
-Manners = Callable[[Line], dict[str, Any]]
+CallOptions = Callable[[ReplicaConnection], dict[str, Any]]
 """Returns deadline and metadata of a call to a replica."""
 
 _MAX_SOURCES = 3
@@ -57,14 +57,14 @@ class HandOver:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def stream(
-        self, request: prefill_pb2.GenerateRequest, question: Callable[[], Question], manners: Manners
+        self, request: prefill_pb2.GenerateRequest, question: Callable[[], Question], call_options: CallOptions
     ) -> AsyncGenerator[tuple[Routed, prefill_pb2.GenerateResponse], None]:
         """Generate. Yields each part of the answer with the replica that generates.
 
         Args:
             request: without a `kv_source`.
             question: makes the question where its prompt is to go.
-            manners: of the calls.
+            call_options: makes the deadline and the metadata of a call to a replica.
 
         Raises:
             ReplicaRefusal: what a replica answered, or that none can be reached.
@@ -72,10 +72,10 @@ class HandOver:
         """
         computed, generated = question(), question()
         for num_left in range(_MAX_SOURCES, -1, -1):
-            lease = await self._compute(request, computed, manners) if num_left and _is_sent(request) else None
+            lease = await self._compute(request, computed, call_options) if num_left and _is_sent(request) else None
             has_begun = False
             try:
-                async with contextlib.aclosing(self._parts(request, generated, lease, manners)) as parts:
+                async with contextlib.aclosing(self._parts(request, generated, lease, call_options)) as parts:
                     async for routed, part in parts:
                         if lease is not None and not has_begun:
                             self._release(lease)
@@ -85,7 +85,7 @@ class HandOver:
             except (ReplicaRefusal, SourceLost) as failure:
                 if lease is None or has_begun or not _is_of_source(failure):
                     raise
-                computed.avoid.add(lease.line.facts.address)
+                computed.avoid.add(lease.connection.facts.address)
             finally:
                 if lease is not None and not has_begun:
                     self._release(lease)
@@ -95,7 +95,7 @@ class HandOver:
         await asyncio.gather(*self._releases)
 
     async def _compute(
-        self, request: prefill_pb2.GenerateRequest, question: Question, manners: Manners
+        self, request: prefill_pb2.GenerateRequest, question: Question, call_options: CallOptions
     ) -> _Lease | None:
         """Have a prompt computed and held. Returns None if no replica is there that could, or if it was purged."""
         asked = prefill_pb2.PrefillRequest()
@@ -103,7 +103,7 @@ class HandOver:
         asked.hold_lease = True
         try:
             routed, answer = await self._computing.answer(
-                question, lambda line: line.prefill.Prefill(asked, **manners(line))
+                question, lambda connection: connection.prefill.Prefill(asked, **call_options(connection))
             )
         except NoReplica:
             return None
@@ -112,18 +112,21 @@ class HandOver:
                 return None
             raise
         routed.finish(answer.usage.computed_tokens)
-        return _Lease(routed.line, request.prefill.tenant, answer) if answer.lease_id else None
+        return _Lease(routed.connection, request.prefill.tenant, answer) if answer.lease_id else None
 
     def _parts(
-        self, request: prefill_pb2.GenerateRequest, question: Question, lease: _Lease | None, manners: Manners
+        self, request: prefill_pb2.GenerateRequest, question: Question, lease: _Lease | None, call_options: CallOptions
     ) -> AsyncGenerator[tuple[Routed, prefill_pb2.GenerateResponse], None]:
         asked = prefill_pb2.GenerateRequest()
         asked.CopyFrom(request)
         if lease is not None:
             asked.kv_source.CopyFrom(lease.source)
 
-        def ask(line: Line) -> _WatchedCall:
-            return _WatchedCall(line.prefill.Generate(asked, **manners(line)), None if lease is None else lease.line)
+        def ask(connection: ReplicaConnection) -> _WatchedCall:
+            return _WatchedCall(
+                connection.prefill.Generate(asked, **call_options(connection)),
+                None if lease is None else lease.connection,
+            )
 
         return self.generating.stream(question, ask)
 
@@ -138,39 +141,39 @@ class _Lease:
     """The K/V of a prompt, held by a replica.
 
     Attributes:
-        line: to the replica.
+        connection: to the replica.
         answer: in which it told of the lease.
     """
 
-    def __init__(self, line: Line, tenant: str, answer: prefill_pb2.PrefillResponse) -> None:
-        self.line = line
+    def __init__(self, connection: ReplicaConnection, tenant: str, answer: prefill_pb2.PrefillResponse) -> None:
+        self.connection = connection
         self.answer = answer
         self._tenant = tenant
 
     @property
     def source(self) -> prefill_pb2.KVSource:
         """The lease, as the other replica is told of it."""
-        address = self.line.facts.address
+        address = self.connection.facts.address
         return prefill_pb2.KVSource(address=address, lease_id=self.answer.lease_id, epoch=self.answer.epoch)
 
     async def release(self) -> None:
         """Give it back."""
         request = prefill_pb2.ReleaseRequest(lease_id=self.answer.lease_id, tenant=self._tenant)
-        self.line.num_calls += 1
+        self.connection.num_calls += 1
         try:
-            await self.line.wait_for(
-                self.line.prefill.Release(request, timeout=_RELEASE_S, metadata=self.line.metadata)
+            await self.connection.wait_for(
+                self.connection.prefill.Release(request, timeout=_RELEASE_S, metadata=self.connection.metadata)
             )
         except (grpc.aio.AioRpcError, ReplicaLost):
             pass
         finally:
-            self.line.num_calls -= 1
+            self.connection.num_calls -= 1
 
 
 class _WatchedCall:
     """A stream of answers whose first part depends on one more replica, the source of its K/V."""
 
-    def __init__(self, call: Any, source: Line | None) -> None:
+    def __init__(self, call: Any, source: ReplicaConnection | None) -> None:
         self._call = call
         self._source = source
 

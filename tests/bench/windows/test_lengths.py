@@ -5,20 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from bench.windows.lengths import SHAPES, Shape, main, pools_of, reused_share
+from bench.windows.lengths import RULES, SHAPES, Shape, main, pools_of, reused_share
 
 
 def test_pools_take_the_memory_of_one() -> None:
     half = Shape("half", 512, 1, 1)
-    num_blocks, num_parts = pools_of(half, 1000, "now")
+    num_blocks, num_parts = pools_of(half, 1000, "own pool")
     assert (num_blocks, num_parts) == (1600, 400)
-    assert pools_of(half, 1000, "before") == (1000, 250)
     assert pools_of(half, 1000, "one pool") == (1000, 0)
-    assert pools_of(Shape("long", 4096, 1, 1), 1000, "now") == (1000, 0)
-    assert pools_of(Shape("all", 4096, 1, 0), 1000, "now") == (8000, 1000)
+    assert pools_of(Shape("long", 4096, 1, 1), 1000, "own pool") == (1000, 0)
+    assert pools_of(Shape("all", 4096, 1, 0), 1000, "own pool") == (8000, 1000)
 
 
-@pytest.mark.parametrize("rule", ["one pool", "before", "now"])
+@pytest.mark.parametrize("rule", RULES)
 def test_prompts_that_come_again_are_found(rule: str) -> None:
     shape = Shape("half", 512, 1, 1)
     assert 0 < reused_share(shape, 256, rule, 2048, num_requests=40, seed=1) < 1

@@ -136,7 +136,8 @@ class Oracle:
         self._handed_out.update(block_ids.tolist())
 
     def poison_free_blocks(self, cache: PrefixCache) -> None:
-        free = [block_id for block_id in self._handed_out if cache.pool.state(block_id) is BlockState.FREE]
+        states = cache.pool.states()
+        free = [block_id for block_id in self._handed_out if states[block_id] == BlockState.FREE]
         self.content[free] = FREE
         self._handed_out.difference_update(free)
 

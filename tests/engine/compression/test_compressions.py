@@ -18,6 +18,7 @@ from radixkv.engine.compression import compressions
 from radixkv.errors import QuotaExceeded, StepFailed
 from radixkv.model.model import Model
 from radixkv.namespace import Namespace
+from tests.core_bench import purge_at_once
 from tests.engine.compression.compressed_bench import BLOCK_SIZE, CompressedBench, load, prompt, scribble
 from tests.engine.compression.compression_oracle import oracle_logits
 from tests.fake_runner import tokens
@@ -248,7 +249,7 @@ def test_a_purge_takes_its_prompt_and_not_its_answer(
     future = bench.generate(prompt(50), 20, compression, read_cache=read_cache)
     for _ in range(num_steps):
         bench.step()
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     bench.run()
     assert bits(result_of(future)) == bits(alone(model, 50, 20, compression))
     assert bench.cache.pool.num_published == 0

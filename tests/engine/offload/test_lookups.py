@@ -10,6 +10,7 @@ from radixkv.api.result import PrefillResult
 from radixkv.engine.offload import offload
 from radixkv.errors import DeadlineExceeded, StoreLate, StoreUnavailable
 from radixkv.namespace import Namespace
+from tests.core_bench import purge_at_once
 from tests.fake_runner import next_token, tokens
 
 from .tiered_bench import SteppedStore, TieredBench
@@ -129,7 +130,7 @@ def test_a_request_that_was_purged_publishes_nothing_of_what_others_computed_sin
     first, second, store = two_servers()
     future = second.submit(PROMPT)
     ask, store.calls = store.calls, []
-    second.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(second.core, tenant="")
     store.run()
     first.prefill(PROMPT)
     store.calls = ask
@@ -193,7 +194,7 @@ def test_random_traffic_of_two_servers_reads_only_what_is_its_own(seed: int, mon
         elif choice < 0.45 and futures:
             rng.choice(futures)[1].cancel()
         elif choice < 0.5:
-            bench.core.purge(tenant=rng.choice(["a", "b", None]), adapter=None, salt=None)
+            purge_at_once(bench.core, tenant=rng.choice(["a", "b", None]))
         elif choice < 0.55:
             bench.cache.evict(rng.randrange(4))
         bench.core.step()
@@ -209,7 +210,7 @@ def test_random_traffic_of_two_servers_reads_only_what_is_its_own(seed: int, mon
             num_remote += remote(future.result(0))
     assert num_remote
     for bench in benches:
-        bench.core.purge(tenant=None, adapter=None, salt=None)
+        purge_at_once(bench.core, tenant=None)
         bench.run()
         assert bench.cache.pool.num_free == bench.cache.pool.num_blocks
     assert not shared.memory.size().num_objects

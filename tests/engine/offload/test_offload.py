@@ -23,6 +23,7 @@ from radixkv.errors import DeadlineExceeded, InvalidRequest, StoreLate, StorePau
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
 from radixkv.storage.tiers.block_store import PutResult
+from tests.core_bench import purge_at_once
 from tests.fake_runner import next_token, tokens
 
 from .tiered_bench import BLOCK_SIZE, FakeMover, TieredBench
@@ -186,7 +187,7 @@ def test_a_purge_takes_the_blocks_that_came_with_a_waiting_request() -> None:
     future: Future[PrefillResult] = Future()
     fetched = fetched_from(TieredBench())
     bench.core.submit(Request(PrefillParams(tokens(PROMPT)), NAMESPACE, future, 0.0, fetched=fetched))
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     bench.run()
     assert future.result(0).usage.computed_tokens == 13
 
@@ -397,7 +398,7 @@ def test_a_request_that_may_not_write_publishes_nothing_of_what_it_loads() -> No
 
 def test_nothing_of_a_purged_namespace_is_loaded() -> None:
     bench = emptied(TieredBench())
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
     (store,) = bench.stores.values()
     assert store.memory.size().num_objects == 0
@@ -407,7 +408,7 @@ def test_what_a_store_could_not_delete_is_deleted_later_also_if_no_request_comes
     bench = emptied(TieredBench())
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     store.run()
     assert bench.core.seconds_to_rest() == 1.0
     store.error = None
@@ -498,7 +499,7 @@ def test_a_load_that_ends_while_steps_are_started_ahead_is_taken_up() -> None:
 def test_a_purge_while_blocks_are_loaded_leaves_nothing_of_them() -> None:
     bench = emptied(TieredBench())
     future = bench.submit(PROMPT)
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     bench.run()
     assert loaded(future.result(0)) == (0, 0, 0)
     assert future.result(0).miss_reason is MissReason.EVICTED
@@ -510,7 +511,7 @@ def test_a_purge_reaches_what_is_still_being_saved() -> None:
     bench.prefill(PROMPT)
     bench.submit(FLOOD)
     bench.core.step()  # the store has been told, and has done nothing
-    bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(bench.core, tenant="")
     bench.run()
     (store,) = bench.stores.values()
     assert store.memory.size().num_objects == 0
@@ -558,7 +559,7 @@ def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytes
         elif choice < 0.45 and futures:
             rng.choice(futures)[1].cancel()
         elif choice < 0.5:
-            bench.core.purge(tenant=rng.choice(["a", "b", None]), adapter=None, salt=None)
+            purge_at_once(bench.core, tenant=rng.choice(["a", "b", None]))
         elif choice < 0.55:
             bench.cache.evict(rng.randrange(4))
         elif choice < 0.65:
@@ -578,7 +579,7 @@ def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytes
         answer = [*ids, *future.result(0).token_ids] if future.exception(0) is None else ids
         assert all(answer[end] == next_token(tokens(answer[:end])) for end in range(len(ids), len(answer)))
     assert num_loaded or seed in WITHOUT_LOADS
-    bench.core.purge(tenant=None, adapter=None, salt=None)
+    purge_at_once(bench.core, tenant=None)
     bench.run()
     assert bench.cache.pool.num_free == bench.cache.pool.num_blocks
     assert [store.memory.size().num_objects for store in bench.stores.values()] == [0, 0]

@@ -6,6 +6,7 @@ import pytest
 
 from radixkv.errors import StoreLate, StoreUnavailable
 from radixkv.namespace import PUBLIC_TENANT, Namespace
+from tests.core_bench import purge_at_once
 
 from .test_lookups import PROMPT, remote, two_servers
 
@@ -15,7 +16,7 @@ def test_a_purge_reaches_what_another_server_stored() -> None:
     first.prefill(PROMPT, tenant="acme")
     first.prefill(PROMPT, tenant="other")
     first.run()
-    second.core.purge(tenant="acme", adapter=None, salt=None)
+    purge_at_once(second.core, tenant="acme")
     second.run()
     assert store.memory.size().num_objects == 3
     assert remote(second.prefill(PROMPT, tenant="acme")) == 0
@@ -25,7 +26,7 @@ def test_a_purge_reaches_what_another_server_stored() -> None:
 def test_nothing_is_loaded_before_the_store_has_purged() -> None:
     first, second, _ = two_servers()
     first.prefill(PROMPT)
-    second.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(second.core, tenant="")
     future = second.submit(PROMPT)
     while second.core.has_work:
         second.core.step()
@@ -39,7 +40,7 @@ def test_an_answer_that_is_older_than_a_purge_is_not_believed() -> None:
     first.prefill(PROMPT)
     future = second.submit(PROMPT)
     ask, store.calls = store.calls, []
-    second.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(second.core, tenant="")
     purge, store.calls = store.calls, ask
     store.run()
     second.core.step()
@@ -55,7 +56,7 @@ def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
     first.prefill(PROMPT, tenant="acme")
     first.prefill(PROMPT, tenant="other")
     store.error = error
-    second.core.purge(tenant="acme", adapter=None, salt=None)
+    purge_at_once(second.core, tenant="acme")
     store.run()
     assert second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
     assert not second.offload.purger.is_purging("redis", Namespace("fake", "other"))

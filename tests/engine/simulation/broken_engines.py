@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from radixkv.engine.core import EngineCore
 from radixkv.engine.delivery import Delivery
 from radixkv.engine.endings import Endings
 from radixkv.engine.growth import Growth
+from radixkv.engine.offload.deletions import PurgeBegun
 from radixkv.engine.sampler import Prediction
 from radixkv.engine.step import Computed, NextStep, Step
 from radixkv.engine.step_budget import StepBudget
@@ -273,15 +274,15 @@ def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
 
 
 def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
-    purge = EngineCore.purge
+    purging = EngineCore.purging
 
-    def purge_and_go_on(core: EngineCore, **names: str | None) -> object:
-        purged = purge(core, **names)
+    def purging_and_going_on(core: EngineCore, **names: str | None) -> Generator[None, None, PurgeBegun]:
+        begun = yield from purging(core, **names)
         for request in core._scheduler.requests():
             request.is_revoked = False
-        return purged
+        return begun
 
-    patch.setattr(EngineCore, "purge", purge_and_go_on)
+    patch.setattr(EngineCore, "purging", purging_and_going_on)
 
 
 def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Generation, Request
 from radixkv.tokens import TOKEN_BYTES
 from tests.adapter_doubles import FakeDevice
+from tests.core_bench import purge_at_once
 from tests.engine.simulation.answer_oracle import Asked
 from tests.engine.simulation.engine_events import (
     Ask,
@@ -376,7 +377,7 @@ class SimulatedEngine:
         self.oracle.events["retained tokens"] += grant.granted_tokens
 
     def _purge(self, purge: Purge) -> None:
-        purged = self.core.purge(tenant=purge.tenant, adapter=None, salt=purge.salt)
+        purged = purge_at_once(self.core, tenant=purge.tenant, salt=purge.salt)
         self.oracle.purged(purge.tenant, purge.salt)
         self.oracle.events["blocks purged"] += purged.freed_blocks
         self.oracle.events["blocks purged in use"] += purged.pinned_blocks

@@ -319,12 +319,13 @@ class SimulatedRunner:
 
     def _verify_writes(self, parts: Sequence[Part]) -> None:
         """Assert that each written block has one writer, its owner, and that no copied block is being written."""
+        states = self._cache.pool.states()
         written = [self._blocks_to_write(part.chunk) for part in parts]
         all_written = [block_id for block_ids in written for block_id in block_ids]
         if len(set(all_written)) < len(all_written):
             self.violations.append("two chunks of a step write the same block")
         for (chunk, lease, num_tokens), block_ids in zip(parts, written, strict=True):
-            if any(self._cache.pool.state(block_id) is not BlockState.LEASED for block_id in block_ids):
+            if any(states[block_id] != BlockState.LEASED for block_id in block_ids):
                 self.violations.append("a step writes a block that is free or published")
             num_trunk_blocks = (lease.num_tokens - lease.own.num_tokens) // self._cache.block_size
             if chunk.start // self._cache.block_size < num_trunk_blocks + lease.own.num_published_blocks:
@@ -335,7 +336,7 @@ class SimulatedRunner:
                 self.violations.append("a step begins with a block table that is not that of the lease any more")
             if chunk.copy is not None and chunk.copy.source in all_written:
                 self.violations.append("a block is copied that the same step writes")
-            if chunk.copy is not None and self._cache.pool.state(chunk.copy.source) is BlockState.FREE:
+            if chunk.copy is not None and states[chunk.copy.source] == BlockState.FREE:
                 self.violations.append("a block is copied that is free")
 
     def _blocks_to_write(self, chunk: Chunk) -> list[int]:

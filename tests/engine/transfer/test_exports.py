@@ -15,6 +15,7 @@ from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
 from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.storage.tiers.block_object import ObjectFault, Wanted, open_object
+from tests.core_bench import purge_at_once
 from tests.engine.offload.tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, FakeMover, TieredBench
 from tests.fake_runner import tokens
 
@@ -83,7 +84,7 @@ def test_nothing_of_a_purged_prompt_is_given() -> None:
     exporting = Exporting()
     lease_id = exporting.hold()
     found = exporting.exports.blocks_of(lease_id, "")
-    exporting.bench.core.purge(tenant="", adapter=None, salt=None)
+    purge_at_once(exporting.bench.core, tenant="")
     for ask in (
         lambda: exporting.exports.blocks_of(lease_id, ""),
         lambda: exporting.exports.objects(lease_id, "", found, range(1)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.kernels.native import library
-from radixkv.kernels.native.library import NotCompiledError, load_library
+from radixkv.kernels.native.library import NotCompiled, load_library
 
 # A compiler that writes down what it is asked for, and makes what another one made: something that can be loaded.
 COMPILER = f"""#!/bin/sh
@@ -34,24 +34,24 @@ def compiler(folder: Path, text: str = COMPILER) -> dict[str, str]:
 
 
 def test_a_machine_without_a_compiler_is_told_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiledError, match=r"it needs GCC, and there is no c\+\+ or g\+\+"):
+    with pytest.raises(NotCompiled, match=r"it needs GCC, and there is no c\+\+ or g\+\+"):
         load_library(tmp_path, {"PATH": str(tmp_path)})
 
 
 def test_a_compiler_that_was_asked_for_is_not_replaced_by_another(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiledError, match="there is no mycc"):
+    with pytest.raises(NotCompiled, match="there is no mycc"):
         load_library(tmp_path, {**compiler(tmp_path / "bin"), "CXX": "mycc"})
 
 
 def test_other_processors_have_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    with pytest.raises(NotCompiledError, match="AVX2"):
+    with pytest.raises(NotCompiled, match="AVX2"):
         load_library(tmp_path)
 
 
 def test_the_last_line_of_a_failing_compiler_is_told(tmp_path: Path) -> None:
     failing = compiler(tmp_path / "bin", '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no space left >&2\nexit 1\n')
-    with pytest.raises(NotCompiledError, match=r"ended with status 1: no space left$"):
+    with pytest.raises(NotCompiled, match=r"ended with status 1: no space left$"):
         load_library(tmp_path / "kept", failing)
     assert list((tmp_path / "kept").iterdir()) == []
 
@@ -89,7 +89,7 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_loaded_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiledError, match=r"native-[0-9a-f]{16}\.so: .*(too short|invalid)"):
+    with pytest.raises(NotCompiled, match=r"native-[0-9a-f]{16}\.so: .*(too short|invalid)"):
         load_library(tmp_path / "kept", compiler(tmp_path / "bin", MAKES_NO_LIBRARY))
 
 
@@ -101,7 +101,7 @@ def test_another_compiler_makes_another_library(tmp_path: Path) -> None:
 
 def test_a_folder_that_can_not_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file")
-    with pytest.raises(NotCompiledError, match="kept"):
+    with pytest.raises(NotCompiled, match="kept"):
         load_library(tmp_path / "kept", compiler(tmp_path / "bin"))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels import reference
-from radixkv.kernels.native.library import NotCompiledError, load_library
+from radixkv.kernels.native.library import NotCompiled, load_library
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention import native_kernels
 from radixkv.model.attention.native_kernels import NativeKernels
@@ -19,7 +19,7 @@ from tests.kernels.cases import GQA, LAYER, Step, make_step
 def library() -> ctypes.CDLL:
     try:
         return load_library(cache_directory())
-    except NotCompiledError as reason:
+    except NotCompiled as reason:
         pytest.skip(str(reason))
 
 

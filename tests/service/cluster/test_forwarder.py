@@ -10,7 +10,7 @@ import pytest
 from radixkv.errors import NoReplica
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.cluster.question import Question
-from tests.service.cluster.fake_line import FakeLine, facts, failure
+from tests.service.cluster.fake_connection import FakeConnection, facts, failure
 
 GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
 
@@ -20,31 +20,33 @@ class Fleet:
 
     def __init__(self, **answers) -> None:
         self.answers = answers
-        self.lines = {name: FakeLine(facts(name)) for name in answers}
+        self.connections = {name: FakeConnection(facts(name)) for name in answers}
         self.asked: list[str] = []
         self.finished: list[str] = []
         self.now_s = 0.0
         self.forwarder = Forwarder(self.choose, 5.0, self.sleep, lambda: self.now_s)
 
     async def choose(self, question):
-        for name, line in self.lines.items():
+        for name, connection in self.connections.items():
             if name not in question.avoid:
-                return SimpleNamespace(name=name, line=line, finish=lambda *_, name=name: self.finished.append(name))
+                return SimpleNamespace(
+                    name=name, connection=connection, finish=lambda *_, name=name: self.finished.append(name)
+                )
         raise NoReplica("replicas: expected one, got none")
 
     async def sleep(self, seconds) -> None:
         self.now_s += seconds
 
-    async def ask(self, line):
-        self.asked.append(line.facts.address)
-        answer = self.answers[line.facts.address]
+    async def ask(self, connection):
+        self.asked.append(connection.facts.address)
+        answer = self.answers[connection.facts.address]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def stream(self, line):
-        self.asked.append(line.facts.address)
-        return FakeCall(self.answers[line.facts.address])
+    def stream(self, connection):
+        self.asked.append(connection.facts.address)
+        return FakeCall(self.answers[connection.facts.address])
 
     async def parts(self):
         parts = []
@@ -79,13 +81,13 @@ def test_another_replica_is_asked_when_one_is_gone() -> None:
     fleet = Fleet(a=GONE, b="yes")
     assert answered(fleet) == ("b", "yes")
     assert (fleet.asked, fleet.finished, fleet.forwarder.num_retries) == (["a", "b"], ["a"], 1)
-    assert [line.num_calls for line in fleet.lines.values()] == [0, 0]
-    assert fleet.lines["a"].num_looks == 1
+    assert [connection.num_calls for connection in fleet.connections.values()] == [0, 0]
+    assert fleet.connections["a"].num_looks == 1
 
 
 def test_another_replica_is_asked_when_one_is_silent() -> None:
     fleet = Fleet(a="never told", b="yes")
-    fleet.lines["a"].is_lost = True
+    fleet.connections["a"].is_lost = True
     assert answered(fleet) == ("b", "yes")
 
 
@@ -105,7 +107,7 @@ def test_a_replica_that_starts_again_is_waited_for() -> None:
         fleet.now_s += seconds
         if fleet.now_s > 3:
             fleet.answers["b"] = "yes"
-            fleet.lines["b"] = FakeLine(facts("b"))
+            fleet.connections["b"] = FakeConnection(facts("b"))
 
     fleet.forwarder = Forwarder(fleet.choose, 5.0, sleep, lambda: fleet.now_s)
     assert answered(fleet) == ("b", "yes")
@@ -136,8 +138,8 @@ def test_a_reader_that_leaves_ends_the_call() -> None:
     fleet = Fleet(a=["one", "two"])
     calls = []
 
-    def ask(line):
-        calls.append(fleet.stream(line))
+    def ask(connection):
+        calls.append(fleet.stream(connection))
         return calls[-1]
 
     async def leave() -> None:
@@ -147,4 +149,4 @@ def test_a_reader_that_leaves_ends_the_call() -> None:
 
     asyncio.run(leave())
     assert calls[0].is_cancelled
-    assert (fleet.finished, fleet.lines["a"].num_calls) == (["a"], 0)
+    assert (fleet.finished, fleet.connections["a"].num_calls) == (["a"], 0)

@@ -9,18 +9,18 @@ import pytest
 
 from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
+from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.ingress import Ingress
-from radixkv.service.cluster.picture import Picture
 from radixkv.service.cluster.question import Census, Question
 from tests.patience import PATIENCE_S
-from tests.service.cluster.fake_line import FakeLine, facts
+from tests.service.cluster.fake_connection import FakeConnection, facts
 
 
 class Handle:
-    """Routes by a picture, as Ray's handle does by the router of a deployment."""
+    """Routes by a fleet's state, as Ray's handle does by the router of a deployment."""
 
     def __init__(self) -> None:
-        self.picture = Picture(FakeLine)
+        self.state = FleetState(FakeConnection)
         self.is_there = asyncio.Event()
 
     @contextlib.asynccontextmanager
@@ -28,9 +28,9 @@ class Handle:
         assert not _reserve
         await self.is_there.wait()
         if isinstance(question, Census):
-            question.lines = self.picture.lines
+            question.connections = self.state.connections
         else:
-            question.answer = self.picture.route(question)
+            question.answer = self.state.route(question)
         yield
 
 
@@ -40,21 +40,21 @@ def test_the_ingress_listens_once_a_replica_is_there() -> None:
         starting = asyncio.create_task(started(handle))
         await asyncio.sleep(0)
         assert not starting.done()
-        handle.picture.update([facts("a")])
+        handle.state.update([facts("a")])
         handle.is_there.set()
         ingress = await starting
         await ingress.check_health()
         assert (await ingress.choose(Question(b"1234"))).name == "a"
-        assert [line.facts.address for line in await ingress.lines()] == ["a"]
+        assert [connection.facts.address for connection in await ingress.connections()] == ["a"]
         with pytest.raises(NoReplica):
             await ingress.choose(Question(b"1234", avoid={"a"}))
         handle.is_there.clear()
         with pytest.raises(NoReplica, match=r"expected one within 0\.05 s"):
             await ingress.choose(Question(b"1234"))
-        assert await ingress.lines() == []
+        assert await ingress.connections() == []
         await ingress.__del__()
         del Ingress.__del__  # as Ray does, since Python can't await it
-        await handle.picture.close()
+        await handle.state.close()
 
     async def started(handle) -> Ingress:
         ingress = object.__new__(Ingress)

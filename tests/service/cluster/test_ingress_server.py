@@ -14,16 +14,16 @@ from radixkv.config import ServerConfig
 from radixkv.routing.rule import Rule
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.cluster.facts import ReplicaFacts
+from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.forwarder import Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.line import Line, Patience
-from radixkv.service.cluster.picture import Picture
 from radixkv.service.cluster.question import Question
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
 from radixkv.service.cluster.servicers import REPLICA
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
-from tests.service.cluster.fake_line import SECRETS
+from tests.service.cluster.fake_connection import SECRETS
 from tests.service.fake_engine import LIMITS, FakeEngine, next_token_of
 from tests.service.serving import serving
 
@@ -37,12 +37,12 @@ def facts_of(address: str) -> ReplicaFacts:
 
 
 class Served:
-    """An ingress that serves, its picture and the engines behind it."""
+    """An ingress that serves, the state of its fleet and the engines behind it."""
 
-    def __init__(self, address: str, engines: dict[str, FakeEngine], picture: Picture, forwarder: Forwarder) -> None:
+    def __init__(self, address: str, engines: dict[str, FakeEngine], state: FleetState, forwarder: Forwarder) -> None:
         self.address = address
         self.engines = engines
-        self.picture = picture
+        self.state = state
         self.forwarder = forwarder
 
 
@@ -55,23 +55,25 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
             engine.events = FakeSource()
             _, address = await stack.enter_async_context(serving(engine))
             engines[address] = engine
-        picture = Picture(lambda facts: Line(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8))
-        stack.push_async_callback(picture.close)
-        picture.update(facts_of(address) for address in engines)
+        state = FleetState(
+            lambda facts: ReplicaConnection(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8)
+        )
+        stack.push_async_callback(state.close)
+        state.update(facts_of(address) for address in engines)
 
         async def choose(question):
-            return picture.route(question)
+            return state.route(question)
 
         forwarder = Forwarder(choose, 0.5)
 
         async def roll_call():
-            return picture.lines
+            return state.connections
 
         server = IngressServer(ServerConfig(port=0, **config), facts_of(next(iter(engines))), forwarder, roll_call)
         address = await server.start()
         stack.push_async_callback(server.drain)
         assert not server.has_ended
-        yield Served(address, engines, picture, forwarder)
+        yield Served(address, engines, state, forwarder)
 
 
 def run(test) -> None:
@@ -157,7 +159,7 @@ def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
             async def choose(question):
                 """Go to the first replica unless the question avoids it."""
                 avoid = question.avoid or served.engines.keys() - {first}
-                return served.picture.route(Question(question.tokens, avoid=set(avoid)))
+                return served.state.route(Question(question.tokens, avoid=set(avoid)))
 
             served.forwarder._choose = choose
             assert (await client.prefill(PROMPT)).next_token_id == next_token_of(PROMPT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.parts.peers.engines import ENGINES, Checkpoints, Setting, build_worker
-from bench.parts.peers.environments import NotInstalledError
+from bench.parts.peers.environments import NotInstalled
 
 SETTING = Setting("tiny", "bfloat16", 2)
 
@@ -29,7 +29,7 @@ class Kitchen:
         self.made.append((name, [str(each) for each in arguments]))
         Path(arguments[-1]).mkdir()
         if self.is_broken:
-            raise NotInstalledError(f"{what}: no")
+            raise NotInstalled(f"{what}: no")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -52,7 +52,7 @@ def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     kitchen = Kitchen()
     kitchen.is_broken = True
     checkpoints = Checkpoints(tmp_path, kitchen)  # type: ignore[arg-type]
-    with pytest.raises(NotInstalledError, match="checkpoint tiny-bfloat16: no"):
+    with pytest.raises(NotInstalled, match="checkpoint tiny-bfloat16: no"):
         checkpoints.transformers(SETTING)
     assert not (tmp_path / "tiny-bfloat16").exists()
 

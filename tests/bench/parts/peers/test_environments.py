@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.parts.peers.environments import RECIPES, Environments, NotInstalledError, Recipe
+from bench.parts.peers.environments import RECIPES, Environments, NotInstalled, Recipe
 
 EMPTY = {"peer": Recipe(())}
 
@@ -50,16 +50,14 @@ def test_an_environment_is_made_once_and_again_for_another_recipe(tmp_path: Path
 def test_a_failed_installation_is_tried_again(tmp_path: Path, pip_calls: list[list[str]]) -> None:
     environments = Environments(tmp_path, {"peer": Recipe(("bad==1",))})
     for _ in range(2):
-        with pytest.raises(
-            NotInstalledError, match=r"peer: an installation: expected exit status 0, got 1; .*peer\.log"
-        ):
+        with pytest.raises(NotInstalled, match=r"peer: an installation: expected exit status 0, got 1; .*peer\.log"):
             environments.python("peer")
     assert len(pip_calls) == 4
 
 
 def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     environments = Environments(tmp_path, {})
-    with pytest.raises(NotInstalledError, match=r"(?s)a model: .*ends with:\nno such model"):
+    with pytest.raises(NotInstalled, match=r"(?s)a model: .*ends with:\nno such model"):
         environments.run(None, ["-c", "import sys; sys.exit('no such model')"], "a model")
 
 

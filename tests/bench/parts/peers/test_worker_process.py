@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.parts.peers.process_tree import read_processes
-from bench.parts.peers.worker_process import WorkerError, WorkerProcess
+from bench.parts.peers.worker_process import WorkerFailed, WorkerProcess
 from bench.parts.peers.workers.task import Task
 from tests.bench.parts.peers.fake_processes import fake_process
 from tests.patience import wait_until
@@ -32,7 +32,7 @@ def test_tasks_are_answered_one_after_the_other() -> None:
 def test_a_task_that_fails_leaves_the_worker_running() -> None:
     with fake_process("openvino", "fails") as worker:
         worker.wait_until_ready()
-        with pytest.raises(WorkerError, match="openvino: ValueError: odd prompt"):
+        with pytest.raises(WorkerFailed, match="openvino: ValueError: odd prompt"):
             worker.run(Task([[1]], 1))
         assert worker.run(Task([[2]], 1)).done.token_ids == [[2]]
 
@@ -40,36 +40,36 @@ def test_a_task_that_fails_leaves_the_worker_running() -> None:
 def test_a_worker_that_dies_says_its_last_words() -> None:
     with fake_process(mode="dies") as worker:
         worker.wait_until_ready()
-        with pytest.raises(WorkerError, match=r"(?s)ended with exit status 7; .*out of memory"):
+        with pytest.raises(WorkerFailed, match=r"(?s)ended with exit status 7; .*out of memory"):
             worker.run(Task([[1]], 1))
         assert not worker.is_running
-        with pytest.raises(WorkerError, match="exit status 7"):
+        with pytest.raises(WorkerFailed, match="exit status 7"):
             worker.run(Task([[1]], 1))
 
 
 def test_a_worker_that_does_not_start_says_why() -> None:
-    with fake_process(mode="late") as worker, pytest.raises(WorkerError, match=r"(?s)exit status 1.*no such model"):
+    with fake_process(mode="late") as worker, pytest.raises(WorkerFailed, match=r"(?s)exit status 1.*no such model"):
         worker.wait_until_ready()
 
 
 def test_other_numbers_of_tokens_than_asked_for_are_refused() -> None:
     with fake_process(mode="many") as worker:
         worker.wait_until_ready()
-        with pytest.raises(WorkerError, match="expected 2 tokens for each prompt"):
+        with pytest.raises(WorkerFailed, match="expected 2 tokens for each prompt"):
             worker.run(Task([[1]], 2))
 
 
 def test_a_worker_that_says_nothing_is_killed() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(3600)"]
     with WorkerProcess("x", command, dict(os.environ), timeout_s=0.1) as worker:
-        with pytest.raises(WorkerError, match=r"x: expected a line within 0.1 s, got none"):
+        with pytest.raises(WorkerFailed, match=r"x: expected a line within 0.1 s, got none"):
             worker.wait_until_ready()
         assert not worker.is_running
 
 
 def test_a_program_that_says_something_else_is_refused() -> None:
     command = [sys.executable, "-c", "print('hello')"]
-    with WorkerProcess("x", command, dict(os.environ)) as worker, pytest.raises(WorkerError, match="got 'hello"):
+    with WorkerProcess("x", command, dict(os.environ)) as worker, pytest.raises(WorkerFailed, match="got 'hello"):
         worker.wait_until_ready()
 
 

@@ -64,18 +64,18 @@ def test_statistics_are_sums_and_those_of_each_replica() -> None:
 def test_a_replica_that_can_not_be_asked_is_named_and_not_counted() -> None:
     async def test() -> None:
         async with fleet(2, answer_s=0.2) as served, AsyncClient(served.address) as client:
-            line = served.picture.lines[1]
-            line.cache = cache_pb2_grpc.CacheServiceStub(grpc.aio.insecure_channel("127.0.0.1:1"))
+            connection = served.state.connections[1]
+            connection.cache = cache_pb2_grpc.CacheServiceStub(grpc.aio.insecure_channel("127.0.0.1:1"))
             told = await client.stats()
             first, second = told.replicas
             assert (first.error, second.HasField("stats")) == ("", False)
             assert second.error.startswith("UNAVAILABLE: ")
             assert told.blocks == first.stats.blocks
-            served.picture.lines[0].cache = line.cache
+            served.state.connections[0].cache = connection.cache
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.stats()
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            served.picture.update(())
+            served.state.update(())
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.stats()
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

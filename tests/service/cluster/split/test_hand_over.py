@@ -15,7 +15,7 @@ from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.cluster.question import Question
 from radixkv.service.cluster.split.hand_over import HandOver
 from radixkv.v1.prefill_pb2 import GenerateRequest, GenerateResponse, PrefillRequest, PrefillResponse, Usage
-from tests.service.cluster.fake_line import FakeLine, facts, failure
+from tests.service.cluster.fake_connection import FakeConnection, facts, failure
 
 GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
 NO_LEASE = failure(grpc.StatusCode.NOT_FOUND, "kv_source: lease_id: expected a lease that this tenant holds, got none")
@@ -29,21 +29,21 @@ class Replicas:
 
     def __init__(self, **answers: list[Any]) -> None:
         self.answers = answers
-        self.lines = {name: FakeLine(facts(name)) for name in answers}
+        self.connections = {name: FakeConnection(facts(name)) for name in answers}
         self.requests: list[tuple[str, Any]] = []
         self.released: list[tuple[str, str]] = []
         self.calls: list[Call] = []
-        for name, line in self.lines.items():
-            line.metadata = ()
-            line.prefill.Prefill = lambda request, name=name: self.prefill(name, request)
-            line.prefill.Generate = lambda request, name=name: self.generate(name, request)
-            line.prefill.Release = lambda request, name=name, **_: self.release(name, request)
+        for name, connection in self.connections.items():
+            connection.metadata = ()
+            connection.prefill.Prefill = lambda request, name=name: self.prefill(name, request)
+            connection.prefill.Generate = lambda request, name=name: self.generate(name, request)
+            connection.prefill.Release = lambda request, name=name, **_: self.release(name, request)
         self.forwarder = Forwarder(self.choose, 0.0)
 
     async def choose(self, question: Question) -> Any:
-        for name, line in self.lines.items():
+        for name, connection in self.connections.items():
             if name not in question.avoid:
-                return SimpleNamespace(name=name, line=line, finish=lambda *_: None)
+                return SimpleNamespace(name=name, connection=connection, finish=lambda *_: None)
         raise NoReplica("replicas: expected one, got none")
 
     async def prefill(self, name: str, request: PrefillRequest) -> PrefillResponse:
@@ -91,7 +91,7 @@ class Split:
         self.hand_over = HandOver(computing.forwarder, generating.forwarder)
 
     def parts(self, request: GenerateRequest = REQUEST) -> Any:
-        return self.hand_over.stream(request, lambda: Question(b"123412341234", "acme"), lambda line: {})
+        return self.hand_over.stream(request, lambda: Question(b"123412341234", "acme"), lambda connection: {})
 
     def answer(self, request: GenerateRequest = REQUEST) -> list[GenerateResponse]:
         async def all_parts() -> list[GenerateResponse]:
@@ -144,16 +144,16 @@ def test_a_prompt_whose_lease_is_lost_is_computed_elsewhere(lost: Exception) -> 
 
 def test_a_source_that_is_silent_is_left() -> None:
     split = Split(Replicas(p=["one"], q=["two"]), Replicas(d=[ANSWER, ANSWER]))
-    split.computing.lines["p"].is_lost = True
-    split.computing.lines["p"].wait_for = first_only(split.computing.lines["p"])
+    split.computing.connections["p"].is_lost = True
+    split.computing.connections["p"].wait_for = first_only(split.computing.connections["p"])
     assert tokens_of(split.answer()) == [7, 8]
     assert split.sources == [("d", "one"), ("d", "two")]
     assert split.generating.calls[0].is_cancelled
 
 
-def first_only(line: FakeLine) -> Any:
+def first_only(connection: FakeConnection) -> Any:
     """Answers the prefill, and is silent from then on."""
-    silent, num_calls = line.wait_for, 0
+    silent, num_calls = connection.wait_for, 0
 
     async def wait_for(awaitable: Any) -> Any:
         nonlocal num_calls

@@ -18,8 +18,8 @@ from radixkv.routing.router import Route, Router
 from radixkv.routing.routings import PREFIX, make_routing
 from radixkv.routing.rule import Rule
 from radixkv.service.cluster.facts import ReplicaFacts
-from radixkv.service.cluster.line import Line
 from radixkv.service.cluster.question import Question, Reason, Routed
+from radixkv.service.cluster.replica_connection import ReplicaConnection
 from radixkv.service.cluster.token_times import MeasuredTimes
 from radixkv.service.routing.event_stream import EventStream
 from radixkv.tokens import TOKEN_BYTES
@@ -27,12 +27,12 @@ from radixkv.tokens import TOKEN_BYTES
 _log = logging.getLogger(__name__)
 
 
-class Picture:
+class FleetState:
     """Knows the replicas of a fleet, and which of them gets a request.
 
-        Ray: who is there ─▶ update ─▶ a line each ─┬─ events ─▶ view ─┐
-                                                    └─ health          ├─▶ route ─▶ the rule of radixkv.routing
-        answers ─▶ finish ─▶ queues, measured times ───────────────────┘
+        Ray: who is there ─▶ update ─▶ a connection each ─┬─ events ─▶ view ─┐
+                                                          └─ health          ├─▶ route ─▶ the rule of radixkv.routing
+        answers ─▶ finish ─▶ queues, measured times ─────────────────────────┘
 
     It belongs to one event loop.
 
@@ -45,7 +45,7 @@ class Picture:
 
     def __init__(
         self,
-        connect: Callable[[ReplicaFacts], Line] = Line,
+        connect: Callable[[ReplicaFacts], ReplicaConnection] = ReplicaConnection,
         *,
         routing: str = PREFIX,
         rule: Rule = Rule(),  # noqa: B008 - it is frozen
@@ -55,7 +55,7 @@ class Picture:
         self._choose = make_routing(routing, rule)
         self._rule = rule
         self._clock = clock
-        self._lines: dict[str, Line] = {}
+        self._connections: dict[str, ReplicaConnection] = {}
         self._tasks: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._times = MeasuredTimes(clock)
@@ -64,25 +64,25 @@ class Picture:
     @property
     def names(self) -> tuple[str, ...]:
         """Addresses of the replicas."""
-        return tuple(self._lines)
+        return tuple(self._connections)
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def connections(self) -> tuple[ReplicaConnection, ...]:
         """Connections to the replicas."""
-        return tuple(self._lines.values())
+        return tuple(self._connections.values())
 
     def is_in_step(self, name: str) -> bool:
         """Whether all that a replica has cached is known."""
-        return self._router is not None and name in self._lines and self._router.view.is_in_step(name)
+        return self._router is not None and name in self._connections and self._router.view.is_in_step(name)
 
     def update(self, replicas: Iterable[ReplicaFacts]) -> None:
         """Follow those replicas that are there now, and forget the others."""
         there = {facts.address: facts for facts in replicas}
-        for name, line in list(self._lines.items()):
-            if there.get(name) != line.facts:
+        for name, connection in list(self._connections.items()):
+            if there.get(name) != connection.facts:
                 self._leave(name)
         for name, facts in there.items():
-            if name not in self._lines:
+            if name not in self._connections:
                 self._join(facts)
 
     def route(self, question: Question) -> Routed:
@@ -95,23 +95,23 @@ class Picture:
             NoReplica: no replica is left.
             UnknownLease: the replica with its K/V is not there.
         """
-        if question.source and question.source not in self._lines:
+        if question.source and question.source not in self._connections:
             raise UnknownLease("kv_source.address: expected that of a replica, got another, or of one that has ended")
-        silent = {name for name, line in self._lines.items() if not line.is_up}
-        left = self._lines.keys() - question.avoid
+        silent = {name for name, connection in self._connections.items() if not connection.is_up}
+        left = self._connections.keys() - question.avoid
         if self._router is None or not left:
             raise NoReplica("replicas: expected one that may get the request, got none")
         avoid = question.avoid | silent if left - silent else question.avoid
-        if question.source and self._lines.keys() - avoid - {question.source}:
+        if question.source and self._connections.keys() - avoid - {question.source}:
             avoid = avoid | {question.source}
         namespace = Namespace(self._fingerprint, question.tenant, question.adapter, question.salt)
         route = self._router.route(namespace, question.tokens, avoid)
         asyncio.get_running_loop().call_soon(self._router.remember)
-        line, num_replicas = self._lines[route.name], len(self._lines.keys() - avoid)
+        connection, num_replicas = self._connections[route.name], len(self._connections.keys() - avoid)
         left_tokens = len(question.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
         seconds = left_tokens * self._times.of(route.name).compute_s
         return Routed(
-            line, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
+            connection, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
         )
 
     async def close(self) -> None:
@@ -132,22 +132,22 @@ class Picture:
                 times=self._times.of,
             )
         name = facts.address
-        line = self._lines[name] = self._connect(facts)
+        connection = self._connections[name] = self._connect(facts)
         self._router.join(name)
-        stream = asyncio.ensure_future(EventStream(name, line, self._router.view).run())
+        stream = asyncio.ensure_future(EventStream(name, connection, self._router.view).run())
         stream.add_done_callback(partial(_tell_failure, name))
-        self._tasks[name] = (stream, asyncio.ensure_future(line.watch()))
-        _log.info("replica %s: joined, %d in all", name, len(self._lines))
+        self._tasks[name] = (stream, asyncio.ensure_future(connection.watch()))
+        _log.info("replica %s: joined, %d in all", name, len(self._connections))
 
     def _leave(self, name: str) -> None:
-        line = self._lines.pop(name)
+        connection = self._connections.pop(name)
         if self._router is not None:
             self._router.leave(name)
         self._times.forget(name)
-        closing = asyncio.ensure_future(_close(line, *self._tasks.pop(name)))
+        closing = asyncio.ensure_future(_close(connection, *self._tasks.pop(name)))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        _log.info("replica %s: left, %d in all", name, len(self._lines))
+        _log.info("replica %s: left, %d in all", name, len(self._connections))
 
     def _finish(self, route: Route, asked_s: float, computed_tokens: int | None) -> None:
         if self._router is not None and self._router.finished(route, computed_tokens):
@@ -168,10 +168,10 @@ def _tell_failure(name: str, stream: asyncio.Task[None]) -> None:
         _log.error("replica %s: its events can't be followed", name, exc_info=stream.exception())
 
 
-async def _close(line: Line, stream: asyncio.Task[None], watch: asyncio.Task[None]) -> None:
+async def _close(connection: ReplicaConnection, stream: asyncio.Task[None], watch: asyncio.Task[None]) -> None:
     """Let calls end, which are given up only where the replica no longer answers health checks."""
     stream.cancel()
-    await line.finish()
+    await connection.finish()
     watch.cancel()
     await asyncio.gather(stream, watch, return_exceptions=True)
-    await line.close()
+    await connection.close()

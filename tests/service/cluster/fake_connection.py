@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from radixkv.service.cluster.facts import FleetSecrets, ReplicaFacts
-from radixkv.service.cluster.line import ReplicaLost
+from radixkv.service.cluster.replica_connection import ReplicaLost
 
 SECRETS = FleetSecrets(bytes(range(32)), "token")
 
@@ -23,8 +23,8 @@ def failure(code: grpc.StatusCode, details: str = "told so") -> grpc.aio.AioRpcE
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(("a", "b")), details)
 
 
-class FakeLine:
-    """A line whose replica answers what a test says."""
+class FakeConnection:
+    """A connection whose replica answers what a test says."""
 
     def __init__(self, about: ReplicaFacts) -> None:
         self.facts = about

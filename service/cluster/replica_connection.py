@@ -44,7 +44,7 @@ class Patience:
     answer_s: float = 3.0
 
 
-class Line:
+class ReplicaConnection:
     """The connection to one replica: its calls, and whether it still answers.
 
     A replica whose machine is gone or whose process is stopped closes no connection. So it is asked for its health all

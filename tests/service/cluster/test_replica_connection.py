@@ -1,4 +1,4 @@
-"""Lines to servers of fake engines on loopback."""
+"""Connections to servers of fake engines on loopback."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import grpc
 import grpc.aio
 import pytest
 
-from radixkv.service.cluster.line import Line, Patience, ReplicaLost
+from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection, ReplicaLost
 from tests.patience import PATIENCE_S
-from tests.service.cluster.fake_line import facts
+from tests.service.cluster.fake_connection import facts
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.identity.certificates import Papers
 from tests.service.serving import serving
 
 
 @contextlib.asynccontextmanager
-async def line_to(address: str):
-    line = Line(replace(facts(address)), Patience(0.01, 5.0))
+async def connection_to(address: str):
+    connection = ReplicaConnection(replace(facts(address)), Patience(0.01, 5.0))
     try:
-        yield line
+        yield connection
     finally:
-        await line.close()
+        await connection.close()
 
 
 def run(test) -> None:
@@ -33,13 +33,13 @@ def run(test) -> None:
 
 def test_a_line_is_up_while_the_server_says_so() -> None:
     async def test() -> None:
-        async with serving(FakeEngine()) as (server, address), line_to(address) as line:
-            await line.look()
-            assert line.is_up
+        async with serving(FakeEngine()) as (server, address), connection_to(address) as connection:
+            await connection.look()
+            assert connection.is_up
             server._health.leave()
-            await line.look()
-            assert not line.is_up
-            assert await line.wait_for(asyncio.sleep(0, "an answer under way")) == "an answer under way"
+            await connection.look()
+            assert not connection.is_up
+            assert await connection.wait_for(asyncio.sleep(0, "an answer under way")) == "an answer under way"
 
     run(test)
 
@@ -56,21 +56,21 @@ def test_a_line_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
                 ({"tls_ca": str(tmp_path / "client_ca.pem")}, False),
                 ({}, False),
             ):
-                line = Line(facts(address), Patience(0.01, 5.0), **options)
-                await line.look()
-                assert line.is_up == is_up, options
-                await line.close()
+                connection = ReplicaConnection(facts(address), Patience(0.01, 5.0), **options)
+                await connection.look()
+                assert connection.is_up == is_up, options
+                await connection.close()
 
     run(test)
 
 
 def test_calls_to_a_server_that_is_gone_are_given_up() -> None:
     async def test() -> None:
-        async with line_to("127.0.0.1:1") as line:
-            waiting = asyncio.ensure_future(line.wait_for(asyncio.Event().wait()))
+        async with connection_to("127.0.0.1:1") as connection:
+            waiting = asyncio.ensure_future(connection.wait_for(asyncio.Event().wait()))
             await asyncio.sleep(0)
-            await line.look()
-            assert not line.is_up
+            await connection.look()
+            assert not connection.is_up
             with pytest.raises(ReplicaLost, match="expected an answer, got none"):
                 await waiting
 
@@ -79,14 +79,14 @@ def test_calls_to_a_server_that_is_gone_are_given_up() -> None:
 
 def test_a_line_recovers() -> None:
     async def test() -> None:
-        async with serving(FakeEngine()) as (_, address), line_to(address) as line:
-            health, line._health = line._health, Refusing()
-            await line.look()
-            assert not line.is_up
-            line._health = health
-            await line.look()
-            assert line.is_up
-            assert await line.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
+        async with serving(FakeEngine()) as (_, address), connection_to(address) as connection:
+            health, connection._health = connection._health, Refusing()
+            await connection.look()
+            assert not connection.is_up
+            connection._health = health
+            await connection.look()
+            assert connection.is_up
+            assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
 
     run(test)
 
@@ -100,9 +100,9 @@ class Refusing:
 
 def test_what_is_awaited_ends_with_its_caller() -> None:
     async def test() -> None:
-        async with line_to("127.0.0.1:1") as line:
+        async with connection_to("127.0.0.1:1") as connection:
             inner = asyncio.get_running_loop().create_future()
-            waiting = asyncio.ensure_future(line.wait_for(inner))
+            waiting = asyncio.ensure_future(connection.wait_for(inner))
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

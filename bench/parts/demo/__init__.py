@@ -1,0 +1,1 @@
+"""Parts that both demos share: conversations, and the lines that tell of them."""
