@@ -53,6 +53,21 @@ def test_a_call_without_a_message_is_refused():
     assert asyncio.run(run()) == (grpc.StatusCode.INVALID_ARGUMENT, "request: expected one message, got none")
 
 
+def test_a_message_that_comes_when_no_new_calls_are_taken_is_refused():
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine) as (server, address):
+            channel, call = await begun(address)
+            assert await becomes_true(lambda: server._intake._calls.taken == 1)
+            server._intake.refuse_new()
+            await call.write(PrefillRequest(token_ids=[1]).SerializeToString())
+            refusal = await refusal_of(call)
+            await channel.close()
+            return refusal.code(), engine.futures
+
+    assert asyncio.run(run()) == (grpc.StatusCode.UNAVAILABLE, [])
+
+
 def test_callers_that_send_nothing_keep_nobody_from_being_served():
     async def run():
         async with (
