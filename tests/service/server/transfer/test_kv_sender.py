@@ -92,7 +92,7 @@ class FakeTransfer:
         self.sources = {"there": KVSourceConfig(address)}
         self.fleet = None
         self.faults: list[Any] = []
-        self.num_reads = 0
+        self.num_reads = self.most_read = 0
         self.stores = FakeStores()
 
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
@@ -105,6 +105,7 @@ class FakeTransfer:
         self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
     ) -> Future[Any]:
         self.num_reads += len(indices)
+        self.most_read = max(self.most_read, len(indices))
         return self._answer(
             lambda: [
                 BlockObject(each.key, each.parent, 0, each.tokens, payload_of(index, layers))
@@ -273,12 +274,22 @@ def test_some_layers_are_sent_from_the_middle_on(first: int, num: int, expected:
     assert len(others) == 2
 
 
-def sent(request: FetchKVRequest) -> list[Any]:
+def test_no_more_whole_blocks_are_read_at_a_time_than_a_slice_has_however_few_layers_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_sender, "_SLICE_BYTES", 2 * PAYLOAD_BYTES)
+    transfer = FakeTransfer()
+    told = sent(FetchKVRequest(lease_id="a", num_layers=1), transfer)
+    assert [each.block for each in told[1:]] == list(range(NUM_BLOCKS))
+    assert (transfer.most_read, transfer.num_reads) == (2, NUM_BLOCKS)
+
+
+def sent(request: FetchKVRequest, transfer: FakeTransfer | None = None) -> list[Any]:
     """All that a server answers."""
 
     async def run() -> list[Any]:
         engine = FakeEngine()
-        engine.transfer = FakeTransfer()
+        engine.transfer = transfer or FakeTransfer()
         engine.transfer.stores = FakeStores(there=(1, 4))
         return [each async for each in kv_sender.KVSender(engine, Mailbox()).responses(request)]
 
