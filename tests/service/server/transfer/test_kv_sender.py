@@ -17,7 +17,7 @@ from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.transfer.exports import LeaseBlocks
 from radixkv.engine.transfer.transfer import Transfer
-from radixkv.errors import InvalidRequest, KVSourceError, RadixKVError, UnknownLease
+from radixkv.errors import Cause, InvalidRequest, KVSourceError, RadixKVError, UnknownLease
 from radixkv.namespace import Namespace
 from radixkv.service.client import KVSource
 from radixkv.service.server.mailbox import Mailbox
@@ -189,16 +189,18 @@ def test_a_stream_that_breaks_off_goes_on_where_it_was(monkeypatch: pytest.Monke
 def test_a_stream_that_breaks_off_each_time_is_given_up() -> None:
     sending = FakeTransfer()
     sending.faults = [RuntimeError("broken")] * 9
-    with pytest.raises(KVSourceError, match="got INTERNAL"):
+    with pytest.raises(KVSourceError, match="got INTERNAL") as caught:
         fetched(sending)
+    assert caught.value.cause is Cause.KV_SOURCE
 
 
 def test_a_lease_that_ends_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)
     sending = FakeTransfer()
     sending.faults = [None, None, UnknownLease("lease_id: expected another")]
-    with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another"):
+    with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another") as caught:
         fetched(sending)
+    assert caught.value.cause is Cause.KV_SOURCE
 
 
 def test_a_block_that_is_changed_on_the_way_is_found() -> None:
