@@ -148,8 +148,13 @@ def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry
         )
     wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _writing
     return grpc.stream_stream_rpc_method_handler(
-        wrap(handler, method, entry), response_serializer=handler.response_serializer
+        wrap(handler, method, entry), response_serializer=_written_once(handler.response_serializer)
     )
+
+
+def _written_once(serialize: Any) -> Callable[[Any], bytes]:
+    """Return what writes the parts of a streamed answer; a large one may come as the bytes that its handler wrote."""
+    return lambda part: part if isinstance(part, bytes) else serialize(part)
 
 
 def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> Any:

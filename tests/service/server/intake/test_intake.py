@@ -102,6 +102,25 @@ def test_a_tenant_that_holds_too_much_is_refused_and_others_are_not():
     assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")
 
 
+def test_log_probabilities_of_a_prompt_count_as_held_before_they_are_known():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine, max_held_bytes=60_000) as (_, address), AsyncClient(address) as client:
+            greedy = client.generate(
+                [1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S
+            )  # 48,000 bytes
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            again = client.generate([1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S)
+            refusal = await refusal_of(anext(again))
+            other = client.generate([1] * 100, tenant="greedy", timeout_s=PATIENCE_S)
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            await greedy.aclose()
+            await other.aclose()
+            return refusal.code(), len(engine.futures)
+
+    assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 2)
+
+
 def test_an_answer_that_nobody_reads_ends_with_its_connection():
     """The answer of 8 MB does not fit into what sockets hold, and the caller reads none of it."""
 
