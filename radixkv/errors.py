@@ -52,9 +52,29 @@ client are a ValueError or a TypeError, and modules have exceptions of their own
 
 from __future__ import annotations
 
+import enum
+
+
+class Cause(enum.Enum):
+    """Why a call was refused, where programs go on differently than the status alone tells. Values are on the wire."""
+
+    KV_SOURCE = "kv_source"  # the server that holds the lease
+    HOLD_LEASE = "hold_lease"  # as many leases are held, or blocks in them, as may be
+
 
 class RadixKVError(Exception):
-    """Root of this tree."""
+    """Root of this tree.
+
+    Attributes:
+        cause: see `Cause`; None where class and status tell enough.
+    """
+
+    cause: Cause | None = None
+
+    def __init__(self, message: str, *, cause: Cause | None = None) -> None:
+        super().__init__(message)
+        if cause is not None:
+            self.cause = cause
 
 
 class RequestError(RadixKVError):
@@ -116,8 +136,8 @@ class CapacityError(RadixKVError):
         retry_after_s: a hint, in seconds, when to try again.
     """
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, cause: Cause | None = None) -> None:
+        super().__init__(message, cause=cause)
         self.retry_after_s = retry_after_s
 
 
@@ -183,6 +203,8 @@ class StepHangs(LifecycleError):
 
 class KVSourceError(RadixKVError):
     """Another server can't be reached, or does not send K/V as it should."""
+
+    cause = Cause.KV_SOURCE
 
 
 class KVFormatDiffers(KVSourceError):

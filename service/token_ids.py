@@ -69,7 +69,7 @@ def write_token_ids(message: Tokens, packed: bytes) -> None:
 def write_packed(message: Message, field_number: int, packed: bytes) -> None:
     """Append little-endian numbers to a field of packed fixed32 or fixed64. Complexity: one copy."""
     if packed:
-        message.MergeFromString(_packed_head(len(packed), field_number) + packed)
+        message.MergeFromString(length_head(field_number, len(packed)) + packed)
 
 
 def read_token_ids(message: Tokens) -> bytes:
@@ -78,7 +78,7 @@ def read_token_ids(message: Tokens) -> bytes:
     if num_bytes == 0:
         return b""
     # Writers put fields in the order of their numbers, so token_ids is first: a key, a length, then the bytes.
-    serialized, head = message.SerializeToString(), _packed_head(num_bytes)
+    serialized, head = message.SerializeToString(), length_head(_FIELD_NUMBER, num_bytes)
     if serialized.startswith(head):
         return serialized[len(head) : len(head) + num_bytes]
     # They need not. Without the other fields, the message ends with the bytes.
@@ -96,8 +96,8 @@ def _raise_for_elements(ids: npt.NDArray[np.generic]) -> None:
     raise TypeError(f"token_ids: expected integers, got {ids.dtype}")
 
 
-def _packed_head(num_bytes: int, field_number: int = _FIELD_NUMBER) -> bytes:
-    """Return the key and the length that stand on the wire before `num_bytes` of packed numbers."""
+def length_head(field_number: int, num_bytes: int) -> bytes:
+    """Return the key and the length that stand on the wire before packed numbers, or a message in a message."""
     return bytes([field_number << 3 | _LENGTH_DELIMITED]) + _varint(num_bytes)
 
 

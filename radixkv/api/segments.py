@@ -83,7 +83,7 @@ class StoredPage(NamedTuple):
     Attributes:
         namespaces: those of the page.
         next_place: where the next page begins; None after the last one.
-        num_compared: namespaces that were looked at for this page.
+        num_compared: namespaces that were looked at for this page, and that the caller asked for.
         num_namespaces: namespaces of all tenants.
     """
 

@@ -9,7 +9,7 @@ from radixkv.cache.changes import Listener
 from radixkv.cache.lease import Lease
 from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.cache.tree.node import Node
-from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
+from radixkv.errors import CapacityError, Cause, OutOfBlocks, QuotaExceeded
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -95,7 +95,8 @@ class KeptBlocks(Listener):
         if num_blocks + num_more_blocks > max_blocks:
             raise kind(
                 f"hold_lease: expected at most {max_blocks} blocks in held leases of {whose}, got {num_blocks} and "
-                f"{num_more_blocks} more"
+                f"{num_more_blocks} more",
+                cause=Cause.HOLD_LEASE,
             )
 
     def keep(self, lease: Lease) -> None:

@@ -63,7 +63,7 @@ class Answers:
             usage=request.usage,
             token_ids=tuple(request.generation.token_ids),
             logprobs=tuple(request.generation.logprobs),
-            prompt_logprobs=tuple(request.generation.prompt_logprobs),
+            prompt_logprobs=request.generation.prompt_logprobs or (),
             finish_reason=finish_reason,
             miss_reason=request.miss_reason,
             timing=_timing(request, now_s),

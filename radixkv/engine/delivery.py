@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import cast
 
+from radixkv.api.prompt_logprobs import PromptLogprobs
 from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult
 from radixkv.engine.answers import Answers
 from radixkv.engine.early_ends import EarlyEnds, deadline_passed
@@ -85,9 +86,11 @@ class Delivery:
         if request.state is not None:
             request.state.advance(upto)
         settle(request)
-        if prompt_logprobs and request.generation is not None:
-            told = request.generation.prompt_logprobs
-            told += prompt_logprobs[len(told) - start :]  # after a pause some are computed again
+        if prompt_logprobs is not None and request.generation is not None:
+            if (told := request.generation.prompt_logprobs) is None:
+                num_top = prompt_logprobs.token_ids.shape[1]
+                told = request.generation.prompt_logprobs = PromptLogprobs(request.params.num_tokens - 1, num_top)
+            told.put(start, prompt_logprobs)
         if prediction is None:
             return
         if request.prefilled_s is None:
@@ -146,7 +149,7 @@ class Delivery:
 
     def _tell(self, request: Request, generation: Generation, prediction: Prediction) -> None:
         logprobs = () if prediction.logprobs is None else (prediction.logprobs,)
-        prompt_logprobs = tuple(generation.prompt_logprobs) if len(generation.token_ids) == 1 else ()
+        prompt_logprobs = (generation.prompt_logprobs or ()) if len(generation.token_ids) == 1 else ()
         try:
             generation.on_tokens(GeneratedTokens((prediction.next_token_id,), request.usage, logprobs, prompt_logprobs))
         except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64
 
+from radixkv.api.prompt_logprobs import LogprobRows
 from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
 from radixkv.errors import RequestError
@@ -222,12 +223,23 @@ def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) ->
     Returns:
         One for each row.
     """
+    return [
+        TokenLogprobs(logprob, tuple(zip(map(int, told[count:]), told[:count], strict=True)))
+        for logprob, *told in _read_rows(logits, token_ids, count).tolist()
+    ]
+
+
+def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> LogprobRows:
+    """Read the same as arrays; see `read_logprobs`."""
+    rows = _read_rows(logits, token_ids, count).numpy()
+    return LogprobRows(rows[:, : 1 + count].astype(np.float32), rows[:, 1 + count :].astype(np.uint32))
+
+
+def _read_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> torch.Tensor:
+    """Return own log probabilities, those of the most likely tokens, and ids: float64 `[num_rows, 1 + 2 count]`."""
     logprobs = logits.log_softmax(dim=-1).double()  # in which ids are exact, too
     values, ids = logprobs.topk(count)
     chosen = torch.tensor(token_ids, dtype=torch.int64).to(logits.device, non_blocking=True)
     own = logprobs.gather(1, chosen.clamp(max=logits.shape[1] - 1)[:, None])
     own = own.masked_fill(chosen[:, None] >= logits.shape[1], -torch.inf)
-    rows = torch.cat((own, values, ids.double()), dim=1).tolist()
-    return [
-        TokenLogprobs(logprob, tuple(zip(map(int, told[count:]), told[:count], strict=True))) for logprob, *told in rows
-    ]
+    return torch.cat((own, values, ids.double()), dim=1).cpu()

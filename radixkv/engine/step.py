@@ -12,14 +12,14 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from radixkv.api.result import TokenLogprobs
+from radixkv.api.prompt_logprobs import LogprobRows
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.parts.part_holder import Cover
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner, Wait
-from radixkv.engine.sampler import Prediction, allowed_tokens, predict, read_logprobs
+from radixkv.engine.sampler import Prediction, allowed_tokens, predict, read_logprob_rows
 from radixkv.errors import RadixKVError
 from radixkv.invocation import plain
 from radixkv.scheduling.request import Request
@@ -33,13 +33,13 @@ class Computed(NamedTuple):
         part: the slice.
         is_finite: whether K, V and the last hidden states of all its tokens are finite.
         prediction: the next token; None if the request has more tokens to compute before it.
-        prompt_logprobs: of the tokens of the prompt after each one of the slice; empty unless asked for.
+        prompt_logprobs: of the tokens of the prompt after each one of the slice; None unless asked for.
     """
 
     part: Slice
     is_finite: bool
     prediction: Prediction | None
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: LogprobRows | None = None
 
     @property
     def refusal(self) -> RadixKVError | None:
@@ -88,7 +88,7 @@ class Step:
         step = self._wait()
         del self._wait  # frees memory of the device before the next step is started
         logits, most_likely = step.logits, step.most_likely
-        prompts: list[Sequence[TokenLogprobs]] = [()] * len(self.slices)
+        prompts: list[LogprobRows | None] = [None] * len(self.slices)
         if len(logits) > len(last):  # somebody wants to know how likely its prompt is
             ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
             starts = (0, *ends)
@@ -209,16 +209,16 @@ def _num_logit_rows(part: Slice) -> int:
     return part.end - part.start if part.request.wants_all_logits else int(part.is_last)
 
 
-def _of_prompt(part: Slice, logits: torch.Tensor) -> Sequence[TokenLogprobs]:
+def _of_prompt(part: Slice, logits: torch.Tensor) -> LogprobRows | None:
     """Read the log probabilities of the prompt's tokens after those of a slice, whose rows come first in `logits`."""
     request, start, end = part
     generation = request.generation
     if generation is None or not request.wants_all_logits:
-        return ()
+        return None
     upto = min(end, request.params.num_tokens - 1)
     following = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
     assert generation.sampling.prompt_logprobs is not None, "it wants them"
-    return read_logprobs(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)
+    return read_logprob_rows(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)
 
 
 def _raise(error: Exception) -> NoReturn:

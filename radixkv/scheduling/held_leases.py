@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from radixkv.cache.kept_blocks import KeptBlocks, Path
 from radixkv.cache.prompt_lease import PromptLease
-from radixkv.errors import OutOfBlocks, QuotaExceeded, UnknownLease
+from radixkv.errors import Cause, OutOfBlocks, QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
 
 
@@ -65,7 +65,10 @@ class HeldLeases:
             ("all tenants", len(self._held) + len(others), self._max_leases, OutOfBlocks),
         ):
             if num_leases >= max_leases:
-                raise kind(f"hold_lease: expected fewer than {max_leases} held leases of {whose}, got {num_leases}")
+                raise kind(
+                    f"hold_lease: expected fewer than {max_leases} held leases of {whose}, got {num_leases}",
+                    cause=Cause.HOLD_LEASE,
+                )
         for tenant, asking in ((request.tenant, own), (None, others)):
             paths = [path, *(Path.of(other.open_lease.own) for other in asking)]
             self._kept.require_room(tenant, self._kept.num_more(paths))

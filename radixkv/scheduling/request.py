@@ -14,6 +14,7 @@ from radixkv.api.compression import Compression
 from radixkv.api.constraint import Matcher
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
+from radixkv.api.prompt_logprobs import PromptLogprobs
 from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillResult, TokenLogprobs, Usage
 from radixkv.api.sampling import Sampling
 from radixkv.cache.elsewhere.fetched import Fetched
@@ -41,7 +42,7 @@ class Generation:
         on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
         token_ids: tokens generated so far.
         logprobs: of these tokens; empty unless asked for.
-        prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; empty unless asked for.
+        prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None before any are.
         prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
         matcher: says which tokens may come next; None without a constraint, and before the first token is chosen. It
             stays while the request is paused.
@@ -53,7 +54,7 @@ class Generation:
     on_tokens: OnTokens
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_ids: npt.NDArray[np.int64] | None = None
     matcher: Matcher | None = None
     is_finished: bool = False
@@ -227,7 +228,7 @@ class Request:
         generation = self.generation
         if generation is None or generation.sampling.prompt_logprobs is None:
             return False
-        return len(generation.prompt_logprobs) < self.params.num_tokens - 1
+        return len(generation.prompt_logprobs or ()) < self.params.num_tokens - 1
 
     @property
     def is_decoding(self) -> bool:

@@ -66,13 +66,11 @@ class LayerBytes:
         """Return the values of some layers, then their scales.
 
         Returns:
-            A view of the payload where one run of its bytes has them; else a copy.
+            The payload itself if all layers are asked for; else a copy, which keeps none of the others in memory.
         """
         first, end = layers.first, layers.first + layers.num
         if layers.num == self.num_layers:
             return payload
         values = payload[first * self.value_bytes : end * self.value_bytes]
-        if not self.scale_bytes:
-            return values
         scales = payload[self.num_layers * self.value_bytes :]
-        return memoryview(bytes(values) + bytes(scales[first * self.scale_bytes : end * self.scale_bytes]))
+        return memoryview(b"".join((values, scales[first * self.scale_bytes : end * self.scale_bytes])))

@@ -26,7 +26,7 @@ from radixkv.service.client.requests import (
     segments_request,
 )
 from radixkv.service.client.route_calls import AsyncRouteCalls
-from radixkv.service.client.streams import closing_async
+from radixkv.service.client.streams import AsyncAnswerStream
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
@@ -111,7 +111,7 @@ class AsyncClient(AsyncRouteCalls):
         """Continue a prompt; see `Client.generate`. `async for` reads the answers."""
         request = generate_request(token_ids, options)
         metadata = self._access.metadata_of(request.prefill)
-        return closing_async(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        return AsyncAnswerStream(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     async def probe(
         self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
@@ -194,7 +194,7 @@ class AsyncClient(AsyncRouteCalls):
     def subscribe(self, start_sequence_number: int = 0, *, timeout_s: float | None = None) -> AsyncIterator[EventBatch]:
         """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
-        return closing_async(
+        return AsyncAnswerStream(
             self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata)
         )
 

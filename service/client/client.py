@@ -25,7 +25,7 @@ from radixkv.service.client.requests import (
     segments_request,
 )
 from radixkv.service.client.route_calls import RouteCalls
-from radixkv.service.client.streams import closing
+from radixkv.service.client.streams import AnswerStream
 from radixkv.service.client.tokenizer_files import ArchiveReader, kept
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.cache_pb2 import (
@@ -157,7 +157,7 @@ class Client(RouteCalls):
         """
         request = generate_request(token_ids, options)
         metadata = self._access.metadata_of(request.prefill)
-        return closing(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        return AnswerStream(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
 
     def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
@@ -273,7 +273,7 @@ class Client(RouteCalls):
             grpc.RpcError: OUT_OF_RANGE or DATA_LOSS: begin again from 0; UNAVAILABLE: the service ended.
         """
         request = SubscribeRequest(start_sequence_number=start_sequence_number)
-        return closing(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
+        return AnswerStream(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
         return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from radixkv.service.client.access import Access
-from radixkv.service.client.streams import closing, closing_async
+from radixkv.service.client.streams import AnswerStream, AsyncAnswerStream
 from radixkv.v1.prefill_pb2 import (
     FetchKVRequest,
     FetchKVResponse,
@@ -62,7 +62,9 @@ class LeaseCalls:
                 has no such block, or the model no such layers.
         """
         request = fetch_request(lease_id, tenant, epoch, first_block, first_layer, num_layers, stores)
-        return closing(self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata))
+        return AnswerStream(
+            self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata)
+        )
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -103,7 +105,7 @@ class AsyncLeaseCalls:
     ) -> AsyncGenerator[FetchKVResponse]:
         """Read the K/V of a held lease; see `Client.fetch_kv`."""
         request = fetch_request(lease_id, tenant, epoch, first_block, first_layer, num_layers, stores)
-        return closing_async(
+        return AsyncAnswerStream(
             self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata)
         )
 

@@ -2,22 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
 
-def closing(call: Any) -> Iterator[Any]:
-    """Iterate over the answers of a call."""
+class AnswerStream(Generator[Any, None, None]):
+    """The answers of a call that is under way. Closing it cancels the call, also before the first answer is read.
+
+    Closing a plain generator that has not begun runs none of its body, and so would cancel nothing.
+
+    Args:
+        call: of a blocking stub.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._answers = _answers(call)
+
+    def send(self, value: None) -> Any:
+        """Read the next answer."""
+        return self._answers.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error where answers are read, which ends the call."""
+        return self._answers.throw(*error)
+
+    def close(self) -> None:
+        """Cancel the call if it is not over."""
+        self._call.cancel()
+        self._answers.close()
+
+
+class AsyncAnswerStream(AsyncGenerator[Any, None]):
+    """The same for event loops; see `AnswerStream`.
+
+    Args:
+        call: of a stub of `grpc.aio`.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._answers = _async_answers(call)
+
+    async def asend(self, value: None) -> Any:
+        """Read the next answer."""
+        return await self._answers.asend(value)
+
+    async def athrow(self, *error: Any) -> Any:
+        """Raise an error where answers are read, which ends the call."""
+        return await self._answers.athrow(*error)
+
+    async def aclose(self) -> None:
+        """Cancel the call if it is not over."""
+        self._call.cancel()
+        await self._answers.aclose()
+
+
+def _answers(call: Any) -> Generator[Any, None, None]:
     try:
         yield from call
     finally:
         call.cancel()
 
 
-async def closing_async(call: Any) -> AsyncGenerator[Any]:
-    """Iterate over the answers of a call; see `closing`."""
+async def _async_answers(call: Any) -> AsyncGenerator[Any, None]:
     try:
-        async for response in call:
-            yield response
+        async for answer in call:
+            yield answer
     finally:
         call.cancel()

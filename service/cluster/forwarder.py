@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from radixkv.errors import NoReplica
+from radixkv.errors import Cause, NoReplica
 from radixkv.service.cluster.question import Question, Routed
 from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
+from radixkv.service.server.status import CAUSE
 
 Choose = Callable[[Question], Awaitable[Routed]]
 
@@ -33,6 +34,10 @@ class ReplicaRefusal(Exception):
         self.code = code
         self.details = details
         self.trailing = trailing
+
+    def is_of(self, cause: Cause) -> bool:
+        """Return whether the replica names this cause, whatever its status is."""
+        return (CAUSE, cause.value) in self.trailing
 
 
 class Forwarder:
@@ -150,7 +155,7 @@ class Forwarder:
             refusal = ReplicaRefusal(error.code(), error.details() or "", trailing)
         else:
             refusal = ReplicaRefusal(grpc.StatusCode.UNAVAILABLE, str(error))
-        if refusal.code is not grpc.StatusCode.UNAVAILABLE or refusal.details.startswith("kv_source:"):
+        if refusal.code is not grpc.StatusCode.UNAVAILABLE or refusal.is_of(Cause.KV_SOURCE):
             raise refusal from error
         if is_begun:
             raise ReplicaRefusal(

@@ -82,7 +82,8 @@ class IngressServer:
         self._unfinished = UnfinishedCalls()
         self._health = HealthServicer()
         limits = _limits(facts)
-        entry = Entry(Gate(self._doors.requests), Intake(config, limits, self._unfinished))
+        self._intake = Intake(config, limits, self._unfinished)
+        entry = Entry(Gate(self._doors.requests), self._intake)
         self._grpc = grpc.aio.server(
             interceptors=[StatusInterceptor(entry)],
             options=grpc_options(config, limits),
@@ -127,6 +128,7 @@ class IngressServer:
     async def drain(self) -> None:
         """Refuse new calls, let running ones finish within `server.drain_timeout_s`, and stop."""
         self._health.leave()
+        self._intake.refuse_new()
         await self._unfinished.finish(self._config.drain_timeout_s)
         if self._hand_over is not None:
             await self._hand_over.finish()

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from radixkv.service.client.access import tls_credentials
 from radixkv.service.client.channel import async_channel_to, channel_options, named, stubs
-from radixkv.service.client.streams import closing_async
+from radixkv.service.client.streams import AsyncAnswerStream
 from radixkv.service.cluster.facts import ReplicaFacts
 from radixkv.v1 import events_pb2
 
@@ -96,7 +96,7 @@ class ReplicaConnection:
     def subscribe(self, start_sequence_number: int = 0) -> AsyncIterator[events_pb2.EventBatch]:
         """Follow what the replica has cached."""
         request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number)
-        return closing_async(self._events.Subscribe(request, metadata=self.metadata))
+        return AsyncAnswerStream(self._events.Subscribe(request, metadata=self.metadata))
 
     async def watch(self) -> None:
         """Ask for the replica's health until cancelled."""

@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from radixkv.api.caller import Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import DEFAULT_URGENCY, PrefillParams
-from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, TokenLogprobs, Usage
+from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import MAX_TOP_LOGPROBS
 from radixkv.api.stats import EngineStats, TenantStats, TierStats
@@ -121,11 +121,9 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
 def last_response(
     result: GenerateResult, num_told: int, index: int, matched_stop: str = ""
 ) -> prefill_pb2.GenerateResponse:
-    """Write the last answer to a generation, of which `num_told` tokens were sent before."""
+    """Write the last answer to a generation, of which `num_told` tokens were sent before, without log probabilities."""
     return prefill_pb2.GenerateResponse(
         token_ids=result.token_ids[num_told:],
-        logprobs=logprob_messages(result.logprobs[num_told:]),
-        prompt_logprobs=() if num_told else logprob_messages(result.prompt_logprobs),
         index=index,
         matched_stop=matched_stop,
         finished=True,
@@ -136,11 +134,6 @@ def last_response(
         timing=_timing_message(result.timing),
         retained=None if result.retained is None else grant_message(result.retained),
     )
-
-
-def logprob_messages(logprobs: Iterable[TokenLogprobs]) -> list[prefill_pb2.TokenLogprobs]:
-    """Write the log probabilities of generated tokens."""
-    return [prefill_pb2.TokenLogprobs(logprob=each.logprob, top=_top_messages(each.top)) for each in logprobs]
 
 
 def _top_messages(top: Iterable[tuple[int, float]]) -> list[prefill_pb2.TokenLogprob]:

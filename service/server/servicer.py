@@ -20,13 +20,14 @@ from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import InvalidRequest, RadixKVError
 from radixkv.service.server.adapters.adapter_calls import AdapterCalls
 from radixkv.service.server.calls import answer_of, authorization_of, traceparent_of
+from radixkv.service.server.generation.answer_writer import AnswerWriter
+from radixkv.service.server.generation.logprob_messages import with_logprobs
 from radixkv.service.server.generation.options import read_grammar, read_num_answers, read_sampling
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import (
     grant_message,
     last_response,
-    logprob_messages,
     prefill_response,
     purge_message,
     read_caller,
@@ -64,6 +65,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._tokenizer = tokenizer  # for stop strings
         self._grammars = grammars
         self._mailbox = Mailbox()
+        self._writer = AnswerWriter()
         self._kv_sender, self._kv_fetcher = KVSender(engine, self._mailbox), KVFetcher(engine, self._mailbox)
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
@@ -89,7 +91,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Generate(  # noqa: N802
         self, request: prefill_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
+    ) -> AsyncIterator[prefill_pb2.GenerateResponse | bytes]:
         """Generate tokens after a prompt. If the caller reads slowly, tokens wait and are sent together.
 
         Several answers to one prompt are several requests, of which one computes the prompt for all.
@@ -118,25 +120,28 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 for index, tokens in news.items():
                     response = prefill_pb2.GenerateResponse(request_id=params.request_id, index=index)
                     response.token_ids.extend(token_id for each in tokens for token_id in each.token_ids)
-                    response.logprobs.extend(
-                        logprob_messages(logprobs for each in tokens for logprobs in each.logprobs)
-                    )
+                    logprobs = [logprobs for each in tokens for logprobs in each.logprobs]
                     if stops is not None:
                         num_wanted = stops.num_wanted(index, response.token_ids)
-                        del response.token_ids[num_wanted:], response.logprobs[num_wanted:]
+                        del response.token_ids[num_wanted:], logprobs[num_wanted:]
                         if stops.has_ended(index):
                             futures[index].finish()
                         if not num_wanted:
                             continue
                     if num_told[index] == 0:
                         response.usage.CopyFrom(usage_message(tokens[0].usage))
-                        response.prompt_logprobs.extend(logprob_messages(tokens[0].prompt_logprobs))
                     num_told[index] += len(response.token_ids)
-                    yield response
+                    yield await with_logprobs(self._writer, response, logprobs, tokens[0].prompt_logprobs)
                 for index in ended:
                     result = await answer_of(self._engine, self._mailbox, futures[index])
                     result, matched = (result, "") if stops is None else stops.cut(index, result)
-                    yield last_response(result, num_told[index], index, matched)
+                    start = num_told[index]
+                    yield await with_logprobs(
+                        self._writer,
+                        last_response(result, start, index, matched),
+                        result.logprobs[start:],
+                        () if start else result.prompt_logprobs,
+                    )
                 num_left -= len(ended)
         finally:
             for future in futures:

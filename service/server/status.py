@@ -77,6 +77,7 @@ ENDLESS = (
 )
 
 RETRY_AFTER = "retry-after-ms"
+CAUSE = "radixkv-cause"
 
 _logger = logging.getLogger(__name__)
 
@@ -95,10 +96,14 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 
 
 def trailing_metadata_of(error: RadixKVError) -> tuple[tuple[str, str], ...]:
-    """Return `retry-after-ms` in whole milliseconds, rounded up, if the service is full now; otherwise nothing."""
+    """Return what goes with the status of an error.
+
+    `retry-after-ms`, in whole milliseconds, rounded up, if the service is full now; `radixkv-cause` if there is one.
+    """
+    metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, CapacityError):
-        return ((RETRY_AFTER, str(max(0, math.ceil(error.retry_after_s * 1000)))),)
-    return ()
+        metadata = ((RETRY_AFTER, str(max(0, math.ceil(error.retry_after_s * 1000)))),)
+    return metadata if error.cause is None else (*metadata, (CAUSE, error.cause.value))
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
@@ -143,8 +148,13 @@ def _wrapped(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry
         )
     wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _writing
     return grpc.stream_stream_rpc_method_handler(
-        wrap(handler, method, entry), response_serializer=handler.response_serializer
+        wrap(handler, method, entry), response_serializer=_written_once(handler.response_serializer)
     )
+
+
+def _written_once(serialize: Any) -> Callable[[Any], bytes]:
+    """Return what writes the parts of a streamed answer; a large one may come as the bytes that its handler wrote."""
+    return lambda part: part if isinstance(part, bytes) else serialize(part)
 
 
 def _answering(handler: grpc.RpcMethodHandler[Any, Any], method: str, entry: Entry) -> Any:

@@ -9,7 +9,7 @@ from radixkv.cache.kept_blocks import Path
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
-from radixkv.errors import InvariantViolation, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.errors import Cause, InvariantViolation, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 from tests.fakes import MODEL, lease_text, publish, spell
 
@@ -81,8 +81,9 @@ def test_a_tenant_may_keep_half_of_what_all_may() -> None:
     keep(cache, "aaaabbbb")
     cache.kept.require_room("", 1)
     message = r"^hold_lease: expected at most 3 blocks in held leases of this tenant, got 2 and 2 more$"
-    with pytest.raises(QuotaExceeded, match=message):
+    with pytest.raises(QuotaExceeded, match=message) as caught:
         cache.kept.require_room("", 2)
+    assert caught.value.cause is Cause.HOLD_LEASE
 
 
 def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:

@@ -16,6 +16,7 @@ from radixkv.compute.runner import StepResult
 from radixkv.engine.observer import Observer
 from radixkv.errors import (
     CapacityError,
+    Cause,
     DeadlineExceeded,
     Draining,
     OutOfBlocks,
@@ -277,6 +278,7 @@ class TestHeldLeases:
         error = refused.exception(0)
         assert isinstance(error, QuotaExceeded)
         assert str(error) == "hold_lease: expected fewer than 2 held leases of this tenant, got 2"
+        assert error.cause is Cause.HOLD_LEASE
         assert error.retry_after_s == 4.0
         assert bench.prefill(range(8), tenant="a").usage.cached_tokens == 7, "without a lease it is served"
         bench.prefill(range(8), tenant="b", hold_lease=True)

@@ -129,7 +129,6 @@ TESTED_IN = {
     "radixkv.service.client.public_prefixes": "service/server/public/test_public_calls.py",
     "radixkv.service.client.requests": "service/client/test_client.py",
     "radixkv.service.client.route_calls": "service/cluster/test_ingress_server.py",
-    "radixkv.service.client.streams": "whole/test_transfer.py",
     "radixkv.service.cluster.question": "service/cluster/test_fleet_state.py",
     "radixkv.service.cluster.servicers": "service/cluster/test_ingress_server.py",
     "radixkv.service.commands.connection_arguments": "service/commands/test_client_commands.py",

@@ -103,7 +103,7 @@ def test_unpacked_ids_and_unknown_fields_are_read_too():
 
 
 def test_fields_in_another_order_are_read_too(monkeypatch):
-    monkeypatch.setattr(token_ids, "_packed_head", lambda num_bytes: b"another field")
+    monkeypatch.setattr(token_ids, "length_head", lambda field_number, num_bytes: b"another field")
     message = PrefillRequest(tenant="acme", salt="s", token_ids=[1, 2, MAX_TOKEN_ID])
     assert read_token_ids(message) == struct.pack("<3I", 1, 2, MAX_TOKEN_ID)
 

@@ -26,6 +26,7 @@ def test_layers_of_a_payload_are_those_of_the_pool(dtype: torch.dtype, is_latent
         cut = layers.cut(payload, Layers(layer, 1))
         assert bytes(cut) == expected
         assert len(cut) == layers.size_of(1)
+        assert cut.obj is not payload.obj, "the other layers need not stay in memory"
     assert layers.cut(payload, layers.range_of(0, 0)) is payload
 
 

@@ -82,13 +82,12 @@ class OwnedKeys:
         Complexity: O(`MAX_PASSED`).
         """
         listed: list[StoredNamespace] = []
-        next_place, num_passed = None, 0
-        for place in islice(self._by_place.irange(start), MAX_PASSED + 1):
+        next_place = None
+        for num_passed, place in enumerate(islice(self._by_place.irange(start), MAX_PASSED + 1)):
             if num_passed == MAX_PASSED or len(listed) == min(max_listed, MAX_LISTED):
                 next_place = place
                 break
-            num_passed += 1
             namespace = self._by_place[place]
             if tenant is None or namespace.tenant == tenant:
                 listed.append(StoredNamespace(namespace, len(self._keys[namespace])))
-        return StoredPage(tuple(listed), next_place, num_passed, len(self._keys))
+        return StoredPage(tuple(listed), next_place, len(listed), len(self._keys))  # a tenant learns of no others

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from radixkv.errors import NoReplica
+from radixkv.errors import Cause, NoReplica
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.cluster.question import Question, Routed
 from radixkv.service.cluster.replica_connection import ReplicaConnection, ReplicaLost
@@ -22,10 +22,6 @@ CallOptions = Callable[[ReplicaConnection], dict[str, Any]]
 
 _MAX_SOURCES = 3
 _RELEASE_S = 5.0
-# How a replica that generates begins when it tells of the one that holds the lease.
-_OF_SOURCE = "kv_source:"
-# How a replica that computes begins when it holds as many leases, or blocks in them, as it may.
-_OF_LEASE = "hold_lease:"
 
 
 class SourceLost(Exception):
@@ -108,7 +104,7 @@ class HandOver:
         except NoReplica:
             return None
         except ReplicaRefusal as refusal:
-            if refusal.code is grpc.StatusCode.UNAVAILABLE or refusal.details.startswith(_OF_LEASE):
+            if refusal.code is grpc.StatusCode.UNAVAILABLE or refusal.is_of(Cause.HOLD_LEASE):
                 return None
             raise
         routed.finish(answer.usage.computed_tokens)
@@ -206,4 +202,4 @@ def _is_sent(request: prefill_pb2.GenerateRequest) -> bool:
 
 
 def _is_of_source(failure: ReplicaRefusal | SourceLost) -> bool:
-    return isinstance(failure, SourceLost) or failure.details.startswith(_OF_SOURCE)
+    return isinstance(failure, SourceLost) or failure.is_of(Cause.KV_SOURCE)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from radixkv.api.result import FinishReason, GenerateResult, TokenLogprobs, Usage
 from radixkv.gateway import vllm_engine_pb2
+from radixkv.service.server.generation.answer_writer import PIECE_NUMBERS, AnswerWriter, num_numbers, runs
+from radixkv.service.token_ids import length_head
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _ABORTED = "abort"
@@ -18,16 +20,14 @@ def chunk_response(
     logprobs: Sequence[TokenLogprobs],
     usage: Usage,
     index: int,
-    of_prompt: vllm_engine_pb2.InputLogProbs | None = None,
 ) -> vllm_engine_pb2.GenerateResponse:
-    """Write new tokens of a streamed answer, with the log probabilities of the prompt if they come with it."""
+    """Write new tokens of a streamed answer."""
     chunk = vllm_engine_pb2.GenerateStreamChunk(
         token_ids=token_ids,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=len(token_ids),
         cached_tokens=usage.cached_tokens,
         output_logprobs=_logprobs_message(token_ids, logprobs),
-        input_logprobs=of_prompt,
         index=index,
     )
     return vllm_engine_pb2.GenerateResponse(chunk=chunk)
@@ -38,7 +38,6 @@ def complete_response(
     start: int,
     index: int,
     matched_stop: str = "",
-    of_prompt: vllm_engine_pb2.InputLogProbs | None = None,
     *,
     has_stop_token: bool = True,
 ) -> vllm_engine_pb2.GenerateResponse:
@@ -49,7 +48,6 @@ def complete_response(
         start: the number of its tokens that were written before.
         index: which of the answers it is.
         matched_stop: the string that ended it, or empty.
-        of_prompt: log probabilities of the prompt, if they come with it.
         has_stop_token: whether an answer that stopped without a string did so at its last token.
     """
     token_ids = result.token_ids[start:]
@@ -60,7 +58,6 @@ def complete_response(
         completion_tokens=len(token_ids),
         cached_tokens=result.usage.cached_tokens,
         output_logprobs=_logprobs_message(token_ids, result.logprobs[start:]),
-        input_logprobs=of_prompt,
         index=index,
     )
     if matched_stop:
@@ -78,18 +75,63 @@ def aborted_response(prompt_tokens: int, cached_tokens: int, index: int) -> vllm
     return vllm_engine_pb2.GenerateResponse(complete=complete)
 
 
-def prompt_logprobs_message(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> vllm_engine_pb2.InputLogProbs | None:
-    """Write the log probabilities of a prompt's tokens; None if they were not asked for."""
-    if not logprobs:
-        return None
-    return vllm_engine_pb2.InputLogProbs(
-        token_logprobs=[
-            vllm_engine_pb2.InputTokenLogProb(),
-            *(vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in logprobs),
-        ],
+async def with_prompt_logprobs(
+    writer: AnswerWriter,
+    response: vllm_engine_pb2.GenerateResponse,
+    tokens: bytes,
+    logprobs: Sequence[TokenLogprobs],
+) -> vllm_engine_pb2.GenerateResponse | bytes:
+    """Add the log probabilities of a prompt to a part of an answer.
+
+    Args:
+        writer: writes what is large.
+        response: the part, with all else.
+        tokens: of the prompt.
+        logprobs: one for each token but the first; empty if they were not asked for.
+
+    Returns:
+        The part; its bytes if it is large.
+    """
+    if num_numbers(logprobs) > PIECE_NUMBERS:
+        return await writer.joined(_nested_pieces(response, tokens, logprobs))
+    if logprobs:
+        for piece in _prompt_pieces(tokens, logprobs):
+            getattr(response, _part_of(response)).input_logprobs.MergeFrom(piece)
+    return response
+
+
+def _nested_pieces(
+    response: vllm_engine_pb2.GenerateResponse, tokens: bytes, logprobs: Sequence[TokenLogprobs]
+) -> Iterator[bytes]:
+    """Write a part of an answer around the log probabilities of a prompt, whose bytes are counted before them."""
+    name = _part_of(response)
+    part = getattr(response, name)
+    rest, rows = part.SerializeToString(), [piece.SerializeToString() for piece in _prompt_pieces(tokens, logprobs)]
+    head = length_head(part.INPUT_LOGPROBS_FIELD_NUMBER, sum(map(len, rows)))
+    number = response.DESCRIPTOR.fields_by_name[name].number
+    yield length_head(number, len(rest) + len(head) + sum(map(len, rows))) + rest + head
+    yield from rows
+
+
+def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator[vllm_engine_pb2.InputLogProbs]:
+    """Write messages that, one behind the other, are one. Nothing is told of the first token."""
+    yield vllm_engine_pb2.InputLogProbs(
+        token_logprobs=[vllm_engine_pb2.InputTokenLogProb()],
         token_ids=np.frombuffer(tokens, dtype="<u4").tolist(),
-        top_logprobs=[vllm_engine_pb2.TopLogProbs(), *_top_messages(logprobs)],
+        top_logprobs=[vllm_engine_pb2.TopLogProbs()],
     )
+    for run in runs(logprobs):
+        some = logprobs[run]
+        yield vllm_engine_pb2.InputLogProbs(
+            token_logprobs=[vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in some],
+            top_logprobs=_top_messages(some),
+        )
+
+
+def _part_of(response: vllm_engine_pb2.GenerateResponse) -> str:
+    name: str | None = response.WhichOneof("response")
+    assert name is not None, "a response is a chunk or complete"
+    return name
 
 
 def _logprobs_message(

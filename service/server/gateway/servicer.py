@@ -7,13 +7,13 @@ All of the gateway's requests are those of one tenant, the configuration's. Stat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from radixkv.api.result import GeneratedTokens, Usage
+from radixkv.api.result import GeneratedTokens, TokenLogprobs, Usage
 from radixkv.config import Config
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from radixkv.service.server.calls import answer_of, traceparent_of
@@ -24,10 +24,11 @@ from radixkv.service.server.gateway.responses import (
     aborted_response,
     chunk_response,
     complete_response,
-    prompt_logprobs_message,
+    with_prompt_logprobs,
 )
 from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
 from radixkv.service.server.gateway.traffic import Traffic
+from radixkv.service.server.generation.answer_writer import AnswerWriter
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_servicer import pieces_of
@@ -64,12 +65,13 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._mailbox = Mailbox()
         self._tokenizer = shared.tokenizer
         self._grammars = shared.grammars
+        self._writer = AnswerWriter()
         self._calls = RunningCalls()
         self._traffic = Traffic()
 
     async def Generate(  # noqa: N802
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
+    ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse | bytes]:
         """Generate tokens after a prompt. A call that ends early cancels its requests, and so does `Abort`."""
         asked = read_generation(
             request,
@@ -83,7 +85,9 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 async for response in responses:
                     yield response
 
-    async def _answers(self, asked: Asked, call: RunningCall) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse]:
+    async def _answers(
+        self, asked: Asked, call: RunningCall
+    ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
         sampling = await self._grammars.constrain(asked.sampling, asked.grammar)
         stops = await stop_strings(self._tokenizer, asked.stops, asked.params, sampling, asked.num_answers)
         stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
@@ -109,10 +113,10 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     if stops.has_ended(index):
                         call.futures[index].finish()
                 if asked.is_streamed and token_ids:
-                    of_prompt = prompt_logprobs_message(asked.params.tokens, tokens[0].prompt_logprobs)
                     num_told[index] += len(token_ids)
                     self._traffic.generated(len(token_ids))
-                    yield chunk_response(token_ids, logprobs, usages[index], index, of_prompt)
+                    chunk = chunk_response(token_ids, logprobs, usages[index], index)
+                    yield await self._telling(chunk, asked, tokens[0].prompt_logprobs)
             for index in ended:
                 if call.is_aborted and call.futures[index].cancelled():
                     yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
@@ -122,14 +126,20 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 start = num_told[index]
                 self._traffic.generated(len(result.token_ids) - start)
                 self._traffic.answered(result.usage)
-                of_prompt = None if start else prompt_logprobs_message(asked.params.tokens, result.prompt_logprobs)
+                of_prompt = () if start else result.prompt_logprobs
                 if asked.is_streamed and start < len(result.token_ids):
-                    rest = result.token_ids[start:]
-                    yield chunk_response(rest, result.logprobs[start:], result.usage, index, of_prompt)
-                    of_prompt = None
+                    chunk = chunk_response(result.token_ids[start:], result.logprobs[start:], result.usage, index)
+                    yield await self._telling(chunk, asked, of_prompt)
+                    of_prompt = ()
                 has_stop_token = result.token_ids[-1] in stop_token_ids
-                yield complete_response(result, start, index, matched, of_prompt, has_stop_token=has_stop_token)
+                complete = complete_response(result, start, index, matched, has_stop_token=has_stop_token)
+                yield await self._telling(complete, asked, of_prompt)
             num_left -= len(ended)
+
+    async def _telling(
+        self, response: vllm_engine_pb2.GenerateResponse, asked: Asked, of_prompt: Sequence[TokenLogprobs]
+    ) -> vllm_engine_pb2.GenerateResponse | bytes:
+        return await with_prompt_logprobs(self._writer, response, asked.params.tokens, of_prompt)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802
         """End running requests; each is answered with what it has told."""

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
-from radixkv.errors import DeadlineExceeded, InvalidRequest
+from radixkv.errors import DeadlineExceeded, Draining, InvalidRequest
 from radixkv.service.server.identity.gate import Admission
 from radixkv.service.server.intake.account import Account
 from radixkv.service.server.intake.answer_bytes import answer_bytes
@@ -32,6 +32,8 @@ _MOST_PARSED = 2
 _ENDLESS_PART = 8
 # Most bytes of a message that brings no prompt; names in them have 256 characters at most.
 _SMALL_BYTES = 4096
+# Orchestrators ask for it until the end.
+_HEALTH = "/grpc.health.v1.Health/"
 
 Parse = Callable[[bytes], Any]
 
@@ -72,13 +74,20 @@ class Intake:
         self._unsent = UnsentAnswers(config.send_timeout_s)
         self._unfinished = unfinished
         self._vocab_size = limits.vocab_size
+        self._is_draining = False
+
+    def refuse_new(self) -> None:
+        """Refuse from now on what begins, and calls whose message has not come yet. Health checks are answered."""
+        self._is_draining = True
 
     def begin(self, context: Context, admission: Admission, *, is_endless: bool) -> None:
         """Count a call until it is over.
 
         Raises:
+            Draining: no new calls are taken.
             QueueFull: too many are under way, its caller's too.
         """
+        self._require_taking(admission)
         self._count(self._endless if is_endless else self._calls, context, Account.of_caller(admission, context), 1)
 
     async def receive(
@@ -93,11 +102,13 @@ class Intake:
             is_endless: whether the call ends with the service and not before, so that nobody waits for its end.
 
         Raises:
+            Draining: no new calls are taken.
             InvalidRequest: no message came, or it can't be parsed, or it is large and brings no prompt.
             PermissionDenied: the caller may not act for its tenant.
             QueueFull, DeadlineExceeded: it had to wait, or came too slowly; or too much is held for its tenant.
         """
         data = await self._lanes.receive(context.peer(), context.read)
+        self._require_taking(admission)  # whoever drains waits for messages that have come, and for no others
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
             raise InvalidRequest("request: expected one message, got none")
         if not admission.rule.has_prompts:
@@ -156,6 +167,10 @@ class Intake:
                     yield response
                 finally:
                     self._unsent.discard(context)
+
+    def _require_taking(self, admission: Admission) -> None:
+        if self._is_draining and not admission.method.startswith(_HEALTH):
+            raise Draining("service: shutting down, no new requests")
 
     async def _parsed(self, parse: Parse, data: bytes) -> Any:
         try:

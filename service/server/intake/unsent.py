@@ -51,7 +51,7 @@ class UnsentAnswers:
     def _look(self) -> None:
         self._is_watched = False
         now_s = asyncio.get_running_loop().time()
-        late = [context for context, since_s in self._since_s.items() if now_s - since_s >= self._timeout_s]
+        late = {context: since_s for context, since_s in self._since_s.items() if now_s - since_s >= self._timeout_s}
         if late:
             self._is_watched = True
             asyncio.get_running_loop().call_later(_CONFIRM_S, self._look_again, late)
@@ -59,10 +59,10 @@ class UnsentAnswers:
             first_s = next(iter(self._since_s.values()))
             self._watch(max(0.01, first_s + self._timeout_s - now_s))
 
-    def _look_again(self, late: list[Context]) -> None:
-        """Close the connections of calls that are still unsent."""
+    def _look_again(self, late: dict[Context, float]) -> None:
+        """Close the connections of calls whose late answer is still unsent. A stream may be at its next part."""
         self._is_watched = False
-        unread = [context for context in late if context in self._since_s]
+        unread = [context for context, since_s in late.items() if self._since_s.get(context) == since_s]
         if unread:
             peers = {context.peer() for context in unread}
             for context in unread:

@@ -12,7 +12,7 @@ from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import require_names
 from radixkv.service.server.segments.hot_walk import HotWalk
 from radixkv.service.server.segments.namespace_ids import NamespaceIds
-from radixkv.service.server.segments.page_tokens import page_token, place_of
+from radixkv.service.server.segments.page_tokens import PageTokens
 from radixkv.service.server.segments.stored_lister import StoredLister
 from radixkv.v1 import cache_pb2
 
@@ -32,7 +32,8 @@ class SegmentLister:
         self._engine = engine
         self._mailbox = mailbox
         self._namespace_ids = NamespaceIds()
-        self._stores = StoredLister(engine, mailbox, self._namespace_ids)
+        self._page_tokens = PageTokens(engine.limits.epoch)
+        self._stores = StoredLister(engine, mailbox, self._namespace_ids, self._page_tokens)
 
     async def answer(self, request: cache_pb2.ListSegmentsRequest) -> cache_pb2.ListSegmentsResponse:
         """Read a request and answer it.
@@ -50,7 +51,7 @@ class SegmentLister:
         if request.store and request.hottest_first:
             raise InvalidRequest("store: expected none beside hottest_first, got one")
         if not request.hottest_first:
-            place = place_of(request.page_token, self._engine.limits.epoch)
+            place = self._page_tokens.place_of(request.page_token)
             if request.store:
                 return await self._stores.page(request.store, place, tenant, page_size)
             return await self._page(place, tenant, page_size)
@@ -71,7 +72,7 @@ class SegmentLister:
                 answer.total_segments = page.num_segments
             if place is None or len(answer.segments) == page_size:
                 break
-        answer.next_page_token = page_token(self._engine.limits.epoch, place)
+        answer.next_page_token = self._page_tokens.token(place)
         return answer
 
     async def _hottest(self, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:

@@ -8,7 +8,7 @@ from radixkv.api.segments import StoredNamespace
 from radixkv.service.server.calls import answer_of
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.segments.namespace_ids import NamespaceIds
-from radixkv.service.server.segments.page_tokens import page_token
+from radixkv.service.server.segments.page_tokens import PageTokens
 from radixkv.v1 import cache_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
@@ -25,12 +25,14 @@ class StoredLister:
         engine: whose stores.
         mailbox: brings its answers.
         namespace_ids: numbers of namespaces, the same as those of segments.
+        page_tokens: makes the tokens of pages.
     """
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, namespace_ids: NamespaceIds) -> None:
+    def __init__(self, engine: Engine, mailbox: Mailbox, namespace_ids: NamespaceIds, page_tokens: PageTokens) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._namespace_ids = namespace_ids
+        self._page_tokens = page_tokens
 
     async def page(self, store: str, place: int, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
         """Make a page.
@@ -52,7 +54,7 @@ class StoredLister:
                 answer.total_segments = page.num_namespaces
             if next_place is None or len(answer.stored) == page_size:
                 break
-        answer.next_page_token = page_token(self._engine.limits.epoch, next_place)
+        answer.next_page_token = self._page_tokens.token(next_place)
         return answer
 
     def _message(self, stored: StoredNamespace) -> cache_pb2.StoredNamespace:

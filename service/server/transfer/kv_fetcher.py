@@ -17,7 +17,7 @@ import grpc.aio
 from radixkv.api.params import PrefillParams
 from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.errors import InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
+from radixkv.errors import Cause, InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.server.calls import answer_of
 from radixkv.service.server.mailbox import Mailbox
@@ -249,7 +249,7 @@ class _Stream:
 def _translated(error: grpc.aio.AioRpcError) -> Exception:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND:
-        return UnknownLease(f"kv_source: {details}")
+        return UnknownLease(f"kv_source: {details}", cause=Cause.KV_SOURCE)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return SwitchedOff(f"kv_source: {details}")
+        return SwitchedOff(f"kv_source: {details}", cause=Cause.KV_SOURCE)
     return KVSourceError(f"kv_source: expected K/V of the lease, got {code.name}: {details}")

@@ -57,7 +57,8 @@ class KVSender:
         if request.first_block > num_blocks:
             raise InvalidRequest(f"first_block: expected at most the {num_blocks} blocks, got {request.first_block}")
         yield prefill_pb2.FetchKVResponse(format=_format(transfer, num_blocks, epoch, layers))
-        num_at_once = max(1, _SLICE_BYTES // transfer.layer_bytes.size_of(layers.num))
+        # The engine copies whole blocks, whichever layers are sent.
+        num_at_once = max(1, _SLICE_BYTES // transfer.block_format.payload_bytes)
         for start in range(request.first_block, num_blocks, num_at_once):
             indices = range(start, min(start + num_at_once, num_blocks))
             handles = await self._handles(transfer, stores, found, indices)

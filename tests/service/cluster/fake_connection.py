@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import grpc
 import grpc.aio
 
+from radixkv.errors import Cause
 from radixkv.service.cluster.facts import FleetSecrets, ReplicaFacts
 from radixkv.service.cluster.replica_connection import ReplicaLost
+from radixkv.service.server.status import CAUSE
 
 SECRETS = FleetSecrets(bytes(range(32)), "token")
 
@@ -19,8 +21,9 @@ def facts(address: str, epoch: int = 1) -> ReplicaFacts:
     return ReplicaFacts(address, epoch, "fake", "fingerprint", 256, 4096, 4, "", SECRETS)
 
 
-def failure(code: grpc.StatusCode, details: str = "told so") -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(("a", "b")), details)
+def failure(code: grpc.StatusCode, details: str = "told so", cause: Cause | None = None) -> grpc.aio.AioRpcError:
+    trailing = [("a", "b")] if cause is None else [("a", "b"), (CAUSE, cause.value)]
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 
 
 class FakeConnection:

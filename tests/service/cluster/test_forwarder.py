@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from radixkv.errors import NoReplica
+from radixkv.errors import Cause, NoReplica
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.cluster.question import Question
 from tests.service.cluster.fake_connection import FakeConnection, facts, failure
@@ -98,6 +98,14 @@ def test_what_a_replica_refuses_is_told_at_once() -> None:
     assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert (refusal.value.details, refusal.value.trailing) == ("token_ids: ...", (("a", "b"),))
     assert (fleet.asked, fleet.finished) == (["a"], ["a"])
+
+
+def test_a_replica_that_can_not_reach_the_source_of_its_kv_is_not_to_blame() -> None:
+    fleet = Fleet(a=failure(grpc.StatusCode.UNAVAILABLE, "in any words", Cause.KV_SOURCE), b="yes")
+    with pytest.raises(ReplicaRefusal, match="in any words") as refusal:
+        answered(fleet)
+    assert (fleet.asked, fleet.connections["a"].num_looks) == (["a"], 0)
+    assert (refusal.value.is_of(Cause.KV_SOURCE), refusal.value.is_of(Cause.HOLD_LEASE)) == (True, False)
 
 
 def test_a_replica_that_starts_again_is_waited_for() -> None:

@@ -9,6 +9,7 @@ import hashlib
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from radixkv.config import ServerConfig
 from radixkv.routing.rule import Rule
@@ -25,7 +26,7 @@ from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.cluster.fake_connection import SECRETS
 from tests.service.fake_engine import LIMITS, FakeEngine, next_token_of
-from tests.service.serving import serving
+from tests.service.serving import becomes_true, refusal_of, serving
 
 PROMPT = list(range(1, 41))
 
@@ -39,8 +40,16 @@ def facts_of(address: str) -> ReplicaFacts:
 class Served:
     """An ingress that serves, the state of its fleet and the engines behind it."""
 
-    def __init__(self, address: str, engines: dict[str, FakeEngine], state: FleetState, forwarder: Forwarder) -> None:
+    def __init__(
+        self,
+        address: str,
+        engines: dict[str, FakeEngine],
+        state: FleetState,
+        forwarder: Forwarder,
+        server: IngressServer,
+    ) -> None:
         self.address = address
+        self.server = server
         self.engines = engines
         self.state = state
         self.forwarder = forwarder
@@ -73,7 +82,7 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
         address = await server.start()
         stack.push_async_callback(server.drain)
         assert not server.has_ended
-        yield Served(address, engines, state, forwarder)
+        yield Served(address, engines, state, forwarder, server)
 
 
 def run(test) -> None:
@@ -203,5 +212,33 @@ def test_callers_are_known_as_by_a_single_server(tmp_path) -> None:
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
                         await call
                     assert refused.value.code() is code
+
+    run(test)
+
+
+def test_a_drain_refuses_new_calls_answers_health_checks_and_lets_running_ones_finish() -> None:
+    async def test() -> None:
+        async with (
+            fleet(1) as served,
+            AsyncClient(served.address, timeout_s=PATIENCE_S) as client,
+            grpc.aio.insecure_channel(served.address) as channel,
+        ):
+            (engine,) = served.engines.values()
+            engine.is_gated = True
+            running = asyncio.create_task(client.prefill(PROMPT))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            draining = asyncio.create_task(served.server.drain())
+            await asyncio.sleep(0)
+            check = health_pb2_grpc.HealthStub(channel).Check
+            health = await check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            for call in (client.prefill(PROMPT), client.route(PROMPT), anext(client.generate(PROMPT))):
+                refusal = await refusal_of(call)
+                assert refusal.code() is grpc.StatusCode.UNAVAILABLE
+                assert refusal.details() == "service: shutting down, no new requests"
+            assert (len(engine.futures), running.done()) == (1, False)
+            engine.open_gate()
+            assert (await running).next_token_id == next_token_of(PROMPT)
+            await draining
 
     run(test)

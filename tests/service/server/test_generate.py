@@ -138,6 +138,20 @@ def test_log_probabilities_of_the_prompt_come_once(max_new_tokens, count):
     assert [len(each.top) for each in telling.prompt_logprobs] == [count, count]
 
 
+def test_very_many_log_probabilities_of_the_prompt_arrive_too():
+    prompt = [1 + number % 200 for number in range(700)]
+
+    async def talk(client, _):
+        return await read(client.generate(prompt, max_new_tokens=2, prompt_logprobs=3, logprobs=1, request_id="r"))
+
+    answers = calling(talk)
+    (first,) = [answer for answer in answers if answer.prompt_logprobs]
+    assert first is answers[0]
+    assert [each.logprob for each in first.prompt_logprobs] == [-float(token_id) for token_id in prompt[1:]]
+    assert {len(each.top) for each in first.prompt_logprobs} == {3}
+    assert (first.request_id, first.usage.prompt_tokens, len(first.logprobs)) == ("r", 700, len(first.token_ids))
+
+
 def test_wrong_counts_of_log_probabilities_are_refused_by_name():
     async def talk(client, _):
         for name in ("logprobs", "prompt_logprobs"):

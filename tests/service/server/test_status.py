@@ -96,6 +96,17 @@ def test_retry_after_is_whole_milliseconds_rounded_up(retry_after_s, text):
     assert trailing_metadata_of(error) == (("retry-after-ms", text),)
 
 
+def test_a_cause_goes_along_by_name():
+    assert trailing_metadata_of(errors.UnknownLease("x")) == ()
+    assert trailing_metadata_of(errors.UnknownLease("x", cause=errors.Cause.KV_SOURCE)) == (
+        ("radixkv-cause", "kv_source"),
+    )
+    assert trailing_metadata_of(errors.OutOfBlocks("x", cause=errors.Cause.HOLD_LEASE)) == (
+        ("retry-after-ms", "1000"),
+        ("radixkv-cause", "hold_lease"),
+    )
+
+
 @pytest.mark.parametrize("way", ["refusal", "failure"])
 def test_every_error_reaches_the_caller_as_its_status(way):
     async def run():
@@ -108,6 +119,8 @@ def test_every_error_reaches_the_caller_as_its_status(way):
                 assert refusal.details() == "subject: expected this, got that"
                 metadata = dict(tuple(refusal.trailing_metadata()))
                 assert metadata.get("retry-after-ms") == ("1000" if issubclass(kind, errors.CapacityError) else None)
+                is_of_source = issubclass(kind, errors.KVSourceError)
+                assert metadata.get("radixkv-cause") == ("kv_source" if is_of_source else None)
                 seen[kind.__name__] = refusal.code().name
             setattr(engine, way, None)
             assert (await client.prefill([1])).next_token_id == 1

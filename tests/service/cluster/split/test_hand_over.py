@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from radixkv.errors import NoReplica
+from radixkv.errors import Cause, NoReplica
 from radixkv.service.cluster.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.cluster.question import Question
 from radixkv.service.cluster.split.hand_over import HandOver
@@ -18,8 +18,8 @@ from radixkv.v1.prefill_pb2 import GenerateRequest, GenerateResponse, PrefillReq
 from tests.service.cluster.fake_connection import FakeConnection, facts, failure
 
 GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
-NO_LEASE = failure(grpc.StatusCode.NOT_FOUND, "kv_source: lease_id: expected a lease that this tenant holds, got none")
-NO_SOURCE = failure(grpc.StatusCode.UNAVAILABLE, "kv_source: expected K/V of the lease, got UNAVAILABLE: refused")
+NO_LEASE = failure(grpc.StatusCode.NOT_FOUND, "in any words", Cause.KV_SOURCE)
+NO_SOURCE = failure(grpc.StatusCode.UNAVAILABLE, "in any words", Cause.KV_SOURCE)
 REQUEST = GenerateRequest(prefill=PrefillRequest(token_ids=[1, 2, 3], tenant="acme"), max_new_tokens=2)
 ANSWER = [GenerateResponse(token_ids=[7], usage=Usage(prompt_tokens=3)), GenerateResponse(token_ids=[8], finished=True)]
 
@@ -164,7 +164,7 @@ def first_only(connection: FakeConnection) -> Any:
 
 
 def test_without_replicas_that_compute_the_other_one_does() -> None:
-    full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "hold_lease: expected at most 9 blocks in held leases")
+    full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "in any words", Cause.HOLD_LEASE)
     for computing in (Replicas(), Replicas(p=[GONE]), Replicas(p=[""]), Replicas(p=[full])):
         split = Split(computing, Replicas(d=[ANSWER]))
         parts = split.answer()
@@ -187,6 +187,15 @@ def test_an_answer_that_has_begun_is_not_begun_again() -> None:
         split.answer()
     assert split.sources == [("d", "lease")]
     assert split.computing.released == [("p", "lease")]
+
+
+def test_the_text_of_a_refusal_decides_nothing() -> None:
+    full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "hold_lease: expected at most 9 blocks in held leases, got 9")
+    with pytest.raises(ReplicaRefusal, match="hold_lease"):
+        Split(Replicas(p=[full]), Replicas(d=[ANSWER])).answer()
+    lost = failure(grpc.StatusCode.NOT_FOUND, "kv_source: lease_id: expected a lease that this tenant holds, got none")
+    with pytest.raises(ReplicaRefusal, match="kv_source"):
+        Split(Replicas(p=["one"], q=["two"]), Replicas(d=[[lost], ANSWER])).answer()
 
 
 @pytest.mark.parametrize("step", ["prefill", "generate"])

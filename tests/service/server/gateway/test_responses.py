@@ -1,10 +1,20 @@
 """Tokens and answers as the gateway reads them."""
 
+import asyncio
+
+import numpy as np
 import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import FinishReason, GenerateResult, Timing, TokenLogprobs, Usage
-from radixkv.service.server.gateway.responses import aborted_response, chunk_response, complete_response
+from radixkv.gateway.vllm_engine_pb2 import InputLogProbs, InputTokenLogProb, TopLogProbs
+from radixkv.service.server.gateway.responses import (
+    aborted_response,
+    chunk_response,
+    complete_response,
+    with_prompt_logprobs,
+)
+from radixkv.service.server.generation.answer_writer import AnswerWriter
 
 USAGE = Usage(10, 6, 4, 4, 3)
 LOGPROBS = tuple(TokenLogprobs(-0.5 * token, ((token, -0.5), (9, -1.5))) for token in (1, 2, 3))
@@ -59,3 +69,33 @@ def test_an_aborted_answer_has_no_tokens():
     complete = aborted_response(10, 6, 3).complete
     assert (complete.finish_reason, list(complete.output_ids), complete.index) == ("abort", [], 3)
     assert (complete.prompt_tokens, complete.cached_tokens, complete.completion_tokens) == (10, 6, 0)
+
+
+def told(response, tokens, logprobs):
+    return asyncio.run(with_prompt_logprobs(AnswerWriter(), response, np.array(tokens, "<u4").tobytes(), logprobs))
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 2000])
+@pytest.mark.parametrize("is_chunk", [False, True])
+def test_rows_of_a_prompt_are_the_same_however_many_they_are(is_chunk, num_rows):
+    rows = tuple(TokenLogprobs(-0.5 * number, ((number, -0.5), (9, -1.5))) for number in range(num_rows))
+    alone = chunk_response([4, 5], LOGPROBS[:2], USAGE, 2) if is_chunk else complete_response(result(), 0, 2, "end")
+    expected = type(alone)()
+    expected.CopyFrom(alone)
+    (expected.chunk if is_chunk else expected.complete).input_logprobs.CopyFrom(
+        InputLogProbs(
+            token_logprobs=[InputTokenLogProb(), *(InputTokenLogProb(value=row.logprob) for row in rows)],
+            token_ids=range(num_rows + 1),
+            top_logprobs=[
+                TopLogProbs(),
+                *(TopLogProbs(token_ids=[number, 9], values=[-0.5, -1.5]) for number in range(num_rows)),
+            ],
+        )
+    )
+    written = told(alone, range(num_rows + 1), rows)
+    assert isinstance(written, bytes) is (num_rows == 2000)
+    assert (type(expected).FromString(written) if isinstance(written, bytes) else written) == expected
+
+
+def test_a_part_without_rows_of_the_prompt_stays_as_it_is():
+    assert not told(chunk_response([4], [], USAGE, 0), [1, 2], ()).chunk.HasField("input_logprobs")

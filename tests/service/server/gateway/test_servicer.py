@@ -113,6 +113,19 @@ def test_log_probabilities_of_the_prompt_come_once(stream, max_tokens):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_very_many_log_probabilities_of_the_prompt_arrive_too(stream):
+    prompt = [1 + number % 200 for number in range(700)]
+    asked = request(prompt, stream=stream, prompt_logprobs=3, max_tokens=2)
+    first = talking(lambda stub, *_: read(stub.Generate(asked)))[0]
+    message = getattr(first, first.WhichOneof("response"))
+    rows = message.input_logprobs
+    assert list(rows.token_ids) == prompt
+    assert [each.value for each in rows.token_logprobs] == [0.0, *(-float(token_id) for token_id in prompt[1:])]
+    assert [len(each.values) for each in rows.top_logprobs] == [0, *[3] * 699]
+    assert message.prompt_tokens == 700
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_several_answers_are_told_apart_by_their_index(stream):
     async def talk(stub, engine, _):
         return await read(stub.Generate(request(n=3, seed=-2, temperature=1.0, stream=stream))), engine.samplings

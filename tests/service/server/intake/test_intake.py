@@ -53,6 +53,21 @@ def test_a_call_without_a_message_is_refused():
     assert asyncio.run(run()) == (grpc.StatusCode.INVALID_ARGUMENT, "request: expected one message, got none")
 
 
+def test_a_message_that_comes_when_no_new_calls_are_taken_is_refused():
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine) as (server, address):
+            channel, call = await begun(address)
+            assert await becomes_true(lambda: server._intake._calls.taken == 1)
+            server._intake.refuse_new()
+            await call.write(PrefillRequest(token_ids=[1]).SerializeToString())
+            refusal = await refusal_of(call)
+            await channel.close()
+            return refusal.code(), engine.futures
+
+    assert asyncio.run(run()) == (grpc.StatusCode.UNAVAILABLE, [])
+
+
 def test_callers_that_send_nothing_keep_nobody_from_being_served():
     async def run():
         async with (
@@ -85,6 +100,25 @@ def test_a_tenant_that_holds_too_much_is_refused_and_others_are_not():
             return refusal.code(), dict(tuple(refusal.trailing_metadata())).get("retry-after-ms")
 
     assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")
+
+
+def test_log_probabilities_of_a_prompt_count_as_held_before_they_are_known():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine, max_held_bytes=60_000) as (_, address), AsyncClient(address) as client:
+            greedy = client.generate(
+                [1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S
+            )  # 48,000 bytes
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            again = client.generate([1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S)
+            refusal = await refusal_of(anext(again))
+            other = client.generate([1] * 100, tenant="greedy", timeout_s=PATIENCE_S)
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            await greedy.aclose()
+            await other.aclose()
+            return refusal.code(), len(engine.futures)
+
+    assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 2)
 
 
 def test_an_answer_that_nobody_reads_ends_with_its_connection():

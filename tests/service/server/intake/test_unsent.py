@@ -70,3 +70,26 @@ def test_an_answer_that_left_while_the_loop_was_busy_closes_nothing():
         return closed
 
     assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}]
+
+
+def test_a_stream_whose_late_part_has_left_is_not_closed_for_its_next_one():
+    async def run():
+        closed = []
+        unsent = UnsentAnswers(0.02, lambda peers: closed.append(peers) or 0)
+        stream, unread = Call("ipv4:1.1.1.1:1"), Call("ipv4:1.1.1.1:2")
+
+        def go_on():
+            unsent.discard(stream)
+            unsent.add(stream)
+
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() + 0.05
+        unsent.add(stream)
+        unsent.add(unread)
+        while loop.time() < late_s:  # both are late at the first look
+            pass
+        loop.call_later(0.05, go_on)  # between the two looks: timers run in the order in which they are due
+        assert await becomes_true(lambda: bool(closed))
+        return closed[0]
+
+    assert asyncio.run(run()) == {"ipv4:1.1.1.1:2"}

@@ -53,6 +53,7 @@ def test_a_tenant_sees_its_own_alone_in_a_bounded_number_of_calls(engine, monkey
 
     first, second = serve_and_call(engine, talk)
     assert (len(first.stored), [each.tenant for each in second.stored]) == (0, ["other"])
+    assert (first.compared_segments, second.compared_segments) == (0, 1), "others are not told of"
     assert not second.HasField("total_segments")
 
 

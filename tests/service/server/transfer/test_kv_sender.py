@@ -17,7 +17,7 @@ from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.transfer.exports import LeaseBlocks
 from radixkv.engine.transfer.transfer import Transfer
-from radixkv.errors import InvalidRequest, KVSourceError, RadixKVError, UnknownLease
+from radixkv.errors import Cause, InvalidRequest, KVSourceError, RadixKVError, UnknownLease
 from radixkv.namespace import Namespace
 from radixkv.service.client import KVSource
 from radixkv.service.server.mailbox import Mailbox
@@ -92,7 +92,7 @@ class FakeTransfer:
         self.sources = {"there": KVSourceConfig(address)}
         self.fleet = None
         self.faults: list[Any] = []
-        self.num_reads = 0
+        self.num_reads = self.most_read = 0
         self.stores = FakeStores()
 
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
@@ -105,6 +105,7 @@ class FakeTransfer:
         self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
     ) -> Future[Any]:
         self.num_reads += len(indices)
+        self.most_read = max(self.most_read, len(indices))
         return self._answer(
             lambda: [
                 BlockObject(each.key, each.parent, 0, each.tokens, payload_of(index, layers))
@@ -188,16 +189,18 @@ def test_a_stream_that_breaks_off_goes_on_where_it_was(monkeypatch: pytest.Monke
 def test_a_stream_that_breaks_off_each_time_is_given_up() -> None:
     sending = FakeTransfer()
     sending.faults = [RuntimeError("broken")] * 9
-    with pytest.raises(KVSourceError, match="got INTERNAL"):
+    with pytest.raises(KVSourceError, match="got INTERNAL") as caught:
         fetched(sending)
+    assert caught.value.cause is Cause.KV_SOURCE
 
 
 def test_a_lease_that_ends_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)
     sending = FakeTransfer()
     sending.faults = [None, None, UnknownLease("lease_id: expected another")]
-    with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another"):
+    with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another") as caught:
         fetched(sending)
+    assert caught.value.cause is Cause.KV_SOURCE
 
 
 def test_a_block_that_is_changed_on_the_way_is_found() -> None:
@@ -273,12 +276,22 @@ def test_some_layers_are_sent_from_the_middle_on(first: int, num: int, expected:
     assert len(others) == 2
 
 
-def sent(request: FetchKVRequest) -> list[Any]:
+def test_no_more_whole_blocks_are_read_at_a_time_than_a_slice_has_however_few_layers_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_sender, "_SLICE_BYTES", 2 * PAYLOAD_BYTES)
+    transfer = FakeTransfer()
+    told = sent(FetchKVRequest(lease_id="a", num_layers=1), transfer)
+    assert [each.block for each in told[1:]] == list(range(NUM_BLOCKS))
+    assert (transfer.most_read, transfer.num_reads) == (2, NUM_BLOCKS)
+
+
+def sent(request: FetchKVRequest, transfer: FakeTransfer | None = None) -> list[Any]:
     """All that a server answers."""
 
     async def run() -> list[Any]:
         engine = FakeEngine()
-        engine.transfer = FakeTransfer()
+        engine.transfer = transfer or FakeTransfer()
         engine.transfer.stores = FakeStores(there=(1, 4))
         return [each async for each in kv_sender.KVSender(engine, Mailbox()).responses(request)]
 
