@@ -125,35 +125,38 @@ def penalize(
     """Apply what a generation asks for to its logits: constraint, bias, least length, penalties, in this order.
 
     Args:
-        logits: float32 `[vocab_size]`.
+        logits: float32 `[num_logits]`. A model may read more tokens than it writes: ids without a logit change nothing.
         sampling: the options.
         prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
         token_ids: tokens generated so far.
         stop_token_ids: tokens that would end the generation. If no other token may come, the least length is given up.
-        allowed: tokens that may come, bool `[at least vocab_size]`; None for all.
+        allowed: tokens that may come, bool `[at least num_logits]`; None for all.
 
     Returns:
         New logits. Tokens that must not come have -inf.
     """
-    logits = logits.clone()
-    stop_ids = sorted(stop_token_ids) if len(token_ids) < sampling.min_tokens else []
+    logits, num_logits = logits.clone(), len(logits)
+    stop_ids: list[int] = []
+    if len(token_ids) < sampling.min_tokens:
+        stop_ids = [token_id for token_id in stop_token_ids if 0 <= token_id < num_logits]
 
     def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(logits.device, non_blocking=True)
 
     if allowed is not None:
-        logits.masked_fill_(~on_device(allowed[: len(logits)], torch.bool), -torch.inf)
+        allowed = allowed[:num_logits]
+        logits.masked_fill_(~on_device(allowed, torch.bool), -torch.inf)
         if stop_ids and allowed.sum() == allowed[stop_ids].sum():
             stop_ids = []
-    if sampling.logit_bias:
-        biased, biases = zip(*sampling.logit_bias, strict=True)
-        logits.scatter_add_(0, on_device(biased), on_device(biases, torch.float32))
+    if biases := [each for each in sampling.logit_bias if 0 <= each[0] < num_logits]:
+        biased, values = zip(*biases, strict=True)
+        logits.scatter_add_(0, on_device(biased), on_device(values, torch.float32))
     if stop_ids:
         logits.scatter_(0, on_device(stop_ids), -torch.inf)
     if sampling.repetition_penalty != 1:
         before, factor = logits.clone(), sampling.repetition_penalty
         for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):  # a token of both gets the same score twice
-            seen = on_device(ids[ids < len(logits)])  # a model may read more tokens than it writes
+            seen = on_device(ids[ids < num_logits])
             scores = before.gather(0, seen)
             logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
     if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
