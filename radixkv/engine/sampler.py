@@ -220,11 +220,12 @@ def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) ->
     Args:
         logits: float32 `[num_rows, vocab_size]`.
         token_ids: one for each row. One that has no logit, since a model may read more tokens than it writes, has -inf.
-        count: number of most likely tokens.
+        count: number of most likely tokens; all that have logits, if these are fewer.
 
     Returns:
         One for each row.
     """
+    count = min(count, logits.shape[1])
     logprobs = logits.log_softmax(dim=-1).double()  # in which ids are exact, too
     values, ids = logprobs.topk(count)
     chosen = torch.tensor(token_ids, dtype=torch.int64).to(logits.device, non_blocking=True)

@@ -293,6 +293,13 @@ def test_a_step_makes_at_most_64_rows_of_logits_of_prompts() -> None:
     assert other.done()
 
 
+def test_no_more_log_probabilities_are_told_than_there_are_logits() -> None:
+    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    expected = sampler.read_logprobs(logits, [3, 4], 8)
+    assert sampler.read_logprobs(logits, [3, 4], 10) == expected
+    assert [len(told.top) for told in expected] == [8, 8]
+
+
 def test_a_prompt_that_is_paused_and_computed_again_is_told_once() -> None:
     bench = Bench(num_blocks=19, max_step_tokens=4)
     ids = range(60)
