@@ -88,12 +88,16 @@ class Delivery:
         if prompt_logprobs and request.generation is not None:
             told = request.generation.prompt_logprobs
             told += prompt_logprobs[len(told) - start :]  # after a pause some are computed again
-        if prediction is None:
+        if prediction is None or prediction.refusal is not None:
             return
         if request.prefilled_s is None:
             request.prefilled_s = self._clock()
         if request.generation is not None:
-            request.generation.append(prediction.next_token_id)
+            try:
+                request.generation.append(prediction.next_token_id)
+            except BaseException:  # noqa: BLE001 - a caller's code, as in `_tell`
+                _log.exception("a constraint raised")
+                self._early_ends.fail(request, StepFailed("constraint: expected it to take a token, and it raised"))
             if prediction.logprobs is not None:
                 request.generation.logprobs.append(prediction.logprobs)
 

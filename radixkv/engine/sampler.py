@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -13,10 +14,12 @@ from xxhash import xxh3_64
 
 from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
-from radixkv.errors import RequestError
+from radixkv.errors import RadixKVError, RequestError, StepFailed
 from radixkv.scheduling.request import Generation, Request
 
-Allowed = npt.NDArray[np.bool_] | RequestError
+_log = logging.getLogger(__name__)
+
+Allowed = npt.NDArray[np.bool_] | RadixKVError
 """Tokens that may come next, bool `[vocab_size]`; or why there is no answer."""
 
 
@@ -33,7 +36,7 @@ class Prediction(NamedTuple):
     next_token_id: int
     logprobs: TokenLogprobs | None
     logits: npt.NDArray[np.float32] | None
-    refusal: RequestError | None = None
+    refusal: RadixKVError | None = None
 
 
 def allowed_tokens(requests: Sequence[Request]) -> dict[int, Allowed]:
@@ -52,12 +55,15 @@ def _allowed(request: Request) -> Allowed:
     generation = request.generation
     assert generation is not None, "only a generation has a constraint"
     assert generation.sampling.constraint is not None, "it is asked for"
-    if generation.matcher is None:
-        generation.matcher = generation.sampling.constraint.start(generation.stop_token_ids)
     try:
+        if generation.matcher is None:
+            generation.matcher = generation.sampling.constraint.start(generation.stop_token_ids)
         return generation.matcher.allowed()
     except RequestError as error:
         return error
+    except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
+        _log.exception("a constraint raised")
+        return StepFailed("constraint: expected the tokens that may come, and it raised")
 
 
 def predict(
@@ -96,7 +102,7 @@ def predict(
 def _choose(logits: torch.Tensor, request: Request, generation: Generation, allowed: Allowed | None) -> torch.Tensor:
     """Choose the next token of a generation, int64 `[]`; any token if it is refused one."""
     sampling = generation.sampling
-    if isinstance(allowed, RequestError):
+    if isinstance(allowed, RadixKVError):
         return logits.argmax()
     if sampling.changes_logits:
         logits = penalize(
@@ -176,7 +182,7 @@ def _prediction(
         next_token_id,
         logprobs=None if count is None else read_logprobs(logits[row : row + 1], [next_token_id], count)[0],
         logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
-        refusal=allowed if isinstance(allowed, RequestError) else None,
+        refusal=allowed if isinstance(allowed, RadixKVError) else None,
     )
 
 
