@@ -34,7 +34,7 @@ JOINED = -1
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The work list of one step for all layers that share a window.
+    """The work list of one step for all layers with as many query heads and the same window.
 
     The queries of one request and one KV head are packed into rows: row `r` is query head `r % group_size` of the
     group, of suffix token `r // group_size`. A tile is `tile_rows` consecutive rows. A tile with many visible keys is
@@ -46,7 +46,7 @@ class AttentionPlan:
     Attributes:
         tile_rows: packed rows a program works on.
         group_size: query heads a KV head.
-        window: the sliding window of the layers that this plan serves, None for full attention.
+        window: the sliding window of these layers, None for full attention.
         work: int32 `[num_items, 8]` on the device, longest first. Columns: request, first packed token row of the
             request, suffix tokens of the request, prefix tokens, first row of the tile, first key position, end key
             position, first row of the partial result or -1 when the item writes the output itself.
@@ -111,14 +111,14 @@ def plan_attention(
     joins: bool = True,
     room: DeviceRoom = HOPPER,
 ) -> AttentionPlan:
-    """Lay out the attention of one step for the layers that share a window.
+    """Lay out the attention of one step for the layers with as many query heads and the same window.
 
     With `tile_rows` and `split_tokens` given, a row's result depends on its position alone, to the bit: not on the rest
     of the batch, nor on where its suffix began. Splits then begin at multiples of the split size from position 0.
 
     Args:
         batch: the token rows of the step.
-        num_query_heads: query heads of the model, a multiple of `num_kv_heads`.
+        num_query_heads: query heads of these layers, a multiple of `num_kv_heads`.
         num_kv_heads: KV heads of the pool.
         dtype: dtype of the queries.
         window: tokens that a query sees, its own included; None for all.

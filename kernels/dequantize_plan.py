@@ -41,7 +41,7 @@ _DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor core
 
 @dataclass(frozen=True, slots=True)
 class DequantizePlan:
-    """Blocks to dequantize in each layer of one step, for all layers that share a window.
+    """Blocks to dequantize in each layer of one step, for all layers with as many query heads and the same window.
 
     Attributes:
         block_ids: int32 `[num_blocks]` on the device, all different. Plain block `i` holds block `block_ids[i]`.
@@ -68,7 +68,7 @@ def plan_dequantize(
     Args:
         batch: the token rows of the step.
         pool: the K/V.
-        num_query_heads: query heads of the model, a multiple of the pool's KV heads.
+        num_query_heads: query heads of these layers, a multiple of the pool's KV heads.
         dtype: dtype of the queries, and of plain blocks.
         window: tokens that a query sees, its own included; None for all.
         is_forced: whether to dequantize first where it does not pay.

@@ -10,7 +10,10 @@ import numpy.typing as npt
 
 
 class Matcher(Protocol):
-    """Follows one answer, token by token. To be used by one thread at a time."""
+    """Follows one answer, token by token. To be used by one thread at a time.
+
+    What it raises against its promise, as what a constraint does, fails its request alone.
+    """
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return which tokens may come next, bool `[vocab_size]`: at least one. The caller may not change it.

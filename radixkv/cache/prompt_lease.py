@@ -86,3 +86,11 @@ class PromptLease(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def close_unused(lease: PromptLease) -> None:
+    """Close a lease whose request was not admitted in the end, as if it had not been: it is neither hit nor miss."""
+    usage, cached_tokens = lease.own.usage, lease.cached_tokens
+    usage.num_hit_tokens -= cached_tokens
+    usage.num_miss_tokens -= lease.num_tokens - cached_tokens
+    lease.close()

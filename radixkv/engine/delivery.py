@@ -91,12 +91,16 @@ class Delivery:
                 num_top = prompt_logprobs.token_ids.shape[1]
                 told = request.generation.prompt_logprobs = PromptLogprobs(request.params.num_tokens - 1, num_top)
             told.put(start, prompt_logprobs)
-        if prediction is None:
+        if prediction is None or prediction.refusal is not None:
             return
         if request.prefilled_s is None:
             request.prefilled_s = self._clock()
         if request.generation is not None:
-            request.generation.append(prediction.next_token_id)
+            try:
+                request.generation.append(prediction.next_token_id)
+            except BaseException:  # noqa: BLE001 - a caller's code, as in `_tell`
+                _log.exception("a constraint raised")
+                self._early_ends.fail(request, StepFailed("constraint: expected it to take a token, and it raised"))
             if prediction.logprobs is not None:
                 request.generation.logprobs.append(prediction.logprobs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -14,10 +15,12 @@ from xxhash import xxh3_64
 from radixkv.api.prompt_logprobs import LogprobRows
 from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
-from radixkv.errors import RequestError
+from radixkv.errors import RadixKVError, RequestError, StepFailed
 from radixkv.scheduling.request import Generation, Request
 
-Allowed = npt.NDArray[np.bool_] | RequestError
+_log = logging.getLogger(__name__)
+
+Allowed = npt.NDArray[np.bool_] | RadixKVError
 """Tokens that may come next, bool `[vocab_size]`; or why there is no answer."""
 
 
@@ -34,7 +37,7 @@ class Prediction(NamedTuple):
     next_token_id: int
     logprobs: TokenLogprobs | None
     logits: npt.NDArray[np.float32] | None
-    refusal: RequestError | None = None
+    refusal: RadixKVError | None = None
 
 
 def allowed_tokens(requests: Sequence[Request]) -> dict[int, Allowed]:
@@ -53,12 +56,15 @@ def _allowed(request: Request) -> Allowed:
     generation = request.generation
     assert generation is not None, "only a generation has a constraint"
     assert generation.sampling.constraint is not None, "it is asked for"
-    if generation.matcher is None:
-        generation.matcher = generation.sampling.constraint.start(generation.stop_token_ids)
     try:
+        if generation.matcher is None:
+            generation.matcher = generation.sampling.constraint.start(generation.stop_token_ids)
         return generation.matcher.allowed()
     except RequestError as error:
         return error
+    except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
+        _log.exception("a constraint raised")
+        return StepFailed("constraint: expected the tokens that may come, and it raised")
 
 
 def predict(
@@ -97,7 +103,7 @@ def predict(
 def _choose(logits: torch.Tensor, request: Request, generation: Generation, allowed: Allowed | None) -> torch.Tensor:
     """Choose the next token of a generation, int64 `[]`; any token if it is refused one."""
     sampling = generation.sampling
-    if isinstance(allowed, RequestError):
+    if isinstance(allowed, RadixKVError):
         return logits.argmax()
     if sampling.changes_logits:
         logits = penalize(
@@ -126,35 +132,38 @@ def penalize(
     """Apply what a generation asks for to its logits: constraint, bias, least length, penalties, in this order.
 
     Args:
-        logits: float32 `[vocab_size]`.
+        logits: float32 `[num_logits]`. A model may read more tokens than it writes: ids without a logit change nothing.
         sampling: the options.
         prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
         token_ids: tokens generated so far.
         stop_token_ids: tokens that would end the generation. If no other token may come, the least length is given up.
-        allowed: tokens that may come, bool `[at least vocab_size]`; None for all.
+        allowed: tokens that may come, bool `[at least num_logits]`; None for all.
 
     Returns:
         New logits. Tokens that must not come have -inf.
     """
-    logits = logits.clone()
-    stop_ids = sorted(stop_token_ids) if len(token_ids) < sampling.min_tokens else []
+    logits, num_logits = logits.clone(), len(logits)
+    stop_ids: list[int] = []
+    if len(token_ids) < sampling.min_tokens:
+        stop_ids = [token_id for token_id in stop_token_ids if 0 <= token_id < num_logits]
 
     def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(logits.device, non_blocking=True)
 
     if allowed is not None:
-        logits.masked_fill_(~on_device(allowed[: len(logits)], torch.bool), -torch.inf)
+        allowed = allowed[:num_logits]
+        logits.masked_fill_(~on_device(allowed, torch.bool), -torch.inf)
         if stop_ids and allowed.sum() == allowed[stop_ids].sum():
             stop_ids = []
-    if sampling.logit_bias:
-        biased, biases = zip(*sampling.logit_bias, strict=True)
-        logits.scatter_add_(0, on_device(biased), on_device(biases, torch.float32))
+    if biases := [each for each in sampling.logit_bias if 0 <= each[0] < num_logits]:
+        biased, values = zip(*biases, strict=True)
+        logits.scatter_add_(0, on_device(biased), on_device(values, torch.float32))
     if stop_ids:
         logits.scatter_(0, on_device(stop_ids), -torch.inf)
     if sampling.repetition_penalty != 1:
         before, factor = logits.clone(), sampling.repetition_penalty
         for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):  # a token of both gets the same score twice
-            seen = on_device(ids[ids < len(logits)])  # a model may read more tokens than it writes
+            seen = on_device(ids[ids < num_logits])
             scores = before.gather(0, seen)
             logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
     if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
@@ -174,7 +183,7 @@ def _prediction(
         next_token_id,
         logprobs=None if count is None else read_logprobs(logits[row : row + 1], [next_token_id], count)[0],
         logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
-        refusal=allowed if isinstance(allowed, RequestError) else None,
+        refusal=allowed if isinstance(allowed, RadixKVError) else None,
     )
 
 
@@ -218,11 +227,12 @@ def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) ->
     Args:
         logits: float32 `[num_rows, vocab_size]`.
         token_ids: one for each row. One that has no logit, since a model may read more tokens than it writes, has -inf.
-        count: number of most likely tokens.
+        count: number of most likely tokens; all that have logits, if these are fewer.
 
     Returns:
         One for each row.
     """
+    count = min(count, logits.shape[1])
     return [
         TokenLogprobs(logprob, tuple(zip(map(int, told[count:]), told[:count], strict=True)))
         for logprob, *told in _read_rows(logits, token_ids, count).tolist()
@@ -231,6 +241,7 @@ def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) ->
 
 def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> LogprobRows:
     """Read the same as arrays; see `read_logprobs`."""
+    count = min(count, logits.shape[1])
     rows = _read_rows(logits, token_ids, count).numpy()
     return LogprobRows(rows[:, : 1 + count].astype(np.float32), rows[:, 1 + count :].astype(np.uint32))
 

@@ -64,7 +64,7 @@ class Model:
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
         max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
-        eos_token_ids: tokens that end a generation.
+        eos_token_ids: tokens of the vocabulary that end a generation.
         weights: as given.
         has_short_end: whether the last layer computes answers alone as it does among all rows; on a CPU only.
         latent: its layers with latent attention.
@@ -128,7 +128,7 @@ class Model:
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)
-        self.eos_token_ids = _eos_token_ids(module)
+        self.eos_token_ids = _eos_token_ids(module, self.vocab_size)
         self.kv_shape, self._layer_kinds = probe_attention(
             type(module).__name__, self.forward, device, int(config.num_hidden_layers)
         )
@@ -263,10 +263,14 @@ def _max_tokens(config: Any) -> int | None:
     return min(known) if known else None
 
 
-def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
-    """End-of-sequence tokens of generation_config.json, or else of config.json."""
+def _eos_token_ids(module: PreTrainedModel, vocab_size: int) -> frozenset[int]:
+    """End-of-sequence tokens of generation_config.json, or else of config.json.
+
+    Configurations of models with a smaller vocabulary keep the id of a larger one, or say -1 for none.
+    """
     for config in (getattr(module, "generation_config", None), module.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+            ids = ids if isinstance(ids, list) else [ids]
+            return frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
     return frozenset()

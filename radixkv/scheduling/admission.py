@@ -10,7 +10,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.cache.kept_blocks import Path
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.private.private_lease import with_private_blocks
-from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.prompt_lease import PromptLease, close_unused
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Request
@@ -114,7 +114,7 @@ class Admitter:
         except OutOfBlocks as error:
             return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
         if request.is_paused and self._loads is not None and self._loads.begin_again(request):
-            lease.close()  # others may have the blocks meanwhile
+            close_unused(lease)  # others may have the blocks meanwhile
             return Admission.FOLLOWS
         self._start(request, lease)
         # A last token alone is not worth waiting for: each request computes its own, which is its answer.

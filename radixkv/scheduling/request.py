@@ -46,7 +46,7 @@ class Generation:
         prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
         matcher: says which tokens may come next; None without a constraint, and before the first token is chosen. It
             stays while the request is paused.
-        is_finished: its caller wants no more tokens.
+        is_finished: its caller wants no more tokens, or its constraint lets none come.
     """
 
     sampling: Sampling
@@ -66,10 +66,11 @@ class Generation:
         return cls(sampling, stops, on_tokens)
 
     def append(self, token_id: int) -> None:
-        """Take the next token."""
+        """Take the next token. Raises what the constraint raises."""
         self.token_ids.append(token_id)
         if self.matcher is not None and token_id not in self.stop_token_ids:
             self.matcher.accept(token_id)
+            self.is_finished |= self.matcher.is_finished
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -77,8 +78,6 @@ class Generation:
         if self.is_finished:
             return FinishReason.STOP
         if self.token_ids and self.token_ids[-1] in self.stop_token_ids:
-            return FinishReason.STOP
-        if self.matcher is not None and self.matcher.is_finished:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None
 

@@ -141,17 +141,12 @@ class StepPlan:
         for request in prefills:
             left -= self._grant(request, left)
         while left and (request := self._next_of(queue, left)) is not None:
-            admission = self._admit(queue, request, left)
-            if admission is Admission.ADMITTED:
-                left -= self._grant(request, left)
-            elif admission is Admission.NO_ROOM:
+            admission, used = self._serve_new(queue, request, left)
+            left -= used
+            if admission is Admission.NO_ROOM:
                 self.blocked = request
-                break
-            elif admission is Admission.OVER_QUOTA:
-                break
-            elif admission is Admission.ENDED:
-                left -= self._charge_refusal(queue, request, left)
-            if self._work_clock() >= self._admitting_until_s:
+            must_wait = admission in (Admission.NO_ROOM, Admission.OVER_QUOTA)
+            if must_wait or self._work_clock() >= self._admitting_until_s:
                 break
         if left and self.blocked is not None:
             left -= self._serve_passing(queue, left)
@@ -170,12 +165,10 @@ class StepPlan:
         for tokens, request in sorted(candidates, key=lambda candidate: (candidate[0], candidate[1].rank)):
             if not left or tokens >= self._left(first):
                 break
-            if request not in self._running:
-                if not self._has_place_for(queue) or (self.blocked is not None and not self._ends_with(request, left)):
-                    continue
-                if self._admit(queue, request, left) is not Admission.ADMITTED:
-                    continue
-            left -= self._grant(request, left)
+            if request in self._running:
+                left -= self._grant(request, left)
+            elif self._has_place_for(queue) and (self.blocked is None or self._ends_with(request, left)):
+                left -= self._serve_new(queue, request, left)[1]
         return share - left
 
     def _serve_passing(self, queue: TenantQueue, share: int) -> int:
@@ -186,10 +179,21 @@ class StepPlan:
         """
         left = share
         for request, _ in self._window(queue):
-            may_pass = self._has_place_for(queue) and self._ends_with(request, left)
-            if may_pass and self._admit(queue, request, left) is Admission.ADMITTED:
-                left -= self._grant(request, left)
+            if self._has_place_for(queue) and self._ends_with(request, left):
+                left -= self._serve_new(queue, request, left)[1]
         return share - left
+
+    def _serve_new(self, queue: TenantQueue, request: Request, left: int) -> tuple[Admission, int]:
+        """Serve a waiting request if it is admitted, or charge its tenant for its refusal. Returns the tokens used."""
+        admission, used = self._admit(queue, request, left), 0
+        if admission is Admission.ADMITTED:
+            used = self._grant(request, left)
+        elif admission is Admission.ENDED:
+            cost = 1 + request.num_nodes // _NODES_A_TOKEN
+            used = min(cost, left, self._budget)
+            self._budget -= used
+            self._queues.charge(queue, cost)
+        return admission, used
 
     def _ends_with(self, request: Request, left: int) -> bool:
         """Whether a waiting request would give all its blocks back after this step, with `left` tokens for it."""
@@ -265,14 +269,6 @@ class StepPlan:
         """Whether one more generation may run that keeps its place until it ends."""
         num_running = sum(other.compression is not None for other in self._running)
         return num_running < max(1, self._max_running_requests - self._max_running_requests // _PAUSABLE_SHARE)
-
-    def _charge_refusal(self, queue: TenantQueue, request: Request, left: int) -> int:
-        """Charge a tenant for a request that was refused. Returns the tokens of the step that this takes up."""
-        cost = 1 + request.num_nodes // _NODES_A_TOKEN
-        used = min(cost, left, self._budget)
-        self._budget -= used
-        queue.charge(cost)
-        return used
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request that are not in the step yet."""

@@ -105,8 +105,13 @@ class TenantQueues:
         if not queue.is_empty or self._open.get(queue.tenant) is not queue:
             return
         del self._open[queue.tenant]
-        if queue.served > self._fair_share:
-            self._served_before.add(queue.tenant, queue.served)
+        self._remember(queue)
+
+    def charge(self, queue: TenantQueue, tokens: int) -> None:
+        """Count `tokens` for a tenant, also if its last request is gone and its queue is closed."""
+        queue.charge(tokens)
+        if self._open.get(queue.tenant) is not queue:
+            self._remember(queue)
 
     def advance(self, tokens: int) -> None:
         """Raise the fair share by `tokens` that a step computes, shared exactly by weight.
@@ -117,6 +122,10 @@ class TenantQueues:
         if weights:
             least_served = min(queue.served for queue in self)
             self._fair_share = max(self._fair_share + tokens / weights, least_served)
+
+    def _remember(self, queue: TenantQueue) -> None:
+        if queue.served > self._fair_share:
+            self._served_before.add(queue.tenant, queue.served)
 
 
 def _rank(request: Request) -> tuple[float, int]:

@@ -12,7 +12,7 @@ from radixkv.api.result import FinishReason
 from radixkv.api.sampling import Sampling
 from radixkv.engine import step
 from radixkv.engine.sampler import allowed_tokens, penalize
-from radixkv.errors import InvalidRequest
+from radixkv.errors import InvalidRequest, StepFailed
 from tests.constraints import Rising, RisingMatcher
 from tests.core_bench import Bench
 
@@ -110,6 +110,29 @@ def test_who_has_no_next_token_is_refused_and_others_go_on() -> None:
     alone.run()
     assert [other.result(0).token_ids for other in others] == [each.result(0).token_ids for each in expected]
     assert bench.cache.pool.num_leased == 0
+
+
+@pytest.mark.parametrize("method", ["start", "allowed", "accept", "is_finished"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_constraint_that_raises_fails_its_own_request_alone(
+    method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    broken = property(fail) if method == "is_finished" else fail
+    monkeypatch.setattr(Rising if method == "start" else RisingMatcher, method, broken)
+    bench, alone = Bench(), Bench()
+    other = bench.generate(range(9), 8, **SAMPLED)
+    failed = bench.generate(range(9, 20), 8, **SAMPLED, constraint=Rising(VOCAB_SIZE, 9))
+    bench.run()
+    with pytest.raises(StepFailed, match=r"^constraint: expected .* and it raised$"):
+        failed.result(0)
+    assert "a constraint raised" in caplog.text
+    expected = alone.generate(range(9), 8, **SAMPLED)
+    alone.run()
+    assert other.result(0).token_ids == expected.result(0).token_ids
+    assert bench.core.num_failed_steps == bench.cache.pool.num_leased == 0
 
 
 def test_several_answers_are_followed_by_themselves_and_cached_or_not() -> None:

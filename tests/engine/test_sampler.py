@@ -20,8 +20,9 @@ from radixkv.api.result import GeneratedTokens, TokenLogprobs
 from radixkv.api.sampling import Sampling
 from radixkv.engine import sampler
 from radixkv.engine.sampler import draw, penalize
+from tests.constraints import Rising
 from tests.core_bench import Bench
-from tests.fake_runner import next_token, one_hot, tokens
+from tests.fake_runner import VOCAB_SIZE, next_token, one_hot, tokens
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
@@ -129,6 +130,24 @@ def test_tokens_that_the_model_reads_and_never_writes_have_no_penalty() -> None:
     assert penalized.tolist() == [0.5 if token_id == 3 else 1.0 for token_id in range(30)]
 
 
+def test_stop_tokens_and_biases_without_a_logit_change_nothing() -> None:
+    logits, nobody = torch.randn(30, generator=torch.Generator().manual_seed(0)), np.arange(0)
+    sampling = Sampling(min_tokens=3, logit_bias=((4, 1.0), (30, 2.0), (-1, 2.0)))
+    got = penalize(logits, sampling, nobody, [], {-1, 7, 30, 50_256})
+    expected = logits.clone()
+    expected[4] += 1.0
+    expected[7] = -torch.inf
+    assert torch.equal(got, expected)
+    all_allowed = np.ones(40, dtype=np.bool_)
+    assert torch.equal(penalize(logits, sampling, nobody, [], {-1, 7, 30, 50_256}, all_allowed), expected)
+
+
+def test_the_least_length_is_given_up_where_only_a_stop_token_has_a_logit() -> None:
+    allowed = np.isin(np.arange(40), (7, 35))
+    got = penalize(torch.zeros(30), Sampling(min_tokens=3), np.arange(0), [], {7}, allowed)
+    assert got.isfinite().nonzero().tolist() == [[7]]
+
+
 def test_the_models_logits_are_left_as_they_are() -> None:
     logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
@@ -180,6 +199,21 @@ def test_penalties_hold_in_a_greedy_generation_and_a_stop_token_waits() -> None:
     assert without_repetition.result(0).token_ids == (0, 1, 2, 3, 4)
     assert without_prompt.result(0).token_ids == (3, 3, 3)
     assert late.result(0).token_ids == (1, 1, 0)
+
+
+@pytest.mark.parametrize("constraint", [None, Rising(VOCAB_SIZE, 60)])
+def test_a_stop_token_beyond_the_logits_fails_nobody(constraint: Rising | None) -> None:
+    bench, alone = Bench(), Bench()
+    stops = frozenset({-1, VOCAB_SIZE, 50_256})
+    asked = bench.generate(
+        range(8), 4, temperature=1.0, seed=1, min_tokens=3, stop_token_ids=stops, constraint=constraint
+    )
+    other = bench.generate(range(20, 30), 6)
+    bench.run()
+    assert len(asked.result(0).token_ids) == 4
+    expected = alone.generate(range(20, 30), 6)
+    alone.run()
+    assert other.result(0).token_ids == expected.result(0).token_ids
 
 
 def test_log_probabilities_are_the_models_own_whatever_is_chosen() -> None:
@@ -257,6 +291,13 @@ def test_a_step_makes_at_most_64_rows_of_logits_of_prompts() -> None:
     for n, future in enumerate(futures):
         assert future.result(0).prompt_logprobs == told_of_prompt(range(n, n + 100), 0)
     assert other.done()
+
+
+def test_no_more_log_probabilities_are_told_than_there_are_logits() -> None:
+    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    expected = sampler.read_logprobs(logits, [3, 4], 8)
+    assert sampler.read_logprobs(logits, [3, 4], 10) == expected
+    assert [len(told.top) for told in expected] == [8, 8]
 
 
 def test_a_prompt_that_is_paused_and_computed_again_is_told_once() -> None:

@@ -16,9 +16,11 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
 from radixkv.errors import UnsupportedModel
+from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
+from radixkv.model.tiny_model import build_tiny_model
 from radixkv.startup.model_check import LOGITS_TOLERANCE, check_model
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, load_eager, write_checkpoint
@@ -200,3 +202,11 @@ def test_prompts_end_where_rotation_would_depend_on_the_longest_one(
     config = LlamaConfig(**{**shape, "rope_parameters": rope})
     write_checkpoint(config, tmp_path, max_shard_size="10MB")
     assert load_model(ModelConfig(path=str(tmp_path), device="cpu")).max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(("given", "ends"), [(512, set()), (-1, set()), ([5, 50_256, -1, 511], {5, 511}), (0, {0})])
+def test_ends_of_a_sequence_beyond_the_vocabulary_are_left_out(given: int | list[int], ends: set[int]) -> None:
+    module = build_tiny_model(ATTENTION_NAME)
+    module.generation_config.eos_token_id = given
+    model = Model("tiny", module, torch.device("cpu"))
+    assert (model.vocab_size, model.eos_token_ids) == (512, ends)

@@ -119,6 +119,8 @@ OFFLOAD_TESTS = (
     "tests/engine/offload/test_lookups.py",
     "tests/engine/offload/test_purger.py",
     "tests/cache/elsewhere/test_shared_shelf.py",
+    "tests/cache/test_prompt_lease.py",
+    "tests/scheduling/test_admission.py",
     "tests/scheduling/test_load_or_compute.py",
 )
 ROUTING_TESTS = (

@@ -84,6 +84,20 @@ class Desk:
         request.prefilled_s = 0.0 if request.num_left == 1 else None
         return request
 
+    def refuse(self, refused: Request) -> None:
+        """Let a request be refused, and removed as an engine does, once it is tried."""
+        admit = self.admitter.admit
+        self.admitter.outcomes[refused] = Admission.ENDED
+
+        def admit_or_remove(request: Request, *args: object, **options: object) -> Admission:
+            if request is refused:
+                queue = self.queues[request.tenant]
+                queue.remove(request)
+                self.queues.close_if_empty(queue)
+            return admit(request, *args, **options)  # type: ignore[arg-type]
+
+        self.admitter.admit = admit_or_remove  # type: ignore[method-assign]
+
     def plan(self) -> list[Slice]:
         """Plan a step."""
         plan = StepPlan(
@@ -178,15 +192,8 @@ def test_a_request_that_is_not_admitted_holds_up_nobody(outcome: Admission) -> N
     desk = Desk(max_tokens=100)
     aside, other = desk.wait(10), desk.wait(10)
     desk.admitter.outcomes[aside] = outcome
-    if outcome is Admission.ENDED:  # the admitter's `refuse` has removed it
-        admit = desk.admitter.admit
-
-        def admit_or_remove(request: Request, *args: object, **options: object) -> Admission:
-            if request is aside:
-                desk.queues[""].remove(aside)
-            return admit(request, *args, **options)  # type: ignore[arg-type]
-
-        desk.admitter.admit = admit_or_remove  # type: ignore[method-assign]
+    if outcome is Admission.ENDED:
+        desk.refuse(aside)
     assert [part.request for part in desk.plan()] == [other]
     assert (aside in desk.queues[""].following) == (outcome is Admission.FOLLOWS)
 
@@ -244,3 +251,30 @@ def test_after_half_a_millisecond_nobody_else_is_looked_at() -> None:
     desk.admitter.look_s = 0.0002
     desk.plan()
     assert desk.admitter.num_looks == 3, "0.6 ms: the last one began before"
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_a_refusal_is_charged_whether_or_not_its_tenant_has_more_requests(num_requests: int) -> None:
+    desk = Desk(max_tokens=300)
+    refused, *_ = [desk.wait(4, "refused") for _ in range(num_requests)]
+    desk.wait(1000, "stays")
+    desk.admitter.num_nodes[refused] = 32 * 1000
+    desk.refuse(refused)
+    desk.plan()
+    assert desk.queues.open("refused").served == 1001
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_the_refusal_of_who_would_go_before_others_is_charged(is_blocked: bool) -> None:
+    desk = Desk(max_tokens=300)
+    desk.run(2000, 100)
+    if is_blocked:
+        desk.blocked = desk.wait(5000, "other")
+        desk.admitter.outcomes[desk.blocked] = Admission.NO_ROOM
+    refused = desk.wait(4)
+    desk.admitter.num_nodes[refused] = 32 * 10
+    desk.refuse(refused)
+    slices = desk.plan()
+    assert desk.admitter.tried[:1] == [refused]
+    assert sum(part.end - part.start for part in slices) == 300 - 11
+    assert desk.queues[""].served == 300

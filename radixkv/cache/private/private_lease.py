@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
-from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.prompt_lease import PromptLease, close_unused
 from radixkv.errors import CapacityError, InvariantViolation
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
@@ -169,9 +169,6 @@ def with_private_blocks(ledger: Ledger, namespace: Namespace, shared: PromptLeas
         private.reserve(num_tokens)
     except CapacityError:
         private.close()
-        usage, cached_tokens = shared.own.usage, shared.cached_tokens  # it is no hit before it is admitted
-        usage.num_hit_tokens -= cached_tokens
-        usage.num_miss_tokens -= shared.num_tokens - cached_tokens
-        shared.close()
+        close_unused(shared)
         raise
     return PrivateLease(shared, private)

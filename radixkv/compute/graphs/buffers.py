@@ -12,6 +12,7 @@ from radixkv.compute.graphs.shapes import StepShape
 from radixkv.kernels.attention_plan import NO_MERGE, NO_ROW, NO_WORK, AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import StagedArrays
+from radixkv.model.attention.interface import PlanKey
 
 _NO_SLOT = -1
 
@@ -27,8 +28,8 @@ class StepBuffers:
 
     Args:
         shapes: shapes of the recorded steps; at least one.
-        windows: windows of the model's layers, each once.
-        group_size: query heads a KV head.
+        keys: plans of the model's layers, each once.
+        num_kv_heads: KV heads of the pool.
         table_blocks: blocks of the longest sequence.
         block_size: tokens a block.
         device: device of the model.
@@ -37,13 +38,13 @@ class StepBuffers:
     def __init__(
         self,
         shapes: Sequence[StepShape],
-        windows: Sequence[int | None],
-        group_size: int,
+        keys: Sequence[PlanKey],
+        num_kv_heads: int,
         table_blocks: int,
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._group_size = group_size
+        self._group_sizes = {key: key.num_query_heads // num_kv_heads for key in keys}
         self._block_size = block_size
         num_tokens = max(shape.num_tokens for shape in shapes)
         num_requests = max(shape.num_requests for shape in shapes)
@@ -55,19 +56,18 @@ class StepBuffers:
             "slots": ((num_tokens,), torch.int64),
             "logit_rows": ((num_requests,), torch.int64),
         }
-        for window in windows:
-            arrays[f"work {window}"] = (num_items, len(NO_WORK)), torch.int32
-            arrays[f"merges {window}"] = (num_merges, len(NO_MERGE)), torch.int32
-            arrays[f"joined rows {window}"] = (num_tokens * group_size, len(NO_ROW)), torch.int32
+        for key, group_size in self._group_sizes.items():
+            arrays[f"work {key}"] = (num_items, len(NO_WORK)), torch.int32
+            arrays[f"merges {key}"] = (num_merges, len(NO_MERGE)), torch.int32
+            arrays[f"joined rows {key}"] = (num_tokens * group_size, len(NO_ROW)), torch.int32
         arrays["tables"] = (
             (num_requests, table_blocks),
             torch.int32,
         )  # the last one, of which only the rows of requests are uploaded
         self._arrays = StagedArrays(arrays, device)
-        self._windows = windows
         self._arrays.host["slots"].fill_(_NO_SLOT)
-        for window in windows:  # a step that computes nothing
-            self._arrays.host[f"work {window}"][:] = torch.tensor(NO_WORK)
+        for key in keys:  # a step that computes nothing
+            self._arrays.host[f"work {key}"][:] = torch.tensor(NO_WORK)
         self._arrays.upload(num_requests)
 
     def input_ids(self, shape: StepShape) -> torch.Tensor:
@@ -91,40 +91,40 @@ class StepBuffers:
             batch,
         )
 
-    def plans(self, shape: StepShape) -> dict[int | None, AttentionPlan]:
-        """Attention plans of a shape on the device, by window."""
+    def plans(self, shape: StepShape) -> dict[PlanKey, AttentionPlan]:
+        """Attention plans of a shape on the device."""
         arrays = self._arrays.device
         return {
-            window: AttentionPlan(
+            key: AttentionPlan(
                 tile_rows=shape.tile_rows,
-                group_size=self._group_size,
-                window=window,
-                work=arrays[f"work {window}"][: shape.num_items],
-                merges=arrays[f"merges {window}"][: shape.num_tiles],
-                joined_rows=arrays[f"joined rows {window}"][: shape.num_tokens * self._group_size],
+                group_size=group_size,
+                window=key.window,
+                work=arrays[f"work {key}"][: shape.num_items],
+                merges=arrays[f"merges {key}"][: shape.num_tiles],
+                joined_rows=arrays[f"joined rows {key}"][: shape.num_tokens * group_size],
                 num_partial_rows=shape.num_partial_rows,
             )
-            for window in self._windows
+            for key, group_size in self._group_sizes.items()
         }
 
-    def fill(self, shape: StepShape, layout: StepLayout, plans: Mapping[int | None, AttentionPlan]) -> None:
+    def fill(self, shape: StepShape, layout: StepLayout, plans: Mapping[PlanKey, AttentionPlan]) -> None:
         """Write a step, without its tokens, into memory of the host. The step before may still be computed.
 
         Args:
             shape: a shape with room for the step.
             layout: the layout of the step, on the host.
-            plans: its attention plans by window, on the host.
+            plans: its attention plans, on the host.
         """
         batch, arrays = layout.batch, self._arrays.host
         arrays["tables"][: batch.num_requests, : batch.block_tables.shape[1]] = batch.block_tables
         _fill(arrays["positions"][: shape.num_tokens], layout.positions, 0)
         _fill(arrays["slots"][: shape.num_tokens], batch.slots, _NO_SLOT)
         _fill(arrays["logit_rows"][: shape.num_requests], layout.logit_rows, 0)
-        for window, plan in plans.items():
-            _fill(arrays[f"work {window}"][: shape.num_items], plan.work, NO_WORK)
-            _fill(arrays[f"merges {window}"][: shape.num_tiles], plan.merges, NO_MERGE)
-            num_rows = shape.num_tokens * self._group_size
-            _fill(arrays[f"joined rows {window}"][:num_rows], plan.joined_rows, NO_ROW)
+        for key, plan in plans.items():
+            _fill(arrays[f"work {key}"][: shape.num_items], plan.work, NO_WORK)
+            _fill(arrays[f"merges {key}"][: shape.num_tiles], plan.merges, NO_MERGE)
+            num_rows = shape.num_tokens * self._group_sizes[key]
+            _fill(arrays[f"joined rows {key}"][:num_rows], plan.joined_rows, NO_ROW)
 
     def upload(self, shape: StepShape, input_ids: torch.Tensor) -> None:
         """Bring the last step that was filled to the device. The step before must be done.

@@ -12,7 +12,7 @@ from radixkv.compute.graphs.shapes import StepShape, most_recorded_tokens, step_
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.dequantize_plan import MAX_SHORT_TOKENS
-from radixkv.model.attention.interface import PlanningKernels
+from radixkv.model.attention.interface import PlanKey, PlanningKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 
@@ -22,7 +22,7 @@ Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
 # Computes a prepared step, given its tokens, int64 on the host. The step before must be done.
 Replay = Callable[[torch.Tensor], StepOutputs]
 
-Plans = Mapping[int | None, AttentionPlan]  # by window
+Plans = Mapping[PlanKey, AttentionPlan]
 
 
 class StepGraphs:
@@ -52,21 +52,19 @@ class StepGraphs:
         self._model = model
         self._storage = storage
         self._kernels = kernels
-        self._num_query_heads = max(kind.num_query_heads for kind in model.attention_kinds)
-        self._group_size = self._num_query_heads // model.kv_shape.num_kv_heads
-        self._windows = list(dict.fromkeys(kind.window for kind in model.attention_kinds))
+        self._keys = list(dict.fromkeys(kind.plan_key for kind in model.attention_kinds))
+        num_query_heads, num_kv_heads = max(key.num_query_heads for key in self._keys), model.kv_shape.num_kv_heads
+        self._group_size = num_query_heads // num_kv_heads  # the largest
         shapes = step_shapes(
             kernels,
             model.kv_shape.dtype,
-            self._num_query_heads,
-            model.kv_shape.num_kv_heads,
+            num_query_heads,
+            num_kv_heads,
             max_tokens=min(max_step_tokens, self._most_tokens()),
             max_requests=max_requests,
         )
         table_blocks = -(-max_sequence_tokens // storage.block_size)
-        self._buffers = StepBuffers(
-            shapes, self._windows, self._group_size, table_blocks, storage.block_size, model.device
-        )
+        self._buffers = StepBuffers(shapes, self._keys, num_kv_heads, table_blocks, storage.block_size, model.device)
         # The largest are recorded first: the others fit into their memory. `prepare` looks at the smallest first.
         recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(shapes)]
         self._replays = dict(reversed(recorded))
@@ -101,8 +99,10 @@ class StepGraphs:
         if len(layout.logit_rows) > batch.num_requests:
             return None  # recorded steps make one row of logits a request
         least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
+        num_kv_heads = self._model.kv_shape.num_kv_heads
         suiting_rows = max(
-            self._kernels.tile_rows_for(batch, self._group_size, dtype, window) for window in self._windows
+            self._kernels.tile_rows_for(batch, num_query_heads // num_kv_heads, dtype, window)
+            for num_query_heads, window in self._keys
         )
         plans: dict[int, Plans] = {}  # by the rows of a tile, on which alone they depend
         for shape in sorted(self._replays, key=lambda shape: shape.tile_rows < suiting_rows):
@@ -147,13 +147,13 @@ class StepGraphs:
     def _plan(self, batch: PagedBatch, tile_rows: int) -> Plans:
         kv_shape = self._model.kv_shape
         return {
-            window: self._kernels.plan(
+            key: self._kernels.plan(
                 batch,
-                self._num_query_heads,
+                key.num_query_heads,
                 kv_shape.num_kv_heads,
                 kv_shape.dtype,
-                window=window,
+                window=key.window,
                 tile_rows=tile_rows,
             )
-            for window in self._windows
+            for key in self._keys
         }

@@ -17,7 +17,7 @@ from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionUse
+from radixkv.model.attention.interface import AttentionUse, PlanKey
 from radixkv.model.attention.triton_kernels import TritonKernels
 
 # Memory for partial results of splits; FlashInfer raises if a plan needs more. Its documentation recommends 128 MB.
@@ -72,7 +72,7 @@ class FlashInferKernels:
         """Return these kernels, and those for recorded steps in every way."""
         return [self, *self._ours.ways()]
 
-    def use_plans(self, batch: PagedBatch, plans: Mapping[int | None, AttentionPlan]) -> None:
+    def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
         """Attend for `batch` by these plans with our own kernels."""
         self._recorded = batch
         self._ours.use_plans(batch, plans)

@@ -110,6 +110,13 @@ class AttentionKernels(Protocol):
         ...
 
 
+class PlanKey(NamedTuple):
+    """The layers that share a plan: those with as many query heads and the same window."""
+
+    num_query_heads: int
+    window: int | None
+
+
 class PlanningKernels(AttentionKernels, Protocol):
     """Kernels whose attention is planned on the host, so that a step can be recorded and replayed with another plan."""
 
@@ -162,11 +169,11 @@ class PlanningKernels(AttentionKernels, Protocol):
         window: int | None,
         tile_rows: int,
     ) -> AttentionPlan:
-        """Lay out the attention of all layers with one window; see `plan_attention`."""
+        """Lay out the attention of all layers that share a plan; see `plan_attention`."""
         ...
 
-    def use_plans(self, batch: PagedBatch, plans: Mapping[int | None, AttentionPlan]) -> None:
-        """Attend for `batch` by these plans, by window; a missing one is made when it is needed."""
+    def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
+        """Attend for `batch` by these plans; a missing one is made when it is needed."""
         ...
 
 
@@ -177,6 +184,11 @@ class AttentionKind(NamedTuple):
     window: int | None
     softcap: float | None
     has_sinks: bool = False
+
+    @property
+    def plan_key(self) -> PlanKey:
+        """The key of the plan that serves such layers."""
+        return PlanKey(self.num_query_heads, self.window)
 
 
 @dataclass(frozen=True, slots=True)

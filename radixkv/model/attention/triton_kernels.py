@@ -18,7 +18,7 @@ from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.specialized_attention import supports
 from radixkv.kernels.tile_choice import fitting_tile_rows, tile_rows_for
-from radixkv.model.attention.interface import AttentionUse
+from radixkv.model.attention.interface import AttentionUse, PlanKey
 from radixkv.model.attention.refused_attention import DEQUANTIZED, POINTERS, SPECIALIZED, SPECIALIZED_DEQUANTIZED
 
 # Keys of a split in exact mode. Shorter splits fill the device when few tokens follow a long prefix, but leave more
@@ -27,7 +27,7 @@ _SPLIT_TOKENS = 2048
 
 
 class TritonKernels:
-    """Implements `AttentionKernels`. Plans the attention of a step once for each window, not once for each layer.
+    """Implements `AttentionKernels`. Plans the attention of a step once for all layers that share a plan.
 
     Args:
         is_exact: whether tiles and splits are the same for every batch, so that a token's attention depends on its
@@ -69,8 +69,8 @@ class TritonKernels:
         self._has_idle_work = has_idle_work
         self._room = room
         self._batch: PagedBatch | None = None
-        self._plans: dict[int | None, AttentionPlan] = {}  # of `_batch`, by window
-        self._dequantize_plans: dict[int | None, DequantizePlan | None] = {}  # of `_batch`, by window
+        self._plans: dict[PlanKey, AttentionPlan] = {}  # of `_batch`
+        self._dequantize_plans: dict[PlanKey, DequantizePlan | None] = {}  # of `_batch`
 
     def for_service(self) -> TritonKernels:
         """Return the kernels that serve after a trial: no idle work, and dequantizing first only if it pays."""
@@ -98,17 +98,17 @@ class TritonKernels:
         batch: PagedBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Compute `reference.paged_attention`. The first layer with each window plans the attention of the batch."""
+        """Compute `reference.paged_attention`. The first layer of those that share a plan makes it."""
         if batch is not self._batch:
             self.use_plans(batch, {})
-        window = scoring.window
-        if window not in self._plans:
-            tile_rows = self.tile_rows_for(batch, query.shape[1] // pool.num_kv_heads, query.dtype, window)
-            self._plans[window] = self.plan(
-                batch, query.shape[1], pool.num_kv_heads, query.dtype, window=window, tile_rows=tile_rows
+        num_query_heads, window = key = PlanKey(query.shape[1], scoring.window)
+        if key not in self._plans:
+            tile_rows = self.tile_rows_for(batch, num_query_heads // pool.num_kv_heads, query.dtype, window)
+            self._plans[key] = self.plan(
+                batch, num_query_heads, pool.num_kv_heads, query.dtype, window=window, tile_rows=tile_rows
             )
-            self._dequantize_plans[window] = self._plan_dequantize(query, pool, batch, window)
-        plan, dequantize_plan = self._plans[window], self._dequantize_plans.get(window)
+            self._dequantize_plans[key] = self._plan_dequantize(query, pool, batch, window)
+        plan, dequantize_plan = self._plans[key], self._dequantize_plans.get(key)
         if dequantize_plan is not None:
             pool = dequantize_blocks(pool, layer, dequantize_plan.block_ids, query.dtype)
             layer, batch = 0, dequantize_plan.batch
@@ -150,7 +150,7 @@ class TritonKernels:
         window: int | None,
         tile_rows: int,
     ) -> AttentionPlan:
-        """Lay out the attention of all layers with one window; see `plan_attention`."""
+        """Lay out the attention of all layers that share a plan; see `plan_attention`."""
         plan = plan_attention(
             batch,
             num_query_heads=num_query_heads,
@@ -164,8 +164,8 @@ class TritonKernels:
         )
         return plan.with_idle_work() if self._has_idle_work else plan
 
-    def use_plans(self, batch: PagedBatch, plans: Mapping[int | None, AttentionPlan]) -> None:
-        """Attend for `batch` by these plans, by window; a missing one is made when it is needed."""
+    def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
+        """Attend for `batch` by these plans; a missing one is made when it is needed."""
         self._batch, self._plans, self._dequantize_plans = batch, dict(plans), {}
 
     def _plan_dequantize(

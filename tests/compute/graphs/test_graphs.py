@@ -45,7 +45,7 @@ from radixkv.scheduling.request import Generation, Request
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.storage.device_pool import KVStorage
 from tests.kernels.interpreter import interpret_kernels
-from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
+from tests.model.exact.checkpoints import CONFIGS, LAGUNA, VOCAB_SIZE, write_checkpoint
 
 # Attention of padding is what its memory held before. The interpreter says so when that overflows; a GPU is silent.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -93,10 +93,12 @@ class Recorder:
 
 
 def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
-    """A model of few layers, as it runs on a GPU; Gemma2 alternates such with a window and such without."""
-    config = copy.deepcopy(CONFIGS[family])
-    config.num_hidden_layers = 2 if family == "gemma2" else 1
-    config.layer_types = getattr(config, "layer_types", None) and config.layer_types[: config.num_hidden_layers]
+    """A model of few layers, as it runs on a GPU; those of Gemma2 and Laguna differ."""
+    config = copy.deepcopy(LAGUNA if family == "laguna" else CONFIGS[family])
+    config.num_hidden_layers = 2 if family in ("gemma2", "laguna") else 1
+    for name in ("layer_types", "mlp_layer_types", "num_attention_heads_per_layer"):
+        if (by_layer := getattr(config, name, None)) is not None:
+            setattr(config, name, by_layer[: config.num_hidden_layers])
     directory = write_checkpoint(config, folder)
     module = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=ATTENTION_NAME)
     model = Model(family, module, torch.device("cpu"), is_exact=is_exact, is_fused=False)
@@ -156,9 +158,10 @@ def steps_of_three_requests() -> Iterator[list[Chunk]]:
     ]
 
 
-def test_recorded_steps_answer_as_others_do(tmp_path: Path) -> None:
-    """Layers with and without a window: a step has two plans."""
-    model = load("gemma2", tmp_path)
+@pytest.mark.parametrize("family", ["gemma2", "laguna"])
+def test_recorded_steps_answer_as_others_do(family: str, tmp_path: Path) -> None:
+    """Layers with and without a window, or with other numbers of query heads: a step has two plans."""
+    model = load(family, tmp_path)
     storages, recorder = [poisoned(model), poisoned(model)], Recorder()
     kernels = TritonKernels(is_exact=False)
     runners = [
@@ -199,7 +202,7 @@ def test_recorded_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeyp
     fill = StepBuffers.fill
 
     def notice(buffers: StepBuffers, shape: StepShape, layout: StepLayout, plans: dict[Any, AttentionPlan]) -> None:
-        num_joined.append(len(plans[None].joined_rows))
+        num_joined.append(len(next(iter(plans.values())).joined_rows))
         fill(buffers, shape, layout, plans)
 
     monkeypatch.setattr(StepBuffers, "fill", notice)

@@ -23,18 +23,18 @@ from radixkv.model.exactness_on_gpu import row_functions
 from radixkv.model.loading import load_model
 from radixkv.storage.device_pool import KVShape, KVStorage
 from tests.kernels.interpreter import interpret_kernels
-from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, load_eager, write_checkpoint
+from tests.model.exact.checkpoints import CONFIGS, LAGUNA, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "laguna"])
 def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma2 alternates layers with and without a window, so one step needs two plans."""
+    """Gemma2 alternates layers with and without a window, and Laguna numbers of query heads: a step has more plans."""
     if not torch.cuda.is_available():
         interpret_kernels(monkeypatch)
-    directory = write_checkpoint(MODELS[family], tmp_path)
+    directory = write_checkpoint({**MODELS, "laguna": LAGUNA}[family], tmp_path)
     model = load_model(ModelConfig(path=str(directory)))
     storage = KVStorage(16, 16, model.kv_shape, model.device)
     storage.pool.blocks.fill_(0xFF)
@@ -108,6 +108,21 @@ def test_in_exact_mode_tiles_and_splits_do_not_fit_themselves_to_the_batch(monke
     assert {plan.tile_rows for plan in plans} == {128}
     last_tiles = [plan.work[plan.work[:, 4] == plan.work[:, 4].max()].sort(dim=0).values for plan in plans]
     assert [tile[:, 5:7].tolist() for tile in last_tiles] == 3 * [[[0, 2048], [2048, 4096], [4096, 5000]]]
+
+
+def test_layers_share_a_plan_if_they_have_as_many_query_heads_and_the_same_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = []
+    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", lambda *inputs, **_: plans.append(inputs[4]))
+    pool = KVPool.allocate(2, 4, 2, 64, 16, dtype=torch.bfloat16)
+    batch = PagedBatch.build([20], [100], [np.arange(2, dtype=np.int32)], 64)
+    kernels = TritonKernels(is_exact=False)
+    for layer, (num_query_heads, window) in enumerate(((4, None), (8, None), (8, 50), (4, None))):
+        query = torch.zeros(20, num_query_heads, 16, dtype=torch.bfloat16)
+        kernels.paged_attention(query, pool, layer, batch, Scoring(1.0, window))
+    assert [(plan.group_size, plan.window) for plan in plans] == [(2, None), (4, None), (4, 50), (2, None)]
+    assert plans[0] is plans[3]
 
 
 @pytest.mark.parametrize(("is_exact", "expected"), [(True, [True, True]), (False, [False, True])])

@@ -111,7 +111,10 @@ _OF_A_TYPE: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95] + 4 * [0.0],
     },
     "gemma4_text": {"global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300},
-    "laguna": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [4, 2, 8],
+    },
     "mellum": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

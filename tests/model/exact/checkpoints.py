@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    LagunaConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -38,6 +39,19 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SHAPE, head_dim=32, sliding_window=24, query_pre_attn_scalar=32),
     "phi3": Phi3Config(**SHAPE, pad_token_id=0),
 }
+
+# Layers with other numbers of query heads, under the same window, too.
+LAGUNA = LagunaConfig(
+    **SHAPE,
+    head_dim=16,
+    layer_types=["full_attention", "full_attention", "sliding_attention"],
+    num_attention_heads_per_layer=[4, 8, 2],
+    sliding_window=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=48,
+)
 
 
 def write_checkpoint(config: PretrainedConfig, directory: Path, *, max_shard_size: str = "100KB") -> Path:

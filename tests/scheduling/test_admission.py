@@ -1,0 +1,30 @@
+"""Admission of requests that had blocks before, in an engine core with a store."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.scheduling.admission import Admitter
+from radixkv.scheduling.request import Request
+from tests.engine.offload.tiered_bench import TieredBench
+
+
+def test_who_waits_for_a_store_after_a_pause_is_a_hit_or_a_miss_once_it_is_admitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hits, misses, start = [], [], Admitter._start
+
+    def note(admitter: Admitter, request: Request, lease: PromptLease) -> None:
+        hits.append(lease.cached_tokens)
+        misses.append(lease.num_tokens - lease.cached_tokens)
+        start(admitter, request, lease)
+
+    monkeypatch.setattr(Admitter, "_start", note)
+    bench = TieredBench(num_blocks=8)
+    for first in (0, 100):
+        bench.generate(range(first, first + 9), 16)
+    bench.run()
+    assert bench.offload.tiers["host"].counts().loaded, "somebody waited for the store"
+    usage = bench.cache.tenants[""]
+    assert (usage.num_hit_tokens, usage.num_miss_tokens) == (sum(hits), sum(misses))
