@@ -12,6 +12,11 @@ from pathlib import Path
 
 _PATIENCE_S = 20.0
 _VERSIONED = ("radixkv", "numpy", "torch", "transformers", "triton", "grpcio", "protobuf")
+_INSTRUCTION_SETS = (
+    *("avx2", "fma", "f16c", "avx_vnni"),
+    *("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
+)
 
 
 def describe_run() -> dict[str, object]:
@@ -30,11 +35,32 @@ def describe_run() -> dict[str, object]:
 def describe_machine() -> dict[str, object]:
     """Describe the processor, its cores, the memory, and the GPU if there is one."""
     return {
-        "cpu": _cpu_model(),
+        **describe_cpu(_text_of(Path("/proc/cpuinfo"))),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
         "gpu": _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]),
         "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe_cpu(cpuinfo: str) -> dict[str, object]:
+    """Describe a processor. Many share a name such as AMD EPYC; family, model and instruction sets tell them apart.
+
+    Args:
+        cpuinfo: the text of /proc/cpuinfo, of which the first processor counts; empty where there is none.
+
+    Returns:
+        `cpu`, `cpu_family`, `cpu_model` and `instruction_sets`, those that our kernels and the libraries beside them
+        choose by. Family and model are None where the system does not tell.
+    """
+    lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    has = facts.get("flags", "").split()
+    return {
+        "cpu": facts.get("model name") or platform.processor() or platform.machine(),
+        "cpu_family": _number(facts.get("cpu family", "")),
+        "cpu_model": _number(facts.get("model", "")),
+        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in has],
     }
 
 
@@ -58,15 +84,15 @@ def current_commit(directory: Path) -> str | None:
     return f"{commit}-dirty" if changes else commit
 
 
-def _cpu_model() -> str:
+def _text_of(file: Path) -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
+        return file.read_text(encoding="utf-8")
     except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+        return ""  # not Linux
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _memory_gib() -> float | None:

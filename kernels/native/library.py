@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from radixkv.kernels.native.processor import processor_facts
+
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
@@ -78,12 +80,7 @@ def _find_compiler(environment: Mapping[str, str]) -> str:
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     """Name all that decides what is compiled."""
     version = _run(compiler, "--version")
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "stepping"))})
-    parts = [version, torch.__version__, *flags, *processor]
+    parts = [version, torch.__version__, *flags, *processor_facts()]
     parts += [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]*"))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def check_servable(path: str | Path) -> int:
         ConfigError: a file is missing or can't be read. The message names it.
     """
     directory = Path(path)
-    if not (directory / "config.json").is_file():
+    if not os.path.isfile(directory / "config.json"):  # which also takes names that are too long, unlike Path
         raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {path}")
     read_object(directory / "config.json")
     index = directory / INDEX

@@ -27,7 +27,7 @@ def read_file(file: str | Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # tomllib raises its own and those of int()
         raise ConfigError(f"config file {file}: {error}") from error
 
 
@@ -46,7 +46,7 @@ def read_setting(setting: str) -> dict[str, Any]:
         raise ConfigError(f"setting: expected section.key=value, got {setting!r}")
     try:
         tree: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         tree = text.strip()  # a bare word is a string
     for key in reversed(keys):
         tree = {key.strip('"'): tree}
@@ -62,6 +62,20 @@ def table(path: str, values: object) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a table of keys, got {values!r}")
     return values
+
+
+def laid_over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree with the keys of two: tables are joined, and of two other values that of `upper` stays.
+
+    >>> laid_over({"server": {"host": "a", "port": 1}}, {"server": {"port": 2}})
+    {'server': {'host': 'a', 'port': 2}}
+    """
+    joined = {
+        key: laid_over(lower[key], value)
+        for key, value in upper.items()
+        if isinstance(value, Mapping) and isinstance(lower.get(key), Mapping)
+    }
+    return {**lower, **upper, **joined}
 
 
 def require_known(path: str, known: Iterable[str]) -> None:

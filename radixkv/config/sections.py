@@ -12,7 +12,7 @@ from radixkv.config.bounds import OneOf, Range, require_fields
 from radixkv.config.cache_section import CacheConfig
 from radixkv.config.fleet_section import FleetConfig
 from radixkv.config.model_section import AdapterConfig, ModelConfig
-from radixkv.config.reading import read_file, read_setting, require_known, section_with, table
+from radixkv.config.reading import laid_over, read_file, read_setting, require_known, section_with, table
 from radixkv.config.tenant_section import TenantConfig
 from radixkv.config.tiers_section import StoreConfig, TiersConfig
 from radixkv.config.transfer_section import KVSourceConfig, TransferConfig
@@ -248,28 +248,40 @@ class Config:
 
     @classmethod
     def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
-        """Read a TOML file, then apply `section.key=value` settings in order.
+        """Read a TOML file, and lay `section.key=value` settings over it; of equal keys the last one counts.
+
+        What results is judged as a whole, so the order of different keys does not matter.
 
         Raises:
             ConfigError: the file can't be read, a key is unknown (the message names the nearest one), or a value has
                 the wrong type or range.
         """
-        config = cls() if file is None else cls()._with(read_file(file))
-        for setting in settings:
-            config = config._with(read_setting(setting))
-        return config
+        trees = [] if file is None else [read_file(file)]
+        trees += map(read_setting, settings)
+        keys: dict[str, Any] = {}
+        for tree in trees:
+            _require_sections(tree)
+            keys = laid_over(keys, tree)
+        return cls._of(keys)
 
-    def _with(self, tree: Mapping[str, Any]) -> Config:
+    @classmethod
+    def _of(cls, tree: Mapping[str, Any]) -> Config:
+        defaults = cls()
         sections: dict[str, Any] = {}
         for name, values in tree.items():
-            require_known(name, [each.name for each in dataclasses.fields(self)])
             if name in _NAMED:
-                known = getattr(self, name)
-                changed = {
-                    each: section_with(f"{name}.{each}", known.get(each, _NAMED[name]()), keys)
-                    for each, keys in table(name, values).items()
+                sections[name] = {
+                    each: section_with(f"{name}.{each}", _NAMED[name](), keys) for each, keys in values.items()
                 }
-                sections[name] = {**known, **changed}
             else:
-                sections[name] = section_with(name, getattr(self, name), values)
-        return dataclasses.replace(self, **sections)
+                sections[name] = section_with(name, getattr(defaults, name), values)
+        return cls(**sections)
+
+
+def _require_sections(tree: Mapping[str, Any]) -> None:
+    """Refuse sections that are unknown or no tables, also where those of another tree will replace them."""
+    for name, values in tree.items():
+        require_known(name, [each.name for each in dataclasses.fields(Config)])
+        for each, keys in table(name, values).items():
+            if name in _NAMED:
+                table(f"{name}.{each}", keys)

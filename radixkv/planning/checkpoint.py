@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         ConfigError: a file can't be read, a field has the wrong type or range, or layers store different K/V. The
             message names the file and the field.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    # A name that is too long is no directory for `os.path`, and an OSError for `Path`.
+    file = Path(path) / "config.json" if os.path.isdir(path) else Path(path)
     top = read_object(file)
     text = top if top.get("text_config") is None else top["text_config"]
     if not isinstance(text, dict):

@@ -53,7 +53,11 @@ from radixkv.v1.prefill_pb2 import (
 
 
 class AsyncClient(AsyncRouteCalls):
-    """Awaited calls over one connection, with the arguments of `Client`. Make it inside the event loop that uses it."""
+    """Awaited calls over one connection, with the arguments of `Client`. Make it inside the event loop that uses it.
+
+    Attributes:
+        public: calls about prefixes that the prompts of all tenants use.
+    """
 
     def __init__(
         self,

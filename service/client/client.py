@@ -44,15 +44,15 @@ from radixkv.v1.cache_pb2 import (
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
 from radixkv.v1.model_pb2 import GetTokenizerRequest
-from radixkv.v1.prefill_pb2 import (
-    GenerateResponse,
-    PrefillResponse,
-    ProbeResponse,
-)
+from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillResponse, ProbeResponse
 
 
 class Client(RouteCalls):
-    """Blocking calls over one connection. Safe to share between threads."""
+    """Blocking calls over one connection. Safe to share between threads.
+
+    Attributes:
+        public: calls about prefixes that the prompts of all tenants use.
+    """
 
     def __init__(
         self,
@@ -224,21 +224,39 @@ class Client(RouteCalls):
         return answer
 
     def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
-        """Let a name stand for an adapter in a directory of the server. Requests before keep what it stood for."""
+        """Let a name stand for an adapter in a directory of the server. Requests before keep what it stood for.
+
+        Raises:
+            grpc.RpcError: INVALID_ARGUMENT: the name, the path or a file there is wrong. RESOURCE_EXHAUSTED: as many
+                are loaded, or drain, as may. UNIMPLEMENTED: the server has no adapters, or no directory for them.
+                PERMISSION_DENIED: the caller is no admin.
+        """
         answer: LoadAdapterResponse = self._ask(self._cache.LoadAdapter, LoadAdapterRequest(name=name, path=path))
         return answer
 
     def unload_adapter(self, name: str) -> None:
-        """Let a name stand for nothing. What was cached with its adapter is freed, unless another name has it."""
+        """Let a name stand for nothing. What was cached with its adapter is freed, unless another name has it.
+
+        Raises:
+            grpc.RpcError: NOT_FOUND: the name stands for no adapter. PERMISSION_DENIED: the caller is no admin.
+        """
         self._ask(self._cache.UnloadAdapter, UnloadAdapterRequest(name=name))
 
     def adapters(self) -> ListAdaptersResponse:
-        """List the adapters: what each name stands for, its memory, its requests and cached tokens; and what drains."""
+        """List the adapters: what each name stands for, its memory, its requests and cached tokens; and what drains.
+
+        Raises:
+            grpc.RpcError: PERMISSION_DENIED: the caller is neither an admin nor a reader.
+        """
         answer: ListAdaptersResponse = self._ask(self._cache.ListAdapters, ListAdaptersRequest())
         return answer
 
     def drain(self) -> None:
-        """End the service as SIGTERM does: it refuses new requests, finishes running ones and exits."""
+        """End the service as SIGTERM does: it refuses new requests, finishes running ones and exits. Returns at once.
+
+        Raises:
+            grpc.RpcError: PERMISSION_DENIED: the caller is no admin.
+        """
         self._ask(self._cache.Drain, DrainRequest())
 
     def tokenizer(self) -> Tokenizer:

@@ -27,12 +27,31 @@ class LeaseCalls:
     _access: Access
 
     def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
-        """Give back a lease."""
+        """Give back a lease: the prompt's blocks may be evicted again.
+
+        Args:
+            lease_id: of the answer that handed it out.
+            tenant: that it was handed out to. Empty: with a tenant's credential that tenant, else the one without name.
+
+        Returns:
+            An empty answer.
+
+        Raises:
+            TypeError, ValueError: an argument is no text in UTF-8; nothing was sent.
+            grpc.RpcError: NOT_FOUND: this tenant holds no such lease, or not any more. Others: the service refused, or
+                can't be reached.
+        """
         answer: ReleaseResponse = self._ask(self._prefill.Release, ReleaseRequest(lease_id=lease_id, tenant=tenant))
         return answer
 
     def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
-        """Keep a lease for its whole time again."""
+        """Keep a lease for its whole time, `engine.held_lease_ttl_s` of the server, from now on.
+
+        Takes and raises the same as `release`.
+
+        Returns:
+            `lease_expires_at`: when it ends, unless it is renewed again.
+        """
         answer: RenewResponse = self._ask(self._prefill.Renew, RenewRequest(lease_id=lease_id, tenant=tenant))
         return answer
 

@@ -61,7 +61,7 @@ class PrefillOptions(PromptOptions, total=False):
     """Options of `Client.prefill`.
 
     Attributes:
-        top_logprobs: number of most likely next tokens to report; default 0.
+        top_logprobs: number of most likely next tokens to report, at most 100; default 0.
         return_logits: return the whole row of logits, for `logits_of`; default false.
         hold_lease: keep the prompt's blocks alive until `Client.release`; default false.
     """
@@ -79,23 +79,23 @@ class GenerateOptions(PromptOptions, total=False):
         temperature: divides the logits; 0, the default, takes the most likely token.
         top_p: draw from the fewest tokens that together have this probability; default 1, all of them.
         seed: the same seed draws the same tokens for the same prompt; default a random one.
-        stop_token_ids: each of them ends the generation, as its last token; default none.
-        stop: strings that end the generation; the last token is the one that completes one of them. The model needs a
-            tokenizer. Default none.
+        stop_token_ids: each of them ends the generation, as its last token; at most 1,024, default none.
+        stop: strings that end the generation; the last token is the one that completes one of them. At most 16, each of
+            1 to 256 characters. The model needs a tokenizer. Default none.
         ignore_eos: continue after the model's own end-of-sequence tokens; default false.
         top_k: draw from this number of the most likely tokens; default 0, all of them.
-        min_p: draw from tokens with at least this share of the most likely one's probability; default 0.
+        min_p: draw from tokens with at least this share of the most likely one's probability, 0 to 1; default 0.
         repetition_penalty: divides positive logits of tokens in the prompt or the answer, and multiplies negative ones;
             default 1.
-        presence_penalty: subtracted from the logits of tokens in the answer; default 0.
-        frequency_penalty: the same, once for each time that the token is in the answer; default 0.
+        presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2; default 0.
+        frequency_penalty: the same, once for each time that the token is in the answer, -2 to 2; default 0.
         min_tokens: stop tokens do not come before these many others; default 0.
-        logit_bias: added to the logits of these tokens; default none.
-        logprobs: tell the log probability of each generated token, and those of this number of most likely ones;
-            default none.
+        logit_bias: added to the logits of these tokens, at most 1,024, by token id; -100 to 100, default none.
+        logprobs: tell the log probability of each generated token, and those of this number of most likely ones, 0 to
+            100; default none.
         prompt_logprobs: the same for each token of the prompt but the first, with the first answer; the prompt is
             computed anew. Default none.
-        n: answers to the prompt, told apart by `index`; default 1.
+        n: answers to the prompt, 1 to 64, told apart by `index`; default 1.
         json_schema: a JSON schema that the text of each answer follows. One of this and the next three may be given.
         regex: a regular expression for the whole text of each answer.
         grammar: a grammar for it, in the syntax of Lark or of llama.cpp.

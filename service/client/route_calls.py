@@ -33,6 +33,8 @@ class RouteCalls(LeaseCalls):
             avoid: addresses of replicas that must not get it, such as one that just failed.
 
         Raises:
+            TypeError, ValueError: `token_ids` is no run of uint32 numbers, or another argument does not fit;
+                nothing was sent.
             grpc.RpcError: UNAVAILABLE: no replica is left. UNIMPLEMENTED: it is a single server.
         """
         request = route_request(token_ids, tenant, adapter, salt, avoid)

@@ -30,7 +30,11 @@ def add_adapters_command(commands: argparse._SubParsersAction[Any]) -> None:
         "cached with other weights under this name is not reused.",
     )
     load.add_argument("name", type=argument_types.name, help="as requests name it")
-    load.add_argument("path", help="directory below the server's model.adapter_directory, as peft writes it")
+    load.add_argument(
+        "path",
+        type=argument_types.name,
+        help="directory below the server's model.adapter_directory, as peft writes it",
+    )
     add_connection(load)
     load.set_defaults(command=_load)
     unload: argparse.ArgumentParser = actions.add_parser(

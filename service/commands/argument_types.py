@@ -15,6 +15,7 @@ COUNTS = "Counts may have a unit: 16k is 16000, 2.56M is 2560000, and 16Ki is 16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _COUNT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)(|k|m|g|ki|mi|gi)", re.IGNORECASE)
 _MOST = 2**50  # larger numbers are typing errors
+_MOST_PROCESSORS = 10_000
 
 
 def token_ids(text: str) -> list[int]:
@@ -94,10 +95,7 @@ def capacities(text: str) -> list[int]:
 
 def share(text: str) -> float:
     """Read a part of a whole, 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected 0 to 1, got {text}")
     return value
@@ -116,13 +114,43 @@ def number(text: str) -> Decimal:
 
 def positive_number(text: str) -> float:
     """Read a number above 0; it need not be whole."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
     return value
+
+
+def period(text: str) -> float:
+    """Read the seconds between two screens, above 0; a day at most."""
+    return _above_0(text, 86_400)
+
+
+def days(text: str) -> float:
+    """Read a number of days above 0; a hundred years at most, since dates end with the year 9999."""
+    return _above_0(text, 36_500)
+
+
+def processors(text: str) -> float:
+    """Read a number of CPUs or GPUs from 0; it need not be whole."""
+    value = _float(text)
+    if not 0 <= value <= _MOST_PROCESSORS:
+        raise argparse.ArgumentTypeError(f"expected 0 to {_MOST_PROCESSORS}, got {text}")
+    return value
+
+
+def _above_0(text: str, most: int) -> float:
+    value = _float(text)
+    if not 0 < value <= most:
+        raise argparse.ArgumentTypeError(f"expected more than 0 and at most {most}, got {text}")
+    return value
+
+
+def _float(text: str) -> float:
+    """Read a number; NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _whole(text: str, least: int, most: int) -> int:

@@ -55,7 +55,7 @@ def _add_stats(commands: argparse._SubParsersAction[Any]) -> None:
     stats.add_argument(
         "--watch",
         metavar="S",
-        type=argument_types.positive_number,
+        type=argument_types.period,
         nargs="?",
         const=_WATCH_PERIOD_S,
         help=f"refresh every S seconds, {_WATCH_PERIOD_S:g} without a number, until Ctrl-C; a terminal is redrawn, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from radixkv.api.compression import Compression, CompressionPolicy
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, InvalidRequest
 from radixkv.service.commands import argument_types
 
 _NUMBERS = ("tokens", "sinks", "window")
@@ -44,8 +44,7 @@ def compression_of(arguments: argparse.Namespace) -> Compression | None:
     """Return the compression that is asked for; None for none.
 
     Raises:
-        ConfigError: an argument is missing, or makes no sense without another one.
-        InvalidRequest: a number is out of range.
+        ConfigError: an argument is missing or out of range, or makes no sense without another one.
     """
     given = {name: getattr(arguments, f"compression_{name}") for name in _NUMBERS}
     if arguments.compression is None:
@@ -58,5 +57,8 @@ def compression_of(arguments: argparse.Namespace) -> Compression | None:
     compression = Compression(
         CompressionPolicy(arguments.compression), given["tokens"], given["sinks"], given["window"]
     )
-    compression.validate()
+    try:
+        compression.validate()
+    except InvalidRequest as error:
+        raise ConfigError(str(error)) from error
     return compression

@@ -10,6 +10,7 @@ from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
 from radixkv.service.client.channel import MAX_RETRIES
+from radixkv.service.commands import argument_types
 
 TOKEN_VARIABLE = "RADIXKV_TOKEN"
 
@@ -19,7 +20,9 @@ _ADDRESS = f"{ServerConfig().host}:{ServerConfig().port}"
 def add_connection(command: argparse.ArgumentParser) -> None:
     """Add the options of a connection to a command, and the form of its answer."""
     service = command.add_argument_group("the service")
-    service.add_argument("--address", metavar="HOST:PORT", default=_ADDRESS, help="where it listens")
+    service.add_argument(
+        "--address", metavar="HOST:PORT", type=argument_types.name, default=_ADDRESS, help="where it listens"
+    )
     service.add_argument("--timeout-s", metavar="S", type=float, help="seconds for a call (default: no limit)")
     service.add_argument(
         "--retries", metavar="N", type=int, default=0, help=f"further attempts after UNAVAILABLE, at most {MAX_RETRIES}"

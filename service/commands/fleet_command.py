@@ -16,10 +16,19 @@ from radixkv.config import Config, ServerConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError
 from radixkv.service.client.access import tls_credentials
+from radixkv.service.commands import argument_types
 from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
-from radixkv.service.server.listen_address import host_port, require_free
+from radixkv.service.server.listen_address import host_port, not_free, require_free
+from radixkv.service.server.transfer.kv_sources import require_sources
 
 _DEFAULT_REPLICAS = "2"
+# Keys of ports and sockets that a single server has, and a fleet has not.
+_OF_ONE_SERVER = (
+    ("server", "metrics_port"),
+    ("server", "admin_port"),
+    ("events", "zmq_endpoint"),
+    ("events", "replay_endpoint"),
+)
 
 
 def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
@@ -49,8 +58,8 @@ def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
     fleet.add_argument(
         "--replica-host", metavar="H", default="127.0.0.1", help="address that engines listen on; node: their machine's"
     )
-    fleet.add_argument("--cpus", type=float, default=1.0, help="of each engine")
-    fleet.add_argument("--gpus", type=float, default=0.0, help="of each engine")
+    fleet.add_argument("--cpus", type=argument_types.processors, default=1.0, help="of each engine")
+    fleet.add_argument("--gpus", type=argument_types.processors, default=0.0, help="of each engine")
     fleet.add_argument("--ray-address", metavar="A", help="of a running Ray cluster (default: one of its own)")
     fleet.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS or credentials")
     fleet.add_argument("--config", metavar="F", help="a TOML file (default: none)")
@@ -68,9 +77,11 @@ def _fleet(arguments: argparse.Namespace) -> None:
     if config.fleet.has_roles and arguments.replicas is not None:
         raise ConfigError("--replicas: expected none beside fleet.prefill_replicas and fleet.decode_replicas, got some")
     least, most = _numbers(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
+    _require_of_a_fleet(config)
     require_secure(config.server)
     require_free(config.server)
     _require_private(arguments.replica_host, config)
+    require_sources(config.kv_sources)
     config = with_port(config, config.server.port or _free_port(config.server.host))
     plan = FleetPlan(
         config,
@@ -99,6 +110,14 @@ def _numbers(text: str) -> tuple[int, int]:
     return least, most
 
 
+def _require_of_a_fleet(config: Config) -> None:
+    """Refuse keys that nothing in a fleet would read."""
+    for section, key in _OF_ONE_SERVER:
+        value = getattr(getattr(config, section), key)
+        if value is not None:
+            raise ConfigError(f"{section}.{key}: expected none in a fleet, got {value}")
+
+
 def _require_private(host: str, config: Config) -> None:
     """Refuse replicas that strangers could reach, and tokens that would go there in the clear."""
     server, has_tls = config.server, config.fleet.tls_ca is not None
@@ -125,9 +144,12 @@ def _require_private(host: str, config: Config) -> None:
 
 def _free_port(host: str) -> int:
     """Find a port that is free now. It must stay the same when Ray starts the ingress again."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        port: int = found.getsockname()[1]
-        return port
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+            port: int = found.getsockname()[1]
+    except (OSError, UnicodeError) as error:
+        raise not_free("server.port", host, 0) from error
+    return port
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:

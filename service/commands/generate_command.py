@@ -86,6 +86,7 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
     sampling.add_argument(
         "--stop",
         metavar="T",
+        type=argument_types.name,
         action="append",
         default=[],
         help="text that ends it and is not printed; may be given more than once (default: none)",
@@ -98,7 +99,12 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         help="a JSON schema that it follows, or the file of one (default: none)",
     )
     followed.add_argument("--json-object", action="store_true", help="it is a JSON object")
-    followed.add_argument("--regex", metavar="R", help="a regular expression that all of it matches (default: none)")
+    followed.add_argument(
+        "--regex",
+        metavar="R",
+        type=argument_types.name,
+        help="a regular expression that all of it matches (default: none)",
+    )
     followed.add_argument(
         "--grammar",
         metavar="FILE|TEXT",
@@ -111,7 +117,7 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    answer = GenerateResponse()
+    answer, compression = GenerateResponse(), compression_of(arguments)
     with client_of(arguments) as client:
         prompt = prompt_of(arguments, client)
         printer = _Printer(prompt, arguments.stop, arguments.min_tokens, is_silent=arguments.json)
@@ -134,7 +140,7 @@ def _generate(arguments: argparse.Namespace) -> None:
             json_object=arguments.json_object or None,
             regex=arguments.regex,
             grammar=arguments.grammar,
-            compression=compression_of(arguments),
+            compression=compression,
             **prompt_options(arguments, len(prompt.token_ids)),
         ):
             answer.MergeFrom(news)  # which joins the tokens

@@ -82,7 +82,10 @@ def add_chat(command: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="the text is a user's message, put into the model's chat template"
     )
     group.add_argument(
-        "--system", metavar="T", help="with --chat: a system message before the user's message (default: none)"
+        "--system",
+        metavar="T",
+        type=argument_types.name,
+        help="with --chat: a system message before the user's message (default: none)",
     )
 
 

@@ -18,6 +18,7 @@ from radixkv.config.model_directory import check_servable
 from radixkv.service.server.events.publishing import publishing, require_publishable
 from radixkv.service.server.identity.requirements import require_secure
 from radixkv.service.server.listen_address import require_free
+from radixkv.service.server.transfer.kv_sources import require_sources
 from radixkv.service.server.transfer.role import require_role
 
 _logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     require_free(config.server)
     require_publishable(config.events)
     require_role(config)
+    require_sources(config.kv_sources)
     _announce(config.model)
     try:
         with _without_collections():

@@ -36,11 +36,14 @@ def add_token_command(commands: argparse._SubParsersAction[Any]) -> None:
     role = new.add_mutually_exclusive_group(required=True)
     role.add_argument("--tenant", type=argument_types.name, help="the token is that of this tenant (default: none)")
     role.add_argument(
-        "--router", metavar="all|T,T", help="the token is a router's, which may name these tenants (default: none)"
+        "--router",
+        metavar="all|T,T",
+        type=argument_types.name,
+        help="the token is a router's, which may name these tenants (default: none)",
     )
     role.add_argument("--admin", action="store_true", help="the token is an admin's, for every call")
     role.add_argument("--reader", action="store_true", help="the token is for metrics and statistics alone")
-    new.add_argument("--days", type=argument_types.positive_number, help="days until it expires (default: never)")
+    new.add_argument("--days", type=argument_types.days, help="days until it expires (default: never)")
     new.add_argument("--file", metavar="F", help="TOML file to add the entry to, made if missing (default: none)")
     new.set_defaults(command=_new)
 
@@ -89,5 +92,7 @@ def _add(path: Path, entry: str) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(added)
+    except UnicodeDecodeError as error:
+        raise ConfigError("--file: expected UTF-8, got something else") from error
     except OSError as error:
         raise ConfigError(f"--file: expected a file that can be read and written, got {error.strerror}") from error

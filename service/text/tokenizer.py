@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +35,7 @@ class Tokenizer:
             MissingPackage: transformers is not installed.
             ValueError: there is no tokenizer that transformers can load.
         """
-        if not Path(directory).is_dir():  # else transformers would take it for a name on a hub
+        if not os.path.isdir(directory):  # which transformers would take for a name on a hub
             raise ValueError(f"expected a directory with a tokenizer, got {directory}")
         try:
             from transformers import AutoTokenizer

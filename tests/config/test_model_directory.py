@@ -38,3 +38,8 @@ def test_what_can_not_be_served_is_refused_by_name(tmp_path, files, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         check_servable(tmp_path)
+
+
+def test_a_name_that_is_too_long_is_no_model():
+    with pytest.raises(ConfigError, match=r"^model\.path: expected `tiny` or a directory with a config\.json, got nnn"):
+        check_servable(5000 * "n")

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,37 @@ def test_settings_win_over_the_file_and_later_ones_over_earlier_ones(toml):
     file = toml('[model]\npath = "file"\ndevice = "cpu"\n[server]\nport = 1\n')
     config = Config.load(file, ["model.path=first", "model.path=second", "server.port=2"])
     assert (config.model.path, config.model.device, config.server.port) == ("second", "cpu", 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["kv_sources.a.tls_ca=ca.pem", "kv_sources.a.address=h:1"],
+        ["cache.capacity_tokens=32", "cache.block_size=16"],
+        ["tenants.low.floor_tokens=640", "tenants.low.ceiling_tokens=640"],
+        ["adapters.a.path=/a", "adapters.b.path=/b", "model.max_adapters=2"],
+        ["default_tenant.rate_burst_s=1", "tenants.low.weight=2", "stores.other.place=x"],
+    ],
+)
+def test_the_order_of_different_keys_does_not_matter(toml, settings):
+    file = toml("[tenants.low]\nceiling_tokens = 64\n[model]\nmax_adapters = 1\n")
+    for order in itertools.permutations(settings):
+        assert Config.load(file, order) == Config.load(file, settings)
+
+
+def test_what_results_is_judged_as_a_whole(toml):
+    file = toml("[tenants.low]\nceiling_tokens = 64\n")
+    with pytest.raises(ConfigError, match=r"^tenants\.low\.ceiling_tokens: expected at least 65, got 64$"):
+        Config.load(file, ["tenants.low.floor_tokens=65", "cache.block_size=16"])
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "path"),
+    [("model = 1", "model.path=x", "model"), ("[tenants]\na = 1", "tenants.a.weight=2", "tenants.a")],
+)
+def test_a_section_that_is_no_table_is_refused_also_where_settings_replace_it(toml, text, setting, path):
+    with pytest.raises(ConfigError, match=f"^{path}: expected a table of keys, got 1$"):
+        Config.load(toml(text), [setting])
 
 
 @pytest.mark.parametrize(
@@ -155,6 +187,15 @@ def test_a_file_that_is_no_utf_8_is_refused_by_name(tmp_path):
     file = tmp_path / "radixkv.toml"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=rf"config file {file}: "):
+        Config.load(file)
+
+
+def test_a_number_of_too_many_digits_is_refused_by_name(toml):
+    digits = "9" * 5000
+    with pytest.raises(ConfigError, match=r"^server\.port: expected int, got '999"):
+        Config.load(settings=[f"server.port={digits}"])
+    file = toml(f"[server]\nport = {digits}\n")
+    with pytest.raises(ConfigError, match=rf"^config file {file}: "):
         Config.load(file)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from radixkv.config import ServerConfig
+from radixkv.engine.offload.offload import CLOSE_LIMIT_S
 from tests.patience import PATIENCE_S
 
 from .prometheus import DEPLOY, PROMTOOL
@@ -81,10 +82,10 @@ def test_the_unit_exposes_little(unit: Path) -> None:
     assert float(exposure[1]) <= 1.5
 
 
-def test_who_stops_the_service_waits_longer_than_a_drain_takes() -> None:
-    drain_s = ServerConfig().drain_timeout_s
-    assert float(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)[0]) > drain_s + 5
-    assert float(COMPOSE["services"]["radixkv"]["stop_grace_period"].removesuffix("s")) > drain_s + 5
+def test_who_stops_the_service_waits_longer_than_it_takes_to_drain_and_to_save_the_cache() -> None:
+    longest_s = ServerConfig().drain_timeout_s + CLOSE_LIMIT_S + 5
+    assert float(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)[0]) > longest_s
+    assert float(COMPOSE["services"]["radixkv"]["stop_grace_period"].removesuffix("s")) > longest_s
 
 
 def test_the_image_copies_and_starts_what_there_is() -> None:
@@ -100,6 +101,11 @@ def test_the_image_copies_and_starts_what_there_is() -> None:
     )
     assert entry == ["radixkv"]
     assert shlex.join(command) in UNIT
+
+
+def test_the_image_has_the_torch_that_the_package_keeps() -> None:
+    (wanted,) = re.findall(r'^ +"(torch[^"]*)",$', text_of("pyproject.toml"), re.MULTILINE)
+    assert f"pip install --no-cache-dir '{wanted}' --index-url" in DOCKERFILE
 
 
 def test_the_services_of_the_compose_file_read_files_that_there_are() -> None:

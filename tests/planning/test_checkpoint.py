@@ -331,3 +331,8 @@ def test_windowed_layers_are_counted_where_the_file_names_them(
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 32, **fields}))
     checkpoint = read_checkpoint(tmp_path)
     assert (checkpoint.window, checkpoint.num_windowed_layers) == expected
+
+
+def test_a_name_that_is_too_long_is_no_model():
+    with pytest.raises(ConfigError, match=r"^model: expected a directory with a config\.json, or such a file, got nnn"):
+        read_checkpoint(5000 * "n")

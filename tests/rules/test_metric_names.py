@@ -102,9 +102,10 @@ ALL_NAMES = OUR_NAMES | PROCESS_NAMES
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_count"}
 
 
-def served() -> CollectorRegistry:
+def served(*, is_alive: bool = True) -> CollectorRegistry:
     metrics = Metrics()
     engine = FakeEngine()
+    engine.is_alive = is_alive
     engine.events = FakeSource()
     engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", True, 1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)])
     metrics.registry.register(EngineGauges(engine))
@@ -114,13 +115,17 @@ def served() -> CollectorRegistry:
     return metrics.registry
 
 
-def test_no_name_changed() -> None:
-    names = {
+def names_of(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...]]]:
+    return {
         sample.name.removesuffix("_count"): (family.type, tuple(sorted(sample.labels)))
-        for family in served().collect()
+        for family in registry.collect()
         for sample in family.samples
         if sample.name == family.name + _SUFFIXES[family.type]
     }
+
+
+def test_no_name_changed() -> None:
+    names = names_of(served())
     assert names == (ALL_NAMES if sys.platform == "linux" else OUR_NAMES)
 
 
@@ -146,6 +151,16 @@ def test_the_document_lists_exactly_these() -> None:
     documented = {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
     assert documented == ALL_NAMES
     assert len(rows) == len(ALL_NAMES)
+
+
+def test_the_document_says_what_is_missing_while_the_engine_does_not_answer() -> None:
+    text = DOCUMENT.read_text()
+    told_at = r"^\| `radixkv_up` .*those below (.*) are missing, and those below Tiers but `(.*)` \|$"
+    (told,) = re.findall(told_at, text, re.MULTILINE)
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE))
+    headings = [*re.split(r", | and ", told[0]), "Tiers"]
+    listed = {name for each in headings for name in re.findall(r"^\| `([\w:]+)` ", sections[each], re.MULTILINE)}
+    assert names_of(served()).keys() - names_of(served(is_alive=False)).keys() == listed - {told[1]}
 
 
 def test_the_document_says_how_many_tenants_are_told_apart() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,5 @@ def _require_plottable(plot: Path) -> None:
         raise ConfigError(f"--plot: expected a file name ending in .png, got {plot}")
     if not plot.parent.is_dir():
         raise ConfigError(f"--plot: expected an existing directory, got {plot.parent}")
+    if plot.is_dir() or not os.access(plot if plot.exists() else plot.parent, os.W_OK):
+        raise ConfigError(f"--plot: expected a file that can be written, got {plot}")

@@ -30,10 +30,20 @@ def add_segments_command(commands: argparse._SubParsersAction[Any]) -> None:
     segments.add_argument(
         "--page-size", metavar="N", type=argument_types.count, default=_DEFAULT_PAGE_SIZE, help="segments of a page"
     )
-    segments.add_argument("--page-token", metavar="T", default="", help="where to go on (default: at the beginning)")
+    segments.add_argument(
+        "--page-token",
+        metavar="T",
+        type=argument_types.name,
+        default="",
+        help="where to go on (default: at the beginning)",
+    )
     segments.add_argument("--hottest", action="store_true", help="those used most of late, in place of pages")
     segments.add_argument(
-        "--store", metavar="S", default="", help="what a store below the device holds, such as host, by namespace"
+        "--store",
+        metavar="S",
+        type=argument_types.name,
+        default="",
+        help="what a store below the device holds, such as host, by namespace",
     )
     segments.add_argument("--all", action="store_true", help="all pages, one after the other")
     add_connection(segments)

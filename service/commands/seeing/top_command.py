@@ -37,7 +37,7 @@ def add_top_command(commands: argparse._SubParsersAction[Any]) -> None:
     top.add_argument(
         "--interval",
         metavar="S",
-        type=argument_types.positive_number,
+        type=argument_types.period,
         default=_PERIOD_S,
         help="seconds between screens",
     )

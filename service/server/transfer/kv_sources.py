@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixkv.config import KVSourceConfig
-from radixkv.errors import ConfigError, InvalidRequest
-from radixkv.service.client.access import is_on_this_machine
+from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
+from radixkv.service.client.access import Access, is_on_this_machine
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.client.channel import named
+from radixkv.service.client.prefix_key import PrefixKey
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.transfer.transfer import FleetAccess
+
+_logger = logging.getLogger(__name__)
+
+
+def require_sources(configs: Mapping[str, KVSourceConfig]) -> None:
+    """Read all files that sections `kv_sources` name once, before a model is loaded.
+
+    Args:
+        configs: the servers, by the names of their sections.
+
+    Raises:
+        ConfigError: a file of a token or of certificates can't be used, or a token would leave this machine in the
+            clear. The message has no part of the token.
+    """
+    KVSources(configs)
 
 
 class KVSources:
@@ -23,13 +40,15 @@ class KVSources:
         configs: the servers, by the names of their sections.
 
     Raises:
-        ConfigError: a file of a token or of certificates can't be used.
+        ConfigError: as `require_sources`.
     """
 
     def __init__(self, configs: Mapping[str, KVSourceConfig]) -> None:
         self._configs = {config.address: (name, config) for name, config in configs.items()}
         self._tokens = {config.address: _token(name, config) for name, config in configs.items()}
         self._clients: dict[str, AsyncClient] = {}
+        for name, config in configs.items():
+            _require_access(name, config, self._tokens[config.address])
 
     def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
         """Return the connection to a server.
@@ -40,7 +59,7 @@ class KVSources:
 
         Raises:
             InvalidRequest: no section names this address.
-            ConfigError: its certificates can't be used, or a token would go there in the clear.
+            KVSourceError: its certificates can't be used any more. The log has the cause, which may name files.
         """
         if address not in self._configs:
             if fleet is None:
@@ -53,7 +72,11 @@ class KVSources:
             try:
                 self._clients[address] = AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address])
             except (OSError, ValueError) as error:
-                raise ConfigError(f"kv_sources.{name}: {error}") from error
+                _logger.error("kv_sources.%s: %s", name, error)
+                raise KVSourceError(
+                    "kv_source: expected certificates for it that can be used, got others; the server's log has the "
+                    "cause"
+                ) from error
         return self._clients[address]
 
 
@@ -62,6 +85,16 @@ def _member(address: str, fleet: FleetAccess) -> AsyncClient:
     is_shown = fleet.tls_ca is not None or is_on_this_machine(address)
     token = fleet.token if is_shown else None
     return AsyncClient(address, tls_ca=fleet.tls_ca, token=token, options=named(fleet.tls_name))
+
+
+def _require_access(name: str, config: KVSourceConfig, token: str | None) -> None:
+    """Refuse what a connection would refuse when it is made."""
+    try:
+        Access(config.address, tls_ca=config.tls_ca, token=token, certificate=None, key=None, prefix_key=PrefixKey(0))
+    except OSError as error:
+        raise ConfigError(f"kv_sources.{name}.tls_ca: expected a file of certificates in PEM, got {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"kv_sources.{name}: {error}") from error
 
 
 def _token(name: str, config: KVSourceConfig) -> str | None:

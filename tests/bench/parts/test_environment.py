@@ -1,7 +1,7 @@
 import pytest
 
 from bench.parts import environment
-from bench.parts.environment import describe_run
+from bench.parts.environment import describe_cpu, describe_machine, describe_run
 
 
 def test_outside_of_git_the_environment_names_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -10,3 +10,37 @@ def test_outside_of_git_the_environment_names_the_commit(monkeypatch: pytest.Mon
     assert describe_run()["commit"] == "abc"
     monkeypatch.setattr(environment, "current_commit", lambda directory: "def")
     assert describe_run()["commit"] == "def"
+
+
+CPUINFO = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+model name\t: AMD EPYC
+flags\t\t: fpu fma avx2 avx512f avx512_bf16 amx_tiles
+
+processor\t: 1
+cpu family\t: 26
+model\t\t: 2
+model name\t: another
+flags\t\t: fpu avx2 amx_tile
+"""
+
+
+def test_processors_of_one_name_are_told_apart() -> None:
+    assert describe_cpu(CPUINFO) == {
+        "cpu": "AMD EPYC",
+        "cpu_family": 25,
+        "cpu_model": 17,
+        "instruction_sets": ["avx2", "fma", "avx512f", "avx512_bf16"],
+    }
+
+
+def test_what_the_system_does_not_tell_of_a_processor_is_absent() -> None:
+    told = describe_cpu("")
+    assert told["cpu"]
+    assert (told["cpu_family"], told["cpu_model"], told["instruction_sets"]) == (None, None, [])
+
+
+def test_a_machine_is_told_with_its_processor() -> None:
+    assert describe_machine().keys() >= describe_cpu("").keys() | {"cores", "memory_gib", "gpu", "system"}

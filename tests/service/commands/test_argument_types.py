@@ -5,8 +5,11 @@ import pytest
 from radixkv.service.commands.argument_types import (
     capacities,
     count,
+    days,
+    period,
     points,
     positive,
+    processors,
     seed,
     share,
     text_or_file,
@@ -75,6 +78,21 @@ def test_a_share_is_0_to_1():
     for text in ("-0.1", "1.1", "nan", "half", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="expected 0 to 1, got "):
             share(text)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(period, 86_400), (days, 36_500)])
+def test_a_time_is_above_0_and_bounded(kind, most):
+    assert [kind(text) for text in ("0.5", "1e2", str(most))] == [0.5, 100, most]
+    for text in ("0", "-1", f"{most}.1", "1e300", "inf", "nan", "soon", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected more than 0 and at most {most}, got {text}$"):
+            kind(text)
+
+
+def test_processors_may_be_parts_or_none():
+    assert [processors(text) for text in ("0", "0.5", "8")] == [0, 0.5, 8]
+    for text in ("-1", "nan", "inf", "10001", "all", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 10000, got {text}$"):
+            processors(text)
 
 
 def test_a_seed_has_no_unit():

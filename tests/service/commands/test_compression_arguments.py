@@ -1,6 +1,7 @@
 import pytest
 
 from radixkv.api.compression import Compression, CompressionPolicy
+from radixkv.service.commands.cli import main
 from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine
 
@@ -38,6 +39,12 @@ def test_the_command_asks_for_it(capsys, options, expected):
 def test_what_makes_no_sense_is_refused_before_it_is_sent(capsys, options, message):
     engine = FakeEngine()
     code, _, err = run_cli(capsys, engine, "generate", "--tokens", "1,2", *options.split())
-    assert code != 0
+    assert code == 2
     assert message in err
     assert not engine.samplings
+
+
+def test_what_makes_no_sense_is_refused_before_a_tokenizer_is_asked_for(capsys):
+    call = ["generate", "--text", "a", "--address", "127.0.0.1:1", "--compression", "h2o", "--compression-tokens", "1"]
+    assert main(call) == 2
+    assert capsys.readouterr().err == "radixkv: compression.max_tokens: expected at least 2, got 1\n"

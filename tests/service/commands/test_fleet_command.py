@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from radixkv.service.commands.cli import main
+from tests.service.command_line import usage_error
 from tests.service.server.identity.certificates import Papers
 
 
@@ -36,6 +37,39 @@ def test_a_wrong_number_of_replicas_is_refused(replicas, capsys) -> None:
 def test_numbers_by_role_come_together_and_alone(flags, message, capsys) -> None:
     assert main(["fleet", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "server.admin_port=0",
+        "server.metrics_port=9400",
+        "events.zmq_endpoint=tcp://127.0.0.1:5557",
+        "events.replay_endpoint=tcp://127.0.0.1:5558",
+    ],
+)
+def test_what_only_a_single_server_has_is_refused(setting, capsys) -> None:
+    key, _, value = setting.partition("=")
+    assert main(["fleet", "--set", setting]) == 2
+    assert capsys.readouterr().err == f"radixkv: {key}: expected none in a fleet, got {value}\n"
+
+
+@pytest.mark.parametrize("flag", ["--cpus", "--gpus"])
+@pytest.mark.parametrize("value", ["nan", "-1", "inf", "10001", "many"])
+def test_a_wrong_number_of_processors_is_refused(flag, value, capsys) -> None:
+    assert f"{flag}: expected 0 to 10000, got {value}" in usage_error(capsys, "fleet", f"{flag}={value}")
+
+
+def test_a_host_that_is_not_of_this_machine_is_refused_also_without_a_port(capsys) -> None:
+    assert main(["fleet", "--host", "192.0.2.1", "--port", "0", "--insecure"]) == 2
+    message = "server.host, server.port: expected a free address of this machine, got 192.0.2.1:0"
+    assert message in capsys.readouterr().err
+
+
+def test_sources_of_kv_are_checked_before_anything_starts(tmp_path, capsys) -> None:
+    source = ["--set=kv_sources.a.address=127.0.0.1:1", f"--set=kv_sources.a.tls_ca={tmp_path / 'absent'}"]
+    assert main(["fleet", *source]) == 2
+    assert "kv_sources.a.tls_ca: expected a file of certificates" in capsys.readouterr().err
 
 
 def test_a_fleet_beyond_this_machine_needs_credentials(capsys) -> None:

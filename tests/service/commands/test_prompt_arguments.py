@@ -59,6 +59,9 @@ def test_another_tokenizer_wins(capsys, tmp_path):
     assert engine.params[0].tokens == b"~\0\0\0"
 
 
+LONG = 5000 * "n"  # more than a name may have
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -66,6 +69,7 @@ def test_another_tokenizer_wins(capsys, tmp_path):
         (["--tokens", "1", "--bytes"], "--bytes: expected --text or --text-file with it, got --tokens"),
         (["--tokens", "1", "--chat"], "--chat: expected --text or --text-file with it, got --tokens"),
         (["--tokens", "1", "--tokenizer", "x"], "--tokenizer: expected --text or --text-file with it, got --tokens"),
+        (["--text", "a", "--tokenizer", LONG], f"--tokenizer: expected a directory with a tokenizer, got {LONG}"),
         (["--text", "a", "--bytes", "--chat"], "--chat: expected a tokenizer, got --bytes"),
         (["--text", "a", "--system", "s"], "--system: expected --chat with it, got none"),
     ],

@@ -23,6 +23,10 @@ from tests.service.command_line import LAUNCHER, fake_service, install, launch
     [
         (["--port", "70000"], "server.port: expected 0 to 65535, got 70000"),
         (["--role", "decode"], "transfer.role: expected sections kv_sources to fetch from beside decode, got none"),
+        (
+            ["--set", "kv_sources.a.address=127.0.0.1:1", "--set", "kv_sources.a.tls_ca=/nowhere.pem"],
+            "kv_sources.a.tls_ca: expected a file of certificates in PEM, got ",
+        ),
         (["--host", "0.0.0.0"], "server.host: expected 127.0.0.1, ::1 or localhost without server.tokens_file"),
         (["--set", "server.tokens_file=/nowhere.toml", "--insecure"], "server.tokens_file: expected a readable file"),
         (["--host", "0.0.0.0", "--insecure"], "model.dtype: expected float32"),

@@ -57,6 +57,14 @@ def test_a_file_that_can_not_be_written_is_one_line(capsys, tmp_path):
     assert "--file: expected a file that can be read and written" in capsys.readouterr().err
 
 
+def test_a_file_that_is_no_text_stays_as_it_is(capsys, tmp_path):
+    file = tmp_path / "tokens.toml"
+    file.write_bytes(b"\xff")
+    assert main(["token", "new", "--name", "a", "--admin", "--file", str(file)]) == 2
+    assert capsys.readouterr().err == "radixkv: --file: expected UTF-8, got something else\n"
+    assert file.read_bytes() == b"\xff"
+
+
 def test_a_token_has_exactly_one_role(capsys):
     assert "one of the arguments" in usage_error(capsys, "token", "new", "--name", "a")
     assert "not allowed with" in usage_error(capsys, "token", "new", "--name", "a", "--admin", "--tenant", "t")

@@ -208,6 +208,13 @@ def test_simulate_names_the_malformed_line(capsys, chat_trace):
     assert capsys.readouterr().err.startswith(f"radixkv: {chat_trace}:4: hash_ids: expected this field")
 
 
+def test_simulate_refuses_a_picture_in_the_place_of_a_directory(capsys, chat_trace, tmp_path):
+    (tmp_path / "hits.png").mkdir()
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k", "--plot", str(tmp_path / "hits.png")]) == 2
+    message = f"--plot: expected a file that can be written, got {tmp_path / 'hits.png'}"
+    assert capsys.readouterr() == ("", f"radixkv: {message}\n")
+
+
 def test_simulate_says_which_extra_a_picture_needs(capsys, chat_trace, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["simulate", chat_trace, "--capacity-tokens", "4k", "--plot", "hits.png"]) == 2

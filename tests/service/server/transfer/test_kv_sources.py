@@ -6,8 +6,8 @@ import trustme
 
 from radixkv.config import KVSourceConfig
 from radixkv.engine.transfer.transfer import FleetAccess
-from radixkv.errors import ConfigError, InvalidRequest
-from radixkv.service.server.transfer.kv_sources import KVSources
+from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
+from radixkv.service.server.transfer.kv_sources import KVSources, require_sources
 
 HERE = "127.0.0.1:50051"
 
@@ -77,7 +77,25 @@ def test_files_that_can_not_be_used_are_named(tmp_path: Path) -> None:
 
 def test_a_token_does_not_leave_this_machine_in_the_clear(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret-token")
-    sources = KVSources({"a": KVSourceConfig("10.0.0.1:50051", token_file=str(tmp_path / "token"))})
     with pytest.raises(ConfigError, match=r"kv_sources\.a: token: expected tls_ca beside it") as caught:
-        sources.client_of("10.0.0.1:50051")
+        require_sources({"a": KVSourceConfig("10.0.0.1:50051", token_file=str(tmp_path / "token"))})
     assert "secret" not in str(caught.value)
+
+
+def test_certificates_that_can_not_be_used_are_refused_before_anyone_asks(tmp_path: Path) -> None:
+    (tmp_path / "none.pem").write_text("no certificate")
+    messages = {"absent": r"a\.tls_ca: expected a file of certificates", "none.pem": "a: tls_ca: expected"}
+    for name, message in messages.items():
+        with pytest.raises(ConfigError, match=rf"^kv_sources\.{message}"):
+            require_sources({"a": KVSourceConfig(HERE, tls_ca=str(tmp_path / name))})
+
+
+def test_callers_are_not_told_of_files_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ca = tmp_path / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(ca)
+    sources = KVSources({"a": KVSourceConfig(HERE, tls_ca=str(ca))})
+    ca.unlink()
+    with pytest.raises(KVSourceError, match=r"^kv_source: expected certificates for it that can be used") as caught:
+        sources.client_of(HERE)
+    assert str(tmp_path) not in str(caught.value)
+    assert str(tmp_path) in caplog.text

@@ -1,0 +1,25 @@
+"""The processor at hand, as far as it decides what is compiled for it and how libraries compute on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+# Of x86, and `Features` of ARM.
+_NAMES = ("model name", "flags", "Features", "stepping")
+
+
+def processor_facts(cpuinfo: Path = _CPUINFO) -> list[str]:
+    """Return the lines of /proc/cpuinfo that tell processors apart. What was kept for a processor is found by them.
+
+    Args:
+        cpuinfo: the file.
+
+    Returns:
+        Different lines, sorted, whatever the number of processors; none where the system has no such file.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return sorted({line for line in lines if line.startswith(_NAMES)})

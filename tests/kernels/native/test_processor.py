@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from radixkv.kernels.native.processor import processor_facts
+
+X86 = """processor\t: {number}
+model name\t: AMD EPYC
+stepping\t: 1
+cpu MHz\t\t: 244{number}.4
+flags\t\t: fpu avx2
+"""
+
+
+def test_equal_processors_are_told_once_and_nothing_that_changes_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("\n".join(X86.format(number=number) for number in range(2)))
+    assert processor_facts(tmp_path / "cpuinfo") == ["flags\t\t: fpu avx2", "model name\t: AMD EPYC", "stepping\t: 1"]
+
+
+def test_processors_of_arm_are_told_by_their_features(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd bf16\n")
+    assert processor_facts(tmp_path / "cpuinfo") == ["Features\t: fp asimd bf16"]
+
+
+def test_other_systems_tell_nothing(tmp_path: Path) -> None:
+    assert processor_facts(tmp_path / "cpuinfo") == []
