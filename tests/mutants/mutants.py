@@ -390,7 +390,8 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "ordered.masked_fill(ordered < last, -torch.inf)", "ordered"),
     Mutant("engine/sampler.py", "in stop_token_ids if 0 <= token_id < num_logits]", "in stop_token_ids]"),
     Mutant("engine/sampler.py", "in sampling.logit_bias if 0 <= each[0] < num_logits]", "in sampling.logit_bias]"),
-    Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n", ""),
+    Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    return", "    return"),
+    Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    rows", "    rows"),
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),
     Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
     Mutant("engine/steps_ahead.py", " or self._has_news()", ""),
@@ -610,10 +611,30 @@ OFFLOAD_MUTANTS = (
         "        self._save()\n        self._delivery.publish(computed)",
     ),
     Mutant("storage/tiers/block_object.py", "memory[-CHECKSUM_BYTES:] =", "_ ="),
-    Mutant("engine/offload/deleter.py", "if key not in self._elsewhere.shelves[name]]", "]"),
+    Mutant("engine/offload/deleter.py", " if key not in self._elsewhere.shelves[name])", ")"),
+    Mutant("engine/core.py", "lambda: has_news() or offload.has_answers", "has_news"),
+    Mutant("engine/offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
+    Mutant("engine/offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),
+    Mutant(
+        "engine/offload/offload.py", '            own.append(Deletion("disk", not_asked()))\n', "            pass\n"
+    ),
+    Mutant("engine/offload/earlier_blocks.py", "                self._delete(left_out)\n", "                pass\n"),
+    Mutant("engine/offload/earlier_blocks.py", "            self.has_failed = True\n", ""),
+    Mutant("engine/offload/earlier_blocks.py", "        self._wake()\n", "        pass\n"),
+    Mutant("engine/offload/disk_record.py", "            self._disk.names.forget(unused)\n", "            pass\n"),
+    Mutant("engine/offload/last_save.py", "min(_SAVED_AT_ONCE, self._saver.max_waiting_blocks)", "_SAVED_AT_ONCE"),
+    Mutant(
+        "engine/offload/last_save.py", "is_whole and self._saver.num_dropped", "is_whole or self._saver.num_dropped"
+    ),
+    Mutant("engine/offload/saver.py", " - set(keys) | unasked", " - set(keys)"),
+    Mutant(
+        "engine/offload/saver.py",
+        "        self._drop(departures[:first])\n        return departures[first:]",
+        "        self._drop(departures[len(departures) - first :])\n        return departures[: len(departures) - first]",
+    ),
     Mutant("engine/offload/disk_record.py", "            self._disk.delete(useless)\n", "            pass\n"),
     Mutant("engine/offload/loader.py", "self._wishes[request] = wish._replace(run=())", "pass"),
-    Mutant("engine/offload/loader.py", "            lease.copy = None\n", ""),
+    Mutant("engine/offload/loader.py", "        lease.copy = None\n", ""),
     Mutant(
         "engine/offload/loader.py",
         "return request.params.write_cache and not request.is_revoked",
@@ -633,10 +654,8 @@ OFFLOAD_MUTANTS = (
     Mutant("storage/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "engine/offload/offload.py",
-        "copies = self._saver.copy()\n        try:\n            return self._loader.fill(request, lease)\n        finally:\n"
-        "            self._saver.save(copies)",
-        "try:\n            return self._loader.fill(request, lease)\n        finally:\n"
-        "            self._saver.save(self._saver.copy())",
+        "            self._saver.save(copies)  # what goes",
+        "            self._saver.save(self._saver.copy())  # what goes",
     ),
     Mutant(
         "engine/offload/prompt_keys.py",
@@ -654,10 +673,14 @@ OFFLOAD_MUTANTS = (
     Mutant("cache/prompt_lease.py", "    usage.num_hit_tokens -= cached_tokens\n", ""),
     Mutant("cache/prompt_lease.py", "    usage.num_miss_tokens -= lease.num_tokens - cached_tokens\n", ""),
     Mutant("scheduling/admission.py", "        if cached_tokens < request.stored_upto:\n", "        if False:\n"),
-    Mutant("engine/offload/loader.py", "            if not request.has_computed:\n", "            if True:\n"),
+    Mutant("engine/offload/loader.py", "        if not request.has_computed:\n", "        if True:\n"),
     Mutant("engine/offload/loader.py", "                request.stored_upto = 0\n", ""),
     Mutant("engine/offload/offload.py", "        if request in self._resuming or not", "        if not"),
-    Mutant("cache/elsewhere/shelf.py", " or self._has_its_share(namespace.tenant):\n", ":\n"),
+    Mutant(
+        "cache/elsewhere/shelf.py",
+        " or self._has_its_share(namespace.tenant):\n            victim",
+        ":\n            victim",
+    ),
     Mutant("cache/elsewhere/shelf.py", "if other == tenant or self._is_above_floor(other)]", "]"),
     Mutant("cache/elsewhere/shelf.py", "other == tenant or self._is_above_floor(other)", "self._is_above_floor(other)"),
     Mutant("cache/elsewhere/shelf.py", "and victim.level <= priority", ""),
@@ -687,7 +710,12 @@ OFFLOAD_MUTANTS = (
         "cache/prefix_cache.py", "(*listeners, self._retained, self.kept,", "(self._retained, self.kept, *listeners,"
     ),
     Mutant("engine/offload/offload.py", "        self.elsewhere.retention.expire(self._clock())\n", ""),
-    Mutant("cache/elsewhere/shelf.py", " and not self._has_its_share(namespace.tenant)\n", "\n"),
+    Mutant(
+        "cache/elsewhere/shelf.py",
+        " or self._has_its_share(namespace.tenant):\n                left",
+        ":\n                left",
+    ),
+    Mutant("cache/elsewhere/shelf.py", "                left_out.append(key)\n", ""),
     Mutant(
         "engine/offload/disk_record.py", "namespace if owners.get(tags, namespace) == namespace else None", "namespace"
     ),
@@ -882,6 +910,11 @@ PART_MUTANTS = (
     Mutant("engine/offload/loader.py", "known if known.size == first_block else own", "own"),
     Mutant(
         "engine/offload/loader.py",
+        "            self.leave(request)\n            return start\n",
+        "            self.leave(request)\n            return max(start, end * size)\n",
+    ),
+    Mutant(
+        "engine/offload/loader.py",
         "        earlier = max(num_usable_blocks, first_block - ",
         "        earlier = max(first_block, first_block - ",
     ),
@@ -897,6 +930,10 @@ PART_MUTANTS = (
     ),
 )
 STORE_MUTANTS = (
+    Mutant("storage/tiers/namespace_names.py", " and root not in self._added]", "]"),
+    Mutant("storage/tiers/namespace_names.py", 'b"\\n" + line if self._is_cut else line', "line"),
+    Mutant("storage/tiers/disk.py", "            self.names.write()  # without", "            pass  # without"),
+    Mutant("storage/tiers/tier.py", "            self._require_answers(loans, len(wanted))\n", ""),
     Mutant(
         "storage/mover.py",
         "self._native.fill(memory, ids, payloads):",

@@ -155,6 +155,8 @@ PART_TESTS = (
 STORE_TESTS = (
     "tests/storage/test_mover.py",
     "tests/storage/tiers/test_block_object.py",
+    "tests/storage/tiers/test_namespace_names.py",
+    "tests/storage/tiers/test_tier.py",
     "tests/storage/tiers/test_disk.py",
     "tests/startup/test_tiers.py",
 )
