@@ -34,7 +34,7 @@ _USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
-_STOP_S = 10.0
+_STOP_S = 20.0  # beside the drain: connections end, and a replica with stores saves its cache for up to 10 s
 _MOST_STARTS = 3
 
 

@@ -111,11 +111,13 @@ def _numbers(text: str) -> tuple[int, int]:
 
 
 def _require_of_a_fleet(config: Config) -> None:
-    """Refuse keys that nothing in a fleet would read."""
+    """Refuse keys that nothing in a fleet would read, and one role for all replicas."""
     for section, key in _OF_ONE_SERVER:
         value = getattr(getattr(config, section), key)
         if value is not None:
             raise ConfigError(f"{section}.{key}: expected none in a fleet, got {value}")
+    if (role := config.transfer.role) != "both":
+        raise ConfigError(f"transfer.role: expected both in a fleet, which has --prefill-replicas, got {role}")
 
 
 def _require_private(host: str, config: Config) -> None:

@@ -54,6 +54,13 @@ def test_what_only_a_single_server_has_is_refused(setting, capsys) -> None:
     assert capsys.readouterr().err == f"radixkv: {key}: expected none in a fleet, got {value}\n"
 
 
+def test_a_role_for_all_replicas_is_refused(capsys) -> None:
+    assert main(["fleet", "--set", "transfer.role=prefill"]) == 2
+    assert (
+        "transfer.role: expected both in a fleet, which has --prefill-replicas, got prefill" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("flag", ["--cpus", "--gpus"])
 @pytest.mark.parametrize("value", ["nan", "-1", "inf", "10001", "many"])
 def test_a_wrong_number_of_processors_is_refused(flag, value, capsys) -> None:
