@@ -27,8 +27,8 @@ def require_sources(configs: Mapping[str, KVSourceConfig]) -> None:
         configs: the servers, by the names of their sections.
 
     Raises:
-        ConfigError: a file of a token or of certificates can't be used, or a token would leave this machine in the
-            clear. The message has no part of the token.
+        ConfigError: a file of a token or of certificates can't be used, a token would leave this machine in the clear,
+            or two sections have one address. The message has no part of the token.
     """
     KVSources(configs)
 
@@ -44,11 +44,16 @@ class KVSources:
     """
 
     def __init__(self, configs: Mapping[str, KVSourceConfig]) -> None:
-        self._configs = {config.address: (name, config) for name, config in configs.items()}
-        self._tokens = {config.address: _token(name, config) for name, config in configs.items()}
+        self._configs: dict[str, tuple[str, KVSourceConfig]] = {}
+        self._tokens: dict[str, str | None] = {}
         self._clients: dict[str, AsyncClient] = {}
         for name, config in configs.items():
-            _require_access(name, config, self._tokens[config.address])
+            address, token = config.address, _token(name, config)
+            _require_access(name, config, token)
+            if address in self._configs:
+                other, _ = self._configs[address]
+                raise ConfigError(f"kv_sources.{name}.address: expected another one than kv_sources.{other}'s, got it")
+            self._configs[address], self._tokens[address] = (name, config), token
 
     def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
         """Return the connection to a server.

@@ -90,6 +90,13 @@ def test_certificates_that_can_not_be_used_are_refused_before_anyone_asks(tmp_pa
             require_sources({"a": KVSourceConfig(HERE, tls_ca=str(tmp_path / name))})
 
 
+def test_two_sections_of_one_address_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^kv_sources\.b\.address: expected another one than kv_sources\.a's, got it"
+    ):
+        require_sources({"a": KVSourceConfig(HERE), "b": KVSourceConfig(HERE)})
+
+
 def test_callers_are_not_told_of_files_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ca = tmp_path / "ca.pem"
     trustme.CA().cert_pem.write_to_path(ca)
