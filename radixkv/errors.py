@@ -38,8 +38,8 @@
     │   ├── StoreBusy
     │   ├── StoreClosed
     │   ├── StoreLate
+    │   ├── StorePaused
     │   └── StoreUnavailable
-    │       └── StorePaused
     ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
     └── InvariantViolation           a bug of ours
 
@@ -235,12 +235,12 @@ class StoreLate(StoreError):
     """The store did not answer within its time limit."""
 
 
+class StorePaused(StoreError):
+    """The store is left alone for a while after it failed."""
+
+
 class StoreUnavailable(StoreError):
     """The store can't be reached or used."""
-
-
-class StorePaused(StoreUnavailable):
-    """The store is left alone for a while after it failed."""
 
 
 class StepFailed(RadixKVError):

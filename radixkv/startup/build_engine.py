@@ -43,6 +43,7 @@ from radixkv.startup.states import make_state_slots
 from radixkv.startup.tiers import Transfers, open_stores
 from radixkv.startup.windowed_layers import divide_layers, part_groups
 from radixkv.storage.device_pool import KVShape, KVStorage
+from radixkv.storage.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
 
@@ -92,31 +93,7 @@ def build_engine(
         groups=groups,
         num_parts=num_parts,
     )
-    _log.info(
-        "allocated a pool of %d blocks of %d tokens: %.1f MB in %s on %s",
-        num_blocks,
-        storage.block_size,
-        storage.num_bytes / 1e6,
-        storage.kv_dtype,
-        model.device,
-    )
-    if groups is not None:
-        _log.info(
-            "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB",
-            groups.num_windowed,
-            len(groups.are_windowed),
-            groups.window,
-            num_parts * storage.block_size,
-            num_blocks * storage.block_size,
-            num_parts * storage.part_bytes / 1e6,
-            num_blocks * storage.block_bytes / 1e6,
-        )
-    available = available_bytes() if model.device.type == "cpu" else None
-    if available is not None and available < storage.num_bytes:
-        _log.warning(
-            "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
-            available / 1e6,
-        )
+    _log_pool(storage, model.device, groups, num_parts)
     marks = InvocationMarks()
     events = _make_feed(config, limits.step_tokens, marks, events_key)
     runner = make_runner(model, storage, kernels, recorder, 0 if states is None else states.num_slots)
@@ -142,6 +119,35 @@ def build_engine(
     load_adapters(config.adapters, engine.adapters)
     end_own_threads()
     return engine
+
+
+def _log_pool(storage: KVStorage, device: torch.device, groups: LayerGroups | None, num_parts: int) -> None:
+    num_blocks = storage.num_blocks
+    _log.info(
+        "allocated a pool of %d blocks of %d tokens: %.1f MB in %s on %s",
+        num_blocks,
+        storage.block_size,
+        storage.num_bytes / 1e6,
+        storage.kv_dtype,
+        device,
+    )
+    if groups is not None:
+        _log.info(
+            "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB",
+            groups.num_windowed,
+            len(groups.are_windowed),
+            groups.window,
+            num_parts * storage.block_size,
+            num_blocks * storage.block_size,
+            num_parts * storage.part_bytes / 1e6,
+            num_blocks * storage.block_bytes / 1e6,
+        )
+    available = available_bytes() if device.type == "cpu" else None
+    if available is not None and available < storage.num_bytes:
+        _log.warning(
+            "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
+            available / 1e6,
+        )
 
 
 def make_runner(

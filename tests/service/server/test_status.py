@@ -48,6 +48,7 @@ EXPECTED = {
     "StoreBusy": "UNAVAILABLE",
     "StoreClosed": "UNAVAILABLE",
     "StoreLate": "UNAVAILABLE",
+    "StorePaused": "UNAVAILABLE",
     "StoreUnavailable": "UNAVAILABLE",
     "StepFailed": "INTERNAL",
     "InvariantViolation": "INTERNAL",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.errors import StoreBusy, StoreLate, StoreUnavailable
+from radixkv.errors import StoreBusy, StoreLate, StorePaused, StoreUnavailable
 from radixkv.storage.tiers.block_store import Loan, StoreSize
 from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
 from radixkv.storage.tiers.guard.guarded_store import GuardedStore
@@ -131,7 +131,7 @@ def test_an_error_is_the_answer_and_counted(guarded: Guarded) -> None:
 
 def test_a_store_that_fails_again_and_again_is_left_alone(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
     guarded.hang(3)
-    assert isinstance(guarded.store.get([]).exception(0), StoreUnavailable)
+    assert isinstance(guarded.store.get([]).exception(0), StorePaused)
     assert len(guarded.inner.calls) == 3
     counts = guarded.store.counts()
     assert (counts.late, counts.refused, counts.opened, counts.state) == (3, 1, 1, CircuitState.OPEN)
