@@ -45,6 +45,11 @@ class OwnedKeys:
         """Iterate over the namespaces."""
         return iter(self._keys)
 
+    @property
+    def num_namespaces(self) -> int:
+        """Namespaces that have keys."""
+        return len(self._keys)
+
     def add(self, key: bytes, namespace: Namespace) -> None:
         """Add a key that is not there."""
         self._owners[key] = namespace

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
+from functools import lru_cache
 from typing import NamedTuple
 
 from radixkv.api.retention import MAX_PRIORITY
+from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.engine.offload.priority_file import KeptPriority, PriorityFile
 from radixkv.errors import StoreError
@@ -17,6 +19,7 @@ from radixkv.storage.tiers.disk import DiskStore
 
 _log = logging.getLogger(__name__)
 _PRIORITIES = "priorities"
+_FEW = 1024  # namespaces
 
 
 class EarlierDisk(NamedTuple):
@@ -53,13 +56,22 @@ class DiskRecord:
         self._keys = keys
         self._clock = clock
         self._time_of_day = time_of_day
-        self._noted: set[Namespace] = set()
+        self._root = lru_cache(maxsize=_FEW)(keys.root)
 
     def note(self, namespace: Namespace) -> None:
         """Note that blocks of a namespace are stored. The store writes it before them."""
-        if namespace not in self._noted:
-            self._noted.add(namespace)
-            self._disk.names.add(self._keys.root(namespace), namespace)
+        self._disk.names.add(self._root(namespace), namespace)
+
+    def tidy(self, stored: OwnedKeys) -> None:
+        """Forget namespaces without blocks if most of those known have none: how many come is up to callers.
+
+        Args:
+            stored: what is on the disk, of earlier processes as well.
+
+        Complexity: O(namespaces), once in as many.
+        """
+        if len(self._disk.names) > 2 * stored.num_namespaces + _FEW:
+            self._disk.names.keep({self._keys.root(namespace) for namespace in stored})
 
     def arrange(self, keys: Sequence[bytes]) -> None:
         """Note the order in which blocks go, the one that goes first at first; see `DiskStore.arrange`."""
@@ -121,8 +133,5 @@ class DiskRecord:
                 unused.append(root)
                 continue
             owners[tags] = namespace if owners.get(tags, namespace) == namespace else None
-        try:
-            self._disk.names.forget(unused)
-        except OSError as error:
-            _log.error("tier disk: expected to forget the names of %d namespaces, got: %s", len(unused), error)
+        self._disk.names.forget_earlier(unused)
         return owners

@@ -56,11 +56,14 @@ class EarlierBlocks:
         return self._slices is not None or not self._found.empty()
 
     def take(self) -> None:
-        """Let the shelf know of some of what was found."""
+        """Let the shelf know of some of what was found. Once it knows all, let the record forget what is not there."""
         if self._slices is None and not self._found.empty():
             self._slices = self._taking(self._found.get())
-        if self._slices is not None and next(self._slices, self) is self:
-            self._slices = None
+        if self._slices is not None:
+            if next(self._slices, self) is self:
+                self._slices = None
+        elif not self.has_failed and not self._reader.is_alive():
+            self._record.tidy(self._shelf.owned)
 
     def reading(self) -> Iterator[None]:
         """Yield until all is found and taken."""

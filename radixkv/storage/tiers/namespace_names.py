@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from io import FileIO
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class NamespaceNames:
     A line that is cut or not ours is left out: blocks of a namespace that nobody knows are of no use. Lines are
     appended without waiting for the disk.
 
-    Any thread may add names, and waits for nothing. The thread that writes blocks writes the names before them.
+    Any thread may add and forget names, and waits for nothing. The thread that writes blocks writes names before them.
 
     Args:
         path: of the file; made if there is none.
@@ -31,10 +31,10 @@ class NamespaceNames:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()  # of the names; held for no write
-        self._file_lock = threading.Lock()
+        self._lock = threading.Lock()  # of the names; no write is waited for with it
         self._names: dict[bytes, Namespace] = {}
-        self._added: dict[bytes, Namespace] = {}  # by this process
+        self._added: set[bytes] = set()  # by this process
+        self._num_forgotten = 0  # lines of the file that are of no use
         self._unwritten: dict[bytes, Namespace] = {}
         self._file = _opened(path)
         self._file.seek(0)
@@ -48,6 +48,9 @@ class NamespaceNames:
             except (ValueError, TypeError):
                 _log.warning("%s: expected the names of a namespace in each line, got something else", path)
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     def known(self) -> dict[bytes, Namespace]:
         """Return all namespaces by their key."""
         with self._lock:
@@ -56,41 +59,46 @@ class NamespaceNames:
     def add(self, root: bytes, namespace: Namespace) -> None:
         """Add a namespace, unless it is there. It is written by the next `write`."""
         with self._lock:
-            self._added[root] = namespace
+            self._added.add(root)
             if root not in self._names:
                 self._names[root] = self._unwritten[root] = namespace
 
     def write(self) -> None:
-        """Write what was added since the last time.
+        """Write what was added since the last time. The file is written anew where most of its lines are of no use.
 
         Raises:
             OSError: the disk fails. The next call tries again.
         """
         with self._lock:
             unwritten = dict(self._unwritten)
-        with self._file_lock:
-            for root, namespace in unwritten.items():
-                self._append(_line(root, namespace))
-                with self._lock:
-                    self._unwritten.pop(root, None)
+            is_useless = self._num_forgotten > len(self._names)
+        if is_useless:
+            self._replace_file()
+            return
+        for root, namespace in unwritten.items():
+            self._append(_line(root, namespace))
+            with self._lock:
+                self._unwritten.pop(root, None)
 
-    def forget(self, roots: Iterable[bytes]) -> None:
-        """Forget namespaces of earlier processes, but for those that this one has added.
-
-        Raises:
-            OSError: the disk fails. The next process finds them again.
-        """
+    def forget_earlier(self, roots: Iterable[bytes]) -> None:
+        """Forget namespaces of earlier processes, but for those that this one has added, too."""
         with self._lock:
-            gone = [root for root in roots if root in self._names and root not in self._added]
-            for root in gone:
-                del self._names[root]
-        if gone:
-            with self._file_lock:
-                self._replace_file()
+            self._forget(root for root in roots if root not in self._added)
+
+    def keep(self, roots: Set[bytes]) -> None:
+        """Forget all other namespaces. Those of earlier processes must be known to have no blocks."""
+        with self._lock:
+            self._forget([root for root in self._names if root not in roots])
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _forget(self, roots: Iterable[bytes]) -> None:
+        for root in roots:
+            if self._names.pop(root, None) is not None and self._unwritten.pop(root, None) is None:
+                self._num_forgotten += 1
+            self._added.discard(root)
 
     def _append(self, line: bytes) -> None:
         data = b"\n" + line if self._is_cut else line
@@ -100,7 +108,7 @@ class NamespaceNames:
 
     def _replace_file(self) -> None:
         with self._lock:
-            names = dict(self._names)
+            names, num_forgotten = dict(self._names), self._num_forgotten
         partial = self._path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         file = _opened(partial)
@@ -113,6 +121,7 @@ class NamespaceNames:
         self._file.close()
         self._file, self._is_cut = file, False
         with self._lock:
+            self._num_forgotten -= num_forgotten
             for root in names:
                 self._unwritten.pop(root, None)
 

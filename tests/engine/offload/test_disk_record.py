@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.cache.elsewhere.retentions import Wish
+from radixkv.engine.offload import disk_record
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.priority_file import KeptPriority, PriorityFile
 from radixkv.errors import StoreUnavailable
@@ -179,15 +181,26 @@ def test_namespaces_without_blocks_are_forgotten(tmp_path: Path) -> None:
         disk.close()
 
 
-def test_names_that_can_not_be_forgotten_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store(tmp_path, blocks_of(ACME, range(8)), [ACME, OTHER])
-    disk = disk_at(tmp_path)
-    (disk.path / "namespaces.partial").mkdir()
-    assert len(DiskRecord(disk, KEYS).read().blocks) == 2
-    assert "tier disk: expected to forget the names of 1 namespaces, got: " in caplog.text
+    monkeypatch.setattr(disk_record, "_FEW", 10)
+    disk, owned = disk_at(tmp_path), OwnedKeys()
+    record = DiskRecord(disk, KEYS)
+    for number in range(100):
+        record.note(ACME._replace(salt=str(number)))
+        owned.add(bytes([number]) * 32, ACME._replace(salt=str(number)))
+        if number > 4:
+            owned.remove(bytes([number - 1]) * 32)
+        record.tidy(owned)
+        assert len(disk.names) <= 2 * 5 + 10
+    kept = {KEYS.root(each): each for each in owned}
+    assert kept.items() <= disk.names.known().items()
+    disk.put([])
     disk.close()
+    again = disk_at(tmp_path)
+    assert again.names.known().keys() >= kept.keys()
+    again.close()
 
 
 def test_what_is_stored_while_a_disk_is_read_is_no_block_of_an_earlier_process(

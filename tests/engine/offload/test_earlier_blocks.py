@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.elsewhere.stored_retention import StoredRetention
@@ -29,8 +30,12 @@ class FakeRecord:
     def __init__(self, error: Exception | None = None, *, has_wishes: bool = False) -> None:
         self.may_answer = threading.Event()
         self.deleted: list[bytes] = []
+        self.tidied: list[list[Namespace]] = []
         self._error = error
         self._has_wishes = has_wishes
+
+    def tidy(self, stored: OwnedKeys) -> None:
+        self.tidied.append(list(stored))
 
     def read(self) -> EarlierDisk:
         assert self.may_answer.wait(PATIENCE_S)
@@ -92,6 +97,23 @@ def test_a_disk_that_fails_is_told_and_holds_nothing(caplog: pytest.LogCaptureFi
     assert list(shelf) == []
     assert blocks.has_failed
     assert "tier disk: expected to read what it holds" in caplog.text
+
+
+def test_names_are_forgotten_only_once_all_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    record = FakeRecord()
+    blocks, _ = earlier(record)
+    blocks.take()
+    assert record.tidied == []
+    record.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    blocks.take()
+    assert record.tidied == [[ACME]]
+    broken = FakeRecord(StoreUnavailable("gone"))
+    blocks, _ = earlier(broken)
+    broken.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    blocks.take()
+    assert broken.tidied == []
 
 
 def test_what_has_no_room_is_deleted() -> None:
