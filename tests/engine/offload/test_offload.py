@@ -442,6 +442,7 @@ def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     store.error = StorePaused("paused")
     emptied(bench)
     assert len(bench.elsewhere.shelves["host"]) == 0
+    assert not store.calls
     assert bench.core.seconds_to_rest() is None
     assert bench.offload.stats()[0].refused_blocks == 3
 
