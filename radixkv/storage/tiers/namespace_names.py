@@ -34,19 +34,20 @@ class NamespaceNames:
         self._lock = threading.Lock()  # of the names; no write is waited for with it
         self._names: dict[bytes, Namespace] = {}
         self._added: set[bytes] = set()  # by this process
-        self._num_forgotten = 0  # lines of the file that are of no use
         self._unwritten: dict[bytes, Namespace] = {}
         self._file = _opened(path)
         self._file.seek(0)
         data = self._file.read() or b""
         self._is_cut = bool(data) and not data.endswith(b"\n")  # the last line
-        for line in filter(None, data.splitlines()):
+        lines = list(filter(None, data.splitlines()))
+        for line in lines:
             try:
                 root, *names = json.loads(line)
                 model, tenant, adapter, salt = (str(name) for name in names)
                 self._names[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
             except (ValueError, TypeError):
                 _log.warning("%s: expected the names of a namespace in each line, got something else", path)
+        self._num_useless = len(lines) - len(self._names)  # lines of the file
 
     def __len__(self) -> int:
         return len(self._names)
@@ -71,8 +72,8 @@ class NamespaceNames:
         """
         with self._lock:
             unwritten = dict(self._unwritten)
-            is_useless = self._num_forgotten > len(self._names)
-        if is_useless:
+            is_mostly_useless = self._num_useless > len(self._names)
+        if is_mostly_useless:
             self._replace_file()
             return
         for root, namespace in unwritten.items():
@@ -97,7 +98,7 @@ class NamespaceNames:
     def _forget(self, roots: Iterable[bytes]) -> None:
         for root in roots:
             if self._names.pop(root, None) is not None and self._unwritten.pop(root, None) is None:
-                self._num_forgotten += 1
+                self._num_useless += 1
             self._added.discard(root)
 
     def _append(self, line: bytes) -> None:
@@ -108,7 +109,7 @@ class NamespaceNames:
 
     def _replace_file(self) -> None:
         with self._lock:
-            names, num_forgotten = dict(self._names), self._num_forgotten
+            names, num_useless = dict(self._names), self._num_useless
         partial = self._path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         file = _opened(partial)
@@ -121,7 +122,7 @@ class NamespaceNames:
         self._file.close()
         self._file, self._is_cut = file, False
         with self._lock:
-            self._num_forgotten -= num_forgotten
+            self._num_useless -= num_useless
             for root in names:
                 self._unwritten.pop(root, None)
 

@@ -143,6 +143,19 @@ def test_the_file_is_written_anew_where_most_lines_are_of_no_use(tmp_path: Path)
     assert names_in(path).keys() == names.known().keys() == {roots[0], *roots[6:9]}
 
 
+def test_lines_that_earlier_processes_wrote_more_than_once_go_too(tmp_path: Path) -> None:
+    path = tmp_path / "names"
+    names = NamespaceNames(path)
+    add(names, ROOT, ODD)
+    names.close()
+    path.write_bytes(3 * path.read_bytes())
+    names = NamespaceNames(path)
+    names.write()
+    names.close()
+    assert len(path.read_bytes().splitlines()) == 1
+    assert names_in(path) == {ROOT: ODD}
+
+
 def test_a_disk_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "names"
     names = NamespaceNames(path)
@@ -150,7 +163,7 @@ def test_a_disk_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     names.keep(set())
     names.add(bytes(32), Namespace("model"))
     names.forget_earlier([ROOT])
-    names._num_forgotten = 2
+    names._num_useless = 2
     (tmp_path / "names.partial").mkdir()
     with pytest.raises(OSError, match="partial"):
         names.write()
