@@ -933,7 +933,7 @@ STORE_MUTANTS = (
     Mutant("storage/tiers/namespace_names.py", " if root not in self._added)", ")"),
     Mutant("storage/tiers/namespace_names.py", 'b"\\n" + line if self._is_cut else line', "line"),
     Mutant("storage/tiers/disk.py", "            self.names.write()  # without", "            pass  # without"),
-    Mutant("storage/tiers/tier.py", "            self._require_answers(loans, len(wanted))\n", ""),
+    Mutant("storage/tiers/tier.py", "            self._require_answers(result.outcomes, len(objects))\n", ""),
     Mutant(
         "storage/mover.py",
         "self._native.fill(memory, ids, payloads):",

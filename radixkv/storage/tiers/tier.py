@@ -142,7 +142,6 @@ class Tier:
         start_s = time.monotonic()
 
         def opened(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
-            self._require_answers(loans, len(wanted))
             found = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
             faults = [index for index, each in enumerate(found) if isinstance(each, ObjectFault)]
             if useless := [wanted[index].key for index in faults if self._is_useless(found[index])]:
