@@ -621,7 +621,9 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/earlier_blocks.py", "                self._delete(left_out)\n", "                pass\n"),
     Mutant("engine/offload/earlier_blocks.py", "            self.has_failed = True\n", ""),
     Mutant("engine/offload/earlier_blocks.py", "        self._wake()\n", "        pass\n"),
-    Mutant("engine/offload/disk_record.py", "        self._disk.names.forget_earlier(unused)\n", ""),
+    Mutant(
+        "engine/offload/earlier_blocks.py", "            self._record.tidy(self._shelf.owned)\n", "            pass\n"
+    ),
     Mutant("engine/offload/last_save.py", "min(_SAVED_AT_ONCE, self._saver.max_waiting_blocks)", "_SAVED_AT_ONCE"),
     Mutant(
         "engine/offload/last_save.py", "is_whole and self._saver.num_dropped", "is_whole or self._saver.num_dropped"
@@ -930,7 +932,9 @@ PART_MUTANTS = (
     ),
 )
 STORE_MUTANTS = (
-    Mutant("storage/tiers/namespace_names.py", " if root not in self._added)", ")"),
+    Mutant(
+        "storage/tiers/namespace_names.py", "                    self._num_useless += 1\n", "                    pass\n"
+    ),
     Mutant("storage/tiers/namespace_names.py", 'b"\\n" + line if self._is_cut else line', "line"),
     Mutant("storage/tiers/disk.py", "            self.names.write()  # without", "            pass  # without"),
     Mutant("storage/tiers/tier.py", "            self._require_answers(result.outcomes, len(objects))\n", ""),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from radixkv.api.retention import MAX_PRIORITY
@@ -56,11 +55,10 @@ class DiskRecord:
         self._keys = keys
         self._clock = clock
         self._time_of_day = time_of_day
-        self._root = lru_cache(maxsize=_FEW)(keys.root)
 
     def note(self, namespace: Namespace) -> None:
         """Note that blocks of a namespace are stored. The store writes it before them."""
-        self._disk.names.add(self._root(namespace), namespace)
+        self._disk.names.add(self._keys.root(namespace), namespace)
 
     def tidy(self, stored: OwnedKeys) -> None:
         """Forget namespaces without blocks if most of those known have none: how many come is up to callers.
@@ -92,13 +90,13 @@ class DiskRecord:
 
         A key's tags name its namespace, so blocks are found also where those before them are gone: they are of use once
         these are computed again. Blocks of which that is not known are deleted: no purge could reach them. So are those
-        of two namespaces with the same tags, two salts in 16 million. Namespaces without blocks are forgotten.
+        of two namespaces with the same tags: any two salts of a tenant have them once in 16 million.
 
         Complexity: O(blocks), without reading them.
         """
         start_s = time.perf_counter()
         keys = list(self._disk)  # before the owners: what comes meanwhile is not to be judged
-        owners = self._owners({self._keys.tags_of(key) for key in keys})
+        owners = self._owners()
         found = [(key, owners.get(self._keys.tags_of(key))) for key in keys]
         useless = [key for key, owner in found if owner is None]
         try:
@@ -123,15 +121,10 @@ class DiskRecord:
             if wish.priority <= MAX_PRIORITY and (wish.expires_s is None or wish.expires_s > now_s)
         ]
 
-    def _owners(self, used: Set[bytes]) -> dict[bytes, Namespace | None]:
-        """Return the namespace of each tag that is used; None where it is not the only one. Forget all others."""
+    def _owners(self) -> dict[bytes, Namespace | None]:
+        """Return the namespace of each tag; None where it is not the only one."""
         owners: dict[bytes, Namespace | None] = {}
-        unused = []
-        for root, namespace in self._disk.names.known().items():
+        for namespace in self._disk.names.known().values():
             tags = self._keys.tags_of(self._keys.root(namespace))
-            if tags not in used:
-                unused.append(root)
-                continue
             owners[tags] = namespace if owners.get(tags, namespace) == namespace else None
-        self._disk.names.forget_earlier(unused)
         return owners

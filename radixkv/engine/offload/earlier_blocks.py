@@ -60,8 +60,7 @@ class EarlierBlocks:
         if self._slices is None and not self._found.empty():
             self._slices = self._taking(self._found.get())
         if self._slices is not None:
-            if next(self._slices, self) is self:
-                self._slices = None
+            next(self._slices, None)
         elif not self.has_failed and not self._reader.is_alive():
             self._record.tidy(self._shelf.owned)
 
@@ -83,6 +82,7 @@ class EarlierBlocks:
         while some_wishes := list(islice(wishes, _TAKEN_AT_ONCE)):
             self._retention.restore(self._shelf, some_wishes)
             yield
+        self._slices = None
 
     def _read(self) -> None:
         try:

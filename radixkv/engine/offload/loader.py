@@ -174,7 +174,7 @@ class Loader:
             Tokens at the start of the prompt whose K and V exist then.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for the copy. Nothing has changed.
+            torch.OutOfMemoryError, MemoryError: there is no memory for the copy. Nothing has changed.
         """
         start, size = lease.cached_tokens, self._cache.block_size
         wish = self._wishes[request]

@@ -230,7 +230,7 @@ class Offload:
         copies = self._saver.copy()
         try:
             return self._loader.fill(request, lease)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             _log.warning("the device has no memory to load blocks for a request; it computes them")
             self._loader.leave(request)
             return lease.cached_tokens

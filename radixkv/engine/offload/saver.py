@@ -105,8 +105,8 @@ class Saver:
             if not wanted and not given_up:
                 continue
             if name == "disk" and self._record is not None:
-                for each, _ in wanted:
-                    self._record.note(each.block.namespace)
+                for namespace in {each.block.namespace for each, _ in wanted}:
+                    self._record.note(namespace)
             objects = [_object(each, payload, tier) for each, payload in wanted]
             self._num_free_blocks -= len(objects)
             saved = tier.save(objects, given_up)

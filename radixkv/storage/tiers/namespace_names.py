@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from io import FileIO
 from pathlib import Path
 
@@ -33,7 +33,6 @@ class NamespaceNames:
         self._path = path
         self._lock = threading.Lock()  # of the names; no write is waited for with it
         self._names: dict[bytes, Namespace] = {}
-        self._added: set[bytes] = set()  # by this process
         self._unwritten: dict[bytes, Namespace] = {}
         self._file = _opened(path)
         self._file.seek(0)
@@ -60,7 +59,6 @@ class NamespaceNames:
     def add(self, root: bytes, namespace: Namespace) -> None:
         """Add a namespace, unless it is there. It is written by the next `write`."""
         with self._lock:
-            self._added.add(root)
             if root not in self._names:
                 self._names[root] = self._unwritten[root] = namespace
 
@@ -81,25 +79,17 @@ class NamespaceNames:
             with self._lock:
                 self._unwritten.pop(root, None)
 
-    def forget_earlier(self, roots: Iterable[bytes]) -> None:
-        """Forget namespaces of earlier processes, but for those that this one has added, too."""
-        with self._lock:
-            self._forget(root for root in roots if root not in self._added)
-
     def keep(self, roots: Set[bytes]) -> None:
         """Forget all other namespaces. Those of earlier processes must be known to have no blocks."""
         with self._lock:
-            self._forget([root for root in self._names if root not in roots])
+            for root in [each for each in self._names if each not in roots]:
+                del self._names[root]
+                if self._unwritten.pop(root, None) is None:
+                    self._num_useless += 1
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _forget(self, roots: Iterable[bytes]) -> None:
-        for root in roots:
-            if self._names.pop(root, None) is not None and self._unwritten.pop(root, None) is None:
-                self._num_useless += 1
-            self._added.discard(root)
 
     def _append(self, line: bytes) -> None:
         data = b"\n" + line if self._is_cut else line

@@ -171,16 +171,6 @@ def _fail(_: Sequence[bytes]) -> int:
     raise StoreUnavailable("gone")
 
 
-def test_namespaces_without_blocks_are_forgotten(tmp_path: Path) -> None:
-    """So they can have the tags of no other one, and do not become more from process to process."""
-    store(tmp_path, blocks_of(ACME, range(8)), [ACME, OTHER])
-    for _ in range(2):
-        disk = disk_at(tmp_path)
-        DiskRecord(disk, KEYS).read()
-        assert disk.names.known() == {KEYS.root(ACME): ACME}
-        disk.close()
-
-
 def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,22 +107,6 @@ def test_what_a_full_disk_did_not_take_is_written_later(tmp_path: Path) -> None:
     assert len(names.known()) == 3
 
 
-@pytest.mark.parametrize("is_added", [False, True])
-def test_what_is_forgotten_is_gone_unless_this_process_added_it(is_added: bool, tmp_path: Path) -> None:
-    path = tmp_path / "names"
-    names = NamespaceNames(path)
-    add(names, ROOT, ODD)
-    names.close()
-    names = NamespaceNames(path)
-    if is_added:
-        names.add(ROOT, ODD)
-    names.forget_earlier([ROOT, b"\x02" * 32])
-    add(names, b"\x01" * 32, Namespace("model", "new"))
-    names.close()
-    assert set(names.known()) == {b"\x01" * 32} | ({ROOT} if is_added else set())
-    assert names_in(path).keys() >= names.known().keys()
-
-
 def test_the_file_is_written_anew_where_most_lines_are_of_no_use(tmp_path: Path) -> None:
     path, roots = tmp_path / "names", [bytes([number]) * 32 for number in range(10)]
     names = NamespaceNames(path)
@@ -162,7 +146,6 @@ def test_a_disk_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     add(names, ROOT, ODD)
     names.keep(set())
     names.add(bytes(32), Namespace("model"))
-    names.forget_earlier([ROOT])
     names._num_useless = 2
     (tmp_path / "names.partial").mkdir()
     with pytest.raises(OSError, match="partial"):
