@@ -1,4 +1,4 @@
-"""Values of the event log: the blocks of tokens that became matchable, and those that left the cache.
+"""Values of the event log: the blocks of tokens that became matchable, and those that left the cache or a store.
 
 An event block is a run of `events.block_size` tokens at a multiple of that depth in the tree, whatever blocks the pool
 has. Its hash stands for all tokens up to its end. Hashes and tokens are packed, so no event holds an object a token.
@@ -9,19 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HASH_BYTES = 8
+DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks that can be matched now.
+    """Consecutive blocks that can be matched now, or blocks that a store below the device has now, in any order.
 
     Attributes:
-        parent_hash: hash of the block before the first of them; None at the beginning of a prompt.
+        parent_hash: hash of the block before the first of them; None at the beginning of a prompt, and of a store.
         block_hashes: little-endian uint64 hashes, in order.
-        tokens: little-endian uint32 token ids of all of them.
+        tokens: little-endian uint32 token ids of all of them; of a store, none.
         block_size: tokens a block.
         cache_salt: opaque name of the namespace, for readers that isolate by it. Empty for the only namespace whose
             blocks may be matched by tokens alone.
+        tier: where they are: `DEVICE`, or the name of a store, such as `host`.
     """
 
     parent_hash: int | None
@@ -29,6 +31,7 @@ class BlocksStored:
     tokens: bytes
     block_size: int
     cache_salt: str
+    tier: str = DEVICE
 
     @property
     def num_blocks(self) -> int:
@@ -38,15 +41,17 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks of one namespace that can't be matched any more.
+    """Blocks of one namespace that can't be matched any more, or that a store has no longer.
 
     Attributes:
         block_hashes: little-endian uint64 hashes.
         cache_salt: as they were stored.
+        tier: where they were.
     """
 
     block_hashes: bytes
     cache_salt: str
+    tier: str = DEVICE
 
     @property
     def num_blocks(self) -> int:
@@ -56,7 +61,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllCleared:
-    """Nothing is cached any more, in no namespace; or, in a snapshot, forget what you know."""
+    """Nothing is on the device any more, in no namespace; or, in a snapshot, forget what you know of all tiers."""
 
 
 Event = BlocksStored | BlocksRemoved | AllCleared
@@ -98,3 +103,8 @@ class EventBatch:
     def num_blocks(self) -> int:
         """Blocks that its events name."""
         return sum(event.num_blocks for event in self.events if not isinstance(event, AllCleared))
+
+    @property
+    def device_events(self) -> tuple[Event, ...]:
+        """The events without those of stores, for readers that know of one place."""
+        return tuple(event for event in self.events if isinstance(event, AllCleared) or event.tier == DEVICE)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from radixkv.api.events import HASH_BYTES, AllCleared, BlocksStored, Event, EventBatch, SnapshotPart
+from radixkv.events.store_feed import KnownBlock
 
 MAX_PART_BLOCKS = 512  # 37 kB of a message, which each reader that does not read may hold back
+_MAX_STORED_PART_BLOCKS = 4096  # 33 kB: without tokens
 
 
 class StoredRun(NamedTuple):
@@ -40,20 +43,24 @@ class Snapshot:
         sequence_number: the number of that batch.
         runs: parents before children.
         block_size: tokens of an event block.
+        known: what stores have.
 
     Attributes:
         sequence_number: the same.
     """
 
-    def __init__(self, sequence_number: int, runs: list[StoredRun], block_size: int) -> None:
+    def __init__(
+        self, sequence_number: int, runs: list[StoredRun], block_size: int, known: Sequence[KnownBlock] = ()
+    ) -> None:
         self.sequence_number = sequence_number
         self._runs = runs
+        self._known = known
         self._block_size = block_size
         self._time_s = time.time()
 
     @cached_property
     def batches(self) -> tuple[EventBatch, ...]:
-        """The snapshot as batches, all with its number; the first one begins with `AllCleared`.
+        """The snapshot as batches, all with its number; the first one begins with `AllCleared`, stores come last.
 
         Complexity: O(nodes + tokens), the first time. Any thread may ask.
         """
@@ -71,10 +78,23 @@ class Snapshot:
                 parts[-1].append(piece)
                 position += piece.num_blocks
                 room -= piece.num_blocks
+        parts += ([piece] for piece in self._stored_pieces())
         return tuple(
             EventBatch(self.sequence_number, self._time_s, tuple(events), SnapshotPart(index, len(parts), num_blocks))
             for index, events in enumerate(parts)
         )
+
+    def _stored_pieces(self) -> Iterator[BlocksStored]:
+        """Yield the blocks that each store has of each namespace."""
+        runs: dict[tuple[str, str], list[bytes]] = {}
+        for block in self._known:
+            for store in block.stores:
+                runs.setdefault((store, block.cache_salt), []).append(block.hashes)
+        most = _MAX_STORED_PART_BLOCKS * HASH_BYTES
+        for (store, cache_salt), each in runs.items():
+            hashes = b"".join(each)
+            for start in range(0, len(hashes), most):
+                yield BlocksStored(None, hashes[start : start + most], b"", self._block_size, cache_salt, store)
 
     def _piece(self, run: StoredRun, start: int, end: int) -> BlocksStored:
         """Return the blocks `[start, end)` of a run."""

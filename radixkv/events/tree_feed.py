@@ -7,13 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from radixkv.api.events import Event
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.tree.node import Node, path_to
 from radixkv.errors import InvariantViolation, RadixKVError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot, StoredRun
+from radixkv.events.store_feed import StoreFeed
 from radixkv.events.stored_blocks import Change, Joined, StoredBlocks
 from radixkv.invocation import InvocationMarks
 from radixkv.tokens import TOKEN_BYTES
@@ -56,6 +59,7 @@ class TreeFeed(Listener):
         marks: InvocationMarks | None = None,
     ) -> None:
         self.log = log
+        self._stores: StoreFeed | None = None
         self._block_size = block_size
         self._pool_block_size = pool_block_size
         self._identities = identities
@@ -73,7 +77,16 @@ class TreeFeed(Listener):
     @property
     def has_backlog(self) -> bool:
         """Whether something waits to be published."""
-        return bool(self._changes) or bool(self._asking)
+        return bool(self._changes) or bool(self._asking) or self._have_stores_news
+
+    @property
+    def _have_stores_news(self) -> bool:
+        return self._stores is not None and self._stores.has_news
+
+    def follow(self, elsewhere: Elsewhere) -> None:
+        """Record also what stores have, from `switch_on` on."""
+        self._stores = StoreFeed(elsewhere.shelves, self._block_size, self._pool_block_size, self._identities)
+        elsewhere.tell(self._stores)
 
     def switch_on(self, nodes: Callable[[], Iterable[Node]]) -> None:
         """Record changes from now on, and what is cached already. Doing so again changes nothing.
@@ -86,6 +99,8 @@ class TreeFeed(Listener):
         if not self._is_on and self.log.error is None:
             self._is_on = True
             self._nodes = nodes
+            if self._stores is not None:
+                self._stores.switch_on()
             self._changes.extend((node, self._plain(node), node.parent, self._tail(node)) for node in nodes())
 
     def ask(self, answer: Future[Snapshot]) -> None:
@@ -99,7 +114,7 @@ class TreeFeed(Listener):
 
         Should this fail, which would be a bug, it is logged and the log ends; requests go on.
         """
-        if self._is_on and (self._changes or self._asking):
+        if self._is_on and self.has_backlog:
             try:
                 self._publish()
             except Exception:
@@ -107,12 +122,14 @@ class TreeFeed(Listener):
                 self.close(InvariantViolation("events: they could not be published; the server's log has the cause"))
 
     def _publish(self) -> None:
-        events = self._blocks.work_off(self._changes, self._max_step_blocks)
+        events: tuple[Event, ...] = self._blocks.work_off(self._changes, self._max_step_blocks)
+        if self._stores is not None:
+            events = (*events, *self._stores.take(self._max_step_blocks))
         if events:
             self.log.append(events)
         if self._snapshot is not None and self._age_of(self._snapshot) > _MAX_SNAPSHOT_AGE:
             self._snapshot = None
-        if self._asking and not self._changes:
+        if self._asking and not self._changes and not self._have_stores_news:
             if self._snapshot is None or self._snapshot.sequence_number + 1 < self.log.first:
                 self._snapshot = self._take_snapshot()
             asking, self._asking = self._asking, []
@@ -124,6 +141,8 @@ class TreeFeed(Listener):
         """Record nothing more. Readers get `error`."""
         self._is_on = False
         self._changes.clear()
+        if self._stores is not None:
+            self._stores.close()
         self.log.close(error)
         asking, self._asking = self._asking, []
         for answer in asking:
@@ -179,7 +198,8 @@ class TreeFeed(Listener):
             root, cache_salt = self._identities.of(node.owner.namespace)
             tail = b"" if self._is_aligned else self._tail(node)
             runs.append(StoredRun(root, cache_salt, before, hashes, num_shared, tail, node.tokens))
-        return Snapshot(self.log.last, runs, self._block_size)
+        known = [] if self._stores is None else self._stores.known()
+        return Snapshot(self.log.last, runs, self._block_size, known)
 
     def _plain(self, node: Node) -> bytes:
         """Return a node's tokens up to the first one that an invoked adapter computed."""

@@ -26,17 +26,17 @@ _RANK = 0
 
 def array_payload(batch: EventBatch) -> bytes:
     """Write the events of a batch that need no isolation, as arrays; maybe none."""
-    return _payload(batch, [_as_array(event) for event in batch.events if _is_plain(event)])
+    return _payload(batch, [_as_array(event) for event in batch.device_events if _is_plain(event)])
 
 
 def plain_map_payload(batch: EventBatch) -> bytes:
     """Write the events of a batch that need no isolation, as maps; maybe none."""
-    return _payload(batch, [_as_map(event) for event in batch.events if _is_plain(event)])
+    return _payload(batch, [_as_map(event) for event in batch.device_events if _is_plain(event)])
 
 
 def map_payload(batch: EventBatch) -> bytes:
     """Write the events of a batch as maps."""
-    return _payload(batch, [_as_map(event) for event in batch.events])
+    return _payload(batch, [_as_map(event) for event in batch.device_events])
 
 
 PAYLOADS: dict[str, Callable[[EventBatch], bytes]] = {

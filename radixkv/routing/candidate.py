@@ -9,8 +9,6 @@ from typing import NamedTuple
 class Hits(NamedTuple):
     """Prompt tokens that a replica need not compute, by where they are. The places follow each other in the prompt.
 
-    Live servers tell routers only what their device holds so far; see `FleetView`.
-
     Attributes:
         device: cached on its device, or soon: sent there a moment ago.
         host: in its host memory.

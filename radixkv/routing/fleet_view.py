@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from radixkv.api.events import AllCleared, BlocksStored, Event, EventBatch
+from radixkv.api.events import DEVICE, AllCleared, BlocksRemoved, BlocksStored, EventBatch
 from radixkv.errors import ConfigError
 from radixkv.routing.block_index import BlockIndex
 from radixkv.routing.candidate import Hits
 from radixkv.routing.event_cursor import EventCursor, Verdict
 
-TIERS = ("device", "host", "disk")
+# Places of a replica's blocks, by the names of tiers in its events. Stores of other packages do not count: nobody knows
+# whether replicas share them, or how fast they are.
+_DEVICE, _HOST, _DISK, _SHARED = range(4)
+_PLACES = {DEVICE: _DEVICE, "host": _HOST, "disk": _DISK, "redis": _SHARED, "mooncake": _SHARED}
 _MAX_BLOCKS = 4_000_000  # 0.6 GB
+_MOST_WITH_STORES = 0.5  # of these: beyond, what stores get is not noted, so that devices have room
 _EXPECT_S = 30.0
 
 
@@ -26,7 +30,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.cursor = EventCursor()
-        self.tiers = [0] * len(TIERS)
+        self.tiers = [0] * (1 + max(_PLACES.values()))
         self.lately = self.before = 0  # sent in this turn of `expect_s`, and in the one before
 
     @property
@@ -44,8 +48,7 @@ class FleetView:
     Between events, a prefix that was just sent somewhere is expected there, so the next request for it follows. An
     expectation ends by itself: whether the replica computed the prefix is told by its events alone.
 
-    Live servers tell only what their device holds so far (`EventStream` of `service/routing`). The view also knows host
-    memory and disk (`read` with their tier) and the store that all share (`share`), for callers that know of these.
+    What one replica knows to be in a shared store, all can load.
 
     A view belongs to one thread.
 
@@ -66,11 +69,11 @@ class FleetView:
     ) -> None:
         self.block_size = block_size
         self.index = BlockIndex(max_blocks)
+        self._most_with_stores = int(_MOST_WITH_STORES * max_blocks)
         self._expect_s = expect_s
         self._clock = clock
         self._turn_s = clock() + expect_s
         self._replicas: dict[str, _Known] = {}
-        self._shared = self.index.add_holder()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,14 +104,12 @@ class FleetView:
         """Note that the replica does not know the number that was read last: a snapshot is needed."""
         self._replicas[name].cursor.lose()
 
-    def read(self, name: str, batch: EventBatch, tier: str = "device") -> bool:
+    def read(self, name: str, batch: EventBatch) -> bool:
         """Learn from a batch of a replica's events.
 
         Args:
             name: of the replica.
             batch: the next one of its log.
-            tier: what the events are about; those of host and disk have no numbers of their own, and no live server
-                sends any so far.
 
         Returns:
             Whether it fits. If not, batches are missing: subscribe again from 0, for a snapshot.
@@ -120,18 +121,14 @@ class FleetView:
         """
         self.tidy()
         known = self._replicas[name]
-        verdict = known.cursor.take(batch) if tier == TIERS[0] else Verdict.READ
+        verdict = known.cursor.take(batch)
         if verdict is Verdict.READ:
             for event in batch.events:
-                self._learn(known, event, TIERS.index(tier), is_purge=batch.snapshot is None)
+                if isinstance(event, AllCleared):
+                    self._clear(known, is_purge=batch.snapshot is None)
+                else:
+                    self._learn(known, event)
         return verdict is not Verdict.ASK
-
-    def share(self, hashes: Sequence[int], *, is_there: bool = True) -> None:
-        """Note what the store that all replicas share has, or has no longer. No live server tells that so far."""
-        if is_there:
-            self.index.store(self._shared, hashes)
-        else:
-            self.index.remove(self._shared, hashes)
 
     def expect(self, name: str, hashes: Sequence[int], num_matched: int = 0) -> None:
         """Note that a replica was sent a prompt, and will have its blocks.
@@ -177,16 +174,17 @@ class FleetView:
         runs = self.index.runs(hashes)
         ends = itertools.accumulate((num for _, num in runs), initial=0)
         upto = [Hits(num_blocks * self.block_size) for num_blocks in ends]  # by the number of runs on the device
-        replicas, shared = self._replicas, self._shared
+        replicas, shared = self._replicas, self._shared_bits()
         matched = []
         for name in names:
             known = replicas[name]
             tiers = known.tiers
-            device = tiers[0] | known.lately | known.before
+            device = tiers[_DEVICE] | known.lately | known.before
             for depth, (holders, _) in enumerate(runs):
                 if not holders & device:
-                    if holders & (tiers[1] | tiers[2] | shared):
-                        matched.append(self._lower_hits(known, runs[depth:], upto[depth].device))
+                    if holders & (tiers[_HOST] | tiers[_DISK] | shared):
+                        places = (device, tiers[_HOST], tiers[_DISK], shared)
+                        matched.append(self._lower_hits(places, runs[depth:], upto[depth].device))
                     else:
                         matched.append(upto[depth])
                     break
@@ -194,9 +192,16 @@ class FleetView:
                 matched.append(upto[-1])
         return matched
 
-    def _lower_hits(self, known: _Known, runs: Sequence[tuple[int, int]], device_tokens: int) -> Hits:
+    def _shared_bits(self) -> int:
+        bits = 0
+        for known in self._replicas.values():
+            bits |= known.tiers[_SHARED]
+        return bits
+
+    def _lower_hits(
+        self, places: tuple[int, int, int, int], runs: Sequence[tuple[int, int]], device_tokens: int
+    ) -> Hits:
         """Go on where a block is not on the device. A later one may be there again."""
-        places = (known.tiers[0] | known.expected, *known.tiers[1:], self._shared)
         tokens = [device_tokens, 0, 0, 0]
         for holders, num in runs:
             place = next((index for index, bits in enumerate(places) if holders & bits), None)
@@ -209,20 +214,26 @@ class FleetView:
         self.index.forget_holder(known.before)
         known.before, known.lately = known.lately, 0
 
-    def _learn(self, known: _Known, event: Event, tier: int, *, is_purge: bool) -> None:
-        if isinstance(event, AllCleared):
-            self.index.forget_holder(known.tiers[tier])
-            known.tiers[tier] = 0
-            if is_purge and tier == 0:  # while a snapshot leaves out what is still being computed
-                self._end_turn(known)
-                self._end_turn(known)
+    def _clear(self, known: _Known, *, is_purge: bool) -> None:
+        for place in (_DEVICE,) if is_purge else _PLACES.values():
+            self.index.forget_holder(known.tiers[place])
+            known.tiers[place] = 0
+        if is_purge:  # while a snapshot leaves out what is still being computed
+            self._end_turn(known)
+            self._end_turn(known)
+
+    def _learn(self, known: _Known, event: BlocksStored | BlocksRemoved) -> None:
+        place = _PLACES.get(event.tier)
+        if place is None:
             return
         hashes: list[int] = np.frombuffer(event.block_hashes, "<u8").tolist()
         if isinstance(event, BlocksStored):
             if event.block_size != self.block_size:
                 expected = f"expected {self.block_size} tokens, as all replicas have"
                 raise ConfigError(f"events.block_size: {expected}, got {event.block_size}")
-            known.tiers[tier] = known.tiers[tier] or self.index.add_holder()
-            self.index.store(known.tiers[tier], hashes)
+            if place != _DEVICE and self.index.num_blocks + len(hashes) > self._most_with_stores:
+                return
+            known.tiers[place] = known.tiers[place] or self.index.add_holder()
+            self.index.store(known.tiers[place], hashes)
         else:
-            self.index.remove(known.tiers[tier] | (0 if tier else known.expected), hashes)
+            self.index.remove(known.tiers[place] | (known.expected if place == _DEVICE else 0), hashes)

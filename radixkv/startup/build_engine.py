@@ -100,7 +100,10 @@ def build_engine(
     has_transfers = config.transfer.sends or bool(config.kv_sources)
     transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
     stores = open_stores(config.tiers, runner, marks, config.stores, transfer)
-    listeners = [events] if stores is None else [events, stores.elsewhere]
+    listeners: list[Listener] = [events]
+    if stores is not None:
+        listeners.append(stores.elsewhere)
+        events.follow(stores.elsewhere)
     parts = part_groups(storage, limits.step_tokens, states)
     cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, parts)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17radixkv/v1/events.proto\x12\nradixkv.v1\"1\n\x10SubscribeRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"\xaa\x01\n\nEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x16.radixkv.v1.CacheEvent\x12/\n\x08snapshot\x18\x04 \x01(\x0b\x32\x18.radixkv.v1.SnapshotPartH\x00\x88\x01\x01\x12\x0e\n\x06time_s\x18\x05 \x01(\x01\x42\x0b\n\t_snapshot\"\x9a\x01\n\nCacheEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.radixkv.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.radixkv.v1.BlocksRemovedH\x00\x12)\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x16.radixkv.v1.AllClearedH\x00\x42\x07\n\x05\x65vent\"\x95\x01\n\x0c\x42locksStored\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x1e\n\x11parent_block_hash\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\tB\x14\n\x12_parent_block_hash\"9\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\x12\x12\n\ncache_salt\x18\x02 \x01(\t\"\x0c\n\nAllCleared\"<\n\x0cSnapshotPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x32S\n\x0c\x45ventService\x12\x43\n\tSubscribe\x12\x1c.radixkv.v1.SubscribeRequest\x1a\x16.radixkv.v1.EventBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17radixkv/v1/events.proto\x12\nradixkv.v1\"A\n\x10SubscribeRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\x12\x0e\n\x06stores\x18\x02 \x01(\x08\"\xaa\x01\n\nEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x16.radixkv.v1.CacheEvent\x12/\n\x08snapshot\x18\x04 \x01(\x0b\x32\x18.radixkv.v1.SnapshotPartH\x00\x88\x01\x01\x12\x0e\n\x06time_s\x18\x05 \x01(\x01\x42\x0b\n\t_snapshot\"\x9a\x01\n\nCacheEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.radixkv.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.radixkv.v1.BlocksRemovedH\x00\x12)\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x16.radixkv.v1.AllClearedH\x00\x42\x07\n\x05\x65vent\"\xa3\x01\n\x0c\x42locksStored\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x1e\n\x11parent_block_hash\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0c\n\x04tier\x18\x06 \x01(\tB\x14\n\x12_parent_block_hash\"G\n\rBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\x12\x12\n\ncache_salt\x18\x02 \x01(\t\x12\x0c\n\x04tier\x18\x03 \x01(\t\"\x0c\n\nAllCleared\"<\n\x0cSnapshotPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x32S\n\x0c\x45ventService\x12\x43\n\tSubscribe\x12\x1c.radixkv.v1.SubscribeRequest\x1a\x16.radixkv.v1.EventBatch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,19 +32,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixkv.v1.events_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBSCRIBEREQUEST']._serialized_start=39
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=88
-  _globals['_EVENTBATCH']._serialized_start=91
-  _globals['_EVENTBATCH']._serialized_end=261
-  _globals['_CACHEEVENT']._serialized_start=264
-  _globals['_CACHEEVENT']._serialized_end=418
-  _globals['_BLOCKSSTORED']._serialized_start=421
-  _globals['_BLOCKSSTORED']._serialized_end=570
-  _globals['_BLOCKSREMOVED']._serialized_start=572
-  _globals['_BLOCKSREMOVED']._serialized_end=629
-  _globals['_ALLCLEARED']._serialized_start=631
-  _globals['_ALLCLEARED']._serialized_end=643
-  _globals['_SNAPSHOTPART']._serialized_start=645
-  _globals['_SNAPSHOTPART']._serialized_end=705
-  _globals['_EVENTSERVICE']._serialized_start=707
-  _globals['_EVENTSERVICE']._serialized_end=790
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=104
+  _globals['_EVENTBATCH']._serialized_start=107
+  _globals['_EVENTBATCH']._serialized_end=277
+  _globals['_CACHEEVENT']._serialized_start=280
+  _globals['_CACHEEVENT']._serialized_end=434
+  _globals['_BLOCKSSTORED']._serialized_start=437
+  _globals['_BLOCKSSTORED']._serialized_end=600
+  _globals['_BLOCKSREMOVED']._serialized_start=602
+  _globals['_BLOCKSREMOVED']._serialized_end=673
+  _globals['_ALLCLEARED']._serialized_start=675
+  _globals['_ALLCLEARED']._serialized_end=687
+  _globals['_SNAPSHOTPART']._serialized_start=689
+  _globals['_SNAPSHOTPART']._serialized_end=749
+  _globals['_EVENTSERVICE']._serialized_start=751
+  _globals['_EVENTSERVICE']._serialized_end=834
 # @@protoc_insertion_point(module_scope)

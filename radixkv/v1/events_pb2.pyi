@@ -7,10 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SubscribeRequest(_message.Message):
-    __slots__ = ("start_sequence_number",)
+    __slots__ = ("start_sequence_number", "stores")
     START_SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
     start_sequence_number: int
-    def __init__(self, start_sequence_number: _Optional[int] = ...) -> None: ...
+    stores: bool
+    def __init__(self, start_sequence_number: _Optional[int] = ..., stores: bool = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("sequence_number", "epoch", "events", "snapshot", "time_s")
@@ -37,26 +39,30 @@ class CacheEvent(_message.Message):
     def __init__(self, stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., cleared: _Optional[_Union[AllCleared, _Mapping]] = ...) -> None: ...
 
 class BlocksStored(_message.Message):
-    __slots__ = ("token_ids", "block_hashes", "parent_block_hash", "block_size", "cache_salt")
+    __slots__ = ("token_ids", "block_hashes", "parent_block_hash", "block_size", "cache_salt", "tier")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENT_BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[int]
     parent_block_hash: int
     block_size: int
     cache_salt: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[int]] = ..., parent_block_hash: _Optional[int] = ..., block_size: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    tier: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[int]] = ..., parent_block_hash: _Optional[int] = ..., block_size: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class BlocksRemoved(_message.Message):
-    __slots__ = ("block_hashes", "cache_salt")
+    __slots__ = ("block_hashes", "cache_salt", "tier")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
-    def __init__(self, block_hashes: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    tier: str
+    def __init__(self, block_hashes: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class AllCleared(_message.Message):
     __slots__ = ()

@@ -195,9 +195,11 @@ class AsyncClient(AsyncRouteCalls):
             directory = await asyncio.to_thread(reader.keep)
         return await asyncio.to_thread(Tokenizer.load, directory)
 
-    def subscribe(self, start_sequence_number: int = 0, *, timeout_s: float | None = None) -> AsyncIterator[EventBatch]:
+    def subscribe(
+        self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
+    ) -> AsyncIterator[EventBatch]:
         """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
-        request = SubscribeRequest(start_sequence_number=start_sequence_number)
+        request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
         return AsyncAnswerStream(
             self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata)
         )

@@ -260,9 +260,7 @@ class Client(RouteCalls):
         self._ask(self._cache.Drain, DrainRequest())
 
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer of the served model. Its files are asked for once, and kept for later processes.
-
-        They are in `$XDG_CACHE_HOME/radixkv/tokenizers`, or else in `~/.cache`, by their digest.
+        """Load the tokenizer of the served model. Its files are asked for once, and kept for later processes by digest.
 
         Raises:
             MissingPackage: the extra `text` is not installed.
@@ -278,19 +276,21 @@ class Client(RouteCalls):
             directory = reader.keep()
         return Tokenizer.load(directory)
 
-    def subscribe(self, start_sequence_number: int = 0, *, timeout_s: float | None = None) -> Iterator[EventBatch]:
+    def subscribe(
+        self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
+    ) -> Iterator[EventBatch]:
         """Follow what is cached, until the service ends. Leaving the loop ends the call.
 
         Args:
-            start_sequence_number: the last number that was read; batches after it follow. With 0, all current blocks
-                come first, in batches that have a `snapshot`.
+            start_sequence_number: the last that was read; 0 begins with all current blocks, as a `snapshot`.
+            stores: tell also what the stores below the device have: events with a `tier`.
             timeout_s: deadline of this call; the client's own does not count.
 
         Raises:
             ValueError: the number is out of range.
             grpc.RpcError: OUT_OF_RANGE or DATA_LOSS: begin again from 0; UNAVAILABLE: the service ended.
         """
-        request = SubscribeRequest(start_sequence_number=start_sequence_number)
+        request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
         return AnswerStream(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:

@@ -93,9 +93,11 @@ class ReplicaConnection:
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)
 
-    def subscribe(self, start_sequence_number: int = 0) -> AsyncIterator[events_pb2.EventBatch]:
-        """Follow what the replica has cached."""
-        request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number)
+    def subscribe(
+        self, start_sequence_number: int = 0, *, stores: bool = False
+    ) -> AsyncIterator[events_pb2.EventBatch]:
+        """Follow what the replica has cached, and with `stores` what its stores have."""
+        request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
         return AsyncAnswerStream(self._events.Subscribe(request, metadata=self.metadata))
 
     async def watch(self) -> None:

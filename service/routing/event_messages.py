@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch, SnapshotPart
+from radixkv.api.events import DEVICE, AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch, SnapshotPart
 from radixkv.v1 import events_pb2
 
 
@@ -27,7 +27,10 @@ def _event_of(message: events_pb2.CacheEvent) -> Event:
             np.asarray(stored.token_ids, "<u4").tobytes(),
             stored.block_size,
             stored.cache_salt,
+            stored.tier or DEVICE,
         )
     if kind == "removed":
-        return BlocksRemoved(np.asarray(message.removed.block_hashes, "<u8").tobytes(), message.removed.cache_salt)
+        removed = message.removed
+        hashes = np.asarray(removed.block_hashes, "<u8").tobytes()
+        return BlocksRemoved(hashes, removed.cache_salt, removed.tier or DEVICE)
     return AllCleared()

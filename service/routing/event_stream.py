@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 class Subscriber(Protocol):
     """Client of a server, such as `AsyncClient`."""
 
-    def subscribe(self, start_sequence_number: int = 0) -> AsyncIterator[events_pb2.EventBatch]:
+    def subscribe(
+        self, start_sequence_number: int = 0, *, stores: bool = False
+    ) -> AsyncIterator[events_pb2.EventBatch]:
         """Follow what is cached."""
 
 
@@ -95,7 +97,7 @@ class EventStream:
 
     async def _follow(self) -> None:
         """Read from the last number on, until the stream ends or a batch is missing."""
-        async with _closed_after(self._client.subscribe(self._view.number_of(self._name))) as messages:
+        async with _closed_after(self._client.subscribe(self._view.number_of(self._name), stores=True)) as messages:
             async for message in messages:
                 if self._name not in self._view.names:
                     return

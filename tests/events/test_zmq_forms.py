@@ -11,7 +11,9 @@ PACKED = np.array(HASHES, "<u8").tobytes()
 TOKENS = np.array([2**32 - 1, 1, 2, 3], "<u4").tobytes()
 PLAIN = BlocksStored(None, PACKED, TOKENS, 2, "")
 SALTED = BlocksStored(2**63, PACKED, TOKENS, 2, "0a" * 16)
-BATCH = EventBatch(5, 12.5, (PLAIN, SALTED, BlocksRemoved(PACKED, ""), BlocksRemoved(PACKED, "0a" * 16), AllCleared()))
+IN_A_STORE = BlocksStored(None, PACKED, b"", 2, "", "host"), BlocksRemoved(PACKED, "", "host")  # told over gRPC alone
+REMOVALS = BlocksRemoved(PACKED, ""), BlocksRemoved(PACKED, "0a" * 16)
+BATCH = EventBatch(5, 12.5, (PLAIN, SALTED, *IN_A_STORE, *REMOVALS, AllCleared()))
 
 
 def test_arrays_hold_what_may_be_matched_by_tokens() -> None:

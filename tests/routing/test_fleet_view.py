@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch, SnapshotPart
+from radixkv.api.events import DEVICE, AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch, SnapshotPart
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import ConfigError, OutOfBlocks
 from radixkv.events.block_identity import Identities
@@ -88,12 +88,12 @@ def snapshot(number: int, *events: Event) -> EventBatch:
     return EventBatch(number, 0.0, (AllCleared(), *events), SnapshotPart(0, 1, 0))
 
 
-def stored(*hashes: int) -> BlocksStored:
-    return BlocksStored(None, np.array(hashes, "<u8").tobytes(), bytes(16 * len(hashes)), SIZE, "")
+def stored(*hashes: int, tier: str = DEVICE) -> BlocksStored:
+    return BlocksStored(None, np.array(hashes, "<u8").tobytes(), bytes(16 * len(hashes)), SIZE, "", tier)
 
 
-def removed(*hashes: int) -> BlocksRemoved:
-    return BlocksRemoved(np.array(hashes, "<u8").tobytes(), "")
+def removed(*hashes: int, tier: str = DEVICE) -> BlocksRemoved:
+    return BlocksRemoved(np.array(hashes, "<u8").tobytes(), "", tier)
 
 
 def view_of(*names: str, clock: Clock | None = None, max_blocks: int = 1000) -> FleetView:
@@ -143,28 +143,46 @@ def test_a_random_fleet_is_known_as_it_is() -> None:
 
 def test_a_match_takes_each_block_from_the_nearest_place_and_ends_at_a_gap() -> None:
     view = view_of("a", "b", "c")
-    assert view.read("a", batch(2, stored(1, 2)))
-    assert view.read("a", batch(0, stored(2, 3)), tier="host")
-    assert view.read("a", batch(0, stored(4)), tier="disk")
-    assert view.read("b", batch(2, stored(1, 3, 4)))
-    view.share([2, 5, 6])
+    assert view.read("a", batch(2, stored(1, 2), stored(2, 3, tier="host"), stored(4, tier="disk")))
+    assert view.read("b", batch(2, stored(1, 3, 4), stored(5, 6, tier="redis"), stored(7, tier="another package's")))
+    assert view.read("c", batch(2, stored(2, 5, tier="mooncake")))
     assert view.match([1, 2, 3, 4, 5, 7], ["a", "b", "c"]) == [
         Hits(device=8, host=4, disk=4, remote=4),
         Hits(device=12, remote=8),
         Hits(),
     ]
-    view.share([5], is_there=False)
+    assert view.read("c", batch(3, removed(5, tier="mooncake")))
+    assert view.match([1, 2, 3, 4, 5], ["a"]) == [Hits(device=8, host=4, disk=4, remote=4)], "another one knows it, too"
+    view.leave("b")
     assert view.match([1, 2, 3, 4, 5], ["a"]) == [Hits(device=8, host=4, disk=4)]
 
 
 def test_blocks_that_leave_one_tier_are_still_in_the_others() -> None:
     view = view_of("a")
-    view.read("a", batch(2, stored(1, 2)))
-    view.read("a", batch(0, stored(1, 2)), tier="host")
+    view.read("a", batch(2, stored(1, 2), stored(1, 2, tier="host")))
     view.read("a", batch(3, removed(2)))
     assert view.match([1, 2], ["a"]) == [Hits(device=4, host=4)]
-    view.read("a", batch(0, AllCleared()), tier="host")
+    view.read("a", batch(4, AllCleared()))
+    assert view.match([1, 2], ["a"]) == [Hits(host=8)], "a purge of one tenant may empty the device alone"
+    view.read("a", batch(5, stored(1), removed(1, 2, tier="host")))
     assert view.match([1, 2], ["a"]) == [Hits(device=4)]
+
+
+def test_a_snapshot_replaces_what_was_known_of_all_tiers() -> None:
+    view = view_of("a")
+    tiers = ("host", "disk", "redis")
+    view.read("a", batch(2, stored(1, 2), *(stored(1, 2, 3, tier=tier) for tier in tiers)))
+    view.read("a", snapshot(7, stored(1), stored(2, tier="disk")))
+    assert view.match([1, 2, 3], ["a"]) == [Hits(device=4, disk=4)]
+
+
+def test_what_stores_have_leaves_room_for_devices() -> None:
+    view = view_of("a", max_blocks=8)
+    view.read("a", batch(2, stored(*range(10, 14), tier="disk"), stored(*range(20, 24), tier="disk")))
+    view.read("a", batch(3, stored(1, 2, 3, 4)))
+    assert view.match([1, 2, 3, 4], ["a"]) == [Hits(device=16)]
+    assert view.match([10, 11, 12, 13], ["a"]) == [Hits(disk=16)]
+    assert view.match([20], ["a"]) == [Hits()]
 
 
 def test_a_gap_asks_for_a_snapshot_and_the_snapshot_heals_it() -> None:

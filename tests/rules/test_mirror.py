@@ -63,6 +63,7 @@ TESTED_IN = {
     "radixkv.cache.audit": "cache/test_prefix_cache.py",
     "radixkv.cache.elsewhere.fetched": "engine/offload/test_offload.py",
     "radixkv.cache.elsewhere.keyed_block": "cache/elsewhere/test_elsewhere.py",
+    "radixkv.cache.elsewhere.store_listener": "events/test_store_feed.py",
     "radixkv.cache.holdings": "cache/test_prefix_cache.py",
     "radixkv.cache.ledger": "cache/test_lease.py",
     "radixkv.cache.lines.eviction_lines": "cache/lines/test_line_heap.py",

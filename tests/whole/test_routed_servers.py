@@ -10,6 +10,7 @@ import pytest
 
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
+from radixkv.routing.candidate import Hits
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
 from radixkv.routing.prefix_demand import PrefixDemand
@@ -162,6 +163,31 @@ async def cut_and_mend(address: str) -> None:
     finally:
         await fleet.close()
         await wire.close()
+
+
+async def fill_and_look(address: str) -> None:
+    fleet = RoutedServers([address])
+
+    def hits(prefix: int) -> Hits:
+        return fleet.router.route(BASE, np.array(prompt(prefix, 9), "<u4").tobytes()).hits
+
+    try:
+        assert await becomes_true(lambda: fleet.router.view.is_in_step(address))
+        for prefix in range(6):
+            await fleet.ask(prompt(prefix, 0))
+        assert await becomes_true(lambda: hits(0) == Hits(host=PREFIX_TOKENS)), "while the server rests"
+        _, supposed, cached = await fleet.ask(prompt(0, 1))
+        assert (supposed, cached) == (PREFIX_TOKENS, PREFIX_TOKENS)
+        await fleet.clients[address].purge(everything=True)
+        assert await becomes_true(lambda: hits(1) == Hits())
+    finally:
+        await fleet.close()
+
+
+def test_what_left_the_device_of_a_live_server_is_known_to_be_in_its_host_memory() -> None:
+    settings = "cache.capacity_tokens=512", "tiers.host_bytes=100000000"
+    with serving(*(argument for setting in settings for argument in ("--set", setting))) as (_, address):
+        asyncio.run(asyncio.wait_for(fill_and_look(address), PATIENCE_S))
 
 
 def test_what_happened_while_events_were_cut_is_told_afterwards() -> None:

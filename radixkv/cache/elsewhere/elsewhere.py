@@ -12,6 +12,7 @@ from radixkv.cache.changes import Listener
 from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.elsewhere.store_listener import StoreListener
 from radixkv.cache.elsewhere.stored_retention import StoredRetention
 from radixkv.cache.parts.part_pool import NO_PART
 from radixkv.cache.tree.node import Node, path_to
@@ -70,6 +71,7 @@ class Elsewhere(Listener):
         shelves: see above, by name.
         key_blocks: see above.
         retention: what callers asked to keep of what is stored.
+        listener: is told which blocks the stores have; see `tell`.
         part_of: returns the part of a block; None if blocks have no parts, `NO_PART` if this one has none.
         trunk_of: returns the tokens of a public prefix that come before all of a namespace's own, as the cache knows
             them; None if they are not known anymore.
@@ -78,6 +80,7 @@ class Elsewhere(Listener):
     def __init__(self, shelves: Sequence[Shelf], key_blocks: KeyBlocks, block_size: int) -> None:
         self.shelves = {shelf.name: shelf for shelf in shelves}
         self.retention = StoredRetention(self.shelves)
+        self.listener = StoreListener()
         self._shared = [shelf.name for shelf in shelves if shelf.is_shared]
         self.part_of: Callable[[int], int | None] = lambda block_id: None
         self.trunk_of: Callable[[Namespace], bytes | None] = lambda namespace: None if namespace.trunk else b""
@@ -85,6 +88,12 @@ class Elsewhere(Listener):
         self._block_bytes = block_size * TOKEN_BYTES
         self._departures: list[Departure] = []
         self._given_up: dict[str, dict[bytes, None]] = {name: {} for name in self.shelves}
+
+    def tell(self, listener: StoreListener) -> None:
+        """Have a listener told which blocks the stores have."""
+        self.listener = listener
+        for shelf in self.shelves.values():
+            shelf.listener = listener
 
     @property
     def is_empty(self) -> bool:
@@ -132,6 +141,8 @@ class Elsewhere(Listener):
             names = [name for name in shelves if self._wants(self.shelves[name], block, part_id)]
             if names:
                 self._departures.append(Departure(block, block_id, names, None if part_id == NO_PART else part_id))
+        if self.listener.is_on:
+            self.listener.met(namespace._replace(trunk=""), tokens, first, [block for block, _ in pairs])
         return [block.key for block, _ in pairs]
 
     def left(self, name: str, keys: Sequence[bytes]) -> None:
@@ -195,6 +206,8 @@ class Elsewhere(Listener):
             if shelf is None:
                 break
             found.append(Found(block, shelf, block.key not in self.shelves[shelf].partless))
+        if self.listener.is_on:
+            self.listener.met(namespace, tokens, num_cached_blocks, [each.block for each in found])
         return found
 
     def unknown(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[KeyedBlock]:

@@ -11,6 +11,7 @@ from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.api.segments import StoredPage
 from radixkv.cache.elsewhere.leaving_order import LeavingOrder, Place
 from radixkv.cache.elsewhere.owned_keys import OwnedKeys
+from radixkv.cache.elsewhere.store_listener import StoreListener
 from radixkv.namespace import Namespace
 
 _ON_DEVICE = -1  # below every priority
@@ -53,6 +54,7 @@ class Shelf:
         retained_share: share of the room that may have a priority above the default.
         is_shared: whether other servers use the store as well; see `SharedShelf`.
         partless: keys of blocks here that are known to lack their parts; see `radixkv/cache/parts`.
+        listener: is told which blocks are here.
     """
 
     is_shared = False
@@ -63,6 +65,7 @@ class Shelf:
         self.owned = OwnedKeys()
         self.retained = OwnedKeys()
         self.partless: set[bytes] = set()
+        self.listener = StoreListener()
         self.shares_of: Callable[[str], Shares] = lambda tenant: Shares()
         self.retained_share = 1.0
         self._order = LeavingOrder()  # of tenants without a floor
@@ -133,6 +136,8 @@ class Shelf:
     def note_stored(self, key: bytes) -> None:
         """Note that the store has a block."""
         self._expected.discard(key)
+        if key in self:
+            self.listener.stored(self.name, key)
 
     def add_found(self, blocks: Iterable[tuple[bytes, Namespace]]) -> list[bytes]:
         """Take blocks that an earlier process left, the one that goes last at first. They go before those here.
@@ -192,6 +197,7 @@ class Shelf:
         if tenant not in self.owned.num_by_tenant:
             self._floored.pop(tenant, None)
             self._capped.pop(tenant, None)
+        self.listener.removed(self.name, key)
 
     def remove_all(self, namespace: Namespace) -> list[bytes]:
         """Forget all blocks of a namespace. Returns their keys."""

@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 10.0
 _RETRY_PERIOD_S = 1.0
+_NEWS_PERIOD_S = 0.05  # between two looks for what stores have taken, while somebody is told
 
 
 def do_nothing() -> None:
@@ -97,9 +98,7 @@ class Offload:
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
         self.purger = Purger(shared, keys)
-        self._lookups = Lookups(
-            elsewhere, shared, self.purger, self._choice, clock, lambda: self.wake(), cache.block_size
-        )
+        self._lookups = Lookups(elsewhere, shared, self.purger, choice, clock, lambda: self.wake(), cache.block_size)
         self._copies: Copies | None = None  # that stores have not got
         self._next_retry_s = clock()
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
@@ -114,6 +113,8 @@ class Offload:
         """Seconds until `copy` is to be called although nothing is written; None if it need not be."""
         if self.elsewhere.has_departures or (self._earlier is not None and self._earlier.has_more):
             return 0.0
+        if self.elsewhere.listener.is_on and self._saver.has_waiting:
+            return _NEWS_PERIOD_S
         return _RETRY_PERIOD_S if self._deleter.has_failed or self.purger.has_failed else None
 
     def stats(self) -> list[TierStats]:

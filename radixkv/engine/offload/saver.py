@@ -82,6 +82,11 @@ class Saver:
         self._num_free_blocks = self.max_waiting_blocks
         self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether stores have not taken all copies, or it was not noted yet."""
+        return self._num_free_blocks < self.max_waiting_blocks
+
     def flush(self) -> None:
         """Copy and save what has left."""
         self.save(self.copy())
@@ -115,7 +120,7 @@ class Saver:
     def wait(self, limit_s: float) -> bool:
         """Wait until stores have taken all copies. Returns whether they did."""
         deadline_s = time.monotonic() + limit_s
-        while self._num_free_blocks < self.max_waiting_blocks:
+        while self.has_waiting:
             try:
                 self._note_end(self._ended.get(timeout=max(0.0, deadline_s - time.monotonic())))
             except queue.Empty:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from radixkv.api.events import AllCleared, BlocksStored, Event, EventBatch
+from radixkv.api.events import DEVICE, AllCleared, BlocksStored, Event, EventBatch
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.unfinished_calls import Context
 from radixkv.service.token_ids import write_packed
@@ -44,14 +44,14 @@ class EventServicer:
         async with contextlib.aclosing(self._readers.subscribe(request.start_sequence_number)) as batches:
             await context.send_initial_metadata(())  # a caller knows at once that its number was taken
             async for batch in batches:
-                yield self._written(batch)
+                yield self._written(batch, request.stores)
 
-    def _write(self, batch: EventBatch) -> bytes:
-        part = batch.snapshot
+    def _write(self, batch: EventBatch, has_stores: bool) -> bytes:
+        part, events = batch.snapshot, batch.events if has_stores else batch.device_events
         message = events_pb2.EventBatch(
             sequence_number=batch.sequence_number,
             epoch=self._epoch,
-            events=[_event_message(event) for event in batch.events],
+            events=[_event_message(event) for event in events],
             time_s=batch.time_s,
         )
         if part is not None:
@@ -64,13 +64,14 @@ class EventServicer:
 def _event_message(event: Event) -> events_pb2.CacheEvent:
     if isinstance(event, AllCleared):
         return events_pb2.CacheEvent(cleared=events_pb2.AllCleared())
+    tier = "" if event.tier == DEVICE else event.tier
     if isinstance(event, BlocksStored):
         stored = events_pb2.BlocksStored(
-            parent_block_hash=event.parent_hash, block_size=event.block_size, cache_salt=event.cache_salt
+            parent_block_hash=event.parent_hash, block_size=event.block_size, cache_salt=event.cache_salt, tier=tier
         )
         write_packed(stored, events_pb2.BlocksStored.TOKEN_IDS_FIELD_NUMBER, event.tokens)
         write_packed(stored, events_pb2.BlocksStored.BLOCK_HASHES_FIELD_NUMBER, event.block_hashes)
         return events_pb2.CacheEvent(stored=stored)
-    removed = events_pb2.BlocksRemoved(cache_salt=event.cache_salt)
+    removed = events_pb2.BlocksRemoved(cache_salt=event.cache_salt, tier=tier)
     write_packed(removed, events_pb2.BlocksRemoved.BLOCK_HASHES_FIELD_NUMBER, event.block_hashes)
     return events_pb2.CacheEvent(removed=removed)

@@ -90,7 +90,7 @@ def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_
         sequence_number=batch.sequence_number,
         timestamp=batch.time_s,
         dp_rank=0,
-        events=[_event_message(event, next(event_ids)) for event in batch.events if _is_public(event)],
+        events=[_event_message(event, next(event_ids)) for event in batch.device_events if _is_public(event)],
     )
     if batch.snapshot is not None:
         part = batch.snapshot

@@ -53,7 +53,10 @@ class ScriptedServer:
         self._now_s = 0.0
         self._is_over = asyncio.Event()
 
-    async def subscribe(self, start_sequence_number: int = 0) -> AsyncIterator[events_pb2.EventBatch]:
+    async def subscribe(
+        self, start_sequence_number: int = 0, *, stores: bool = False
+    ) -> AsyncIterator[events_pb2.EventBatch]:
+        assert stores
         self.starts.append(start_sequence_number)
         try:
             if not self._streams:

@@ -3,16 +3,19 @@ import contextlib
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from radixkv.api.events import BlocksRemoved, BlocksStored
 from radixkv.errors import InvariantViolation
 from radixkv.events.readers import MAX_READERS, EventReaders
 from radixkv.service.client import AsyncClient, Client
+from radixkv.service.routing.event_messages import batch_of
 from radixkv.service.server.events.servicer import SERVICE, EventServicer
 from radixkv.v1.events_pb2 import SubscribeRequest
-from tests.events.fake_source import SALTED, FakeSource
+from tests.events.fake_source import BLOCK_SIZE, SALTED, FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import becomes_true, refusal_of, serve_and_call, serving, slow_line
@@ -79,10 +82,35 @@ def test_hashes_are_those_that_the_engine_logs():
     async def test():
         servicer = EventServicer(EventReaders(source), 1)
         batch = source.log.after(source.log.start)
-        message = servicer._write(batch)
+        message = servicer._write(batch, True)
         assert batch.events[0].block_hashes in message
         assert batch.events[0].tokens in message
-        assert servicer._written(batch) is servicer._written(batch)
+        assert servicer._written(batch, True) is servicer._written(batch, True)
+
+    run(test)
+
+
+def test_stores_are_told_to_those_who_ask_for_them():
+    async def test():
+        engine = with_events()
+        async with serving(engine) as (_, address), AsyncClient(address) as client:
+            device, all_tiers = client.subscribe(), client.subscribe(stores=True)
+            await anext(device)
+            await anext(all_tiers)
+            hashes = np.array([1, 2], "<u8").tobytes()
+            engine.events.log.append((BlocksStored(None, hashes, b"", BLOCK_SIZE, "salt", "host"),))
+            engine.events.log.append((BlocksRemoved(hashes[:8], "salt", "host"),))
+            engine.events.store(1, 2, 3, 4)
+            batches = [await anext(all_tiers) for _ in range(3)]
+            stored, removed = batches[0].events[0].stored, batches[1].events[0].removed
+            assert (list(stored.block_hashes), stored.tier, list(stored.token_ids)) == ([1, 2], "host", [])
+            assert (list(removed.block_hashes), removed.tier) == ([1], "host")
+            assert batch_of(batches[0]).events == engine.events.log.after(batches[0].sequence_number - 1).events
+            assert batch_of(batches[1]).events == engine.events.log.after(batches[0].sequence_number).events
+            assert batches[2].events[0].stored.tier == ""
+            seen = [await anext(device) for _ in range(3)]
+            assert [len(batch.events) for batch in seen] == [0, 0, 1]
+            assert [batch.sequence_number for batch in seen] == [batch.sequence_number for batch in batches]
 
     run(test)
 

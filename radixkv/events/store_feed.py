@@ -1,0 +1,134 @@
+"""Records which blocks stores have, for readers that ask for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from radixkv.api.events import HASH_BYTES, BlocksRemoved, BlocksStored
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.elsewhere.store_listener import StoreListener
+from radixkv.events.block_identity import Identities, hash_blocks
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
+
+
+class KnownBlock(NamedTuple):
+    """The event blocks of one block of the pool.
+
+    Attributes:
+        hashes: packed.
+        cache_salt: as in `BlocksStored`.
+        stores: names of those that readers know to have it.
+    """
+
+    hashes: bytes
+    cache_salt: str
+    stores: tuple[str, ...] = ()
+
+
+class _Change(NamedTuple):
+    is_stored: bool
+    store: str
+    cache_salt: str
+
+
+class StoreFeed(StoreListener):
+    """Turns what stores get and lose into events, whose hashes are those that the blocks had on the device.
+
+        met: key ─▶ hashes        stored, removed: key ─▶ event of these hashes, with the store's name
+
+    Stores know keys alone, so a block is told once a prompt with it leaves the device, or finds it in a store: of what
+    an earlier process left on a disk, or another one in a shared store, nothing is told before. A block is known as
+    long as a store has it.
+
+    Args:
+        shelves: the stores, by name.
+        block_size: tokens of an event block. Unless it divides a block of the pool, nothing is told.
+        pool_block_size: tokens of a block of the pool.
+        identities: names of namespaces.
+    """
+
+    def __init__(
+        self, shelves: Mapping[str, Shelf], block_size: int, pool_block_size: int, identities: Identities
+    ) -> None:
+        self._shelves = shelves
+        self._block_size = block_size
+        self._pool_block_size = pool_block_size
+        self._identities = identities
+        self._known: dict[bytes, KnownBlock] = {}
+        self._changes: deque[tuple[_Change, bytes]] = deque()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something waits to be published."""
+        return bool(self._changes)
+
+    def switch_on(self) -> None:
+        """Record changes from now on."""
+        self.is_on = self._pool_block_size % self._block_size == 0
+
+    def close(self) -> None:
+        """Record nothing more."""
+        self.is_on = False
+        self._changes.clear()
+        self._known.clear()
+
+    def met(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
+        """Note the hashes of blocks, and tell of those that are stored."""
+        if all(block.key in self._known for block in blocks):
+            return
+        identity = self._identities.of(namespace)
+        end_bytes = (start + len(blocks)) * self._pool_block_size * TOKEN_BYTES
+        hashes = hash_blocks(identity.root, tokens[:end_bytes], self._block_size * TOKEN_BYTES)
+        size = self._pool_block_size // self._block_size * HASH_BYTES
+        for place, block in enumerate(blocks, start):
+            if block.namespace != namespace:  # an invoked adapter computed it, and no reader could match it
+                break
+            holders = [name for name, shelf in self._shelves.items() if block.key in shelf]
+            if holders and block.key not in self._known:
+                own = hashes[place * size : (place + 1) * size]
+                self._known[block.key] = KnownBlock(own, identity.cache_salt)
+                for name in holders:
+                    if self._shelves[name].holds(block.key):
+                        self.stored(name, block.key)
+
+    def stored(self, store: str, key: bytes) -> None:
+        """Note that a store has a block."""
+        known = self._known.get(key)
+        if known is not None and store not in known.stores:
+            self._known[key] = known._replace(stores=(*known.stores, store))
+            self._changes.append((_Change(True, store, known.cache_salt), known.hashes))
+
+    def removed(self, store: str, key: bytes) -> None:
+        """Note that a store does not have a block, and forget its hashes if no other one has it."""
+        known = self._known.get(key)
+        if known is None:
+            return
+        if store in known.stores:
+            stores = tuple(name for name in known.stores if name != store)
+            self._known[key] = known._replace(stores=stores)
+            self._changes.append((_Change(False, store, known.cache_salt), known.hashes))
+        if not any(key in shelf for shelf in self._shelves.values()):
+            del self._known[key]
+
+    def take(self, max_blocks: int) -> list[BlocksStored | BlocksRemoved]:
+        """Return what happened since the last call, in its order, up to a number of event blocks; then the rest."""
+        max_changes = 1 + max_blocks * self._block_size // self._pool_block_size
+        changes = [self._changes.popleft() for _ in range(min(max_changes, len(self._changes)))]
+        events: list[BlocksStored | BlocksRemoved] = []
+        for change, group in groupby(changes, itemgetter(0)):
+            hashes = b"".join(own for _, own in group)
+            if change.is_stored:
+                events.append(BlocksStored(None, hashes, b"", self._block_size, change.cache_salt, change.store))
+            else:
+                events.append(BlocksRemoved(hashes, change.cache_salt, change.store))
+        return events
+
+    def known(self) -> list[KnownBlock]:
+        """List the blocks of which something was told. Complexity: O(blocks), by one call."""
+        return list(self._known.values())

@@ -1,0 +1,268 @@
+"""Events tell what stores have, by the hashes that the blocks had on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+
+from radixkv.api.events import DEVICE, AllCleared, BlocksRemoved, EventBatch
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
+from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.events import snapshot as snapshots
+from radixkv.events.block_identity import Identities, hash_blocks
+from radixkv.events.event_log import EventLog
+from radixkv.events.snapshot import Snapshot
+from radixkv.events.tree_feed import TreeFeed
+from radixkv.namespace import Namespace
+
+EVENT, BLOCK = 2, 4
+BASE, ACME = Namespace("m"), Namespace("m", "acme")
+
+
+def prompt(ids: range) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+def key_blocks(namespace: Namespace, tokens: bytes) -> Iterator[KeyedBlock]:
+    """Keys that tell what they stand for. Tokens from 1,000 on are as if an invoked adapter had computed them."""
+    parent = key = namespace.tenant.encode() + b"|"
+    for end in range(4 * BLOCK, len(tokens) + 1, 4 * BLOCK):
+        own = tokens[end - 4 * BLOCK : end]
+        key += own
+        owner = namespace._replace(adapter="invoked") if np.frombuffer(own, "<u4").max() >= 1000 else namespace
+        yield KeyedBlock(key, parent, own, owner)
+        parent = key
+
+
+class Reader:
+    """The blocks that a reader knows in each tier, each stored once and removed once."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, set[tuple[str, bytes]]] = {}
+
+    def read(self, batch: EventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, AllCleared):
+                self.blocks.pop(DEVICE, None) if batch.snapshot is None else self.blocks.clear()
+                continue
+            known = self.blocks.setdefault(event.tier, set())
+            for start in range(0, len(event.block_hashes), 8):
+                block = event.cache_salt, event.block_hashes[start : start + 8]
+                if isinstance(event, BlocksRemoved):
+                    known.remove(block)
+                else:
+                    assert block not in known
+                    known.add(block)
+
+    def of(self, tier: str) -> set[tuple[str, bytes]]:
+        return self.blocks.get(tier, set())
+
+
+class Watched:
+    """A cache with stores that take what the test says, and a reader of its events."""
+
+    def __init__(self, *shelves: Shelf, num_blocks: int = 4, event_block_size: int = EVENT, is_on: bool = True) -> None:
+        self.shelves = shelves or (Shelf("host", 100),)
+        self.elsewhere = Elsewhere(self.shelves, key_blocks, BLOCK)
+        self.identities = Identities("", bytes(range(32)))
+        self.log = EventLog()
+        self.feed = TreeFeed(self.log, event_block_size, BLOCK, self.identities)
+        self.feed.follow(self.elsewhere)
+        self.cache = PrefixCache(num_blocks, BLOCK, listeners=[self.feed, self.elsewhere])
+        self.elsewhere.trunk_of = self.cache.public.trunk_of
+        self.reader = Reader()
+        self.number = self.log.start
+        if is_on:
+            self.feed.switch_on(self.cache.nodes)
+
+    def put(self, ids: range, namespace: Namespace = BASE) -> None:
+        with self.cache.lease(namespace, prompt(ids)) as lease:
+            lease.commit(len(ids))
+
+    def leave(self, num_blocks: int) -> list[bytes]:
+        """Evict blocks. Returns the keys of what is to be stored."""
+        self.cache.evict(num_blocks)
+        return [each.block.key for each in self.elsewhere.take_departures()[0]]
+
+    def tell(self) -> Reader:
+        self.feed.publish()
+        while (batch := self.log.after(self.number)) is not None:
+            self.reader.read(batch)
+            self.number = batch.sequence_number
+        return self.reader
+
+    def snapshot(self) -> Snapshot:
+        answer: Future[Snapshot] = Future()
+        self.feed.ask(answer)
+        self.feed.publish()
+        return answer.result(0)
+
+    def hashes(self, ids: range, start: int = 0, namespace: Namespace = BASE) -> set[tuple[str, bytes]]:
+        """The event blocks of a prompt, from a token on."""
+        root, salt = self.identities.of(namespace)
+        packed = hash_blocks(root, prompt(ids), 4 * EVENT)
+        return {(salt, packed[at : at + 8]) for at in range(start // EVENT * 8, len(packed), 8)}
+
+    def held(self, name: str) -> set[tuple[str, bytes]]:
+        """The event blocks of what a store holds, from the keys on its shelf."""
+        shelf, found = self.elsewhere.shelves[name], set()
+        for key in shelf:
+            if shelf.holds(key):
+                namespace = shelf.owned[key]
+                ids = np.frombuffer(key.partition(b"|")[2], "<u4").tolist()
+                found |= self.hashes(ids, len(ids) - BLOCK, namespace)
+        return found
+
+
+def test_a_store_is_told_of_once_it_has_the_blocks_with_the_hashes_that_the_device_had() -> None:
+    watched = Watched()
+    watched.put(range(12))
+    on_device = set(watched.tell().of(DEVICE))
+    assert on_device == watched.hashes(range(12))
+    keys = watched.leave(2)
+    assert watched.tell().blocks == {DEVICE: watched.hashes(range(4))}
+    watched.elsewhere.stored("host", keys)
+    assert watched.feed.has_backlog
+    assert watched.tell().of("host") == watched.hashes(range(12), 4)
+    assert watched.reader.of("host") < on_device
+
+
+def test_readers_of_the_device_are_told_of_no_store() -> None:
+    watched = Watched()
+    watched.put(range(8))
+    watched.elsewhere.stored("host", watched.leave(1))
+    watched.feed.publish()
+    batch = watched.log.after(watched.number)
+    assert batch is not None
+    assert {getattr(event, "tier", DEVICE) for event in batch.events} == {DEVICE, "host"}
+    assert {event.tier for event in batch.device_events if not isinstance(event, AllCleared)} == {DEVICE}
+
+
+def test_a_block_that_a_store_gives_up_or_never_got_is_forgotten() -> None:
+    watched = Watched(Shelf("host", 2), Shelf("disk", 3))
+    watched.put(range(16))
+    keys = watched.leave(4)
+    for name in ("host", "disk"):
+        watched.elsewhere.stored(name, [key for key in keys if key in watched.elsewhere.shelves[name]])
+    assert watched.tell().of("host") == watched.hashes(range(8)), "ends leave first, and are given up for beginnings"
+    assert watched.reader.of("disk") == watched.hashes(range(12))
+    watched.elsewhere.lost("host", keys)
+    assert (watched.tell().of("host"), len(watched.reader.of("disk"))) == (set(), 6)
+    watched.elsewhere.lost("disk", keys)
+    assert watched.tell().of("disk") == set()
+    assert watched.feed._stores.known() == []
+
+
+def test_what_was_stored_before_is_told_when_a_prompt_finds_it() -> None:
+    watched = Watched(is_on=False)
+    watched.put(range(12))
+    watched.elsewhere.stored("host", watched.leave(2))
+    watched.feed.switch_on(watched.cache.nodes)
+    assert watched.tell().of("host") == set()
+    assert len(watched.elsewhere.find(BASE, prompt(range(13)), 1)) == 2
+    assert watched.tell().of("host") == watched.hashes(range(12), 4)
+
+
+def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
+    monkeypatch.setattr(snapshots, "_MAX_STORED_PART_BLOCKS", 2)
+    watched = Watched(Shelf("host", 100), Shelf("disk", 100))
+    for namespace in (BASE, ACME):
+        watched.put(range(8), namespace)
+        keys = watched.leave(2)
+        watched.elsewhere.stored("host", keys)
+        watched.elsewhere.stored("disk", keys[:1])
+    watched.put(range(4))
+    late = Reader()
+    late.blocks["host"] = {("", bytes(8))}
+    batches = watched.snapshot().batches
+    for batch in batches:
+        late.read(batch)
+    assert late.blocks == watched.tell().blocks
+    assert len(late.of("host")) == 8
+    assert len(batches) == 1 + 4 + 2, "what is on the device, and two blocks a part of each store and namespace"
+    assert batches[0].snapshot is not None
+    assert batches[0].snapshot.num_blocks == 2, "those of the device"
+
+
+def test_a_purge_that_empties_the_device_leaves_the_stores_of_others() -> None:
+    watched = Watched()
+    watched.put(range(8))
+    watched.elsewhere.stored("host", watched.leave(2))
+    watched.put(range(8), ACME)
+    watched.cache.purge(tenant="acme")
+    watched.elsewhere.purge("acme", None, None)
+    assert watched.tell().blocks == {"host": watched.hashes(range(8))}
+    watched.elsewhere.purge("", None, None)
+    assert watched.tell().of("host") == set()
+
+
+def test_blocks_of_invoked_adapters_and_after_them_are_not_told() -> None:
+    watched = Watched()
+    ids = [*range(4), *range(1000, 1004), *range(4)]
+    watched.put(ids)
+    keys = watched.leave(3)
+    assert len(keys) == 3
+    watched.elsewhere.stored("host", keys)
+    assert watched.tell().of("host") == watched.hashes(range(4))
+
+
+def test_nothing_is_told_where_event_blocks_cross_those_of_the_pool() -> None:
+    watched = Watched(event_block_size=3)
+    watched.put(range(12))
+    watched.elsewhere.stored("host", watched.leave(2))
+    assert set(watched.tell().blocks) == {DEVICE}
+
+
+def test_a_large_change_is_told_in_pieces_and_a_snapshot_waits_for_it() -> None:
+    watched = Watched(num_blocks=64)
+    watched.feed._max_step_blocks = 8
+    watched.put(range(64 * BLOCK))
+    while watched.feed.has_backlog:
+        watched.tell()
+    watched.elsewhere.stored("host", watched.leave(64))
+    answer: Future[Snapshot] = Future()
+    watched.feed.ask(answer)
+    num_batches = 0
+    while watched.feed.has_backlog:
+        known = len(watched.tell().of("host"))
+        num_batches += 1
+        assert known <= 10 * num_batches
+        assert answer.done() == (known == 128)
+    assert num_batches > 8
+
+
+def test_what_is_told_is_what_stores_hold_whatever_happens() -> None:
+    """Evictions, saves that succeed, fail or come late, stores that give up, purges and finds."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        watched = Watched(Shelf("host", 5), Shelf("disk", 9), num_blocks=8)
+        waiting: list[bytes] = []
+        for _ in range(120):
+            kind = draw.randrange(10)
+            namespace, length = draw.choice((BASE, ACME)), draw.randrange(1, 30)
+            ids = range(first := 100 * draw.randrange(3), first + length)
+            if kind < 4:
+                watched.put(ids, namespace)
+                waiting += watched.leave(0)
+            elif kind < 7:
+                waiting += watched.leave(draw.randrange(1, 5))
+            elif kind == 7:
+                watched.elsewhere.find(namespace, prompt(ids), 0)
+            elif kind == 8:
+                name = draw.choice(("host", "disk"))
+                outcome = draw.choice((watched.elsewhere.stored, watched.elsewhere.stored, watched.elsewhere.lost))
+                outcome(name, [key for key in waiting if draw.random() < 0.7])
+            else:
+                tenant = draw.choice(("acme", "", "nobody"))
+                watched.cache.purge(tenant=tenant)
+                watched.elsewhere.purge(tenant, None, None)
+            reader = watched.tell()
+            for name in ("host", "disk"):
+                assert reader.of(name) == watched.held(name), (seed, name)
+            known = {key for shelf in watched.shelves for key in shelf}
+            assert set(watched.feed._stores._known) <= known
