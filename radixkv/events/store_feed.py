@@ -79,23 +79,21 @@ class StoreFeed(StoreListener):
         self._known.clear()
 
     def met(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
-        """Note the hashes of blocks, and tell of those that are stored."""
-        if all(block.key in self._known for block in blocks):
+        """Note the hashes of blocks, and tell of those that are stored. No reader could match an invoked adapter's."""
+        plain = (each for each in enumerate(blocks, start) if each[1].namespace == namespace)
+        new = [(place, block) for place, block in plain if self._is_new(block.key)]
+        if not new:
             return
         identity = self._identities.of(namespace)
         end_bytes = (start + len(blocks)) * self._pool_block_size * TOKEN_BYTES
         hashes = hash_blocks(identity.root, tokens[:end_bytes], self._block_size * TOKEN_BYTES)
         size = self._pool_block_size // self._block_size * HASH_BYTES
-        for place, block in enumerate(blocks, start):
-            if block.namespace != namespace:  # an invoked adapter computed it, and no reader could match it
-                break
-            holders = [name for name, shelf in self._shelves.items() if block.key in shelf]
-            if holders and block.key not in self._known:
-                own = hashes[place * size : (place + 1) * size]
-                self._known[block.key] = KnownBlock(own, identity.cache_salt)
-                for name in holders:
-                    if self._shelves[name].holds(block.key):
-                        self.stored(name, block.key)
+        for place, block in new:
+            own = hashes[place * size : (place + 1) * size]
+            self._known[block.key] = KnownBlock(own, identity.cache_salt)
+            for name, shelf in self._shelves.items():
+                if shelf.holds(block.key):
+                    self.stored(name, block.key)
 
     def stored(self, store: str, key: bytes) -> None:
         """Note that a store has a block."""
@@ -132,3 +130,6 @@ class StoreFeed(StoreListener):
     def known(self) -> list[KnownBlock]:
         """List the blocks of which something was told. Complexity: O(blocks), by one call."""
         return list(self._known.values())
+
+    def _is_new(self, key: bytes) -> bool:
+        return key not in self._known and any(key in shelf for shelf in self._shelves.values())

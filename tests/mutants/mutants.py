@@ -480,7 +480,8 @@ EVENT_MUTANTS = (
     Mutant("events/stored_blocks.py", "if is_purged and self.num_blocks == 0:", "if is_purged:"),
     Mutant("events/stored_blocks.py", "            max_blocks -= 1\n", ""),
     Mutant("events/tree_feed.py", "tail = above.tokens[-(size - len(tail)) :] + tail", "tail = above.tokens"),
-    Mutant("events/tree_feed.py", "if self._asking and not self._changes:", "if self._asking:"),
+    Mutant("events/tree_feed.py", "if self._asking and not self._changes and", "if self._asking and"),
+    Mutant("events/tree_feed.py", " and not self._have_stores_news:", ":"),
     Mutant("events/tree_feed.py", "            self._note((node,))\n", "            pass\n"),
     Mutant("events/event_log.py", "if not self.first - 1 <= after <= self.last:", "if False:"),
     Mutant("events/event_log.py", " or batch.sequence_number != number + 1:", ":"),
@@ -489,6 +490,16 @@ EVENT_MUTANTS = (
     Mutant("events/block_identity.py", '            digest.update(len(data).to_bytes(8, "little"))\n', ""),
     Mutant("events/block_identity.py", "for field in namespace:", "for field in namespace[:-1]:"),
     Mutant("events/readers.py", "        self._is_waking = False  #", "        pass  #"),
+    Mutant("events/store_feed.py", "and store not in known.stores:", "and not known.stores:"),
+    Mutant(
+        "events/store_feed.py",
+        "        if store in known.stores:\n            stores =",
+        "        if True:\n            stores =",
+    ),
+    Mutant("events/store_feed.py", "            del self._known[key]\n", "            pass\n"),
+    Mutant("events/store_feed.py", "                if shelf.holds(block.key):\n", "                if True:\n"),
+    Mutant("events/store_feed.py", "if each[1].namespace == namespace", "if True"),
+    Mutant("events/store_feed.py", "max_changes = 1 + max_blocks * self", "max_changes = 2**30 + max_blocks * self"),
 )
 
 OFFLOAD_MUTANTS = (
@@ -753,9 +764,16 @@ ROUTING_MUTANTS = (
     Mutant("routing/event_cursor.py", "if batch.sequence_number > self.number + 1:", "if False:"),
     Mutant("routing/event_cursor.py", "if batch.sequence_number <= self.number:", "if False:"),
     Mutant("routing/event_cursor.py", " and batch.sequence_number == self.number\n", "\n"),
-    Mutant("routing/fleet_view.py", "if is_purge and tier == 0:", "if tier == 0:"),
-    Mutant("routing/fleet_view.py", "if is_purge and tier == 0:", "if False:"),
-    Mutant("routing/fleet_view.py", "(0 if tier else known.expected)", "0"),
+    Mutant("routing/fleet_view.py", "        if is_purge:  # while", "        if True:  # while"),
+    Mutant("routing/fleet_view.py", "        if is_purge:  # while", "        if False:  # while"),
+    Mutant("routing/fleet_view.py", "(_DEVICE,) if is_purge else _PLACES.values()", "(_DEVICE,)"),
+    Mutant("routing/fleet_view.py", "(_DEVICE,) if is_purge else _PLACES.values()", "_PLACES.values()"),
+    Mutant("routing/fleet_view.py", "(known.expected if place == _DEVICE else 0)", "0"),
+    Mutant(
+        "routing/fleet_view.py",
+        "            bits |= known.tiers[_SHARED]\n",
+        "            bits = known.tiers[_SHARED]\n",
+    ),
     Mutant("routing/fleet_view.py", "                if is_all_over:\n", "                if False:\n"),
     Mutant(
         "routing/fleet_view.py", "for bit in (*known.tiers, known.lately, known.before):", "for bit in known.tiers:"

@@ -96,6 +96,7 @@ EVENT_TESTS = (
     "tests/test_namespace.py",
     "tests/events/test_event_log.py",
     "tests/events/test_tree_feed.py",
+    "tests/events/test_store_feed.py",
     "tests/events/test_readers.py",
     "tests/cache/test_cache_stress.py",
 )

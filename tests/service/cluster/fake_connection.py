@@ -38,7 +38,7 @@ class FakeConnection:
         self.prefill = SimpleNamespace()
         self.batches: asyncio.Queue = asyncio.Queue()
 
-    async def subscribe(self, start_sequence_number: int = 0):
+    async def subscribe(self, start_sequence_number: int = 0, *, stores: bool = False):
         while True:
             yield await self.batches.get()
 
