@@ -74,7 +74,7 @@ class SnapshotPart:
     Attributes:
         index: position, from 0.
         count: batches of the snapshot.
-        num_blocks: blocks of the whole snapshot.
+        num_blocks: blocks of the whole snapshot on the device.
     """
 
     index: int

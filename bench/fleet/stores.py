@@ -1,0 +1,160 @@
+"""Measures what a router gains by knowing what the stores of servers hold.
+
+    python -m bench.fleet.stores [--groups 40] [--prompts 10] [--rounds 3] [--json FILE]
+
+Two servers of the embedded model, each with a pool that holds a few of the prefixes, and host memory that holds all.
+Prompts of groups that begin alike come in random order, some at a time, routed by the events of the servers. A router
+that is told of stores takes turns with one that is told of devices alone; each finds the servers empty. Exit status: 0
+if all prompts were answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import shlex
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.events.block_identity import Identities
+from radixkv.namespace import Namespace
+from radixkv.routing.fleet_load import FleetLoad
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prefix_demand import PrefixDemand
+from radixkv.routing.router import Router
+from radixkv.routing.routings import make_routing
+from radixkv.service.client import AsyncClient
+from radixkv.service.commands.argument_types import positive
+from radixkv.service.routing.event_stream import EventStream
+from radixkv.v1 import events_pb2
+
+_EVENT_BLOCK_TOKENS = 16  # the default of `events.block_size`
+_VOCABULARY = 500
+_NAMESPACE = Namespace("tiny")
+_TIMEOUT_S = 600.0
+_KNOWING = {"stores": True, "devices": False}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare both routers, print and write what was reused."""
+    options = _parser().parse_args(arguments)
+    settings = [f"cache.capacity_tokens={options.pool_tokens}", f"tiers.host_bytes={options.host_bytes}"]
+    command = serve_command("tiny", "cpu", settings)
+    with ServerProcess(command) as one, ServerProcess(command) as two:
+        rows = asyncio.run(_measure([one, two], options))
+    least = options.groups * options.prefix_tokens + options.groups * options.prompts * options.question_tokens
+    computed = {name: sum(row["computed"] for row in rows if row["router knows"] == name) for name in _KNOWING}
+    ratio = computed["stores"] / computed["devices"]
+    print(f"computed tokens, stores over devices: {ratio:.2f}; at least {least} a round have to be")
+    if options.json is not None:
+        words = shlex.join(["python", "-m", "bench.fleet.stores", *(arguments or sys.argv[1:])])
+        told = {"rows": rows, "least_computed_tokens": least, "ratio": ratio}
+        write_json(options.json, {**describe_run(), "command": words, **told})
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fleet.stores", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--groups", type=positive, default=40, help="prompts that begin alike")
+    parser.add_argument("--prompts", type=positive, default=10, help="of each group")
+    parser.add_argument("--prefix-tokens", type=positive, default=1216)
+    parser.add_argument("--question-tokens", type=positive, default=64)
+    parser.add_argument("--pool-tokens", type=positive, default=8192, help="of each server's device")
+    parser.add_argument("--host-bytes", type=positive, default=2 * 10**9, help="of each server's host memory")
+    parser.add_argument("--concurrency", type=positive, default=4, help="prompts at a time")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+def _prompts(options: argparse.Namespace, number: int) -> list[list[int]]:
+    """Draw the prompts of a round, in random order."""
+    draw = np.random.default_rng([options.seed, number])
+    prompts = []
+    for _ in range(options.groups):
+        prefix = draw.integers(_VOCABULARY, size=options.prefix_tokens).tolist()
+        questions = draw.integers(_VOCABULARY, size=(options.prompts, options.question_tokens)).tolist()
+        prompts += [[*prefix, *question] for question in questions]
+    random.Random(number).shuffle(prompts)
+    return prompts
+
+
+async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Let both routers take turns, in an order that alternates."""
+    rows = []
+    for number in range(options.rounds):
+        for name in list(_KNOWING) if number % 2 else list(_KNOWING)[::-1]:
+            prompts = _prompts(options, number)
+            tokens = await _ask_all(addresses, prompts, options.concurrency, tells_stores=_KNOWING[name])
+            rows.append({"router knows": name, "round": number, **tokens})
+            print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+class _DeviceEvents:
+    """A client that is told of devices alone."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    def subscribe(
+        self, start_sequence_number: int = 0, *, stores: bool = False
+    ) -> AsyncIterator[events_pb2.EventBatch]:
+        """Follow what is on the device."""
+        return self._client.subscribe(start_sequence_number)
+
+
+async def _ask_all(
+    addresses: Sequence[str], prompts: Sequence[list[int]], concurrency: int, *, tells_stores: bool
+) -> dict[str, Any]:
+    """Empty the servers and ask for all prompts. Returns the tokens by what became of them."""
+    view = FleetView(_EVENT_BLOCK_TOKENS)
+    router = Router(view, FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=Identities())
+    tokens: Counter[str] = Counter()
+    left = iter(prompts)
+
+    async def ask_in_turn() -> None:
+        for prompt in left:
+            route = router.route(_NAMESPACE, np.array(prompt, "<u4").tobytes())
+            usage = (await clients[route.name].prefill(prompt)).usage
+            router.finished(route, usage.computed_tokens)
+            tokens.update(device=usage.device_tokens, host=usage.host_tokens, computed=usage.computed_tokens)
+
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {
+            address: await stack.enter_async_context(AsyncClient(address, timeout_s=_TIMEOUT_S))
+            for address in addresses
+        }
+        for client in clients.values():
+            await client.purge(everything=True)
+        streams = []
+        for address, client in clients.items():
+            router.join(address)
+            told = client if tells_stores else _DeviceEvents(client)
+            streams.append(asyncio.create_task(EventStream(address, told, view).run()))
+        try:
+            while not all(map(view.is_in_step, addresses)):
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+    return dict(tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
