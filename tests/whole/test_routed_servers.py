@@ -60,10 +60,14 @@ class RoutedServers:
         self.router.finished(route, answer.usage.computed_tokens)
         return route.name, route.hits.total, answer.usage.cached_tokens
 
-    def known_tokens(self, name: str, ids: list[int]) -> int:
-        """Count the tokens of a prompt that a server is known to have."""
+    def hits(self, name: str, ids: list[int]) -> Hits:
+        """Return the tokens of a prompt that a server is known to have, and expect nothing of it."""
         blocks = PromptBlocks(BASE, np.array(ids, "<u4").tobytes(), BLOCK_SIZE, Identities())
-        return self.router.view.match(blocks.all(), [name])[0].device
+        return self.router.view.match(blocks.all(), [name])[0]
+
+    def known_tokens(self, name: str, ids: list[int]) -> int:
+        """Count those that it has on its device."""
+        return self.hits(name, ids).device
 
     async def close(self) -> None:
         for stream in self.streams:
@@ -167,19 +171,16 @@ async def cut_and_mend(address: str) -> None:
 
 async def fill_and_look(address: str) -> None:
     fleet = RoutedServers([address])
-
-    def hits(prefix: int) -> Hits:
-        return fleet.router.route(BASE, np.array(prompt(prefix, 9), "<u4").tobytes()).hits
-
     try:
         assert await becomes_true(lambda: fleet.router.view.is_in_step(address))
         for prefix in range(6):
             await fleet.ask(prompt(prefix, 0))
-        assert await becomes_true(lambda: hits(0) == Hits(host=PREFIX_TOKENS)), "while the server rests"
+        in_host = Hits(host=PREFIX_TOKENS)
+        assert await becomes_true(lambda: fleet.hits(address, prompt(0, 9)) == in_host), "while the server rests"
         _, supposed, cached = await fleet.ask(prompt(0, 1))
         assert (supposed, cached) == (PREFIX_TOKENS, PREFIX_TOKENS)
         await fleet.clients[address].purge(everything=True)
-        assert await becomes_true(lambda: hits(1) == Hits())
+        assert await becomes_true(lambda: fleet.hits(address, prompt(1, 9)) == Hits())
     finally:
         await fleet.close()
 
