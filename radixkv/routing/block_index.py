@@ -55,10 +55,11 @@ class BlockIndex:
         self._live &= ~bit
         self._retired |= bit
 
-    def store(self, bit: int, hashes: Sequence[int]) -> None:
-        """Note that a holder has blocks. Complexity: O(blocks)."""
-        if self.num_blocks + len(hashes) > self._max_blocks:
-            hashes = self._with_room(hashes)
+    def store(self, bit: int, hashes: Sequence[int], max_blocks: int | None = None) -> None:
+        """Note that a holder has blocks; new ones until `max_blocks` are known, if given. Complexity: O(blocks)."""
+        max_blocks = self._max_blocks if max_blocks is None else max_blocks
+        if self.num_blocks + len(hashes) > max_blocks:
+            hashes = self._with_room(hashes, max_blocks)
         shards, same = self._shards, self._same
         bit = same.setdefault(bit, bit)
         for block in hashes:
@@ -124,9 +125,9 @@ class BlockIndex:
         """Return the bits of a block's holders."""
         return self._shards[block & _LOW].get(block, 0) & self._live
 
-    def _with_room(self, hashes: Sequence[int]) -> list[int]:
+    def _with_room(self, hashes: Sequence[int], max_blocks: int) -> list[int]:
         """Return the blocks that are known, and as many others as there is room for."""
-        left, kept = self._max_blocks - self.num_blocks, []
+        left, kept = max_blocks - self.num_blocks, []
         for block in hashes:
             is_new = block not in self._shards[block & _LOW]
             if not is_new or left > 0:

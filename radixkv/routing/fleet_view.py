@@ -16,10 +16,11 @@ from radixkv.routing.event_cursor import EventCursor, Verdict
 
 # Places of a replica's blocks, by the names of tiers in its events. Stores of other packages do not count: nobody knows
 # whether replicas share them, or how fast they are.
-_DEVICE, _HOST, _DISK, _SHARED = range(4)
+_NUM_PLACES = 4
+_DEVICE, _HOST, _DISK, _SHARED = range(_NUM_PLACES)
 _PLACES = {DEVICE: _DEVICE, "host": _HOST, "disk": _DISK, "redis": _SHARED, "mooncake": _SHARED}
 _MAX_BLOCKS = 4_000_000  # 0.6 GB
-_MOST_WITH_STORES = 0.5  # of these: beyond, what stores get is not noted, so that devices have room
+_MOST_WITH_STORES = 0.5  # of these: beyond, stores' new blocks are not noted, so that devices have room
 _EXPECT_S = 30.0
 
 
@@ -30,7 +31,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.cursor = EventCursor()
-        self.tiers = [0] * (1 + max(_PLACES.values()))
+        self.tiers = [0] * _NUM_PLACES
         self.lately = self.before = 0  # sent in this turn of `expect_s`, and in the one before
 
     @property
@@ -48,7 +49,8 @@ class FleetView:
     Between events, a prefix that was just sent somewhere is expected there, so the next request for it follows. An
     expectation ends by itself: whether the replica computed the prefix is told by its events alone.
 
-    What one replica knows to be in a shared store, all can load.
+    What one replica knows to be in a shared store, all can load. Stores lose prompts from their ends, too; where one
+    has a gap because a save failed, a match may be too long.
 
     A view belongs to one thread.
 
@@ -215,7 +217,7 @@ class FleetView:
         known.before, known.lately = known.lately, 0
 
     def _clear(self, known: _Known, *, is_purge: bool) -> None:
-        for place in (_DEVICE,) if is_purge else _PLACES.values():
+        for place in (_DEVICE,) if is_purge else range(_NUM_PLACES):
             self.index.forget_holder(known.tiers[place])
             known.tiers[place] = 0
         if is_purge:  # while a snapshot leaves out what is still being computed
@@ -231,9 +233,7 @@ class FleetView:
             if event.block_size != self.block_size:
                 expected = f"expected {self.block_size} tokens, as all replicas have"
                 raise ConfigError(f"events.block_size: {expected}, got {event.block_size}")
-            if place != _DEVICE and self.index.num_blocks + len(hashes) > self._most_with_stores:
-                return
             known.tiers[place] = known.tiers[place] or self.index.add_holder()
-            self.index.store(known.tiers[place], hashes)
+            self.index.store(known.tiers[place], hashes, None if place == _DEVICE else self._most_with_stores)
         else:
             self.index.remove(known.tiers[place] | (known.expected if place == _DEVICE else 0), hashes)

@@ -282,7 +282,7 @@ class Client(RouteCalls):
         """Follow what is cached, until the service ends. Leaving the loop ends the call.
 
         Args:
-            start_sequence_number: the last that was read; 0 begins with all current blocks, as a `snapshot`.
+            start_sequence_number: the last that was read; what follows it comes; 0: first a `snapshot` of all blocks.
             stores: tell also what the stores below the device have: events with a `tier`.
             timeout_s: deadline of this call; the client's own does not count.
 

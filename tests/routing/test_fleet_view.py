@@ -178,10 +178,10 @@ def test_a_snapshot_replaces_what_was_known_of_all_tiers() -> None:
 
 def test_what_stores_have_leaves_room_for_devices() -> None:
     view = view_of("a", max_blocks=8)
-    view.read("a", batch(2, stored(*range(10, 14), tier="disk"), stored(*range(20, 24), tier="disk")))
+    view.read("a", batch(2, stored(*range(10, 14), tier="disk"), stored(10, 11, 20, 21, tier="host")))
     view.read("a", batch(3, stored(1, 2, 3, 4)))
     assert view.match([1, 2, 3, 4], ["a"]) == [Hits(device=16)]
-    assert view.match([10, 11, 12, 13], ["a"]) == [Hits(disk=16)]
+    assert view.match([10, 11, 12, 13], ["a"]) == [Hits(host=8, disk=8)], "what is known takes no room"
     assert view.match([20], ["a"]) == [Hits()]
 
 

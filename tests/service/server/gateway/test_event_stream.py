@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from radixkv.api.events import BlocksRemoved, BlocksStored, EventBatch
 from radixkv.config import Config
 from radixkv.gateway.engine_common_pb2 import SubscribeKvEventsRequest
 from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
@@ -260,3 +261,11 @@ def test_hashes_keep_their_bits():
     message = event_stream.batch_message(source.log.after(source.log.start), iter([1]))
     sent = np.array([block.block_hash for block in message.events[0].stored.blocks], "<i8")
     assert sent.tobytes() == event.block_hashes
+
+
+def test_the_gateway_is_told_of_the_device_alone():
+    hashes = np.array([1], "<u8").tobytes()
+    in_a_store = BlocksStored(None, hashes, b"", BLOCK_SIZE, "", "host"), BlocksRemoved(hashes, "", "host")
+    removed = BlocksRemoved(hashes, "")
+    message = event_stream.batch_message(EventBatch(1, 0.0, (*in_a_store, removed)), iter([1, 2, 3]))
+    assert [event.WhichOneof("data") for event in message.events] == ["removed"]
