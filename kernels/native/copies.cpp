@@ -1,8 +1,9 @@
 // Copies with non-temporal stores, since most of what they write would be evicted from the caches before anybody reads
-// it: of blocks into their pool, and of objects, whose checksum is taken in the same pass. `kernels/native/copies.py`
-// calls them.
+// it: of blocks into their pool, and of objects, whose checksum is taken in the same pass. Objects go to files through
+// the caches. `kernels/native/copies.py` calls them.
 
 #include <immintrin.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,8 +22,13 @@ using xxh3::load;
 
 // The source is asked for this much ahead of its use.
 constexpr int64_t kAhead = 1024;
+// The same where nothing is stored meanwhile.
+constexpr int64_t kFurtherAhead = 4096;
 // A file is read in pieces that stay in the second-level cache.
 constexpr int64_t kPiece = 128 << 10;
+// A file is written in pieces that stay in the third-level cache, in whole pages: of a page that is written in part the
+// rest would first be read. Each piece costs a call.
+constexpr int64_t kWrittenPiece = 1 << 20, kPage = 4096;
 
 struct Stripe {
   __m256i first, second;
@@ -40,7 +46,9 @@ void copy_stripe(const uint8_t* from, uint8_t* to, Checksum& checksum) {
   checksum.add_stripe(stripe.first, stripe.second);
 }
 
-void ask_for(const uint8_t* bytes) { _mm_prefetch(reinterpret_cast<const char*>(bytes) + kAhead, _MM_HINT_T0); }
+void ask_for(const uint8_t* bytes, int64_t ahead = kAhead) {
+  _mm_prefetch(reinterpret_cast<const char*>(bytes) + ahead, _MM_HINT_T0);
+}
 
 // The whole stripes that a checksum of `num_bytes` adds before its end: the rest is 1 to 64 bytes.
 int64_t bytes_before_end(int64_t num_bytes) { return (num_bytes - 1) / kStripe * kStripe; }
@@ -74,6 +82,53 @@ int64_t read_object(int file, int64_t position, int64_t num_bytes, uint8_t* piec
   }
   checksum.finish(to + checked - kStripe, checked, digest);
   return at;
+}
+
+// Writes all of some parts, which are changed. Returns 0, or -errno.
+int64_t write_all(int file, iovec* parts, int num_parts, int64_t position) {
+  while (num_parts > 0) {
+    ssize_t count = pwritev(file, parts, num_parts, position);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return -errno;
+    position += count;
+    for (; num_parts > 0 && count >= static_cast<ssize_t>(parts->iov_len); ++parts, --num_parts) count -= parts->iov_len;
+    if (num_parts > 0) *parts = {static_cast<uint8_t*>(parts->iov_base) + count, parts->iov_len - count};
+  }
+  return 0;
+}
+
+// Writes an object, its checksum behind it, and zeros up to the end of the page. Returns as `write_all`.
+int64_t write_object(int file, int64_t position, const uint8_t* head, int64_t head_bytes, const uint8_t* body,
+                     int64_t body_bytes) {
+  Checksum checksum;
+  const int64_t num_bytes = head_bytes + body_bytes, before_end = bytes_before_end(num_bytes);
+  uint8_t end[xxh3::kDigestBytes + kPage] = {};
+  for (int64_t at = 0; at < num_bytes;) {
+    const bool is_last = num_bytes - at < 2 * kWrittenPiece;
+    const int64_t upto = is_last ? num_bytes : at + kWrittenPiece, checked = std::min(upto, before_end);
+    const int64_t head_upto = std::clamp(head_bytes, at, upto), body_at = head_upto - head_bytes;
+    for (int64_t i = at; i < std::min(head_upto, checked); i += kStripe)
+      checksum.add_stripe(load(head + i), load(head + i + 32));
+    for (int64_t i = body_at; i < checked - head_bytes; i += kStripe) {
+      ask_for(body + i, kFurtherAhead);
+      checksum.add_stripe(load(body + i), load(body + i + 32));
+    }
+    iovec parts[] = {{const_cast<uint8_t*>(head) + at, static_cast<size_t>(head_upto - at)},
+                     {const_cast<uint8_t*>(body) + body_at, static_cast<size_t>(upto - head_upto)},
+                     {end, 0}};
+    if (is_last) {
+      uint8_t last[kStripe];  // it may begin in the head
+      for (int64_t i = 0; i < kStripe; ++i) {
+        const int64_t from = num_bytes - kStripe + i;
+        last[i] = from < head_bytes ? head[from] : body[from - head_bytes];
+      }
+      checksum.finish(last, num_bytes, end);
+      parts[2].iov_len = xxh3::kDigestBytes + (kPage - (num_bytes + xxh3::kDigestBytes) % kPage) % kPage;
+    }
+    if (const int64_t failure = write_all(file, parts, 3, position + at)) return failure;
+    at = upto;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -111,6 +166,17 @@ extern "C" int64_t radixkv_read_checked(int file, int64_t num_objects, const int
   free(piece);
   _mm_sfence();
   return failure;
+}
+
+// Writes objects to a file: heads of whole stripes, bodies behind them, checksums of both and zeros up to the end of the
+// page. A head and its body together have more than 240 bytes. Returns 0, or -errno of what failed.
+extern "C" int64_t radixkv_write_checked(int file, int64_t num_objects, const int64_t* positions,
+                                         const uint8_t* const* heads, const int64_t* head_bytes,
+                                         const uint8_t* const* bodies, const int64_t* body_bytes) {
+  for (int64_t i = 0; i < num_objects; ++i)
+    if (const int64_t failure = write_object(file, positions[i], heads[i], head_bytes[i], bodies[i], body_bytes[i]))
+      return failure;
+  return 0;
 }
 
 // Copies each source into a block, in pieces that begin `stride` bytes one after the other. Pieces are whole stripes,

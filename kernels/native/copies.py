@@ -31,6 +31,8 @@ class NativeCopies:
         self._copy_checked.argtypes, self._copy_checked.restype = (_POINTER, _INT, _POINTER, _INT, _POINTER), None
         self._read_checked = library.radixkv_read_checked
         self._read_checked.argtypes, self._read_checked.restype = (ctypes.c_int, _INT, *[_POINTER] * 5), _INT
+        self._write_checked = library.radixkv_write_checked
+        self._write_checked.argtypes, self._write_checked.restype = (ctypes.c_int, _INT, *[_POINTER] * 5), _INT
         self._fill = library.radixkv_fill
         self._fill.argtypes, self._fill.restype = (_INT, _POINTER, _POINTER, *[_INT] * 3), None
 
@@ -89,6 +91,32 @@ class NativeCopies:
         is_whole = counts == wanted[1]
         digest_of = (digest.tobytes() if whole else None for digest, whole in zip(digests, is_whole, strict=True))
         return list(zip(counts.tolist(), digest_of, strict=True))
+
+    def write_checked(self, file: int, positions: Sequence[int], objects: Sequence[tuple[bytes, memoryview]]) -> bool:
+        """Write objects, each with its checksum behind it and zeros up to the end of its last page.
+
+        Args:
+            file: descriptor of an open file.
+            positions: where each begins, at a page.
+            objects: of each what comes first, and contiguous bytes behind it.
+
+        Returns:
+            Whether it did: what comes first must be whole stripes of 64 bytes.
+
+        Raises:
+            OSError: writing fails. Parts may be written.
+        """
+        heads = [head for head, _ in objects]
+        bodies = [np.frombuffer(body, np.uint8) for _, body in objects]
+        head_bytes, body_bytes = [len(head) for head in heads], [body.size for body in bodies]
+        if any(size % _STRIPE_BYTES for size in head_bytes) or min(head_bytes) + min(body_bytes) <= _MOST_SHORT_BYTES:
+            return False
+        addresses = [body.__array_interface__["data"][0] for body in bodies]
+        numbers = [(_INT * len(each))(*each) for each in (positions, head_bytes, addresses, body_bytes)]
+        pointers = (ctypes.c_char_p * len(heads))(*heads)
+        if failure := self._write_checked(file, len(objects), numbers[0], pointers, *numbers[1:]):
+            raise OSError(-failure, os.strerror(-failure))
+        return True
 
     def fill(self, blocks: npt.NDArray[np.uint8], ids: Sequence[int], payloads: Sequence[memoryview]) -> bool:
         """Copy contiguous bytes into blocks of a pool, whose pieces may lie apart.

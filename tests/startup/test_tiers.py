@@ -143,7 +143,7 @@ def test_stores_and_the_pool_are_given_copies_in_cpp(
             for seed in range(12 if has_host else 1):
                 ask(served, seed)
                 settle(served)
-    assert set(native.num_done) == {"copy_checked", "read_checked", "fill"}
+    assert set(native.num_done) == {"copy_checked", "read_checked", "write_checked", "fill"}
     assert all(native.num_done.values())
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
@@ -77,8 +76,7 @@ class ObjectHead(NamedTuple):
         return _HEAD.pack(_MAGIC, _VERSION, flags, *counts, self.key, self.parent, self.salt)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockObject:
+class BlockObject(NamedTuple):
     """A block on its way into a store.
 
     Attributes:
@@ -108,7 +106,7 @@ class BlockObject:
 
         Complexity: one pass over the payload, one more to encrypt it. Stores call it on their threads.
         """
-        first, body = self._parts()
+        first, body = self.parts()
         digest = xxh3_128(first)
         yield first
         for start in range(0, len(body), _PIECE_BYTES):
@@ -126,15 +124,18 @@ class BlockObject:
 
         Complexity: as of `pieces`.
         """
-        first, body = self._parts()
+        first, body = self.parts()
         if native is not None and native.copy_checked(first, body, memory):
             return
         memory[: len(first)] = np.frombuffer(first, np.uint8)  # memoryviews would copy with the interpreter's lock
         memory[len(first) : -CHECKSUM_BYTES] = np.frombuffer(body, np.uint8)
         memory[-CHECKSUM_BYTES:] = np.frombuffer(checksum_of(memory.data), np.uint8)
 
-    def _parts(self) -> tuple[bytes, memoryview]:
-        """Return what comes before the K and V, and these, sealed if they are to be."""
+    def parts(self) -> tuple[bytes, memoryview]:
+        """Return what comes before the K and V, whole stripes of 64 bytes, and these, sealed if they are to be.
+
+        Complexity: one pass over the payload to encrypt it.
+        """
         num_tokens = len(self.tokens) // TOKEN_BYTES
         head = ObjectHead(self.key, self.parent, self.generation, num_tokens, self.payload.nbytes)
         if self.cipher is None:
@@ -150,8 +151,9 @@ def object_bytes(num_tokens: int, payload_bytes: int, *, is_sealed: bool = False
     >>> object_bytes(64, 1_048_576)
     1048976
     """
-    extra = TAG_BYTES if is_sealed else _padding(num_tokens)
-    return HEAD_BYTES + num_tokens * TOKEN_BYTES + extra + payload_bytes + CHECKSUM_BYTES
+    token_bytes = num_tokens * TOKEN_BYTES
+    extra = TAG_BYTES if is_sealed else -token_bytes % _ALIGNMENT
+    return HEAD_BYTES + token_bytes + extra + payload_bytes + CHECKSUM_BYTES
 
 
 def read_head(data: memoryview | bytes) -> ObjectHead | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from radixkv.errors import StoreError, StoreUnavailable
+from radixkv.errors import StoreUnavailable
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject
@@ -20,11 +20,12 @@ from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, Store
 from radixkv.storage.tiers.buffer_pool import BufferPool
 from radixkv.storage.tiers.disk_directory import DiskDirectory
 from radixkv.storage.tiers.namespace_names import NamespaceNames
-from radixkv.storage.tiers.slot_file import PAGE_BYTES, SlotFile
+from radixkv.storage.tiers.slot_file import PAGE_BYTES, Line, SlotFile
 from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
 
 _log = logging.getLogger(__name__)
 _NAMES = "namespaces"
+_BATCH_BYTES = 16 << 20  # written at a time; sealed objects take as much memory meanwhile
 _FULL_PAUSE_S = 60.0  # a full disk is asked for room again after this
 
 
@@ -83,11 +84,22 @@ class DiskStore(StoreBackend):
         """Write objects. They are there for the next process once this returns, and after a power failure perhaps."""
         with _failures():
             self.names.write()  # without the names of their namespaces blocks are of no use
-        left, outcomes, evicted = iter(give_up), [], []
-        for each in objects:
-            outcome, gone = self._put(each, left)
-            outcomes.append(outcome)
-            evicted += gone
+        left, outcomes, evicted = iter(give_up), list[PutOutcome](), list[bytes]()
+        for batch in self._batches(objects):
+            self._grow(len(batch))
+            claimed: list[tuple[int, BlockObject]] = []
+            try:
+                with self._lock, _failures():
+                    self._file.clear_lines(self._claim(batch, left, claimed, outcomes, evicted))
+                if claimed:
+                    with _failures():
+                        self._file.write_objects(claimed)
+            except BaseException:
+                with self._lock:
+                    for slot, each in claimed:
+                        self._table.abandon(each.key, slot)
+                raise
+            self._publish(claimed)
         return PutResult(tuple(outcomes), tuple(evicted))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
@@ -156,50 +168,74 @@ class DiskStore(StoreBackend):
             self._table.put_last(self._last)
             self._file.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
 
-    def _put(self, each: BlockObject, give_up: Iterator[bytes]) -> tuple[PutOutcome, list[bytes]]:
-        if each.num_bytes > self._slot_bytes:
-            return PutOutcome.TOO_LARGE, []
-        with self._lock:
+    def _batches(self, objects: Sequence[BlockObject]) -> Iterator[list[BlockObject]]:
+        """Divide objects into those that are written together: different ones, that need not evict each other.
+
+        Each write leaves little in the caches of what Python needs, so it is asked for more at a time.
+        """
+        batch: dict[bytes, BlockObject] = {}
+        for each in objects:
+            if each.key in batch or len(batch) >= min(_BATCH_BYTES // self._slot_bytes, self._file.num_slots // 2):
+                yield list(batch.values())
+                batch.clear()
+            batch[each.key] = each
+        if batch:
+            yield list(batch.values())
+
+    def _claim(
+        self,
+        batch: Sequence[BlockObject],
+        give_up: Iterator[bytes],
+        claimed: list[tuple[int, BlockObject]],
+        outcomes: list[PutOutcome],
+        evicted: list[bytes],
+    ) -> set[int]:
+        """Claim slots, and add what becomes of each object, which slots they get, and what leaves for them.
+
+        Returns:
+            Slots whose lines go before anything is written, so that nothing deleted comes back with the next process.
+        """
+        useless: set[int] = set()
+        for each in batch:
+            if each.num_bytes > self._slot_bytes:
+                outcomes.append(PutOutcome.TOO_LARGE)
+                continue
             if self._table.has(each.key, each.generation):
-                return PutOutcome.ALREADY_THERE, []
-        self._grow()
-        with self._lock:
-            slot, gone = self._claim(each.key, give_up)
-        if slot is None:
-            return PutOutcome.NO_ROOM, gone
-        try:
-            with _failures():
-                self._file.write(slot, each.pieces())
-        except BaseException:
-            with self._lock:
-                self._table.abandon(each.key, slot)
-            raise
+                outcomes.append(PutOutcome.ALREADY_THERE)
+                continue
+            older = self._table.find(each.key)
+            slot, gone = self._table.claim(each.key, give_up)
+            evicted += gone
+            if older is not None:
+                useless.add(older.slot)
+            if slot is None:
+                outcomes.append(PutOutcome.NO_ROOM)
+                continue
+            outcomes.append(PutOutcome.STORED)
+            claimed.append((slot, each))
+            if gone:
+                useless.add(slot)
+        return useless
+
+    def _publish(self, written: Sequence[tuple[int, BlockObject]]) -> None:
+        """Make objects known, but not those that somebody deleted meanwhile."""
         with self._lock, _failures():
-            self._serial += 1
-            entry = SlotEntry(slot, each.generation, each.num_bytes)
-            self._table.publish(each.key, entry)
-            if self._table.find(each.key, is_use=False) is entry:  # nobody deleted it meanwhile
-                self._file.write_line(slot, each.key, each.generation, self._serial, each.num_bytes)
-        return PutOutcome.STORED, gone
+            lines: list[Line] = []
+            for slot, each in written:
+                entry = SlotEntry(slot, each.generation, each.num_bytes)
+                if self._table.publish(each.key, entry):
+                    self._serial += 1
+                    lines.append(Line(slot, each.key, each.generation, self._serial, entry.num_bytes))
+            self._file.write_lines(lines)
 
-    def _claim(self, key: bytes, give_up: Iterator[bytes]) -> tuple[int | None, list[bytes]]:
-        """Claim a slot. Lines of what leaves go first, so that nothing deleted comes back with the next process."""
-        older = self._table.find(key)
-        slot, gone = self._table.claim(key, give_up)
-        useless = ({slot} if gone and slot is not None else set()) | ({older.slot} if older else set())
-        try:
-            with _failures():
-                self._file.clear_lines(useless)
-        except StoreError:
-            if slot is not None:
-                self._table.abandon(key, slot)
-            raise
-        return slot, gone
-
-    def _grow(self) -> None:
-        """Take more room if there is none, the bound allows it and the disk was not just full. Loads do not wait."""
+    def _grow(self, num_slots: int) -> None:
+        """Take more room if less is free, the bound allows it and the disk was not just full. Loads do not wait."""
         with self._growth, _failures():
-            if self._table.num_free or self._file.num_slots == self._max_slots or self._clock() < self._next_growth_s:
+            if (
+                self._table.num_free >= num_slots
+                or self._file.num_slots == self._max_slots
+                or self._clock() < self._next_growth_s
+            ):
                 return
             new = self._file.grow()
             with self._lock:

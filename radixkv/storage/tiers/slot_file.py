@@ -14,14 +14,14 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_key import KEY_BYTES
-from radixkv.storage.tiers.block_object import checksum_of
+from radixkv.storage.tiers.block_object import BlockObject, checksum_of
 
 PAGE_BYTES = 4096
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
@@ -31,6 +31,23 @@ _WRITE_BYTES = 2 << 20  # of one object in one write: every call takes time
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 Lines = npt.NDArray[Any]
+
+
+class Line(NamedTuple):
+    """The line of a slot with an object.
+
+    Attributes:
+        slot: its number.
+        key, generation: see `ObjectHead`.
+        serial: larger than those of all lines before.
+        num_bytes: bytes of the object.
+    """
+
+    slot: int
+    key: bytes
+    generation: int
+    serial: int
+    num_bytes: int
 
 
 class SlotFile:
@@ -43,7 +60,7 @@ class SlotFile:
         directory: has the files, or will have them.
         slot_bytes: size of a slot, whole pages.
         max_slots: the bound; a longer file is cut.
-        native: reads in C++, which take 0.8 of the time; None for none.
+        native: reads and writes in C++, which take 0.8 of the time; None for none.
 
     Raises:
         OSError: the files can't be opened.
@@ -101,6 +118,15 @@ class SlotFile:
             return new
         return range(0)
 
+    def write_objects(self, objects: Sequence[tuple[int, BlockObject]]) -> None:
+        """Write objects, each into its slot, and zeros up to the end of their last pages. Raises as `write` does."""
+        if self._native is not None:
+            positions = [slot * self._slot_bytes for slot, _ in objects]
+            if self._native.write_checked(self._blocks, positions, [each.parts() for _, each in objects]):
+                return
+        for slot, each in objects:
+            self.write(slot, each.pieces())
+
     def write(self, slot: int, pieces: Iterable[bytes | memoryview]) -> None:
         """Write an object into a slot, about 2 MiB at a time, and zeros up to the end of its last page.
 
@@ -127,9 +153,14 @@ class SlotFile:
             position += count
             _, views = _split(views, count)
 
-    def write_line(self, slot: int, key: bytes, generation: int, serial: int, num_bytes: int) -> None:
-        """Write the line of a slot."""
-        os.pwrite(self._index, _PACKED.pack(key, generation, serial, num_bytes), slot * _LINE.itemsize)
+    def write_lines(self, lines: Sequence[Line]) -> None:
+        """Write lines, those of neighbors in one write."""
+        start = 0
+        for end in range(1, len(lines) + 1):
+            if end == len(lines) or lines[end].slot != lines[end - 1].slot + 1:
+                packed = b"".join([_PACKED.pack(*line[1:]) for line in lines[start:end]])
+                os.pwrite(self._index, packed, lines[start].slot * _LINE.itemsize)
+                start = end
 
     def number_lines(self, slots: Sequence[int], first_serial: int) -> None:
         """Give the lines of slots serials in this order. Complexity: a read and a write of 64 bytes a slot."""

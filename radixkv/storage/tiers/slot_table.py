@@ -90,13 +90,14 @@ class SlotTable:
         slot = self._writing[key] = heappop(self._free)
         return slot, evicted
 
-    def publish(self, key: bytes, entry: SlotEntry) -> None:
-        """Make a written object known, unless it was removed meanwhile: then its slot is free."""
-        if self._writing.get(key) == entry.slot:
-            del self._writing[key]
-            self._entries[key] = entry
-        else:
+    def publish(self, key: bytes, entry: SlotEntry) -> bool:
+        """Make a written object known, unless it was removed meanwhile: then its slot is free. Return whether it is."""
+        if self._writing.get(key) != entry.slot:
             heappush(self._free, entry.slot)
+            return False
+        del self._writing[key]
+        self._entries[key] = entry
+        return True
 
     def add_objects(self, found: Iterable[tuple[bytes, SlotEntry]], num_slots: int) -> None:
         """Add objects that an earlier process left, the last one used last; of two with one key the later one counts.

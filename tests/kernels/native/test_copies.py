@@ -4,6 +4,9 @@ import ctypes
 import errno
 import os
 import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from radixkv.kernels.native.copies import NativeCopies
 
 PAST_THE_END = 0xA5
 CHECKSUM_BYTES = 16
+PAGE_BYTES = 4096
 BODIES = [*range(70), 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 
 
@@ -181,3 +185,66 @@ def test_what_would_be_written_elsewhere_is_refused(native: NativeCopies) -> Non
     with pytest.raises(ValueError, match="blocks: expected"):
         native.fill(locked, [0], [payload])
     assert set(blocks.flat) == set(locked.flat) == {PAST_THE_END}
+
+
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int], None]]:
+    """Sets the size beyond which files are not written, until the test ends."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("head_bytes", [0, 64, 320, 4096])
+def test_objects_are_written_with_the_checksum_of_the_library_and_zeros(
+    native: NativeCopies, tmp_path: Path, head_bytes: int
+) -> None:
+    mib = 1 << 20
+    sizes = (*BODIES, mib - 64, mib - 1, mib, 2 * mib - 400, 2 * mib - 64, 2 * mib, 2 * mib + 1, 3 * mib + 777)
+    draw = random.Random(head_bytes)
+    written = [(draw.randbytes(head_bytes), draw.randbytes(size + 5)) for size in sizes if head_bytes + size > 240]
+    objects = [(head, memoryview(body)[5:]) for head, body in written]
+    positions, end = [], 0
+    for head, body in objects:
+        positions.append(end)
+        end += -(-(len(head) + len(body) + CHECKSUM_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    path = tmp_path / "objects"
+    path.write_bytes(bytes([PAST_THE_END]) * (end + 10))
+    with path.open("r+b") as file:
+        assert native.write_checked(file.fileno(), positions, objects)
+    data = path.read_bytes()
+    for position, upto, (head, body) in zip(positions, [*positions[1:], end], objects, strict=True):
+        whole = head + body
+        found = data[position:upto]
+        assert found[: len(whole)] == whole
+        assert found[len(whole) : len(whole) + CHECKSUM_BYTES] == xxh3_128_digest(whole)
+        assert not any(found[len(whole) + CHECKSUM_BYTES :])
+    assert set(data[end:]) == {PAST_THE_END}
+
+
+def test_other_heads_and_short_objects_are_not_written(native: NativeCopies, tmp_path: Path) -> None:
+    path = tmp_path / "objects"
+    path.write_bytes(b"")
+    with path.open("r+b") as file:
+        for head_bytes, body_bytes in ((63, 300), (64, 176)):
+            assert not native.write_checked(file.fileno(), [0], [(bytes(head_bytes), memoryview(bytes(body_bytes)))])
+    assert path.read_bytes() == b""
+
+
+def test_a_file_that_takes_a_part_gets_it_and_the_rest_is_an_error(
+    native: NativeCopies, tmp_path: Path, largest_file: Callable[[int], None]
+) -> None:
+    head, body = bytes(range(64)), random.Random(1).randbytes(3 << 20)
+    path = tmp_path / "objects"
+    largest_file((1 << 20) + 1000)
+    with path.open("w+b") as file, pytest.raises(OSError, match="large") as raised:
+        native.write_checked(file.fileno(), [0], [(head, memoryview(body))])
+    assert raised.value.errno == errno.EFBIG
+    assert path.read_bytes() == (head + body)[: (1 << 20) + 1000]
+
+
+def test_a_file_that_can_not_be_written_is_an_error(native: NativeCopies, tmp_path: Path) -> None:
+    (tmp_path / "objects").write_bytes(b"")
+    with (tmp_path / "objects").open("rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        native.write_checked(file.fileno(), [0], [(bytes(64), memoryview(bytes(300)))])

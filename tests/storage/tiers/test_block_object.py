@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -71,7 +69,7 @@ def test_an_object_of_another_block_is_foreign(cipher: BlockCipher | None) -> No
 
 def test_a_payload_that_changes_while_it_is_moved_is_found() -> None:
     payload = bytearray(PAYLOAD_BYTES)
-    moving = replace(block(1), payload=memoryview(payload))
+    moving = block(1)._replace(payload=memoryview(payload))
     moved = []
     for piece in moving.pieces():
         if len(piece) == PAYLOAD_BYTES:

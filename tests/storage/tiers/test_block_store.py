@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -147,7 +146,7 @@ def test_a_purge_forgets_what_is_stored_under_some_names(name: str) -> None:
     ]
     public = Namespace("model", PUBLIC_TENANT, salt="1")
     keys = {each: KEYS.child(KEYS.root(each), tokens_of(1)) for each in [*namespaces, public]}
-    objects = [replace(block(1), key=key) for key in keys.values()]
+    objects = [block(1)._replace(key=key) for key in keys.values()]
     with BACKENDS[name](64) as backend:
         store = ThreadedStore(backend)
         for names in (("a", None, None), (None, "x", None), (None, None, "s"), ("b", "", "s"), (None, None, None)):

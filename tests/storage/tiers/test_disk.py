@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -224,7 +224,7 @@ def test_a_bound_below_one_object_is_refused(tmp_path: Path) -> None:
 
 def test_an_object_that_fits_no_slot_is_refused(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 2)
-    large = dataclasses.replace(block(1), payload=memoryview(bytes(5000)))
+    large = block(1)._replace(payload=memoryview(bytes(5000)))
     assert store.put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
     store.close()
 
@@ -365,6 +365,62 @@ def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest
     store = disk_at(tmp_path, 4)
     store.put([block(1), block(2)])
     assert got(store, 1, 2) == [stored(1), stored(2)]
+    store.close()
+
+
+def test_of_a_batch_that_is_larger_than_the_store_the_last_ones_stay(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 4)
+    result = store.put([block(number) for number in range(10)])
+    assert set(result.outcomes) == {PutOutcome.STORED}
+    assert result.evicted == tuple(key_of(number) for number in range(6))
+    assert got(store, *range(10)) == [None] * 6 + [stored(number) for number in range(6, 10)]
+    store.close()
+
+
+def test_of_equal_keys_in_a_batch_the_latest_generation_stays(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(8), block(9)])
+    generations = (1, 2, 2, 1)
+    outcomes = store.put([block(0), *(block(1, generation) for generation in generations), block(2)]).outcomes
+    kept, known = PutOutcome.STORED, PutOutcome.ALREADY_THERE
+    assert outcomes == (kept, kept, kept, known, known, kept)
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert got(again, 0, 1, 2, 8, 9) == [stored(0), stored(1, 2), stored(2), stored(8), stored(9)]
+    again.close()
+
+
+def test_what_is_deleted_while_its_batch_is_written_is_gone_and_its_slot_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(0)])
+    write = store._file.write_objects
+
+    def deleting(objects: Sequence[tuple[int, BlockObject]]) -> None:
+        write(objects)
+        store.delete([key_of(2)])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "write_objects", deleting)
+        store.put([block(number) for number in (1, 2, 3)])
+    assert got(store, 0, 1, 2, 3) == [stored(0), stored(1), None, stored(3)]
+    assert store.put([block(number) for number in range(4, 9)]).evicted == ()
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert again.exists([key_of(number) for number in range(4)]) == [True, True, False, True]
+    again.close()
+
+
+def test_a_batch_that_fails_leaves_all_of_its_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(0), block(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "write_objects", _full)
+        with pytest.raises(StoreUnavailable, match="No space left"):
+            store.put([block(number) for number in (2, 3, 4)])
+    assert store.exists([key_of(number) for number in range(5)]) == [True, True, False, False, False]
+    assert store.put([block(number) for number in range(2, 8)]).evicted == ()
     store.close()
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import gc
 
 import pytest
@@ -58,13 +57,13 @@ def test_a_loan_outlives_the_store() -> None:
 
 def test_an_object_that_fits_no_slot_is_refused() -> None:
     with host_memory(2) as memory:
-        large = dataclasses.replace(block(1), payload=memoryview(bytes(SLOT_BYTES)))
+        large = block(1)._replace(payload=memoryview(bytes(SLOT_BYTES)))
         assert memory.put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
 
 
 def test_an_object_that_can_not_be_packed_leaves_its_slot_free() -> None:
     with host_memory(1) as memory:
-        broken = dataclasses.replace(block(1), key=None)
+        broken = block(1)._replace(key=None)
         with pytest.raises(Exception, match="argument for 's' must be a bytes object"):
             memory.put([broken])
         assert memory.put([block(2)]) == type(memory.put([]))((PutOutcome.STORED,))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from radixkv.errors import ConfigError, StoreUnavailable
@@ -25,7 +23,7 @@ def got(store: MooncakeStore, *numbers: int) -> list[bytes | None]:
 def test_what_one_server_wrote_another_finds() -> None:
     with mooncake_master(free_port()) as master:
         first, second = MooncakeStore(master, OBJECT_BYTES, **SIZES), MooncakeStore(master, OBJECT_BYTES, **SIZES)
-        large = dataclasses.replace(block(9), payload=memoryview(bytes(5000)))
+        large = block(9)._replace(payload=memoryview(bytes(5000)))
         outcomes = first.put([block(1), block(2), large]).outcomes
         assert outcomes == (PutOutcome.STORED, PutOutcome.STORED, PutOutcome.TOO_LARGE)
         assert got(second, 2, 3, 1) == [stored(2), None, stored(1)]

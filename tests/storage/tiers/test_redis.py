@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import threading
 from collections.abc import Iterator
@@ -97,7 +96,7 @@ def test_batches_larger_than_a_pipeline_are_cut(server: RedisServer, monkeypatch
 
 @pytest.mark.usefixtures("client")
 def test_an_object_larger_than_any_is_refused(server: RedisServer) -> None:
-    large = dataclasses.replace(block(1), payload=memoryview(bytes(5000)))
+    large = block(1)._replace(payload=memoryview(bytes(5000)))
     assert store_of(server).put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_digest
 
-from radixkv.storage.tiers.slot_file import PAGE_BYTES, SlotFile
+from radixkv.storage.tiers.block_object import open_object
+from radixkv.storage.tiers.sealing import BlockCipher
+from radixkv.storage.tiers.slot_file import PAGE_BYTES, Line, SlotFile
 
 from .backends import native_or_skip
+from .blocks import PAYLOAD_BYTES, block, payload_of, wanted
 
 SLOT_BYTES = (1 << 20) + PAGE_BYTES
+CIPHER = BlockCipher(bytes(range(32)))
 
 
 @pytest.fixture
@@ -111,3 +115,40 @@ def test_whole_pages_are_written_in_as_few_calls_as_possible(
     ((found, _),) = file.read([(1, len(data))], [buffer])
     assert found == data
     file.close()
+
+
+@pytest.mark.parametrize("has_cipher", [False, True])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_objects_are_those_that_their_pieces_make(tmp_path: Path, *, is_native: bool, has_cipher: bool) -> None:
+    cipher = CIPHER if has_cipher else None
+    file = SlotFile(tmp_path, PAGE_BYTES, 8, native_or_skip() if is_native else None)
+    file.grow()
+    objects = [(slot, block(slot, generation=3, cipher=cipher)) for slot in (4, 0, 5)]
+    file.write_objects(objects)
+    buffers = [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in objects]
+    found = file.read([(slot, each.num_bytes) for slot, each in objects], buffers)
+    for (data, checksum), (slot, each) in zip(found, objects, strict=True):
+        assert checksum == data[-16:]
+        assert cipher is not None or data == b"".join(each.pieces())
+        assert open_object(data, wanted(slot, cipher), PAYLOAD_BYTES) == payload_of(slot)
+    file.close()
+
+
+def test_lines_of_neighbors_are_written_together(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [Line(slot, bytes([slot]) * 32, slot + 1, slot + 2, slot + 3) for slot in (3, 4, 5, 1, 0, 7)]
+    written: list[int] = []
+    pwrite = os.pwrite
+
+    def noted(descriptor: int, data: bytes, position: int) -> int:
+        written.append(len(data) // 64)
+        return pwrite(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    file.write_lines(lines)
+    assert written == [3, 1, 1, 1]
+    found = file.lines()
+    for line in lines:
+        row = found[line.slot]
+        assert (bytes(row["key"]), *(int(row[name]) for name in ("generation", "serial", "bytes"))) == line[1:]
+    assert {slot for slot in range(8) if found["serial"][slot]} == {line.slot for line in lines}
+    file.write_lines([])

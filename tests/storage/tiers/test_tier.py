@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +76,7 @@ def test_evictions_are_told_and_counted(tier: Tier) -> None:
 
 
 def test_a_block_of_another_size_is_a_miss_and_deleted(tier: Tier) -> None:
-    tier.save([replace(block(1), payload=memoryview(bytes(PAYLOAD_BYTES - 8)))]).result(PATIENCE_S)
+    tier.save([block(1)._replace(payload=memoryview(bytes(PAYLOAD_BYTES - 8)))]).result(PATIENCE_S)
     assert tier.load([wanted(1)]).result(PATIENCE_S) == [ObjectFault.FOREIGN]
     assert tier.delete([]).result(PATIENCE_S) == 0  # the deletions before it are done
     assert tier.exists([key_of(1)]).result(PATIENCE_S) == [False]
