@@ -90,7 +90,7 @@ class Answers:
         retention = request.params.retention
         if retention is None:
             return None
-        start, end = retention.range_in(request.params.num_tokens)
+        start, end = retention.range_in(request.num_prompt_tokens)
         shared_upto = start
         if retention.priority < DEFAULT_PRIORITY:
             written_from = end

@@ -89,7 +89,7 @@ class Delivery:
         if prompt_logprobs is not None and request.generation is not None:
             if (told := request.generation.prompt_logprobs) is None:
                 num_top = prompt_logprobs.token_ids.shape[1]
-                told = request.generation.prompt_logprobs = PromptLogprobs(request.params.num_tokens - 1, num_top)
+                told = request.generation.prompt_logprobs = PromptLogprobs(request.num_prompt_tokens - 1, num_top)
             told.put(start, prompt_logprobs)
         if prediction is None or prediction.refusal is not None:
             return

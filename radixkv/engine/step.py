@@ -215,7 +215,7 @@ def _of_prompt(part: Slice, logits: torch.Tensor) -> LogprobRows | None:
     generation = request.generation
     if generation is None or not request.wants_all_logits:
         return None
-    upto = min(end, request.params.num_tokens - 1)
+    upto = min(end, request.num_prompt_tokens - 1)
     following = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
     assert generation.sampling.prompt_logprobs is not None, "it wants them"
     return read_logprob_rows(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)

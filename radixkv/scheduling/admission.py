@@ -72,8 +72,7 @@ class Admitter:
         """Count the tokens that a request could reuse now, and the nodes that hold them. Complexity: one match."""
         if not request.params.read_cache:
             return 0, 0
-        match = self._cache.match(request.namespace, request.tokens)
-        return match.cached_tokens, match.num_nodes
+        return self._cache.places.cached_tokens(request.namespace, request.tokens)
 
     def urgent_tokens(self, request: Request) -> int:
         """Count the tokens that a running request has to compute until it is done, or one of its followers resumes."""
@@ -163,7 +162,7 @@ class Admitter:
         request.computed_upto = cached_tokens
         states = self._cache.parts.states
         if states is not None:
-            num_prompt_tokens, found_tokens = request.params.num_tokens, request.found_tokens
+            num_prompt_tokens, found_tokens = request.num_prompt_tokens, request.found_tokens
             request.state = states.open(lease.block_ids, cached_tokens, num_prompt_tokens, found_tokens)
         self._on_start(request)
 

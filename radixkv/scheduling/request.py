@@ -100,6 +100,7 @@ class Request:
         fetched: blocks of its prompt that came with it; None for none, and once they are used.
         invocation: where an invoked adapter begins; None if `namespace.adapter` computes all of it.
         prompt_tokens: the prompt as the cache knows it, little-endian uint32 bytes.
+        num_prompt_tokens: its length.
         tenant: its caller's tenant.
         arrival: number of requests that came before it.
         lease: its blocks; None while it holds none.
@@ -129,6 +130,7 @@ class Request:
     invocation: Invocation | None = None
     fetched: Fetched | None = None
     prompt_tokens: bytes = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     tenant: str = field(init=False)
     arrival: int = 0
     lease: PromptLease | None = None
@@ -151,7 +153,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tenant = self.params.caller.tenant
-        prompt = self.params.tokens
+        prompt, self.num_prompt_tokens = self.params.tokens, self.params.num_tokens
         self.prompt_tokens = prompt if self.invocation is None else self.invocation.marked(prompt)
 
     @property
@@ -178,18 +180,15 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Length of the prompt and the generated tokens together."""
-        num_prompt_tokens = self.params.num_tokens
-        return num_prompt_tokens if self.generation is None else num_prompt_tokens + len(self.generation.token_ids)
+        generation = self.generation
+        return self.num_prompt_tokens if generation is None else self.num_prompt_tokens + len(generation.token_ids)
 
     @property
     def num_expected_tokens(self) -> int:
         """Length that its lease in the tree has at the end if nothing stops it early."""
-        num_prompt_tokens = self.params.num_tokens
-        return (
-            num_prompt_tokens
-            if self.generation is None or self.compression is not None  # which goes on elsewhere
-            else num_prompt_tokens + self.generation.sampling.max_new_tokens
-        )
+        if self.generation is None or self.compression is not None:  # which goes on elsewhere
+            return self.num_prompt_tokens
+        return self.num_prompt_tokens + self.generation.sampling.max_new_tokens
 
     @property
     def compression(self) -> Compression | None:
@@ -201,16 +200,16 @@ class Request:
         """Entries of K/V for which it needs private blocks beside those of its prompt."""
         if self.generation is None or self.compression is None:
             return 0
-        return self.compression.most_entries(self.params.num_tokens, self.generation.sampling.max_new_tokens)
+        return self.compression.most_entries(self.num_prompt_tokens, self.generation.sampling.max_new_tokens)
 
     @property
     def tokens(self) -> bytes:
         """The prompt and the generated tokens as the cache knows them. Complexity: a copy if any was generated."""
-        return self.prompt_tokens + self.tokens_from(self.params.num_tokens)
+        return self.prompt_tokens + self.tokens_from(self.num_prompt_tokens)
 
     def tokens_from(self, start: int) -> bytes:
         """Return the generated tokens from position `start` on, marked; `start` is not inside the prompt."""
-        token_ids = [] if self.generation is None else self.generation.token_ids[start - self.params.num_tokens :]
+        token_ids = [] if self.generation is None else self.generation.token_ids[start - self.num_prompt_tokens :]
         if not token_ids:
             return b""
         mark = 0 if self.invocation is None else self.invocation.mark
@@ -227,7 +226,7 @@ class Request:
         generation = self.generation
         if generation is None or generation.sampling.prompt_logprobs is None:
             return False
-        return len(generation.prompt_logprobs or ()) < self.params.num_tokens - 1
+        return len(generation.prompt_logprobs or ()) < self.num_prompt_tokens - 1
 
     @property
     def is_decoding(self) -> bool:
@@ -253,9 +252,9 @@ class Request:
         """Its tokens so far."""
         host, disk = (self.loaded_tokens.get(name, 0) for name in ("host", "disk"))
         return Usage(
-            prompt_tokens=self.params.num_tokens,
+            prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.cached_tokens,
-            computed_tokens=self.params.num_tokens - self.cached_tokens,
+            computed_tokens=self.num_prompt_tokens - self.cached_tokens,
             written_tokens=self.written_tokens,
             generated_tokens=0 if self.generation is None else len(self.generation.token_ids),
             recomputed_tokens=self.recomputed_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -23,7 +22,8 @@ from radixkv.service.cluster.split.hand_over import HandOver
 from radixkv.service.server.health.servicer import HealthServicer
 from radixkv.service.server.identity.doors import Doors
 from radixkv.service.server.identity.gate import Gate
-from radixkv.service.server.intake.bounds import grpc_options
+from radixkv.service.server.intake.bounds import bounded_server
+from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.listen_address import host_port, not_free
@@ -49,7 +49,6 @@ _SERVICES = (
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
 _FLUSH_S = 1.0
-_TIMES_MAX_CALLS = 4
 
 
 class IngressServer:
@@ -84,18 +83,15 @@ class IngressServer:
         limits = _limits(facts)
         self._intake = Intake(config, limits, self._unfinished)
         entry = Entry(Gate(self._doors.requests), self._intake)
-        self._grpc = grpc.aio.server(
-            interceptors=[StatusInterceptor(entry)],
-            options=grpc_options(config, limits),
-            maximum_concurrent_rpcs=_TIMES_MAX_CALLS * config.max_calls,
-        )
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), self._grpc)  # type: ignore[no-untyped-call]
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
-        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
-        self._grpc.add_generic_rpc_handlers(
+        self._grpc = bounded_server(config, limits, StatusInterceptor(entry))
+        lines = CallLines(self._grpc)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), lines)  # type: ignore[no-untyped-call]
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), lines)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), lines)  # type: ignore[no-untyped-call]
+        lines.add_generic_rpc_handlers(
             (partial_handler(_CACHE, FleetCacheCalls(roll_call).methods), partial_handler(_EVENTS))
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, lines)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
 
     async def start(self) -> str:

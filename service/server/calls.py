@@ -33,13 +33,18 @@ def authorization_of(context: Context) -> str:
 
 async def answer_of(engine: Engine, mailbox: Mailbox, future: Future[Answer]) -> Answer:
     """Await the engine's answer. If the awaiting task is cancelled, `future` is too."""
-    is_known = asyncio.Event()
-    future.add_done_callback(lambda _: mailbox.post(is_known.set))
+    known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda _: mailbox.post(_tell, known))
     try:
-        await is_known.wait()
+        await known
     except asyncio.CancelledError:
         future.cancel()  # the caller went away
         raise
     if future.cancelled():
         raise engine.cancellation
     return future.result()
+
+
+def _tell(known: asyncio.Future[None]) -> None:
+    if not known.done():  # or else its task was cancelled
+        known.set_result(None)

@@ -26,7 +26,8 @@ from radixkv.service.server.garbage.survivors import frozen_survivors
 from radixkv.service.server.health.servicer import HealthServicer
 from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.gate import Gate
-from radixkv.service.server.intake.bounds import grpc_options
+from radixkv.service.server.intake.bounds import bounded_server
+from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
@@ -53,8 +54,6 @@ SERVICES = (
 ADMIN_SERVICES = (cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,)
 
 _HEALTH_PERIOD_S = 1.0
-# `Intake` refuses calls and counts that. gRPC, which does so silently, comes in only if that takes too long.
-_TIMES_MAX_CALLS = 4
 # Written answers have this long to reach their callers. Calls that watch the health never end by themselves.
 _FLUSH_S = 1.0
 
@@ -113,28 +112,28 @@ class Server:
         _add_descriptions(self._grpc, self._health, self._services)
         self._admin_grpc = None if self._doors.admins is None else self._made(self._doors.admins)
         if self._admin_grpc is not None:
-            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, self._admin_grpc)  # type: ignore[no-untyped-call]
+            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, CallLines(self._admin_grpc))  # type: ignore[no-untyped-call]
             _add_descriptions(self._admin_grpc, self._health, ADMIN_SERVICES)
 
     def _add_services(
         self, cache_servicer: CacheServicer, model_path: str | None, services: Iterable[AddService]
     ) -> tuple[str, ...]:
         """Add everything but health and reflection to the port of requests, and return the names."""
-        engine = self._engine
+        engine, lines = self._engine, CallLines(self._grpc)
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config))
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, self._grpc)  # type: ignore[no-untyped-call]
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, self._grpc)  # type: ignore[no-untyped-call]
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), self._grpc)  # type: ignore[no-untyped-call]
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, lines)  # type: ignore[no-untyped-call]
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, lines)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), lines)  # type: ignore[no-untyped-call]
         names = [*SERVICES]
         self._readers = None if engine.events is None else EventReaders(engine.events)
         if self._readers is not None:
             events = EventServicer(self._readers, engine.limits.epoch)
-            self._grpc.add_generic_rpc_handlers((events.handler(),))
+            lines.add_generic_rpc_handlers((events.handler(),))
             names.append(EVENT_SERVICE)
         shared = SharedParts(self._readers, tokenizer, grammars)
-        return (*names, *(add(self._grpc, shared) for add in services))
+        return (*names, *(add(lines, shared) for add in services))
 
     async def start(self) -> str:
         """Bind and serve.
@@ -204,12 +203,8 @@ class Server:
 
     def _made(self, door: Door) -> grpc.aio.Server:
         """Make a gRPC server without services."""
-        gate = Gate(door, self._gateway_tenant)
-        return grpc.aio.server(
-            interceptors=[StatusInterceptor(Entry(gate, self._intake, self._count_refusal))],
-            options=grpc_options(self._config, self._engine.limits),
-            maximum_concurrent_rpcs=_TIMES_MAX_CALLS * self._config.max_calls,
-        )
+        entry = Entry(Gate(door, self._gateway_tenant), self._intake, self._count_refusal)
+        return bounded_server(self._config, self._engine.limits, StatusInterceptor(entry))
 
     def _bind(self, server: grpc.aio.Server, key: str, port: int) -> int:
         """Bind a port and return its number. `key` names it in errors."""
@@ -232,7 +227,7 @@ class Server:
 
 def _add_descriptions(server: grpc.aio.Server, servicer: HealthServicer, services: Iterable[str]) -> None:
     """Add health and reflection to a server of these services."""
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, CallLines(server))
     reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
 

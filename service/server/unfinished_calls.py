@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -11,6 +13,9 @@ import grpc.aio
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _PERIOD_S = 0.005
+
+_logger = logging.getLogger(__name__)
+_endings: dict[asyncio.Task[Any], list[Callable[[Context], object]]] = {}  # what ends with a call, by its task
 
 
 def when_over(context: Context, callback: Callable[[Context], object]) -> None:
@@ -20,7 +25,19 @@ def when_over(context: Context, callback: Callable[[Context], object]) -> None:
     """
     task = asyncio.current_task()
     assert task is not None, "gRPC runs each call as a task, which ends when its status has left"
-    task.add_done_callback(lambda _: callback(context))
+    callbacks = _endings.get(task)
+    if callbacks is None:
+        callbacks = _endings[task] = []
+        task.add_done_callback(partial(_end, context))
+    callbacks.append(callback)
+
+
+def _end(context: Context, task: asyncio.Task[Any]) -> None:
+    for callback in _endings.pop(task):
+        try:
+            callback(context)
+        except Exception:  # the others are called all the same
+            _logger.exception("what ends with a call raised")
 
 
 class UnfinishedCalls:

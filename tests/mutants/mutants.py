@@ -396,7 +396,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
     Mutant("engine/steps_ahead.py", " or self._has_news()", ""),
     Mutant("engine/delivery.py", "told.put(start, prompt_logprobs)", "told.put(len(told), prompt_logprobs)"),
-    Mutant("engine/step.py", "upto = min(end, request.params.num_tokens - 1)", "upto = end - 1"),
+    Mutant("engine/step.py", "upto = min(end, request.num_prompt_tokens - 1)", "upto = end - 1"),
     Mutant("engine/step.py", "rows = [end - 1 for", "rows = [end - end for"),
     Mutant("scheduling/step_plan.py", "            self._logit_rows -= granted\n", ""),
     Mutant("engine/delivery.py", "        if self._early_ends.is_failing(request):\n            return\n", ""),

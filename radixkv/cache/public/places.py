@@ -72,7 +72,9 @@ class Places:
         match in two trees, seldom in more.
         """
         own = Place(namespace, tokens, None)
-        places = [_hung(namespace, tokens, trunk) for trunk in self._trunks(namespace, tokens)] if read else []
+        if not read or not self._public.are_any_computed:
+            return own
+        places = [_hung(namespace, tokens, trunk) for trunk in self._trunks(namespace, tokens)]
         return max((*places, own), key=self._worth) if places else own
 
     def _worth(self, place: Place) -> tuple[int, int]:
@@ -114,6 +116,12 @@ class Places:
         _, _, found_tokens, packed, num_nodes = self._trees.find(place.namespace, place.tokens)
         found_block_ids = np.frombuffer(packed, np.int32, -(-found_tokens // self._block_size))
         return Match(place.cached_tokens(found_tokens), place.block_ids(found_tokens, found_block_ids), num_nodes)
+
+    def cached_tokens(self, namespace: Namespace, tokens: bytes) -> tuple[int, int]:
+        """Count the tokens that can be reused, and the nodes that were passed, as `match` does."""
+        place = self.of(namespace, tokens)
+        _, _, found_tokens, _, num_nodes = self._trees.find(place.namespace, place.tokens)
+        return place.cached_tokens(found_tokens), num_nodes
 
     def found_tokens(self, namespace: Namespace, tokens: bytes) -> int:
         """Count the tokens before the last one whose K/V are cached, whether or not a state lets one go on there."""
@@ -183,13 +191,14 @@ class Places:
             own.usage.num_hit_tokens += trunk.num_tokens
             self._public.enter(trunk.prefix)
             lease = HungLease(tokens, trunk, own, self._public.leave)
-        own.parts = self._parts.open(
-            self._found_blocks(lease),
-            lease.cached_tokens,
-            num_tokens,
-            keeps_all=keeps_all,
-            found_tokens=place.start_tokens + own.found_tokens,
-        )
+        if self._parts.pools:
+            own.parts = self._parts.open(
+                self._found_blocks(lease),
+                lease.cached_tokens,
+                num_tokens,
+                keeps_all=keeps_all,
+                found_tokens=place.start_tokens + own.found_tokens,
+            )
         return lease
 
     def _found_blocks(self, lease: PromptLease) -> BlockIds:

@@ -69,6 +69,11 @@ class PublicPrefixes:
         """Blocks that those which are computed keep until they are unregistered."""
         return sum(self._num_blocks(each.tokens) for each in self if each.lease is not None)
 
+    @property
+    def are_any_computed(self) -> bool:
+        """Whether prompts may find any."""
+        return bool(self._computed)
+
     def holds(self, prefix: PublicPrefix) -> bool:
         """Whether a prefix is registered."""
         return self._by_name.get(prefix.name) is prefix

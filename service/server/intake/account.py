@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from radixkv.service.server.identity.gate import Admission
 from radixkv.service.server.unfinished_calls import Context
 
 
-class Kind(Enum):
-    """Kinds of accounts. Two of different kinds are never the same, whatever their names are."""
+class Kind(StrEnum):
+    """Kinds of accounts. Two of different kinds are never the same, whatever their names are.
+
+    Texts, because those of `Enum` are hashed in Python, five times a call.
+    """
 
     TENANT = "a tenant, for what is its own"
     CREDENTIAL = "a caller who is known"

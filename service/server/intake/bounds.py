@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc.aio
+
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 
@@ -15,6 +17,9 @@ _MAX_MESSAGE_BYTES = 2**31 - 1
 
 # Most bytes in memory of a call whose message is not read yet. gRPC's own window is 4 MiB a call.
 WINDOW_BYTES = 65_536
+
+# `Intake` refuses calls and counts that. gRPC, which does so silently, comes in only if that takes too long.
+_TIMES_MAX_CALLS = 4
 
 
 def largest_message_bytes(config: ServerConfig, limits: Limits) -> int:
@@ -51,3 +56,14 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         # Callers that ping more often than every 5 minutes without a call, or every 5 s, are sent away.
         ("grpc.http2.max_ping_strikes", 2),
     ]
+
+
+def bounded_server(
+    config: ServerConfig, limits: Limits, interceptor: grpc.aio.ServerInterceptor[Any, Any]
+) -> grpc.aio.Server:
+    """Make a gRPC server without services, whose calls all go through `interceptor`."""
+    return grpc.aio.server(
+        interceptors=[interceptor],
+        options=grpc_options(config, limits),
+        maximum_concurrent_rpcs=_TIMES_MAX_CALLS * config.max_calls,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from radixkv.errors import RadixKVError
@@ -31,29 +31,33 @@ class Entry:
 
     async def receive(self, method: str, parse: Parse, context: Context, *, is_endless: bool = False) -> Received:
         """Let a call begin and receive its message; see `Gate.admit` and `Intake.receive`."""
-        with self._counting():
+        try:
             admission = self._gate.admit(method, context)
             self.intake.begin(context, admission, is_endless=is_endless)
             return await self.intake.receive(parse, context, admission, is_endless=is_endless)
+        except RadixKVError as error:
+            self._count(error)
+            raise
 
     async def receive_all(self, method: str, parse: Parse, context: Context) -> AsyncGenerator[Any, None]:
         """Let a call begin and receive its messages, one after the other; see `Intake.receive_all`."""
-        with self._counting():
+        try:
             self.intake.begin(context, self._gate.admit(method, context), is_endless=True)
             async with contextlib.aclosing(self.intake.receive_all(parse, context)) as messages:
                 async for message in messages:
                     yield message
+        except RadixKVError as error:
+            self._count(error)
+            raise
 
     def send(self, context: Context, received: Received, answer: bytes) -> bytes:
         """Note an answer that is handed to gRPC, and return it; see `Intake.send`."""
-        with self._counting():
-            return self.intake.send(context, received, answer)
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
         try:
-            yield
+            return self.intake.send(context, received, answer)
         except RadixKVError as error:
-            if self._count_refusal is not None:
-                self._count_refusal(error)
+            self._count(error)
             raise
+
+    def _count(self, refusal: RadixKVError) -> None:
+        if self._count_refusal is not None:
+            self._count_refusal(refusal)

@@ -5,7 +5,8 @@ import gc
 import pytest
 
 from radixkv.service.client import AsyncClient
-from radixkv.service.server.unfinished_calls import UnfinishedCalls
+from radixkv.service.server import unfinished_calls
+from radixkv.service.server.unfinished_calls import UnfinishedCalls, when_over
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
@@ -99,3 +100,37 @@ def test_calls_that_are_over_leave_nothing_of_themselves_to_the_garbage_collecto
     with uncollected() as found:
         asyncio.run(run())
     assert not {"RPCState", "_ServicerContext", "AbortError"} & {type(each).__name__ for each in found}
+
+
+def test_all_that_ends_with_a_call_is_called_once_though_some_of_it_raises():
+    ended = []
+
+    def fail(context):
+        ended.append(("fail", context))
+        raise ValueError("expected by this test")
+
+    async def call(context):
+        when_over(context, lambda context: ended.append(("first", context)))
+        when_over(context, fail)
+        when_over(context, lambda context: ended.append(("last", context)))
+        await asyncio.sleep(0)
+        assert not ended
+
+    async def run():
+        await asyncio.gather(call("one"))
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert ended == [("first", "one"), ("fail", "one"), ("last", "one")]
+
+
+def test_nothing_is_kept_of_calls_that_are_over():
+    async def call(context):
+        when_over(context, lambda _: None)
+
+    async def run():
+        await asyncio.gather(*(call(index) for index in range(3)), asyncio.sleep(0))
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert not unfinished_calls._endings
