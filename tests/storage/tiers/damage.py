@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from radixkv.config.cache_directory import cache_directory
+from radixkv.kernels.native.library import NotCompiled, load_library
 from radixkv.model.on_cpu import native_copies
 from radixkv.storage.tiers.block_object import ObjectFault, open_object
 from radixkv.storage.tiers.block_store import StoreBackend
@@ -132,12 +134,17 @@ def served_by(store: StoreBackend) -> Counter[str]:
 
 
 def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Counter[str]:
-    """Kill writers at random moments, one after the other in one directory; returns what the next process found."""
+    """Kill writers at random moments, one after the other in one directory; returns what the next process found.
+
+    Every other one writes in C++, where there is a compiler.
+    """
     chance = random.Random(seed)
     told: Counter[str] = Counter()
+    library = _library_file()
     with tempfile.TemporaryDirectory() as folder:
         for kill in range(num_kills):
             command = [sys.executable, "-m", "tests.storage.tiers.writer", folder, str(num_slots), str(seed + kill)]
+            command += library if kill % 2 else ()
             with subprocess.Popen(command, cwd=ROOT_FOLDER, stdout=subprocess.PIPE) as process:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"ready\n"
@@ -146,6 +153,14 @@ def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Cou
             told.update(served_by(disk_at(Path(folder), num_slots, native_copies())))
             told["restarts"] += 1
     return told
+
+
+def _library_file() -> list[str]:
+    """Return the file of the compiled library, which processes that are soon killed load; none where there is none."""
+    try:
+        return [str(load_library(cache_directory())._name)]
+    except NotCompiled:
+        return []
 
 
 def main() -> int:
