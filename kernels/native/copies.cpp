@@ -89,7 +89,7 @@ int64_t write_all(int file, iovec* parts, int num_parts, int64_t position) {
   while (num_parts > 0) {
     ssize_t count = pwritev(file, parts, num_parts, position);
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return -errno;
+    if (count <= 0) return count < 0 ? -errno : -EIO;
     position += count;
     for (; num_parts > 0 && count >= static_cast<ssize_t>(parts->iov_len); ++parts, --num_parts) count -= parts->iov_len;
     if (num_parts > 0) *parts = {static_cast<uint8_t*>(parts->iov_base) + count, parts->iov_len - count};

@@ -100,7 +100,7 @@ class Request:
         fetched: blocks of its prompt that came with it; None for none, and once they are used.
         invocation: where an invoked adapter begins; None if `namespace.adapter` computes all of it.
         prompt_tokens: the prompt as the cache knows it, little-endian uint32 bytes.
-        num_prompt_tokens: its length.
+        num_prompt_tokens: its length in tokens.
         tenant: its caller's tenant.
         arrival: number of requests that came before it.
         lease: its blocks; None while it holds none.

@@ -955,6 +955,20 @@ STORE_MUTANTS = (
     ),
     Mutant("storage/tiers/namespace_names.py", 'b"\\n" + line if self._is_cut else line', "line"),
     Mutant("storage/tiers/disk.py", "            self.names.write()  # without", "            pass  # without"),
+    Mutant("storage/tiers/disk.py", "len(batch) >= most or each.key in batch", "len(batch) >= most"),
+    Mutant("storage/tiers/disk.py", "self._file.num_slots // 2)", "self._file.num_slots * 2)"),
+    Mutant(
+        "storage/tiers/disk.py",
+        "if self._table.publish(each.key, entry):",
+        "if self._table.publish(each.key, entry) or 1:",
+    ),
+    Mutant(
+        "storage/tiers/disk.py",
+        "                        self._table.abandon(each.key, slot)\n",
+        "                        pass\n",
+    ),
+    Mutant("storage/tiers/disk.py", "        self._file.clear_lines(useless)\n        return", "        return"),
+    Mutant("storage/tiers/slot_file.py", "lines[end].slot != lines[end - 1].slot + 1", "end == len(lines)"),
     Mutant("storage/tiers/tier.py", "            self._require_answers(result.outcomes, len(objects))\n", ""),
     Mutant(
         "storage/mover.py",

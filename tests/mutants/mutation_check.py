@@ -182,8 +182,8 @@ def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
     """Whether the tests fail on a copy of the project with this mutant in it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("radixkv", "tests"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("radixkv", "tests", "bench"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
         for name in _AT_TOP:
             shutil.copytree(ROOT / name, copy / "radixkv" / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)

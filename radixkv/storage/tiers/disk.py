@@ -90,7 +90,7 @@ class DiskStore(StoreBackend):
             claimed: list[tuple[int, BlockObject]] = []
             try:
                 with self._lock, _failures():
-                    self._file.clear_lines(self._claim(batch, left, claimed, outcomes, evicted))
+                    fates, gone = self._claim(batch, left, claimed)
                 if claimed:
                     with _failures():
                         self._file.write_objects(claimed)
@@ -100,6 +100,8 @@ class DiskStore(StoreBackend):
                         self._table.abandon(each.key, slot)
                 raise
             self._publish(claimed)
+            outcomes += fates
+            evicted += gone
         return PutResult(tuple(outcomes), tuple(evicted))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
@@ -175,7 +177,8 @@ class DiskStore(StoreBackend):
         """
         batch: dict[bytes, BlockObject] = {}
         for each in objects:
-            if each.key in batch or len(batch) >= min(_BATCH_BYTES // self._slot_bytes, self._file.num_slots // 2):
+            most = min(_BATCH_BYTES // self._slot_bytes, self._file.num_slots // 2)
+            if batch and (len(batch) >= most or each.key in batch):
                 yield list(batch.values())
                 batch.clear()
             batch[each.key] = each
@@ -183,19 +186,19 @@ class DiskStore(StoreBackend):
             yield list(batch.values())
 
     def _claim(
-        self,
-        batch: Sequence[BlockObject],
-        give_up: Iterator[bytes],
-        claimed: list[tuple[int, BlockObject]],
-        outcomes: list[PutOutcome],
-        evicted: list[bytes],
-    ) -> set[int]:
-        """Claim slots, and add what becomes of each object, which slots they get, and what leaves for them.
+        self, batch: Sequence[BlockObject], give_up: Iterator[bytes], claimed: list[tuple[int, BlockObject]]
+    ) -> tuple[list[PutOutcome], list[bytes]]:
+        """Claim slots. Lines of what leaves go first, so that nothing deleted comes back with the next process.
+
+        Args:
+            batch: objects with different keys.
+            give_up: as in `SlotTable.claim`.
+            claimed: gets the slots, each with its object, also if this fails.
 
         Returns:
-            Slots whose lines go before anything is written, so that nothing deleted comes back with the next process.
+            What becomes of each object, and the keys that were evicted.
         """
-        useless: set[int] = set()
+        outcomes, evicted, useless = list[PutOutcome](), list[bytes](), set[int]()
         for each in batch:
             if each.num_bytes > self._slot_bytes:
                 outcomes.append(PutOutcome.TOO_LARGE)
@@ -215,7 +218,8 @@ class DiskStore(StoreBackend):
             claimed.append((slot, each))
             if gone:
                 useless.add(slot)
-        return useless
+        self._file.clear_lines(useless)
+        return outcomes, evicted
 
     def _publish(self, written: Sequence[tuple[int, BlockObject]]) -> None:
         """Make objects known, but not those that somebody deleted meanwhile."""

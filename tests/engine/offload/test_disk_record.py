@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +82,7 @@ def test_blocks_of_invoked_adapters_are_found(tmp_path: Path) -> None:
     first, second = blocks_of(ACME, range(8))
     invoked = ACME._replace(adapter="digest")
     key = KEYS.child(KEYS.of_owner(first.key, invoked), second.tokens + b"content")
-    store(tmp_path, [first, replace(second, key=key)], [ACME, invoked])
+    store(tmp_path, [first, second._replace(key=key)], [ACME, invoked])
     assert read(tmp_path) == ([(first.key, ACME), (key, invoked)], 2)
 
 
