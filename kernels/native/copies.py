@@ -109,7 +109,8 @@ class NativeCopies:
         heads = [head for head, _ in objects]
         bodies = [np.frombuffer(body, np.uint8) for _, body in objects]
         head_bytes, body_bytes = [len(head) for head in heads], [body.size for body in bodies]
-        if any(size % _STRIPE_BYTES for size in head_bytes) or min(head_bytes) + min(body_bytes) <= _MOST_SHORT_BYTES:
+        sizes = zip(head_bytes, body_bytes, strict=True)
+        if any(head % _STRIPE_BYTES or head + body <= _MOST_SHORT_BYTES for head, body in sizes):
             return False
         addresses = [body.__array_interface__["data"][0] for body in bodies]
         numbers = [(_INT * len(each))(*each) for each in (positions, head_bytes, addresses, body_bytes)]

@@ -140,7 +140,7 @@ def test_stores_and_the_pool_are_given_copies_in_cpp(
     settings = ("tiers.host_bytes=10000000", f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
     for has_host in (True, False):
         with engine(checkpoint, *settings[not has_host :]) as served:
-            for seed in range(12):
+            for seed in range(12 if has_host else 1):
                 ask(served, seed)
                 settle(served)
     assert set(native.num_done) == {"copy_checked", "read_checked", "write_checked", "fill"}

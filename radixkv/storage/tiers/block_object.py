@@ -151,9 +151,8 @@ def object_bytes(num_tokens: int, payload_bytes: int, *, is_sealed: bool = False
     >>> object_bytes(64, 1_048_576)
     1048976
     """
-    token_bytes = num_tokens * TOKEN_BYTES
-    extra = TAG_BYTES if is_sealed else -token_bytes % _ALIGNMENT
-    return HEAD_BYTES + token_bytes + extra + payload_bytes + CHECKSUM_BYTES
+    extra = TAG_BYTES if is_sealed else _padding(num_tokens)
+    return HEAD_BYTES + num_tokens * TOKEN_BYTES + extra + payload_bytes + CHECKSUM_BYTES
 
 
 def read_head(data: memoryview | bytes) -> ObjectHead | None:

@@ -91,9 +91,8 @@ class DiskStore(StoreBackend):
             try:
                 with self._lock, _failures():
                     fates, gone = self._claim(batch, left, claimed)
-                if claimed:
-                    with _failures():
-                        self._file.write_objects(claimed)
+                with _failures():
+                    self._file.write_objects(claimed)
             except BaseException:
                 with self._lock:
                     for slot, each in claimed:

@@ -60,7 +60,7 @@ class SlotFile:
         directory: has the files, or will have them.
         slot_bytes: size of a slot, whole pages.
         max_slots: the bound; a longer file is cut.
-        native: reads and writes in C++, which take 0.8 of the time; None for none.
+        native: reads and writes in C++, which take 0.8 and 0.9 of the time; None for none.
 
     Raises:
         OSError: the files can't be opened.
