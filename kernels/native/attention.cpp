@@ -7,43 +7,15 @@
 // see it, in tiles of up to kRows rows. No operation of a row depends on the others of its tile, so neither do its bits.
 // Keys that a row does not see have a weight of 0, which changes nothing.
 
-#include "vectors.h"
-
-#include <algorithm>
-#include <cmath>
-#include <cstdlib>
-
-// Fields are told in `kernels/native/attention.py`. Rows are counted head by head: token * group_size + head.
-struct Step {
-  int32_t first_token, end_token, first_key, end_key, first_written, first_block;
-};
-
-struct Item {
-  int32_t kv_head, first_row, end_row, first_step, end_step;
-};
-
-struct Problem {
-  const int32_t *tokens, *positions, *blocks;
-  const Step* steps;
-  const Item* items;
-  int64_t num_items, most_rows;
-  int64_t num_kv_heads, group_size, head_dim, block_size;
-  int64_t query_token_stride, query_head_stride, kv_head_stride, kv_block_stride;
-  int64_t query_kind, kv_kind;
-  int64_t window, num_threads;
-  double scale, softcap;
-};
+#include "attention.h"
 
 namespace {
 
-constexpr int kKeys = 64;
-constexpr int kPair = 2 * kLanes;  // keys whose scores are computed at once
 constexpr int kRows = kRegisters == 32 ? 8 : 6;
 constexpr int kAsks = 8;  // of a tile for parts of the next block
 // Few rows wait for K and V of float32: 16 tokens over 8,192 took 1.2 times as long without asking, 1 token 1.4 times.
 // Many rows are multiplied for longer than the next block is on its way, and asking takes 3 to 5 % of their time.
 constexpr int64_t kMostAskingRows = 128;
-constexpr float kNothingSeen = -1e30f;  // finite, so that the difference of two is a number
 
 // Multiplies in float32. A word is one number.
 struct InFloat32 {
@@ -121,12 +93,6 @@ struct InBfloat16 {
   }
 };
 #endif
-
-// Where keys of a block are, and their values; as many as there are vectors of scores to fill.
-struct Found {
-  const void *keys[kKeys], *values[kKeys];
-  int num_keys = 0;
-};
 
 // What one thread works with, for the rows of an item.
 template <class Arithmetic>
@@ -237,13 +203,6 @@ __attribute__((noinline)) void add_values(const typename Arithmetic::Word* weigh
   }
 }
 
-// softcap * tanh(x / softcap), times log2(e). `doubled` is 2 * log2(e) * x / softcap.
-inline Floats capped(Floats doubled, double softcap) {
-  const Floats one = all(1.0f);
-  const Floats tanh = one - all(2.0f) / (exp2_of(smaller(doubled, all(100.0f))) + one);
-  return tanh * all(static_cast<float>(softcap) * kLog2e);
-}
-
 // Lets `R` rows meet the keys [first_key, end_key), which are laid out: up to kKeys of them. Asks for some of the next
 // block before each product, which all at once would have to wait for.
 template <class Arithmetic, int R, bool kIsAsking>
@@ -317,24 +276,6 @@ void meet_tile(int num_rows, const Problem& problem, Scratch<Arithmetic>& scratc
     if (num_rows < R)
       return meet_tile<Arithmetic, R - 1, kIsAsking>(num_rows, problem, scratch, row, positions, first_key, end_key);
   meet<Arithmetic, R, kIsAsking>(problem, scratch, row, positions, first_key, end_key);
-}
-
-// Finds the keys [first_key, end_key) of a step, and their values. Keys that are not written are zeros.
-void find(const Problem& problem, const Step& step, int64_t kv_head, const char* key, const char* value, int first_key,
-          int end_key, const float* zeros, Found& found) {
-  found.num_keys = (end_key - first_key + kPair - 1) / kPair * kPair;
-  for (int i = 0; i < found.num_keys; i++) {
-    const int at = first_key + i;
-    if (at >= end_key || at < step.first_written) {
-      found.keys[i] = found.values[i] = zeros;
-      continue;
-    }
-    const int64_t block = problem.blocks[step.first_block + at / problem.block_size - step.first_key / problem.block_size];
-    const int64_t number = kv_head * problem.kv_head_stride + block * problem.kv_block_stride +
-                           at % problem.block_size * problem.head_dim;
-    found.keys[i] = key + number * bytes_of(problem.kv_kind);
-    found.values[i] = value + number * bytes_of(problem.kv_kind);
-  }
 }
 
 // Lays out the keys that were found, and their values.
@@ -447,6 +388,7 @@ void attend_all(const Problem& problem, const void* query, const void* key, cons
 
 extern "C" void radixkv_attend(const Problem* problem, const void* query, const void* key, const void* value,
                                void* output, const float* sinks) {
+  if (attend_in_tiles(*problem, query, key, value, output, sinks)) return;
 #ifdef __AVX512BF16__
   if (problem->query_kind == kBfloat16) return attend_all<InBfloat16>(*problem, query, key, value, output, sinks);
 #endif

@@ -21,14 +21,15 @@ from pathlib import Path
 
 import torch
 
-from radixkv.kernels.native.processor import processor_facts
+from radixkv.kernels.native.processor import processor_capability, processor_facts
 
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 # Bits must not depend on what a compiler fuses where. OpenMP's functions are those of torch, which has loaded them.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
-_WITHOUT_AVX512 = ("-mno-avx512f",)
+# Left out, by what a processor is taken to have.
+_LEFT_OUT = {"AMX": (), "AVX512": ("-mno-amx-bf16",), "AVX2": ("-mno-amx-bf16", "-mno-avx512f")}
 _TIMEOUT_S = 300.0
 
 # How numbers are stored, as `vectors.h` counts.
@@ -47,16 +48,15 @@ def load_library(
     Args:
         folder: where it is kept; made if it is missing.
         environment: names the compiler, `CXX`, and where to look for one, `PATH`.
-        capability: what the processor has, as `torch.backends.cpu.get_cpu_capability` says; None asks that.
+        capability: what the processor has, AMX, AVX512 or AVX2; None asks torch.
 
     Raises:
         NotCompiled: it can't be made or loaded here.
     """
-    capability = capability or torch.backends.cpu.get_cpu_capability()
-    if platform.system() != "Linux" or not capability.startswith("AVX"):
+    capability = capability or processor_capability()
+    if platform.system() != "Linux" or capability not in _LEFT_OUT:
         raise NotCompiled("it needs Linux and a processor with AVX2")
-    compiler = _find_compiler(environment)
-    flags = _FLAGS if capability.startswith("AVX512") else _FLAGS + _WITHOUT_AVX512
+    compiler, flags = _find_compiler(environment), (*_FLAGS, *_LEFT_OUT[capability])
     file = folder / f"native-{_digest(compiler, flags)}.so"
     with contextlib.suppress(OSError):  # there is none, or it is damaged
         return ctypes.CDLL(str(file))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 _CPUINFO = Path("/proc/cpuinfo")
 # Of x86, and `Features` of ARM.
 _NAMES = ("model name", "flags", "Features", "stepping")
@@ -23,3 +25,9 @@ def processor_facts(cpuinfo: Path = _CPUINFO) -> list[str]:
     except OSError:
         return []
     return sorted({line for line in lines if line.startswith(_NAMES)})
+
+
+def processor_capability() -> str:
+    """Return what kernels may use: AMX, AVX512, AVX2, or DEFAULT for less. Torch can be told to do with less."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "AMX" if capability == "AVX512" and torch.cpu._is_amx_tile_supported() else capability

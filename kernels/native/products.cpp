@@ -6,24 +6,12 @@
 // A number of the result is one sum over all words, from the first to the last, in a register or stored in float32
 // between two blocks of words. No operation of a row depends on others, so its bits do not depend on how many there are.
 
-#include "vectors.h"
+#include "products.h"
 
-#include <algorithm>
-#include <cstdlib>
 #include <type_traits>
-
-// Fields are told in `kernels/native/products.py`.
-struct Product {
-  const void* rows;
-  const void *weight, *other_weight;
-  const void *bias, *other_bias;
-  void* out;
-  int64_t num_rows, in_features, out_features, kind, num_threads;
-};
 
 namespace {
 
-constexpr int kFeatures = 2 * kLanes;
 constexpr int kRows = kRegisters == 32 ? 12 : 6;  // of a tile, whose sums nearly fill the registers
 constexpr int64_t kMostRows = kRegisters == 32 ? 516 : 258;  // whose words fit in a cache
 constexpr int64_t kMostWords = 448;
@@ -147,40 +135,6 @@ void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_
   }
 }
 
-Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, Lanes lanes) {
-  const Floats sum = load_floats(sums);
-  return bias ? sum + load(bias, at, kind, lanes) : sum;
-}
-
-// Adds the bias to the sums of some panels, gates those of the other weight with them, and stores the result.
-void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
-            const float* sums, int64_t stride) {
-  const int64_t first = panel * kFeatures, end = std::min(product.out_features, first + num_panels * kFeatures);
-  for (int64_t r = 0; r < num_rows; r++)
-    for (int64_t f = first; f < end; f += kLanes) {
-      const Lanes lanes = first_lanes(product.out_features - f);
-      const float* at = sums + r * stride + f - first;
-      Floats number = with_bias(at, product.bias, f, product.kind, lanes);
-      if (product.other_weight)
-        number = silu_of(number) * with_bias(at + num_rows * stride, product.other_bias, f, product.kind, lanes);
-      store(product.out, (first_row + r) * product.out_features + f, product.kind, lanes, number);
-    }
-}
-
-// Memory of one call.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : memory_(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
-  ~Scratch() { std::free(memory_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  template <class T>
-  T* as() const { return static_cast<T*>(memory_); }
-
- private:
-  void* memory_;
-};
-
 // Up to `kMostRows` rows. Sums are kept in the result where it has their shape; elsewhere a panel is summed up at once.
 template <class Arithmetic>
 void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
@@ -226,7 +180,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
                                  stride, block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
         }
-        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, stride);
+        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, sums + num_rows * stride, stride);
       }
     }
   }
@@ -285,6 +239,7 @@ extern "C" void radixkv_lay_out(const void* weight, int64_t num_features, int64_
 }
 
 extern "C" void radixkv_multiply(const Product* product) {
+  if (multiply_in_tiles(*product)) return;
   if (product->kind == kFloat32) return multiply_all<InFloat32<kFloat32>>(*product);
   product->kind == kBfloat16 ? multiply_all<InBfloat16>(*product) : multiply_all<InFloat32<kFloat16>>(*product);
 }

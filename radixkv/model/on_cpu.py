@@ -6,8 +6,6 @@ import ctypes
 import logging
 from functools import cache
 
-import torch
-
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.native import products
 from radixkv.kernels.native.copies import NativeCopies
@@ -44,14 +42,11 @@ def native_copies() -> NativeCopies | None:
 def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:
     """Return the kernels that may serve, by name, the preferred ones first.
 
-    Torch's attention serves quantized pools, and bfloat16 where a processor has AMX, which it multiplies with.
+    Torch's attention serves quantized pools.
 
     Args:
         use: the demands of a model on a CPU.
     """
     candidates: dict[str, AttentionKernels] = {TORCH: TorchKernels()}
-    has_amx = use.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    if use.shape.dtype not in KINDS or has_amx:
-        return candidates
-    library = native_library()
+    library = native_library() if use.shape.dtype in KINDS else None
     return candidates if library is None else {NATIVE: NativeKernels(library), **candidates}

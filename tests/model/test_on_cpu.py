@@ -1,4 +1,4 @@
-"""The attention in C++ is a candidate where it can be compiled and torch's is not known to be better."""
+"""The attention in C++ is a candidate where it can be compiled."""
 
 import ctypes
 import logging
@@ -20,7 +20,6 @@ CPU = torch.device("cpu")
 def has_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cpu, "native_library", lambda: ctypes.CDLL(None))
     monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: None)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
 def candidates(dtype: torch.dtype, kv_dtype: str = "auto") -> list[str]:
@@ -36,12 +35,6 @@ def test_attention_in_cpp_comes_first(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
 def test_a_quantized_pool_is_torchs(kv_dtype: str) -> None:
     assert candidates(torch.float32, kv_dtype) == BOTH[1:]
-
-
-def test_bfloat16_is_torchs_where_the_processor_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert candidates(torch.bfloat16) == BOTH[1:]
-    assert candidates(torch.float32) == BOTH
 
 
 def test_the_log_says_once_why_there_is_no_attention_in_cpp(

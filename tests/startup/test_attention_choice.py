@@ -251,7 +251,6 @@ def has_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels in C++ that compute what torch does, on any machine."""
     monkeypatch.setattr(on_cpu, "native_library", lambda: ctypes.CDLL(None))
     monkeypatch.setattr(on_cpu, "NativeKernels", lambda library: Native())
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
 class Native(Broken):

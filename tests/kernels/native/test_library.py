@@ -22,7 +22,7 @@ MAKES_NO_LIBRARY = COMPILER.replace(f"cp {_ctypes.__file__}", "echo made >")
 
 @pytest.fixture(autouse=True)
 def has_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(library, "processor_capability", lambda: "AVX512")
 
 
 def compiler(folder: Path, text: str = COMPILER) -> dict[str, str]:
@@ -44,7 +44,7 @@ def test_a_compiler_that_was_asked_for_is_not_replaced_by_another(tmp_path: Path
 
 
 def test_other_processors_have_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(library, "processor_capability", lambda: "DEFAULT")
     with pytest.raises(NotCompiled, match="AVX2"):
         load_library(tmp_path)
 
@@ -71,11 +71,12 @@ def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
 
 def test_vectors_are_as_wide_as_torch_says(tmp_path: Path) -> None:
     environment = compiler(tmp_path / "bin")
-    for capability in ("AVX512", "AVX2"):
+    for capability in ("AMX", "AVX512", "AVX2"):
         load_library(tmp_path / "kept", environment, capability=capability)
-    assert len(list((tmp_path / "kept").iterdir())) == 2
+    assert len(list((tmp_path / "kept").iterdir())) == 3
     compiled = [call for call in (tmp_path / "bin" / "calls").read_text().splitlines() if "-march=native" in call]
-    assert 2 * sum("-mno-avx512f" in call for call in compiled) == len(compiled) > 0
+    assert 3 * sum("-mno-avx512f" in call for call in compiled) == len(compiled) > 0
+    assert 3 * sum("-mno-amx-bf16" in call for call in compiled) == 2 * len(compiled)
 
 
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from radixkv.kernels.native.processor import processor_facts
+import pytest
+import torch
+
+from radixkv.kernels.native.processor import processor_capability, processor_facts
 
 X86 = """processor\t: {number}
 model name\t: AMD EPYC
@@ -24,3 +27,15 @@ def test_processors_of_arm_are_told_by_their_features(tmp_path: Path) -> None:
 
 def test_other_systems_tell_nothing(tmp_path: Path) -> None:
     assert processor_facts(tmp_path / "cpuinfo") == []
+
+
+@pytest.mark.parametrize(
+    ("torch_says", "has_tiles", "expected"),
+    [("AVX512", True, "AMX"), ("AVX512", False, "AVX512"), ("AVX2", True, "AVX2"), ("DEFAULT", False, "DEFAULT")],
+)
+def test_tiles_are_used_where_vectors_are_as_wide(
+    torch_says: str, has_tiles: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: torch_says)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    assert processor_capability() == expected

@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.linear_packings import packings_for
 from radixkv.kernels.native import products
+from radixkv.kernels.native.library import load_library
+from radixkv.kernels.native.processor import processor_capability
+from radixkv.kernels.sum_order import cancelling_product
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Features out and in: less than a vector and a panel, whole ones, more words than a cache holds at once, and panels
-# that are left when others are read together.
-SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866), (113, 50)]
+# that are left when others are read together. The last two fill tiles.
+SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866), (113, 50), (31, 32), (65, 2080)]
 # Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once.
 ROWS = [1, 2, 5, 6, 7, 11, 12, 13, 25, 100, 258, 259, 516, 517, 1033]
 TOLERANCE = {
@@ -65,12 +69,13 @@ def test_weights_may_be_laid_out_as_one(dtype: torch.dtype) -> None:
         assert torch.equal(products.multiply(rows, products.Panels(*weights), None), whole)
 
 
+@pytest.mark.parametrize(("in_features", "num_rows"), [(130, 30), (64, 30), (2080, 520)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype) -> None:
-    weight = numbers(200, 130, dtype=dtype) / 8
+def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype, in_features: int, num_rows: int) -> None:
+    weight = numbers(200, in_features, dtype=dtype) * in_features**-0.5
     up = -weight.flip(0)
     bias, up_bias = (numbers(200, dtype=dtype) * sign for sign in (1, -1))
-    rows = numbers(30, 130, dtype=dtype)
+    rows = numbers(num_rows, in_features, dtype=dtype)
     panels, up_panels = products.Panels(weight), products.Panels(up)
     wide = [each.double() for each in (rows, weight, up)]
     for first, second in ((None, None), (bias, None), (None, up_bias), (bias, up_bias)):
@@ -87,8 +92,9 @@ def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype) -> No
             assert torch.equal(products.gate(part, panels, first, up_panels, second), got[-num_rows:])
 
 
-def test_special_numbers_stay_in_their_row() -> None:
-    rows, panels = numbers(14, 40, dtype=torch.float32), products.Panels(numbers(50, 40, dtype=torch.float32))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_numbers_stay_in_their_row(dtype: torch.dtype) -> None:
+    rows, panels = numbers(14, 64, dtype=dtype), products.Panels(numbers(50, 64, dtype=dtype))
     expected = products.multiply(rows, panels, None)
     rows[3, 7], rows[12, 39] = float("nan"), float("inf")
     got = products.multiply(rows, panels, None)
@@ -96,6 +102,21 @@ def test_special_numbers_stay_in_their_row() -> None:
     assert torch.equal(got[others], expected[others])
     assert got[3].isnan().all()
     assert not got[12].isfinite().any()
+
+
+@pytest.mark.skipif(processor_capability() != "AMX", reason="a processor without tiles")
+def test_tiles_multiply_what_fills_them() -> None:
+    """They add up in another order than vectors, which shows where numbers cancel."""
+    got = []
+    for capability in ("AVX512", "AMX"):
+        products.use(load_library(cache_directory(), capability=capability))
+        bits = []
+        for in_features in (1024, 1026):
+            rows, weight, _ = cancelling_product(torch.empty(50, in_features, dtype=torch.bfloat16), None, 20)
+            bits.append(products.multiply(rows, products.Panels(weight), None))
+        got.append(bits)
+    assert not torch.equal(got[0][0], got[1][0])
+    assert torch.equal(got[0][1], got[1][1])
 
 
 def test_a_gate_of_large_numbers_is_finite() -> None:

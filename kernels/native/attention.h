@@ -1,0 +1,68 @@
+// What is attended to, and what the ways to do so have in common.
+#pragma once
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+
+// Fields are told in `kernels/native/attention.py`. Rows are counted head by head: token * group_size + head.
+struct Step {
+  int32_t first_token, end_token, first_key, end_key, first_written, first_block;
+};
+
+struct Item {
+  int32_t kv_head, first_row, end_row, first_step, end_step;
+};
+
+struct Problem {
+  const int32_t *tokens, *positions, *blocks;
+  const Step* steps;
+  const Item* items;
+  int64_t num_items, most_rows;
+  int64_t num_kv_heads, group_size, head_dim, block_size;
+  int64_t query_token_stride, query_head_stride, kv_head_stride, kv_block_stride;
+  int64_t query_kind, kv_kind;
+  int64_t window, num_threads;
+  double scale, softcap;
+};
+
+constexpr int kKeys = 64;              // of a block, which rows meet at once
+constexpr int kPair = 2 * kLanes;      // keys whose scores are computed at once
+constexpr float kNothingSeen = -1e30f;  // finite, so that the difference of two is a number
+
+// Attends in tiles, if the processor has them and they can hold the numbers.
+bool attend_in_tiles(const Problem& problem, const void* query, const void* key, const void* value, void* output,
+                     const float* sinks);
+
+// Where keys of a block are, and their values; as many as there are vectors of scores to fill.
+struct Found {
+  const void *keys[kKeys], *values[kKeys];
+  int num_keys = 0;
+};
+
+// Finds the keys [first_key, end_key) of a step, and their values. Keys that are not written are zeros.
+inline void find(const Problem& problem, const Step& step, int64_t kv_head, const char* key, const char* value,
+                 int first_key, int end_key, const float* zeros, Found& found) {
+  found.num_keys = (end_key - first_key + kPair - 1) / kPair * kPair;
+  for (int i = 0; i < found.num_keys; i++) {
+    const int at = first_key + i;
+    if (at >= end_key || at < step.first_written) {
+      found.keys[i] = found.values[i] = zeros;
+      continue;
+    }
+    const int64_t block = problem.blocks[step.first_block + at / problem.block_size - step.first_key / problem.block_size];
+    const int64_t number = kv_head * problem.kv_head_stride + block * problem.kv_block_stride +
+                           at % problem.block_size * problem.head_dim;
+    found.keys[i] = key + number * bytes_of(problem.kv_kind);
+    found.values[i] = value + number * bytes_of(problem.kv_kind);
+  }
+}
+
+// softcap * tanh(x / softcap), times log2(e). `doubled` is 2 * log2(e) * x / softcap.
+inline Floats capped(Floats doubled, double softcap) {
+  const Floats one = all(1.0f);
+  const Floats tanh = one - all(2.0f) / (exp2_of(smaller(doubled, all(100.0f))) + one);
+  return tanh * all(static_cast<float>(softcap) * kLog2e);
+}

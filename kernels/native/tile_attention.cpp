@@ -1,0 +1,365 @@
+// Attention of bfloat16 in tiles. `attention.cpp` says what is computed, and in which order.
+//
+//   scores   [64 keys][16 rows] = keys, where they lie * queries, laid out once a step       two tiles each, dim by dim
+//   sums     [dims][16 rows]   += values, laid out for 64 keys * weights, two keys a word
+//
+// A row is a lane of all vectors, so that none has to be added up across its lanes.
+
+#include "attention.h"
+#include "tiles.h"
+
+#ifdef RADIXKV_TILES
+namespace {
+
+constexpr int64_t kTileNumbers = kLines * kTileWords;
+
+// 2 to the power of numbers of 0 and less, within 9e-5 of it: weights are rounded to bfloat16, whose half is 2e-3. Exactly 1 for 0.
+Floats weight_of(Floats x) {
+  const Parts parts = parts_of(x);
+  Floats sum = multiply_add(all(7.7067241e-2f), parts.rest, all(2.2764498e-1f));
+  sum = multiply_add(sum, parts.rest, all(6.9511664e-1f));
+  sum = multiply_add(sum, parts.rest, all(1.0f));
+  return times_power_of_2(sum, parts);
+}
+
+// 16 rows of an item that follow each other, or fewer at its end.
+struct Rows {
+  int64_t first;
+  int count;
+  alignas(64) int32_t positions[kLines];
+  Floats largest, weight_sums;
+  uint32_t* query;  // [words][16 rows]
+  float* sums;      // [dims][16 rows]
+  // For the step and the keys at hand:
+  Words seen;     // positions of rows of the step; -1 for others, which see no key and stay as they are
+  int lowest, highest;
+  bool are_all;
+  int num_pairs;  // of vectors of keys, up to the last one that is seen; 0 if none is
+  bool is_masked;
+
+  // Says which rows a step has: those of the item in [from, to).
+  void choose(int64_t from, int64_t to) {
+    alignas(64) int32_t chosen[kLines];
+    lowest = INT32_MAX, highest = -1;
+    for (int r = 0; r < kLines; r++) {
+      const bool is_chosen = r < count && first + r >= from && first + r < to;
+      chosen[r] = is_chosen ? positions[r] : -1;
+      if (is_chosen) lowest = std::min(lowest, positions[r]), highest = std::max(highest, positions[r]);
+    }
+    are_all = from <= first && first + count <= to;
+    seen = _mm512_load_si512(chosen);
+  }
+
+  void look(const Problem& problem, int first_key, int end_key) {
+    const int window = static_cast<int>(problem.window), last_key = std::min(end_key - 1, highest);
+    const bool sees_none = last_key < first_key || (window && end_key <= lowest - window + 1);
+    num_pairs = sees_none ? 0 : (last_key - first_key) / kPair + 1;
+    is_masked = !are_all || first_key + kKeys > std::min(lowest + 1, end_key) ||
+                (window && first_key <= highest - window);
+  }
+};
+
+class Attention {
+ public:
+  Attention(const Problem& problem, const char* query, const char* key, const char* value, char* output,
+            const float* sinks)
+      : problem_(problem), query_(query), key_(key), value_(value), output_(output), sinks_(sinks),
+        words_((problem.head_dim + 2 * kTileWords - 1) / (2 * kTileWords) * kTileWords),
+        dims_((problem.head_dim + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes),
+        reads_in_place_(problem.kv_kind == kBfloat16 && problem.head_dim % (2 * kTileWords) == 0 &&
+                        problem.block_size % kLines == 0),
+        num_tiles_((problem.most_rows + kLines - 1) / kLines), rows_(new Rows[num_tiles_]) {
+    const int64_t sizes[] = {num_tiles_ * words_ * kLines, num_tiles_ * dims_ * kLines, 2 * kKeys * kLines,
+                             kKeys / 2 * kLines,           kKeys * words_,              kKeys / 2 * dims_,
+                             2 * kTileNumbers,             kLines * words_};
+    int64_t starts[8], total = 0;
+    for (int i = 0; i < 8; i++) {
+      starts[i] = total;
+      total += (sizes[i] + 15) / 16 * 16;
+    }
+    memory_ = static_cast<float*>(aligned_alloc(64, total * 4));
+    if (memory_ == nullptr) abort();
+    query_words_ = reinterpret_cast<uint32_t*>(memory_ + starts[0]);
+    sums_ = memory_ + starts[1];
+    scores_ = memory_ + starts[2];
+    weights_ = reinterpret_cast<uint32_t*>(memory_ + starts[3]);
+    copied_keys_ = reinterpret_cast<uint32_t*>(memory_ + starts[4]);
+    values_ = reinterpret_cast<uint32_t*>(memory_ + starts[5]);
+    added_ = memory_ + starts[6];
+    zeros_ = memory_ + starts[7];
+    memset(zeros_, 0, kLines * words_ * 4);
+  }
+  ~Attention() {
+    free(memory_);
+    delete[] rows_;
+  }
+  Attention(const Attention&) = delete;
+
+  void attend(const Item& item) {
+    const int64_t num_rows = item.end_row - item.first_row;
+    for (int64_t row = 0; row < num_rows; row += kLines) begin(item, row, std::min<int64_t>(kLines, num_rows - row));
+    for (int s = item.first_step; s < item.end_step; s++) {
+      const Step& step = problem_.steps[s];
+      const int64_t first = std::max<int64_t>(step.first_token * problem_.group_size, item.first_row) - item.first_row;
+      const int64_t end = std::min<int64_t>(step.end_token * problem_.group_size, item.end_row) - item.first_row;
+      if (first < end) meet_keys(item, step, first, end);
+    }
+    for (int64_t row = 0; row < num_rows; row += kLines) finish(item, rows_[row / kLines]);
+  }
+
+ private:
+  int64_t head_of(const Item& item, int64_t row) const {
+    return item.kv_head * problem_.group_size + (item.first_row + row) % problem_.group_size;
+  }
+  int64_t token_of(const Item& item, int64_t row) const { return (item.first_row + row) / problem_.group_size; }
+
+  // Lays out what up to 16 rows have, a row a lane.
+  void begin(const Item& item, int64_t first, int64_t count) {
+    const int64_t t = first / kLines;
+    Rows& rows = rows_[t];
+    rows.first = first;
+    rows.count = static_cast<int>(count);
+    rows.query = query_words_ + t * words_ * kLines;
+    rows.sums = sums_ + t * dims_ * kLines;
+    const char* queries[kLines];
+    alignas(64) float largest[kLines];
+    for (int r = 0; r < kLines; r++) {
+      const int64_t row = first + std::min<int64_t>(r, count - 1), token = token_of(item, row), head = head_of(item, row);
+      queries[r] = query_ + 2 * (problem_.tokens[token] * problem_.query_token_stride + head * problem_.query_head_stride);
+      rows.positions[r] = problem_.positions[token];
+      largest[r] = sinks_ ? sinks_[head] * kLog2e : kNothingSeen;
+    }
+    rows.largest = load_floats(largest);
+    rows.weight_sums = all(sinks_ ? 1.0f : 0.0f);
+    Words lines[kLines];
+    for (int64_t w = 0; w < words_; w += kTileWords) {
+      for (int r = 0; r < kLines; r++) lines[r] = load_pairs(queries[r], kBfloat16, 2 * w);
+      transpose(lines);
+      for (int i = 0; i < kTileWords; i++) store_words(rows.query + (w + i) * kLines, 0xffff, lines[i]);
+    }
+    memset(rows.sums, 0, dims_ * kLines * sizeof(float));
+  }
+
+  // Lets the rows [first, end) of an item meet the keys of a step, 64 after the other.
+  void meet_keys(const Item& item, const Step& step, int64_t first, int64_t end) {
+    Rows *begin = rows_ + first / kLines, *stop = rows_ + (end + kLines - 1) / kLines;
+    for (Rows* rows = begin; rows < stop; rows++) rows->choose(first, end);
+    for (int first_key = step.first_key; first_key < step.end_key; first_key += kKeys) {
+      const int end_key = std::min(step.end_key, first_key + kKeys);
+      find(problem_, step, item.kv_head, key_, value_, first_key, end_key, zeros_, found_);
+      lay_out_keys();
+      lay_out_values();
+      // Scores are computed one tile of rows ahead, beside the weights of the one before.
+      for (Rows* rows = begin; rows <= stop; rows++) {
+        if (rows < stop) {
+          rows->look(problem_, first_key, end_key);
+          score(*rows, scores_of(*rows));
+        }
+        if (rows > begin) add(rows[-1], scores_of(rows[-1]), first_key, end_key);
+      }
+    }
+  }
+
+  float* scores_of(const Rows& rows) const { return scores_ + (&rows - rows_) % 2 * kKeys * kLines; }
+
+  // 32 numbers of a vector as bfloat16; 0 behind its end.
+  Words load_pairs(const char* vector, int64_t kind, int64_t at) const {
+    const int64_t left = problem_.head_dim - at;
+    if (kind == kBfloat16) {
+      const __mmask32 mask = left >= 32 ? 0xffffffffu : left <= 0 ? 0 : (1u << left) - 1;
+      return _mm512_maskz_loadu_epi16(mask, vector + at * 2);
+    }
+    const Floats low = load(vector, at, kind, first_lanes(std::max<int64_t>(left, 0)));
+    const Floats high = load(vector, at + kLanes, kind, first_lanes(std::max<int64_t>(left - kLanes, 0)));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  }
+
+  // Finds 16 keys after the other in the pool, or copies them.
+  void lay_out_keys() {
+    for (int i = 0; i < found_.num_keys; i += kLines) {
+      const void*& tile = keys_[i / kLines] = zeros_;
+      if (reads_in_place_) {
+        // Others of the 16 that are not written are not seen. They lie in the same block.
+        for (int k = kLines - 1; k >= 0; k--)
+          if (found_.keys[i + k] != zeros_) tile = static_cast<const char*>(found_.keys[i + k]) - k * words_ * 4;
+        continue;
+      }
+      tile = copied_keys_ + i * words_;
+      for (int k = i; k < i + kLines; k++)
+        for (int64_t w = 0; w < words_; w += kTileWords)
+          store_words(copied_keys_ + k * words_ + w, 0xffff,
+                      load_pairs(static_cast<const char*>(found_.keys[k]), problem_.kv_kind, 2 * w));
+    }
+  }
+
+  // Lays out values in tiles of 16 dimensions and 32 keys: [dims / 16][2][16 dims][16 words].
+  void lay_out_values() {
+    alignas(64) static constexpr uint16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const Words low = _mm512_load_si512(kPairs), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+    for (int i = 0; i < found_.num_keys; i += kPair)
+      for (int64_t d = 0; d < dims_; d += 2 * kLines) {
+        Words first[kTileWords], second[kTileWords];
+        for (int w = 0; w < kTileWords; w++) {
+          const Words a = load_pairs(static_cast<const char*>(found_.values[i + 2 * w]), problem_.kv_kind, d);
+          const Words b = load_pairs(static_cast<const char*>(found_.values[i + 2 * w + 1]), problem_.kv_kind, d);
+          first[w] = _mm512_permutex2var_epi16(a, low, b);
+          second[w] = _mm512_permutex2var_epi16(a, high, b);
+        }
+        transpose(first);
+        transpose(second);
+        uint32_t* to = values_ + (d / kLines * 2 + i / kPair) * kTileNumbers;
+        for (int line = 0; line < kLines; line++) {
+          store_words(to + line * kTileWords, 0xffff, first[line]);
+          store_words(to + 2 * kTileNumbers + line * kTileWords, 0xffff, second[line]);
+        }
+      }
+  }
+
+  void score(const Rows& rows, float* scores) const {
+    if (rows.num_pairs == 0) return;
+    const int64_t stride = words_ * 4;
+    const bool has_two = rows.num_pairs == 2;
+    clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+    for (int64_t w = 0; w < words_; w += kTileWords) {
+      load_tile<4>(rows.query + w * kLines, 64);
+      load_tile<6>(static_cast<const uint32_t*>(keys_[0]) + w, stride);
+      add_products<0, 6, 4>();
+      load_tile<7>(static_cast<const uint32_t*>(keys_[1]) + w, stride);
+      add_products<1, 7, 4>();
+      if (!has_two) continue;
+      load_tile<6>(static_cast<const uint32_t*>(keys_[2]) + w, stride);
+      add_products<2, 6, 4>();
+      load_tile<7>(static_cast<const uint32_t*>(keys_[3]) + w, stride);
+      add_products<3, 7, 4>();
+    }
+    store_tile<0>(scores, 64), store_tile<1>(scores + kTileNumbers, 64);
+    if (has_two) store_tile<2>(scores + 2 * kTileNumbers, 64), store_tile<3>(scores + 3 * kTileNumbers, 64);
+  }
+
+  // Adds weighted values of the keys from `first_key` on to what rows have summed up.
+  void add(Rows& rows, float* scores, int first_key, int end_key) {
+    if (rows.num_pairs == 0) return;
+    const int num_keys = rows.num_pairs * kPair;
+    // A score is multiplied and rounded like the largest one, so that no difference is above 0, however large they are.
+    const double power = kLog2e * problem_.scale;
+    const Floats factor = all(problem_.softcap ? 1.0f : static_cast<float>(power));
+    if (problem_.softcap) {
+      const Floats cap_factor = all(static_cast<float>(2 * power / problem_.softcap));
+      for (int k = 0; k < num_keys; k++) {
+        float* score = scores + k * kLines;
+        store_floats(score, capped(load_floats(score) * cap_factor, problem_.softcap));
+      }
+    }
+    if (rows.is_masked) hide(rows, scores, first_key, end_key, num_keys);
+    Floats tops[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+    for (int k = 0; k < num_keys; k += 4)
+      for (int i = 0; i < 4; i++) tops[i] = larger(tops[i], load_floats(scores + (k + i) * kLines));
+    const Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
+    const Floats largest = larger(rows.largest, top * factor), shrink = exp2_of(rows.largest - largest);
+    rows.largest = largest;
+
+    alignas(64) static constexpr uint16_t kPairs[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const Words pairs = _mm512_load_si512(kPairs);
+    Floats weight_sums[2] = {all(0.0f), all(0.0f)};
+    for (int k = 0; k < num_keys; k += 2) {
+      const Floats a = weight_of(load_floats(scores + k * kLines) * factor - largest);
+      const Floats b = weight_of(load_floats(scores + (k + 1) * kLines) * factor - largest);
+      weight_sums[0] = weight_sums[0] + a;
+      weight_sums[1] = weight_sums[1] + b;
+      store_words(weights_ + k / 2 * kLines, 0xffff,
+                  _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
+    }
+    rows.weight_sums = multiply_add(rows.weight_sums, shrink, weight_sums[0] + weight_sums[1]);
+
+    load_tile<4>(weights_, 64);
+    if (rows.num_pairs == 2) load_tile<5>(weights_ + kTileNumbers, 64);
+    for (int64_t d = 0; d < dims_; d += 2 * kLines) {
+      const uint32_t* values = values_ + d / kLines * 2 * kTileNumbers;
+      clear_tile<0>(), clear_tile<1>();
+      load_tile<6>(values, 64);
+      add_products<0, 6, 4>();
+      load_tile<7>(values + 2 * kTileNumbers, 64);
+      add_products<1, 7, 4>();
+      if (rows.num_pairs == 2) {
+        load_tile<6>(values + kTileNumbers, 64);
+        add_products<0, 6, 5>();
+        load_tile<7>(values + 3 * kTileNumbers, 64);
+        add_products<1, 7, 5>();
+      }
+      store_tile<0>(added_, 64), store_tile<1>(added_ + kTileNumbers, 64);
+      for (int i = 0; i < 2 * kLines; i++) {
+        float* sums = rows.sums + (d + i) * kLines;
+        store_floats(sums, multiply_add(load_floats(sums), shrink, load_floats(added_ + i * kLines)));
+      }
+    }
+  }
+
+  // Makes scores of keys that rows don't see -infinity.
+  void hide(const Rows& rows, float* scores, int first_key, int end_key, int num_keys) const {
+    const Words last = _mm512_min_epi32(rows.seen, _mm512_set1_epi32(end_key - 1));
+    const Words before = problem_.window ? _mm512_sub_epi32(rows.seen, _mm512_set1_epi32(problem_.window))
+                                         : _mm512_set1_epi32(-1);
+    for (int k = 0; k < num_keys; k++) {
+      const Words key = _mm512_set1_epi32(first_key + k);
+      const Lanes is_seen = _mm512_cmple_epi32_mask(key, last) & _mm512_cmpgt_epi32_mask(key, before);
+      float* score = scores + k * kLines;
+      store_floats(score, _mm512_mask_blend_ps(is_seen, all(-INFINITY), load_floats(score)));
+    }
+  }
+
+  void finish(const Item& item, const Rows& rows) const {
+    Words lines[kLines];
+    for (int64_t d = 0; d < problem_.head_dim; d += kLines) {
+      // -0 becomes 0: whether a sum is one may depend on weights of 0 that were added to it.
+      for (int i = 0; i < kLines; i++)
+        lines[i] = as_words(load_floats(rows.sums + (d + i) * kLines) / rows.weight_sums + all(0.0f));
+      transpose(lines);
+      for (int r = 0; r < rows.count; r++) {
+        const int64_t token = problem_.tokens[token_of(item, rows.first + r)];
+        const int64_t head = token * problem_.num_kv_heads * problem_.group_size + head_of(item, rows.first + r);
+        store(output_, head * problem_.head_dim + d, kBfloat16, first_lanes(problem_.head_dim - d), as_floats(lines[r]));
+      }
+    }
+  }
+
+  const Problem& problem_;
+  const char *query_, *key_, *value_;
+  char* output_;
+  const float* sinks_;
+  const int64_t words_, dims_;  // of a vector: words and numbers, both filled up to whole tiles
+  const bool reads_in_place_;   // keys
+  const int64_t num_tiles_;     // of an item at most
+  Rows* rows_;
+  float* memory_;
+  uint32_t* query_words_;  // [num_tiles, words, 16 rows]
+  float* sums_;            // [num_tiles, dims, 16 rows], of weighted values
+  float* scores_;          // [2, kKeys, 16 rows]
+  uint32_t* weights_;      // [kKeys / 2, 16 rows]
+  uint32_t* copied_keys_;  // [kKeys, words]
+  uint32_t* values_;       // [dims / 16, 2, 16 dims, 16 words]
+  float* added_;           // [2 * 16 dims, 16 rows]
+  float* zeros_;           // [16, words]
+  const void* keys_[kKeys / kLines];  // tiles of 16 keys, whose lines are `words` apart
+  Found found_;
+};
+
+}  // namespace
+
+bool attend_in_tiles(const Problem& problem, const void* query, const void* key, const void* value, void* output,
+                     const float* sinks) {
+  if (problem.query_kind != kBfloat16 || !has_tiles()) return false;
+#pragma omp parallel num_threads(problem.num_threads) if (problem.num_threads > 1)
+  {
+    const Tiles tiles;
+    Attention attention(problem, static_cast<const char*>(query), static_cast<const char*>(key),
+                        static_cast<const char*>(value), static_cast<char*>(output), sinks);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < problem.num_items; i++) attention.attend(problem.items[i]);
+  }
+  return true;
+}
+#else
+bool attend_in_tiles(const Problem&, const void*, const void*, const void*, void*, const float*) { return false; }
+#endif
