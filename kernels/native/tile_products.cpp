@@ -49,19 +49,45 @@ void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, f
       for (int64_t i = 0; i < kPanelBytes; i += 64)
         _mm_prefetch(reinterpret_cast<const char*>(ahead) + asked * kPanelBytes + i, _MM_HINT_T1);
     const uint32_t *weight = panel + w * kFeatures, *row = rows + w / kTileWords * kStepNumbers;
-    load_tile<6>(weight, kPanelBytes);
-    load_tile<4>(row, 64);
+    load_passing_tile<6>(weight, kPanelBytes);
+    load_passing_tile<4>(row, 64);
     add_products<0, 4, 6>();
-    load_tile<7>(weight + kLanes, kPanelBytes);
+    load_passing_tile<7>(weight + kLanes, kPanelBytes);
     add_products<1, 4, 7>();
     if (kHasTwo) {
-      load_tile<5>(row + kTileNumbers, 64);
+      load_passing_tile<5>(row + kTileNumbers, 64);
       add_products<2, 5, 6>();
       add_products<3, 5, 7>();
     }
   }
   store_tile<0>(sums, sums_bytes), store_tile<1>(sums + kLanes, sums_bytes);
   if (kHasTwo) store_tile<2>(below, sums_bytes), store_tile<3>(below + kLanes, sums_bytes);
+}
+
+// Two vectors of sums of a row, with the bias.
+struct Sums {
+  Floats low, high;
+
+  Sums(const float* sums, const void* bias, int64_t first, int64_t left)
+      : low(with_bias(sums, bias, first, kBfloat16, first_lanes(left))),
+        high(with_bias(sums + kLanes, bias, first + kLanes, kBfloat16, first_lanes(std::max<int64_t>(0, left - kLanes)))) {}
+};
+
+// Adds the bias to the sums of some rows of a panel, gates those of the other weight with them, and stores the result.
+void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
+            const float* other_sums) {
+  const int64_t first = panel * kFeatures, left = product.out_features - first;
+  const __mmask32 lanes = left >= kFeatures ? 0xffffffffu : (1u << left) - 1;
+  uint16_t* out = static_cast<uint16_t*>(product.out) + first_row * product.out_features + first;
+  for (int64_t r = 0; r < num_rows; r++) {
+    Sums sum(sums + r * kFeatures, product.bias, first, left);
+    if (product.other_weight) {
+      const Sums other(other_sums + r * kFeatures, product.other_bias, first, left);
+      sum.low = silu_of(sum.low) * other.low;
+      sum.high = silu_of(sum.high) * other.high;
+    }
+    _mm512_mask_storeu_epi16(out + r * product.out_features, lanes, (__m512i)_mm512_cvtne2ps_pbh(sum.high, sum.low));
+  }
 }
 
 // Up to kMostRows rows. Between blocks of words, sums are kept for all rows and panels.
@@ -104,7 +130,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
                 block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
           if (block == num_blocks - 1)
-            finish(product, first_row + row, rows_here, p, 1, sums, sums + kept_lines * kFeatures, kFeatures);
+            finish(product, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
         }
     }
   }
