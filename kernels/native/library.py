@@ -69,6 +69,11 @@ def load_library(
         raise NotCompiled(f"{file}: {error}") from error
 
 
+def sources() -> list[str]:
+    """Return the text of the C++ files."""
+    return [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]*"))]
+
+
 def _find_compiler(environment: Mapping[str, str]) -> str:
     names = [environment["CXX"]] if environment.get("CXX") else ["c++", "g++"]
     found = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in names)), None)
@@ -80,8 +85,7 @@ def _find_compiler(environment: Mapping[str, str]) -> str:
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     """Name all that decides what is compiled."""
     version = _run(compiler, "--version")
-    parts = [version, torch.__version__, *flags, *processor_facts()]
-    parts += [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]*"))]
+    parts = [version, torch.__version__, *flags, *processor_facts(), *sources()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

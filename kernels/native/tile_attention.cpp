@@ -31,9 +31,9 @@ struct Rows {
   uint32_t* query;  // [words][16 rows]
   float* sums;      // [dims][16 rows]
   // For the step and the keys at hand:
-  Words seen;     // positions of rows of the step; -1 for others, which see no key and stay as they are
+  Words seen;  // positions of rows of the step; -1 for others, which see no key
+  Lanes are_chosen;
   int lowest, highest;
-  bool are_all;
   int num_pairs;  // of vectors of keys, up to the last one that is seen; 0 if none is
   bool is_masked;
 
@@ -46,15 +46,15 @@ struct Rows {
       chosen[r] = is_chosen ? positions[r] : -1;
       if (is_chosen) lowest = std::min(lowest, positions[r]), highest = std::max(highest, positions[r]);
     }
-    are_all = from <= first && first + count <= to;
     seen = _mm512_load_si512(chosen);
+    are_chosen = _mm512_cmpge_epi32_mask(seen, _mm512_setzero_si512());
   }
 
   void look(const Problem& problem, int first_key, int end_key) {
     const int window = static_cast<int>(problem.window), last_key = std::min(end_key - 1, highest);
     const bool sees_none = last_key < first_key || (window && end_key <= lowest - window + 1);
     num_pairs = sees_none ? 0 : (last_key - first_key) / kPair + 1;
-    is_masked = !are_all || first_key + kKeys > std::min(lowest + 1, end_key) ||
+    is_masked = are_chosen != 0xffff || first_key + kKeys > std::min(lowest + 1, end_key) ||
                 (window && first_key <= highest - window);
   }
 };
@@ -69,7 +69,7 @@ class Attention {
         reads_in_place_(problem.kv_kind == kBfloat16 && problem.head_dim % (2 * kTileWords) == 0 &&
                         problem.block_size % kLines == 0),
         num_tiles_((problem.most_rows + kLines - 1) / kLines), rows_(new Rows[num_tiles_]) {
-    const int64_t sizes[] = {num_tiles_ * words_ * kLines, num_tiles_ * dims_ * kLines, 2 * kKeys * kLines,
+    const int64_t sizes[] = {num_tiles_ * words_ * kLines, num_tiles_ * dims_ * kLines, kKeys * kLines,
                              kKeys / 2 * kLines,           kKeys * words_,              kKeys / 2 * dims_,
                              2 * kTileNumbers,             kLines * words_};
     int64_t starts[8], total = 0;
@@ -149,18 +149,14 @@ class Attention {
       find(problem_, step, item.kv_head, key_, value_, first_key, end_key, zeros_, found_);
       lay_out_keys();
       lay_out_values();
-      // Scores are computed one tile of rows ahead, beside the weights of the one before.
-      for (Rows* rows = begin; rows <= stop; rows++) {
-        if (rows < stop) {
-          rows->look(problem_, first_key, end_key);
-          score(*rows, scores_of(*rows));
-        }
-        if (rows > begin) add(rows[-1], scores_of(rows[-1]), first_key, end_key);
+      for (Rows* rows = begin; rows < stop; rows++) {
+        rows->look(problem_, first_key, end_key);
+        if (rows->num_pairs == 0) continue;
+        score(*rows);
+        add(*rows, first_key, end_key);
       }
     }
   }
-
-  float* scores_of(const Rows& rows) const { return scores_ + (&rows - rows_) % 2 * kKeys * kLines; }
 
   // 32 numbers of a vector as bfloat16; 0 behind its end.
   Words load_pairs(const char* vector, int64_t kind, int64_t at) const {
@@ -216,8 +212,8 @@ class Attention {
       }
   }
 
-  void score(const Rows& rows, float* scores) const {
-    if (rows.num_pairs == 0) return;
+  // Computes scores of the keys that were laid out.
+  void score(const Rows& rows) const {
     const int64_t stride = words_ * 4;
     const bool has_two = rows.num_pairs == 2;
     clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
@@ -233,13 +229,12 @@ class Attention {
       load_tile<7>(static_cast<const uint32_t*>(keys_[3]) + w, stride);
       add_products<3, 7, 4>();
     }
-    store_tile<0>(scores, 64), store_tile<1>(scores + kTileNumbers, 64);
-    if (has_two) store_tile<2>(scores + 2 * kTileNumbers, 64), store_tile<3>(scores + 3 * kTileNumbers, 64);
+    store_tile<0>(scores_, 64), store_tile<1>(scores_ + kTileNumbers, 64);
+    if (has_two) store_tile<2>(scores_ + 2 * kTileNumbers, 64), store_tile<3>(scores_ + 3 * kTileNumbers, 64);
   }
 
   // Adds weighted values of the keys from `first_key` on to what rows have summed up.
-  void add(Rows& rows, float* scores, int first_key, int end_key) {
-    if (rows.num_pairs == 0) return;
+  void add(Rows& rows, int first_key, int end_key) {
     const int num_keys = rows.num_pairs * kPair;
     // A score is multiplied and rounded like the largest one, so that no difference is above 0, however large they are.
     const double power = kLog2e * problem_.scale;
@@ -247,14 +242,14 @@ class Attention {
     if (problem_.softcap) {
       const Floats cap_factor = all(static_cast<float>(2 * power / problem_.softcap));
       for (int k = 0; k < num_keys; k++) {
-        float* score = scores + k * kLines;
+        float* score = scores_ + k * kLines;
         store_floats(score, capped(load_floats(score) * cap_factor, problem_.softcap));
       }
     }
-    if (rows.is_masked) hide(rows, scores, first_key, end_key, num_keys);
+    if (rows.is_masked) hide(rows, first_key, end_key, num_keys);
     Floats tops[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
     for (int k = 0; k < num_keys; k += 4)
-      for (int i = 0; i < 4; i++) tops[i] = larger(tops[i], load_floats(scores + (k + i) * kLines));
+      for (int i = 0; i < 4; i++) tops[i] = larger(tops[i], load_floats(scores_ + (k + i) * kLines));
     const Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
     const Floats largest = larger(rows.largest, top * factor), shrink = exp2_of(rows.largest - largest);
     rows.largest = largest;
@@ -264,8 +259,8 @@ class Attention {
     const Words pairs = _mm512_load_si512(kPairs);
     Floats weight_sums[2] = {all(0.0f), all(0.0f)};
     for (int k = 0; k < num_keys; k += 2) {
-      const Floats a = weight_of(load_floats(scores + k * kLines) * factor - largest);
-      const Floats b = weight_of(load_floats(scores + (k + 1) * kLines) * factor - largest);
+      const Floats a = weight_of(load_floats(scores_ + k * kLines) * factor - largest);
+      const Floats b = weight_of(load_floats(scores_ + (k + 1) * kLines) * factor - largest);
       weight_sums[0] = weight_sums[0] + a;
       weight_sums[1] = weight_sums[1] + b;
       store_words(weights_ + k / 2 * kLines, 0xffff,
@@ -291,20 +286,21 @@ class Attention {
       store_tile<0>(added_, 64), store_tile<1>(added_ + kTileNumbers, 64);
       for (int i = 0; i < 2 * kLines; i++) {
         float* sums = rows.sums + (d + i) * kLines;
-        store_floats(sums, multiply_add(load_floats(sums), shrink, load_floats(added_ + i * kLines)));
+        // Others stay as they are: a weight of 0 times a value that is not finite is not 0.
+        store_floats(sums, _mm512_mask_fmadd_ps(load_floats(sums), rows.are_chosen, shrink, load_floats(added_ + i * kLines)));
       }
     }
   }
 
   // Makes scores of keys that rows don't see -infinity.
-  void hide(const Rows& rows, float* scores, int first_key, int end_key, int num_keys) const {
+  void hide(const Rows& rows, int first_key, int end_key, int num_keys) const {
     const Words last = _mm512_min_epi32(rows.seen, _mm512_set1_epi32(end_key - 1));
     const Words before = problem_.window ? _mm512_sub_epi32(rows.seen, _mm512_set1_epi32(problem_.window))
                                          : _mm512_set1_epi32(-1);
     for (int k = 0; k < num_keys; k++) {
       const Words key = _mm512_set1_epi32(first_key + k);
       const Lanes is_seen = _mm512_cmple_epi32_mask(key, last) & _mm512_cmpgt_epi32_mask(key, before);
-      float* score = scores + k * kLines;
+      float* score = scores_ + k * kLines;
       store_floats(score, _mm512_mask_blend_ps(is_seen, all(-INFINITY), load_floats(score)));
     }
   }
@@ -335,7 +331,7 @@ class Attention {
   float* memory_;
   uint32_t* query_words_;  // [num_tiles, words, 16 rows]
   float* sums_;            // [num_tiles, dims, 16 rows], of weighted values
-  float* scores_;          // [2, kKeys, 16 rows]
+  float* scores_;          // [kKeys, 16 rows]
   uint32_t* weights_;      // [kKeys / 2, 16 rows]
   uint32_t* copied_keys_;  // [kKeys, words]
   uint32_t* values_;       // [dims / 16, 2, 16 dims, 16 words]

@@ -18,6 +18,7 @@ import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.native.library import sources
 from radixkv.kernels.native.processor import processor_facts
 from radixkv.kernels.product_trial import ProductChoice, choose_product
 from radixkv.kernels.row_tiles import SIZES
@@ -158,10 +159,11 @@ def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> Product
 
 @cache
 def _machine() -> str:
-    """A digest of all that decides how libraries compute: processor, libraries, settings, and the numbers we try."""
+    """A digest of all that decides how libraries compute: processor, libraries, settings, sources, and what we try."""
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     parts = (
         *(platform.machine(), platform.processor(), *processor_facts(), *settings),
         *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), str(SIZES)),
+        *sources(),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

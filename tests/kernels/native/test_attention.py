@@ -212,10 +212,14 @@ def test_rows_have_the_same_bits_alone_and_beside_those_that_share_their_prefix(
         assert torch.equal(together[rows], attend(single.query, single.pool, single.batch, Scoring(0.2)))
 
 
-def test_numbers_that_are_not_finite_stay_with_their_request(attend: Attend) -> None:
-    step = make_step([100, 100], [5, 5], GQA)
+@pytest.mark.parametrize("num_shared", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_not_finite_stay_with_their_request(
+    dtype: torch.dtype, num_shared: int, attend: Attend
+) -> None:
+    step = share(make_step([100, 100], [5, 5], GQA, dtype=dtype), {1: (0, num_shared)})
     clean = attend(step.query, step.pool, step.batch, Scoring(0.2))
-    step.pool.values[step.batch.host_tables[1, 2], LAYER] = float("inf")
+    step.pool.values[step.batch.host_tables[1, 5], LAYER] = float("inf")
     spoiled = attend(step.query, step.pool, step.batch, Scoring(0.2))
     assert torch.equal(spoiled[:5], clean[:5])
     assert not torch.equal(spoiled[5:], clean[5:])
