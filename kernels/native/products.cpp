@@ -149,24 +149,24 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   const bool is_in_place = product.kind == kFloat32 && product.out_features % kFeatures == 0 && num_weights == 1;
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
   const int64_t stride = is_in_place ? product.out_features : tile.panels * kFeatures;
-  const Scratch laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks) * sizeof(Row));
+  const Buffer<Row> laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks));
   const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
 #pragma omp parallel num_threads(product.num_threads) if (product.num_threads > 1)
   {
-    const Scratch own(is_in_place ? 0 : num_weights * num_rows * stride * sizeof(float));
+    const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
     for (int64_t block = 0; block < num_blocks; block++) {
       const int64_t first_word = num_words * block / num_blocks;
       const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < num_tiles; t++)
         lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
-                            laid_out.as<uint32_t>() + row_of(t) * words_here);
+                            reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
 #pragma omp for schedule(static)
       for (int64_t g = 0; g < num_groups; g++) {
         const bool is_whole = g < num_panels / tile.panels;
         const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
         const int64_t panels_here = is_whole ? tile.panels : 1;
-        float* sums = is_in_place ? static_cast<float*>(product.out) + first_row * stride + p * kFeatures : own.as<float>();
+        float* sums = is_in_place ? static_cast<float*>(product.out) + first_row * stride + p * kFeatures : own;
         for (int i = 0; i < num_weights; i++) {
           const Weight* panel = static_cast<const Weight*>(i ? product.other_weight : product.weight) +
                                 (p * num_words + first_word) * kFeatures;
@@ -175,7 +175,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
             const bool is_single = num_tiles == 1;
             const int64_t first_ahead = words_here * t / num_tiles, end_ahead = words_here * (t + 1) / num_tiles;
             const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
-            add_tile<Arithmetic>(panels_here, row_of(t + 1) - row_of(t), laid_out.as<Row>() + row_of(t) * words_here,
+            add_tile<Arithmetic>(panels_here, row_of(t + 1) - row_of(t), laid_out + row_of(t) * words_here,
                                  panel, num_words * kFeatures, words_here, sums + (i * num_rows + row_of(t)) * stride,
                                  stride, block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }

@@ -1,10 +1,10 @@
 // A product of rows with a weight in panels, and what its ways to multiply have in common.
 #pragma once
 
+#include "buffer.h"
 #include "vectors.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 // Fields are told in `kernels/native/products.py`.
 struct Product {
@@ -19,20 +19,6 @@ constexpr int kFeatures = 2 * kLanes;  // of a panel
 
 // Computes a product in tiles, if the processor has them and they can hold it.
 bool multiply_in_tiles(const Product& product);
-
-// Memory of one call.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : memory_(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
-  ~Scratch() { std::free(memory_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  template <class T>
-  T* as() const { return static_cast<T*>(memory_); }
-
- private:
-  void* memory_;
-};
 
 inline Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, Lanes lanes) {
   const Floats sum = load_floats(sums);

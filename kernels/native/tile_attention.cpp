@@ -1,19 +1,22 @@
 // Attention of bfloat16 in tiles. `attention.cpp` says what is computed, and in which order.
 //
-//   scores   [64 keys][16 rows] = keys, where they lie * queries, laid out once a step       two tiles each, dim by dim
-//   sums     [dims][16 rows]   += values, laid out for 64 keys * weights, two keys a word
+//   scores   [64 keys][16 rows]  =  keys, where they lie      times queries, laid out once an item
+//   sums     [dims][16 rows]    +=  values, laid out a block  times weights, two keys a word
 //
 // A row is a lane of all vectors, so that none has to be added up across its lanes.
 
 #include "attention.h"
+#include "buffer.h"
 #include "tiles.h"
+
+#include <vector>
 
 #ifdef RADIXKV_TILES
 namespace {
 
 constexpr int64_t kTileNumbers = kLines * kTileWords;
 
-// 2 to the power of numbers of 0 and less, within 9e-5 of it: weights are rounded to bfloat16, whose half is 2e-3. Exactly 1 for 0.
+// 2 to the power of numbers, exactly 1 for 0. Within 9e-5 of it: weights are rounded to bfloat16 in any case, by up to 2e-3.
 Floats weight_of(Floats x) {
   const Parts parts = parts_of(x);
   Floats sum = multiply_add(all(7.7067241e-2f), parts.rest, all(2.2764498e-1f));
@@ -68,32 +71,11 @@ class Attention {
         dims_((problem.head_dim + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes),
         reads_in_place_(problem.kv_kind == kBfloat16 && problem.head_dim % (2 * kTileWords) == 0 &&
                         problem.block_size % kLines == 0),
-        num_tiles_((problem.most_rows + kLines - 1) / kLines), rows_(new Rows[num_tiles_]) {
-    const int64_t sizes[] = {num_tiles_ * words_ * kLines, num_tiles_ * dims_ * kLines, kKeys * kLines,
-                             kKeys / 2 * kLines,           kKeys * words_,              kKeys / 2 * dims_,
-                             2 * kTileNumbers,             kLines * words_};
-    int64_t starts[8], total = 0;
-    for (int i = 0; i < 8; i++) {
-      starts[i] = total;
-      total += (sizes[i] + 15) / 16 * 16;
-    }
-    memory_ = static_cast<float*>(aligned_alloc(64, total * 4));
-    if (memory_ == nullptr) abort();
-    query_words_ = reinterpret_cast<uint32_t*>(memory_ + starts[0]);
-    sums_ = memory_ + starts[1];
-    scores_ = memory_ + starts[2];
-    weights_ = reinterpret_cast<uint32_t*>(memory_ + starts[3]);
-    copied_keys_ = reinterpret_cast<uint32_t*>(memory_ + starts[4]);
-    values_ = reinterpret_cast<uint32_t*>(memory_ + starts[5]);
-    added_ = memory_ + starts[6];
-    zeros_ = memory_ + starts[7];
+        rows_((problem.most_rows + kLines - 1) / kLines), query_words_(rows_.size() * words_ * kLines),
+        sums_(rows_.size() * dims_ * kLines), scores_(kKeys * kLines), weights_(kKeys / 2 * kLines),
+        copied_keys_(kKeys * words_), values_(kKeys / 2 * dims_), added_(2 * kTileNumbers), zeros_(kLines * words_) {
     memset(zeros_, 0, kLines * words_ * 4);
   }
-  ~Attention() {
-    free(memory_);
-    delete[] rows_;
-  }
-  Attention(const Attention&) = delete;
 
   void attend(const Item& item) {
     const int64_t num_rows = item.end_row - item.first_row;
@@ -125,7 +107,8 @@ class Attention {
     alignas(64) float largest[kLines];
     for (int r = 0; r < kLines; r++) {
       const int64_t row = first + std::min<int64_t>(r, count - 1), token = token_of(item, row), head = head_of(item, row);
-      queries[r] = query_ + 2 * (problem_.tokens[token] * problem_.query_token_stride + head * problem_.query_head_stride);
+      const int64_t place = problem_.tokens[token] * problem_.query_token_stride + head * problem_.query_head_stride;
+      queries[r] = query_ + 2 * place;
       rows.positions[r] = problem_.positions[token];
       largest[r] = sinks_ ? sinks_[head] * kLog2e : kNothingSeen;
     }
@@ -142,7 +125,7 @@ class Attention {
 
   // Lets the rows [first, end) of an item meet the keys of a step, 64 after the other.
   void meet_keys(const Item& item, const Step& step, int64_t first, int64_t end) {
-    Rows *begin = rows_ + first / kLines, *stop = rows_ + (end + kLines - 1) / kLines;
+    Rows *begin = rows_.data() + first / kLines, *stop = rows_.data() + (end + kLines - 1) / kLines;
     for (Rows* rows = begin; rows < stop; rows++) rows->choose(first, end);
     for (int first_key = step.first_key; first_key < step.end_key; first_key += kKeys) {
       const int end_key = std::min(step.end_key, first_key + kKeys);
@@ -287,7 +270,8 @@ class Attention {
       for (int i = 0; i < 2 * kLines; i++) {
         float* sums = rows.sums + (d + i) * kLines;
         // Others stay as they are: a weight of 0 times a value that is not finite is not 0.
-        store_floats(sums, _mm512_mask_fmadd_ps(load_floats(sums), rows.are_chosen, shrink, load_floats(added_ + i * kLines)));
+        const Floats added = load_floats(added_ + i * kLines);
+        store_floats(sums, _mm512_mask_fmadd_ps(load_floats(sums), rows.are_chosen, shrink, added));
       }
     }
   }
@@ -315,7 +299,8 @@ class Attention {
       for (int r = 0; r < rows.count; r++) {
         const int64_t token = problem_.tokens[token_of(item, rows.first + r)];
         const int64_t head = token * problem_.num_kv_heads * problem_.group_size + head_of(item, rows.first + r);
-        store(output_, head * problem_.head_dim + d, kBfloat16, first_lanes(problem_.head_dim - d), as_floats(lines[r]));
+        const Lanes lanes = first_lanes(problem_.head_dim - d);
+        store(output_, head * problem_.head_dim + d, kBfloat16, lanes, as_floats(lines[r]));
       }
     }
   }
@@ -326,17 +311,15 @@ class Attention {
   const float* sinks_;
   const int64_t words_, dims_;  // of a vector: words and numbers, both filled up to whole tiles
   const bool reads_in_place_;   // keys
-  const int64_t num_tiles_;     // of an item at most
-  Rows* rows_;
-  float* memory_;
-  uint32_t* query_words_;  // [num_tiles, words, 16 rows]
-  float* sums_;            // [num_tiles, dims, 16 rows], of weighted values
-  float* scores_;          // [kKeys, 16 rows]
-  uint32_t* weights_;      // [kKeys / 2, 16 rows]
-  uint32_t* copied_keys_;  // [kKeys, words]
-  uint32_t* values_;       // [dims / 16, 2, 16 dims, 16 words]
-  float* added_;           // [2 * 16 dims, 16 rows]
-  float* zeros_;           // [16, words]
+  std::vector<Rows> rows_;      // of an item
+  const Buffer<uint32_t> query_words_;  // [rows_, words, 16 rows]
+  const Buffer<float> sums_;            // [rows_, dims, 16 rows], of weighted values
+  const Buffer<float> scores_;          // [kKeys, 16 rows]
+  const Buffer<uint32_t> weights_;      // [kKeys / 2, 16 rows]
+  const Buffer<uint32_t> copied_keys_;  // [kKeys, words]
+  const Buffer<uint32_t> values_;       // [dims / 16, 2, 16 dims, 16 words]
+  const Buffer<float> added_;           // [2 * 16 dims, 16 rows]
+  const Buffer<float> zeros_;           // [16, words]
   const void* keys_[kKeys / kLines];  // tiles of 16 keys, whose lines are `words` apart
   Found found_;
 };

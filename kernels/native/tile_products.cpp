@@ -1,6 +1,6 @@
 // Products of bfloat16 in tiles, with weights as `products.cpp` lays them out: 16 words of a panel are two tiles.
 //
-//   rows     [up to 32 rows][16 words][row]   one or two tiles of rows, whose products with two of a panel are four of sums
+//   rows     [step of 16 words][up to 32 rows][16 words]    one or two tiles, times two of a panel: up to four of sums
 //
 // A row adds up 16 words after the other, from the first to the last, whatever is in the other lines of its tile.
 
@@ -10,10 +10,10 @@
 #ifdef RADIXKV_TILES
 namespace {
 
-constexpr int64_t kMostRows = 512;   // whose words fit in a cache
-constexpr int64_t kMostBytes = 896 << 10;  // of rows that are laid out at once, for the second cache
+constexpr int64_t kMostRows = 512;         // for which a weight is read once
+constexpr int64_t kMostBytes = 896 << 10;  // of rows that are laid out at once: they stay in a core's second cache
 constexpr int64_t kPairRows = 2 * kLines;  // of two tiles
-constexpr int64_t kAheadBytes = 4096;  // of a weight, which are asked for before they are needed
+constexpr int64_t kAheadBytes = 4096;      // of a weight, which are asked for before they are needed
 constexpr int64_t kTileNumbers = kLines * kTileWords;
 constexpr int64_t kPanelBytes = kFeatures * 4;  // of a word
 
@@ -26,22 +26,23 @@ void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_
   const uint32_t* rows = static_cast<const uint32_t*>(product.rows) + first_row * row_words + first_word;
   for (int64_t r = 0; r < num_lines; r++)
     for (int64_t w = 0; w < num_words; w += kTileWords)
-      store_words(to + w * num_lines + r * kTileWords, 0xffff, load_words(rows + r * row_words + w, r < num_rows ? 0xffff : 0));
+      store_words(to + w * num_lines + r * kTileWords, 0xffff,
+                  load_words(rows + r * row_words + w, r < num_rows ? 0xffff : 0));
 }
 
 // Adds words of one or two tiles of rows to their sums of a panel. Asks for `num_ahead` words of a weight.
 template <bool kHasTwo>
-void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, float* sums,
-               bool is_first, const uint32_t* ahead, int64_t num_ahead) {
+void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, float* sums, bool is_first,
+               const uint32_t* ahead, int64_t num_ahead) {
   constexpr int64_t kStepNumbers = kHasTwo ? 2 * kTileNumbers : kTileNumbers;
-  constexpr int64_t sums_bytes = kFeatures * sizeof(float);
+  constexpr int64_t kSumsBytes = kFeatures * sizeof(float);
   float* below = sums + kLines * kFeatures;
   if (is_first) {
     clear_tile<0>(), clear_tile<1>();
     if (kHasTwo) clear_tile<2>(), clear_tile<3>();
   } else {
-    load_tile<0>(sums, sums_bytes), load_tile<1>(sums + kLanes, sums_bytes);
-    if (kHasTwo) load_tile<2>(below, sums_bytes), load_tile<3>(below + kLanes, sums_bytes);
+    load_tile<0>(sums, kSumsBytes), load_tile<1>(sums + kLanes, kSumsBytes);
+    if (kHasTwo) load_tile<2>(below, kSumsBytes), load_tile<3>(below + kLanes, kSumsBytes);
   }
   int64_t asked = 0;
   for (int64_t w = 0; w < num_words; w += kTileWords) {
@@ -60,8 +61,8 @@ void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, f
       add_products<3, 5, 7>();
     }
   }
-  store_tile<0>(sums, sums_bytes), store_tile<1>(sums + kLanes, sums_bytes);
-  if (kHasTwo) store_tile<2>(below, sums_bytes), store_tile<3>(below + kLanes, sums_bytes);
+  store_tile<0>(sums, kSumsBytes), store_tile<1>(sums + kLanes, kSumsBytes);
+  if (kHasTwo) store_tile<2>(below, kSumsBytes), store_tile<3>(below + kLanes, kSumsBytes);
 }
 
 // Two vectors of sums of a row, with the bias.
@@ -70,7 +71,8 @@ struct Sums {
 
   Sums(const float* sums, const void* bias, int64_t first, int64_t left)
       : low(with_bias(sums, bias, first, kBfloat16, first_lanes(left))),
-        high(with_bias(sums + kLanes, bias, first + kLanes, kBfloat16, first_lanes(std::max<int64_t>(0, left - kLanes)))) {}
+        high(with_bias(sums + kLanes, bias, first + kLanes, kBfloat16,
+                       first_lanes(std::max<int64_t>(0, left - kLanes)))) {}
 };
 
 // Adds the bias to the sums of some rows of a panel, gates those of the other weight with them, and stores the result.
@@ -99,8 +101,8 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   const int64_t num_lines = whole_tiles(num_rows);
   const int64_t num_blocks = num_pairs > 1 ? (num_lines * num_words * 4 + kMostBytes - 1) / kMostBytes : 1;
   const int64_t kept_lines = num_blocks > 1 ? num_panels * num_lines : kPairRows;
-  const Scratch laid_out(num_lines * ((num_steps + num_blocks - 1) / num_blocks) * 64);
-  const Scratch kept(num_blocks > 1 ? num_weights * kept_lines * kFeatures * sizeof(float) : 0);
+  const Buffer<uint32_t> laid_out(num_lines * ((num_steps + num_blocks - 1) / num_blocks) * kTileWords);
+  const Buffer<float> kept(num_blocks > 1 ? num_weights * kept_lines * kFeatures : 0);
 #pragma omp parallel num_threads(product.num_threads) if (product.num_threads > 1)
   {
     const Tiles tiles;
@@ -112,13 +114,13 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
       for (int64_t t = 0; t < num_pairs; t++) {
         const int64_t row = t * kPairRows;
         lay_out(product, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
-                laid_out.as<uint32_t>() + row * words_here);
+                laid_out + row * words_here);
       }
 #pragma omp for schedule(static)
       for (int64_t p = 0; p < num_panels; p++)
         for (int64_t t = 0; t < num_pairs; t++) {
           const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
-          float* sums = num_blocks > 1 ? kept.as<float>() + (p * num_lines + row) * kFeatures : own;
+          float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
           for (int i = 0; i < num_weights; i++) {
             const uint32_t* panel = static_cast<const uint32_t*>(i ? product.other_weight : product.weight) +
                                     (p * num_words + first_word) * kFeatures;
@@ -126,7 +128,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
             const int64_t first_ahead = words_here * t / num_pairs, end_ahead = words_here * (t + 1) / num_pairs;
             const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
             const auto add = rows_here > kLines ? add_words<true> : add_words<false>;
-            add(laid_out.as<uint32_t>() + row * words_here, panel, words_here, sums + i * kept_lines * kFeatures,
+            add(laid_out + row * words_here, panel, words_here, sums + i * kept_lines * kFeatures,
                 block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
           if (block == num_blocks - 1)
