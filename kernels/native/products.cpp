@@ -135,6 +135,21 @@ void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_
   }
 }
 
+// Adds the bias to the sums of some panels, gates those of the other weight with them, and stores the result.
+void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
+            const float* sums, int64_t stride) {
+  const int64_t first = panel * kFeatures, end = std::min(product.out_features, first + num_panels * kFeatures);
+  for (int64_t r = 0; r < num_rows; r++)
+    for (int64_t f = first; f < end; f += kLanes) {
+      const Lanes lanes = first_lanes(product.out_features - f);
+      const float* at = sums + r * stride + f - first;
+      Floats number = with_bias(at, product.bias, f, product.kind, lanes);
+      if (product.other_weight)
+        number = silu_of(number) * with_bias(at + num_rows * stride, product.other_bias, f, product.kind, lanes);
+      store(product.out, (first_row + r) * product.out_features + f, product.kind, lanes, number);
+    }
+}
+
 // Up to `kMostRows` rows. Sums are kept in the result where it has their shape; elsewhere a panel is summed up at once.
 template <class Arithmetic>
 void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
@@ -180,7 +195,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
                                  stride, block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
         }
-        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, sums + num_rows * stride, stride);
+        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, stride);
       }
     }
   }

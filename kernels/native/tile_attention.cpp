@@ -253,6 +253,7 @@ class Attention {
 
     load_tile<4>(weights_, 64);
     if (rows.num_pairs == 2) load_tile<5>(weights_ + kTileNumbers, 64);
+    const bool are_all = rows.are_chosen == 0xffff;
     for (int64_t d = 0; d < dims_; d += 2 * kLines) {
       const uint32_t* values = values_ + d / kLines * 2 * kTileNumbers;
       clear_tile<0>(), clear_tile<1>();
@@ -269,9 +270,9 @@ class Attention {
       store_tile<0>(added_, 64), store_tile<1>(added_ + kTileNumbers, 64);
       for (int i = 0; i < 2 * kLines; i++) {
         float* sums = rows.sums + (d + i) * kLines;
+        const Floats before = load_floats(sums), now = multiply_add(before, shrink, load_floats(added_ + i * kLines));
         // Others stay as they are: a weight of 0 times a value that is not finite is not 0.
-        const Floats added = load_floats(added_ + i * kLines);
-        store_floats(sums, _mm512_mask_fmadd_ps(load_floats(sums), rows.are_chosen, shrink, added));
+        store_floats(sums, are_all ? now : _mm512_mask_mov_ps(before, rows.are_chosen, now));
       }
     }
   }

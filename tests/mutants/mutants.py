@@ -440,14 +440,14 @@ KERNEL_MUTANTS = (
     Mutant(
         "kernels/native/attention_work.py", "0 if window else tile.start // unit_tokens", "tile.start // unit_tokens"
     ),
-    Mutant("kernels/native/attention.cpp", " || at < step.first_written", ""),
+    Mutant("kernels/native/attention.h", " || at < step.first_written", ""),
     Mutant("kernels/native/attention.cpp", "if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;", ""),
     Mutant("kernels/native/attention.cpp", "std::min(positions[r], end_key - 1)", "end_key - 1"),
     Mutant("kernels/native/attention.cpp", "    largest = now;\n", ""),
     Mutant("kernels/native/attention.cpp", "window ? positions[r] - window : -1", "-1"),
     Mutant("kernels/native/attention.cpp", "first + (end - first) * t / num_tiles", "first + t * kRows"),
     # Tiles are compiled where a processor has AMX; elsewhere nothing catches these.
-    Mutant("kernels/native/tile_attention.cpp", "rows.are_chosen, shrink", "0xffff, shrink"),
+    Mutant("kernels/native/tile_attention.cpp", "are_all ? now : ", "true ? now : "),
     Mutant("kernels/native/tile_attention.cpp", "are_chosen != 0xffff || ", ""),
     Mutant("kernels/native/tile_attention.cpp", "all(sinks_ ? 1.0f : 0.0f)", "all(0.0f)"),
     Mutant("kernels/native/tile_attention.cpp", "_mm512_set1_epi32(end_key - 1)", "_mm512_set1_epi32(INT32_MAX)"),
