@@ -136,7 +136,7 @@ class Attention {
         rows->look(problem_, first_key, end_key);
         if (rows->num_pairs == 0) continue;
         score(*rows);
-        add(*rows, first_key, end_key);
+        add(*rows, first_key);
       }
     }
   }
@@ -217,7 +217,7 @@ class Attention {
   }
 
   // Adds weighted values of the keys from `first_key` on to what rows have summed up.
-  void add(Rows& rows, int first_key, int end_key) {
+  void add(Rows& rows, int first_key) {
     const int num_keys = rows.num_pairs * kPair;
     // A score is multiplied and rounded like the largest one, so that no difference is above 0, however large they are.
     const double power = kLog2e * problem_.scale;
@@ -229,7 +229,7 @@ class Attention {
         store_floats(score, capped(load_floats(score) * cap_factor, problem_.softcap));
       }
     }
-    if (rows.is_masked) hide(rows, first_key, end_key, num_keys);
+    if (rows.is_masked) hide(rows, first_key, num_keys);
     Floats tops[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
     for (int k = 0; k < num_keys; k += 4)
       for (int i = 0; i < 4; i++) tops[i] = larger(tops[i], load_floats(scores_ + (k + i) * kLines));
@@ -277,14 +277,13 @@ class Attention {
     }
   }
 
-  // Makes scores of keys that rows don't see -infinity.
-  void hide(const Rows& rows, int first_key, int end_key, int num_keys) const {
-    const Words last = _mm512_min_epi32(rows.seen, _mm512_set1_epi32(end_key - 1));
+  // Makes scores of keys that rows don't see -infinity. A step ends behind its rows, or with a whole block of keys.
+  void hide(const Rows& rows, int first_key, int num_keys) const {
     const Words before = problem_.window ? _mm512_sub_epi32(rows.seen, _mm512_set1_epi32(problem_.window))
                                          : _mm512_set1_epi32(-1);
     for (int k = 0; k < num_keys; k++) {
       const Words key = _mm512_set1_epi32(first_key + k);
-      const Lanes is_seen = _mm512_cmple_epi32_mask(key, last) & _mm512_cmpgt_epi32_mask(key, before);
+      const Lanes is_seen = _mm512_cmple_epi32_mask(key, rows.seen) & _mm512_cmpgt_epi32_mask(key, before);
       float* score = scores_ + k * kLines;
       store_floats(score, _mm512_mask_blend_ps(is_seen, all(-INFINITY), load_floats(score)));
     }

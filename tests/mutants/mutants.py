@@ -450,7 +450,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/tile_attention.cpp", "are_all ? now : ", "true ? now : "),
     Mutant("kernels/native/tile_attention.cpp", "are_chosen != 0xffff || ", ""),
     Mutant("kernels/native/tile_attention.cpp", "all(sinks_ ? 1.0f : 0.0f)", "all(0.0f)"),
-    Mutant("kernels/native/tile_attention.cpp", "_mm512_set1_epi32(end_key - 1)", "_mm512_set1_epi32(INT32_MAX)"),
+    Mutant("kernels/native/tile_attention.cpp", "problem_.window ? _mm512_sub", "false ? _mm512_sub"),
     Mutant("kernels/native/tile_attention.cpp", "kBfloat16 && problem.head_dim % (2 * kTileWords) == 0", "kBfloat16"),
     Mutant("kernels/native/tile_products.cpp", "                block == 0, ", "                true, "),
     Mutant("kernels/native/tile_products.cpp", "(p * num_lines + row) * kFeatures", "row * kFeatures"),
