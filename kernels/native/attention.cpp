@@ -56,14 +56,7 @@ struct InBfloat16 {
   static int words_of(int64_t head_dim) { return static_cast<int>((head_dim + 31) / 32 * 16); }
 
   static __m512 load_row(const void* row, int64_t word, int64_t kind, int64_t head_dim) {
-    const int64_t at = 2 * word, left = head_dim - at;
-    if (kind == kBfloat16) {
-      const __mmask32 mask = left >= 32 ? 0xffffffffu : (1u << left) - 1;
-      return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(row) + at));
-    }
-    const __m512 low = load(row, at, kind, first_lanes(left));
-    const __m512 high = load(row, at + kLanes, kind, left > kLanes ? first_lanes(left - kLanes) : 0);
-    return (__m512)_mm512_cvtne2ps_pbh(high, low);
+    return as_floats(load_pairs(row, 2 * word, kind, head_dim));
   }
 
   static __m512 multiply_add(__m512 sum, uint32_t a, __m512 b) {
@@ -73,17 +66,13 @@ struct InBfloat16 {
   // Values of two keys are interleaved: [num_keys / 2, dims] words.
   static void pack_values(const void* const* rows, int num_keys, int64_t kind, int64_t head_dim, int dims,
                           uint32_t* packed, const uint32_t** values) {
-    alignas(64) static constexpr uint16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
-                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(kPairs), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
     for (int k = 0; k < num_keys; k += 2) {
       uint32_t* to = packed + static_cast<int64_t>(k / 2) * dims;
       values[k / 2] = to;
       for (int d = 0; d < dims; d += 32) {
-        const __m512i a = _mm512_castps_si512(load_row(rows[k], d / 2, kind, head_dim));
-        const __m512i b = _mm512_castps_si512(load_row(rows[k + 1], d / 2, kind, head_dim));
-        _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
-        if (d + kLanes < dims) _mm512_storeu_si512(to + d + kLanes, _mm512_permutex2var_epi16(a, high, b));
+        const Interleaved words(load_pairs(rows[k], d, kind, head_dim), load_pairs(rows[k + 1], d, kind, head_dim));
+        store_words(to + d, 0xffff, words.first);
+        if (d + kLanes < dims) store_words(to + d + kLanes, 0xffff, words.second);
       }
     }
   }

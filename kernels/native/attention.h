@@ -28,8 +28,8 @@ struct Problem {
   double scale, softcap;
 };
 
-constexpr int kKeys = 64;              // of a block, which rows meet at once
-constexpr int kPair = 2 * kLanes;      // keys whose scores are computed at once
+constexpr int kKeys = 64;               // of a block, which rows meet at once
+constexpr int kPair = 2 * kLanes;       // keys whose scores are computed at once
 constexpr float kNothingSeen = -1e30f;  // finite, so that the difference of two is a number
 
 // Attends in tiles, if the processor has them and they can hold the numbers.
@@ -41,6 +41,33 @@ struct Found {
   const void *keys[kKeys], *values[kKeys];
   int num_keys = 0;
 };
+
+#ifdef __AVX512BF16__
+// Loads 32 numbers of a vector from `at` on as bfloat16; those behind its end are 0.
+inline Words load_pairs(const void* vector, int64_t at, int64_t kind, int64_t head_dim) {
+  const int64_t left = head_dim - at;
+  if (kind == kBfloat16) {
+    const __mmask32 mask = left >= 32 ? 0xffffffffu : (1u << left) - 1;
+    return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(vector) + at);
+  }
+  const Floats low = load(vector, at, kind, first_lanes(left));
+  const Floats high = load(vector, at + kLanes, kind, left > kLanes ? first_lanes(left - kLanes) : 0);
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+// Makes words of the numbers of two vectors, the first ones' and then the others'.
+struct Interleaved {
+  Words first, second;
+
+  Interleaved(Words a, Words b) {
+    alignas(64) static constexpr uint16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const Words low = _mm512_load_si512(kPairs), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+    first = _mm512_permutex2var_epi16(a, low, b);
+    second = _mm512_permutex2var_epi16(a, high, b);
+  }
+};
+#endif
 
 // Finds the keys [first_key, end_key) of a step, and their values. Keys that are not written are zeros.
 inline void find(const Problem& problem, const Step& step, int64_t kv_head, const char* key, const char* value,

@@ -48,7 +48,7 @@ def load_library(
     Args:
         folder: where it is kept; made if it is missing.
         environment: names the compiler, `CXX`, and where to look for one, `PATH`.
-        capability: what the processor has, AMX, AVX512 or AVX2; None asks torch.
+        capability: what may be used, AMX, AVX512 or AVX2; None takes what `processor_capability` says.
 
     Raises:
         NotCompiled: it can't be made or loaded here.

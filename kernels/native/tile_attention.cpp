@@ -14,8 +14,6 @@
 #ifdef RADIXKV_TILES
 namespace {
 
-constexpr int64_t kTileNumbers = kLines * kTileWords;
-
 // 2 to the power of numbers, exactly 1 for 0. Within 9e-5 of it: weights are rounded to bfloat16 in any case, by up to 2e-3.
 Floats weight_of(Floats x) {
   const Parts parts = parts_of(x);
@@ -68,7 +66,7 @@ class Attention {
             const float* sinks)
       : problem_(problem), query_(query), key_(key), value_(value), output_(output), sinks_(sinks),
         words_((problem.head_dim + 2 * kTileWords - 1) / (2 * kTileWords) * kTileWords),
-        dims_((problem.head_dim + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes),
+        dims_(2 * words_),
         reads_in_place_(problem.kv_kind == kBfloat16 && problem.head_dim % (2 * kTileWords) == 0 &&
                         problem.block_size % kLines == 0),
         rows_((problem.most_rows + kLines - 1) / kLines), query_words_(rows_.size() * words_ * kLines),
@@ -116,7 +114,7 @@ class Attention {
     rows.weight_sums = all(sinks_ ? 1.0f : 0.0f);
     Words lines[kLines];
     for (int64_t w = 0; w < words_; w += kTileWords) {
-      for (int r = 0; r < kLines; r++) lines[r] = load_pairs(queries[r], kBfloat16, 2 * w);
+      for (int r = 0; r < kLines; r++) lines[r] = load_pairs(queries[r], 2 * w, kBfloat16, problem_.head_dim);
       transpose(lines);
       for (int i = 0; i < kTileWords; i++) store_words(rows.query + (w + i) * kLines, 0xffff, lines[i]);
     }
@@ -141,18 +139,6 @@ class Attention {
     }
   }
 
-  // 32 numbers of a vector as bfloat16; 0 behind its end.
-  Words load_pairs(const char* vector, int64_t kind, int64_t at) const {
-    const int64_t left = problem_.head_dim - at;
-    if (kind == kBfloat16) {
-      const __mmask32 mask = left >= 32 ? 0xffffffffu : left <= 0 ? 0 : (1u << left) - 1;
-      return _mm512_maskz_loadu_epi16(mask, vector + at * 2);
-    }
-    const Floats low = load(vector, at, kind, first_lanes(std::max<int64_t>(left, 0)));
-    const Floats high = load(vector, at + kLanes, kind, first_lanes(std::max<int64_t>(left - kLanes, 0)));
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-  }
-
   // Finds 16 keys after the other in the pool, or copies them.
   void lay_out_keys() {
     for (int i = 0; i < found_.num_keys; i += kLines) {
@@ -167,23 +153,21 @@ class Attention {
       for (int k = i; k < i + kLines; k++)
         for (int64_t w = 0; w < words_; w += kTileWords)
           store_words(copied_keys_ + k * words_ + w, 0xffff,
-                      load_pairs(static_cast<const char*>(found_.keys[k]), problem_.kv_kind, 2 * w));
+                      load_pairs(found_.keys[k], 2 * w, problem_.kv_kind, problem_.head_dim));
     }
   }
 
   // Lays out values in tiles of 16 dimensions and 32 keys: [dims / 16][2][16 dims][16 words].
   void lay_out_values() {
-    alignas(64) static constexpr uint16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
-                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const Words low = _mm512_load_si512(kPairs), high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
     for (int i = 0; i < found_.num_keys; i += kPair)
       for (int64_t d = 0; d < dims_; d += 2 * kLines) {
         Words first[kTileWords], second[kTileWords];
         for (int w = 0; w < kTileWords; w++) {
-          const Words a = load_pairs(static_cast<const char*>(found_.values[i + 2 * w]), problem_.kv_kind, d);
-          const Words b = load_pairs(static_cast<const char*>(found_.values[i + 2 * w + 1]), problem_.kv_kind, d);
-          first[w] = _mm512_permutex2var_epi16(a, low, b);
-          second[w] = _mm512_permutex2var_epi16(a, high, b);
+          const void** values = found_.values + i + 2 * w;
+          const Interleaved words(load_pairs(values[0], d, problem_.kv_kind, problem_.head_dim),
+                                  load_pairs(values[1], d, problem_.kv_kind, problem_.head_dim));
+          first[w] = words.first;
+          second[w] = words.second;
         }
         transpose(first);
         transpose(second);

@@ -14,7 +14,6 @@ constexpr int64_t kMostRows = 512;         // for which a weight is read once
 constexpr int64_t kMostBytes = 896 << 10;  // of rows that are laid out at once: they stay in a core's second cache
 constexpr int64_t kPairRows = 2 * kLines;  // of two tiles
 constexpr int64_t kAheadBytes = 4096;      // of a weight, which are asked for before they are needed
-constexpr int64_t kTileNumbers = kLines * kTileWords;
 constexpr int64_t kPanelBytes = kFeatures * 4;  // of a word
 
 int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines * kLines; }

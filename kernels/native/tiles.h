@@ -12,7 +12,7 @@
 #include <cstdint>
 
 constexpr int kLines = 16, kTileWords = 16;
-constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kTileNumbers = kLines * kTileWords;
 
 // Whether tiles may be used: Linux gives them to a process that asks for them.
 inline bool has_tiles() {

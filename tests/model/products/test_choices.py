@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from radixkv.kernels.product_trial import ProductChoice
-from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.choices import ProductChoices, _machine
 
 WEIGHT = torch.empty(8, 16)
 
@@ -84,6 +84,13 @@ def test_what_decides_the_order_of_sums_is_tried_anew(
     monkeypatch.setattr("radixkv.model.products.choices._machine", lambda: "another")
     assert choose(WEIGHT) == 9
     assert choose(WEIGHT) == 9
+
+
+def test_what_older_sources_chose_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _machine.__wrapped__()
+    assert _machine.__wrapped__() == before
+    monkeypatch.setattr("radixkv.model.products.choices.sources", lambda: ["of another version"])
+    assert _machine.__wrapped__() != before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\x00" * 10, "[" * 100_000, " " * 2**21])
