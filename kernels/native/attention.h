@@ -28,6 +28,10 @@ struct Problem {
   double scale, softcap;
 };
 
+// Sinks may be null.
+extern "C" void radixkv_attend(const Problem* problem, const void* query, const void* key, const void* value,
+                               void* output, const float* sinks);
+
 constexpr int kKeys = 64;               // of a block, which rows meet at once
 constexpr int kPair = 2 * kLanes;       // keys whose scores are computed at once
 constexpr float kNothingSeen = -1e30f;  // finite, so that the difference of two is a number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,6 @@ from radixkv.kernels.native.library import KINDS
 from radixkv.kernels.scoring import Scoring
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-
-Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
 class _Problem(ctypes.Structure):
@@ -36,52 +34,91 @@ def reads(pool: KVPool, dtype: torch.dtype) -> bool:
     return pool.dtype in KINDS and dtype in KINDS
 
 
-def prepare(
-    library: ctypes.CDLL, query: torch.Tensor, pool: KVPool, work: AttentionWork, scoring: Scoring, num_threads: int
-) -> Attend:
-    """Prepare the attention of all layers like one.
+class Queries(NamedTuple):
+    """The layout of a layer's queries, `[num_tokens, num_heads, head_dim]`, the numbers of a head side by side.
+
+    Attributes:
+        num_tokens, num_heads, head_dim: shape.
+        token_stride, head_stride: numbers from one token, or head, to the next.
+        dtype: of the numbers.
+    """
+
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+    token_stride: int
+    head_stride: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, query: torch.Tensor) -> Queries:
+        """Tell how queries lie whose last stride is 1."""
+        num_tokens, num_heads, head_dim = query.shape
+        return cls(num_tokens, num_heads, head_dim, query.stride(0), query.stride(1), query.dtype)
+
+
+class Attention:
+    """The attention of all layers like one, in one step.
 
     Args:
         library: of `load_library`.
-        query: `[num_tokens, num_query_heads, head_dim]` of one of the layers; the others' have its shape and strides.
+        queries: of each of the layers.
         pool: the K/V, which the kernel `reads`.
         work: planned for these heads, and for the window of `scoring`.
         scoring: scale, window and softcap of the layers.
         num_threads: threads that compute.
-
-    Returns:
-        A function of a layer's queries, its index in the pool, and its sinks, float32 `[num_query_heads]` or None.
-        It computes `reference.paged_attention`. K and V are rounded to the dtype of the queries, and in bfloat16
-        weights are rounded too, if the processor multiplies bfloat16; sums are float32. Besides the result, memory is
-        needed for the rows of one item a thread. The function may be called from one thread at a time.
     """
-    values, arrays = pool.values, (work.tokens, work.positions, work.blocks, work.steps, work.items)
-    problem = _Problem(
-        *(array.ctypes.data for array in arrays),
-        *(len(work.items), work.most_rows),
-        *(pool.num_kv_heads, query.shape[1] // pool.num_kv_heads, pool.head_dim, pool.block_size),
-        *(query.stride(0), query.stride(1), values.stride(3), values.stride(0)),
-        *(KINDS[query.dtype], KINDS[pool.dtype]),
-        *(scoring.window or 0, num_threads),
-        *(scoring.scale, scoring.softcap or 0.0),
-    )
-    attend = library.radixkv_attend
-    attend.argtypes, attend.restype = (_POINTER,) * 6, None
-    layer_bytes, v_bytes = (stride * values.element_size() for stride in (values.stride(1), values.stride(2)))
-    first_key, first_value = values.data_ptr(), values.data_ptr() + (0 if pool.is_latent else v_bytes)
-    shape, kept = query.shape, (problem, arrays)  # what the pointers point at
 
-    def attend_layer(query: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
-        output = query.new_empty(shape)
-        at = layer * layer_bytes
-        attend(
-            ctypes.byref(kept[0]),
-            query.data_ptr(),
-            first_key + at,
-            first_value + at,
-            output.data_ptr(),
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        queries: Queries,
+        pool: KVPool,
+        work: AttentionWork,
+        scoring: Scoring,
+        num_threads: int,
+    ) -> None:
+        values, arrays = pool.values, (work.tokens, work.positions, work.blocks, work.steps, work.items)
+        self._arrays = arrays  # what the pointers point at
+        self._problem = _Problem(
+            *(array.ctypes.data for array in arrays),
+            *(len(work.items), work.most_rows),
+            *(pool.num_kv_heads, queries.num_heads // pool.num_kv_heads, pool.head_dim, pool.block_size),
+            *(queries.token_stride, queries.head_stride, values.stride(3), values.stride(0)),
+            *(KINDS[queries.dtype], KINDS[pool.dtype]),
+            *(scoring.window or 0, num_threads),
+            *(scoring.scale, scoring.softcap or 0.0),
+        )
+        self._attend = library.radixkv_attend
+        self._attend.argtypes, self._attend.restype = (_POINTER,) * 6, None
+        self._layer_bytes, v_bytes = (stride * values.element_size() for stride in (values.stride(1), values.stride(2)))
+        self._first_key, self._v_bytes = values.data_ptr(), 0 if pool.is_latent else v_bytes
+        self._shape = (queries.num_tokens, queries.num_heads, queries.head_dim)
+
+    @property
+    def problem(self) -> int:
+        """The address of what layers have in common, for other functions in C++; valid as long as this object."""
+        return ctypes.addressof(self._problem)
+
+    def pool_of(self, layer: int) -> tuple[int, int]:
+        """Return the addresses of a layer's keys and of its values."""
+        key = self._first_key + layer * self._layer_bytes
+        return key, key + self._v_bytes
+
+    def __call__(self, query: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Compute `reference.paged_attention`.
+
+        K and V are rounded to the dtype of the queries, and in bfloat16 weights are rounded too, if the processor
+        multiplies bfloat16; sums are float32. Besides the result, memory is needed for the rows of one item a thread.
+
+        Args:
+            query: of a layer, which lies as the queries that this was made for.
+            layer: its index in the pool.
+            sinks: float32 `[num_query_heads]`, or None.
+        """
+        output = query.new_empty(self._shape)
+        self._attend(
+            *(self.problem, query.data_ptr(), *self.pool_of(layer), output.data_ptr()),
             None if sinks is None else sinks.data_ptr(),
         )
         return output
-
-    return attend_layer

@@ -15,6 +15,8 @@ struct Product {
   int64_t num_rows, in_features, out_features, kind, num_threads;
 };
 
+extern "C" void radixkv_multiply(const Product* product);
+
 constexpr int kFeatures = 2 * kLanes;  // of a panel
 
 // Computes a product in tiles, if the processor has them and they can hold it.

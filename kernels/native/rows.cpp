@@ -1,14 +1,11 @@
 // What happens to rows between products: norms, rotations, gates, and K and V written into the pool. Each row by itself.
 // `kernels/native/rows.py` calls it.
 
-#include "vectors.h"
+#include "rows.h"
 
 #include <cmath>
 
 namespace {
-
-// Fewer numbers than these are computed by one thread: to wake the others takes longer.
-constexpr int64_t kNumbersAThread = 1 << 15;
 
 void norm_row(const char* row, const void* weight, char* normed, int64_t num_columns, int64_t kind, int64_t weight_kind,
               float eps, bool rounds_first) {

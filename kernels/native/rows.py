@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.library import KINDS
 from radixkv.kernels.norm_style import NormStyle
-from radixkv.kernels.row_tiles import RowFunction
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -35,7 +35,7 @@ class NativeRows:
         self._norm, self._rotate = library.radixkv_norm, library.radixkv_rotate
         self._gate, self._write = library.radixkv_gate, library.radixkv_write
 
-    def norm(self, weight: torch.Tensor, eps: float, style: NormStyle) -> RowFunction:
+    def norm(self, weight: torch.Tensor, eps: float, style: NormStyle) -> NativeNorm:
         """Return an RMS norm; see `row_norm`.
 
         Args:
@@ -43,25 +43,8 @@ class NativeRows:
                 first.
             eps: added to the mean of squares.
             style: how the weight is applied.
-
-        Returns:
-            A function of rows `[..., num_columns]`, whose last dimension is contiguous. It returns a new tensor.
         """
-        norm, kept = self._norm, weight.contiguous()
-        num_columns, weight_kind, rounds_first = len(kept), KINDS[kept.dtype], int(style.rounds_first)
-
-        def normed(rows: torch.Tensor) -> torch.Tensor:
-            flat = rows.reshape(-1, num_columns)
-            if flat.stride(1) != 1:
-                flat = flat.contiguous()
-            output = rows.new_empty(rows.shape)
-            norm(
-                *(flat.data_ptr(), kept.data_ptr(), output.data_ptr(), flat.shape[0], num_columns, flat.stride(0)),
-                *(KINDS[rows.dtype], weight_kind, eps, rounds_first, torch.get_num_threads()),
-            )
-            return output
-
-        return normed
+        return NativeNorm(self._norm, weight.contiguous(), eps, rounds_first=style.rounds_first)
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate heads by their positions: `heads * cos + (-second half, first half) * sin`, each rounded.
@@ -111,6 +94,33 @@ class NativeRows:
             *(*key.shape, pool.block_size, key.stride(0), 0 if value is None else value.stride(0)),
             *(values.stride(3), values.stride(0), KINDS[key.dtype], KINDS[pool.dtype]),
         )
+
+
+class NativeNorm:
+    """An RMS norm; see `NativeRows.norm`.
+
+    Attributes:
+        weight: `[num_columns]`, contiguous.
+        eps: added to the mean of squares.
+        rounds_first: whether rows are rounded to their dtype before the weight is applied.
+    """
+
+    def __init__(self, norm: Callable[..., None], weight: torch.Tensor, eps: float, *, rounds_first: bool) -> None:
+        self._norm = norm
+        self.weight, self.eps, self.rounds_first = weight, eps, rounds_first
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor of rows `[..., num_columns]`, whose last dimension is contiguous."""
+        num_columns = len(self.weight)
+        flat = rows.reshape(-1, num_columns)
+        if flat.stride(1) != 1:
+            flat = flat.contiguous()
+        output = rows.new_empty(rows.shape)
+        self._norm(
+            *(flat.data_ptr(), self.weight.data_ptr(), output.data_ptr(), flat.shape[0], num_columns, flat.stride(0)),
+            *(KINDS[rows.dtype], KINDS[self.weight.dtype], self.eps, int(self.rounds_first), torch.get_num_threads()),
+        )
+        return output
 
 
 def lies_head_by_head(heads: torch.Tensor) -> bool:

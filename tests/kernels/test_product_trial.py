@@ -102,6 +102,21 @@ def test_code_that_computes_each_row_by_itself_is_only_timed(monkeypatch: pytest
     assert len(num_calls["alike"]) == 2 * 2 * 5  # two calls with a part of the weight and with each of four numbers
 
 
+@pytest.mark.parametrize(("took_s", "expected"), [(1.1e-3, "alike"), (1.3e-3, "other")])
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("names", [("alike", "other"), ("other", "alike")], ids=str)
+def test_one_whose_rows_are_alike_may_be_a_little_slower(
+    names: tuple[str, str], is_exact: bool, took_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    timed(monkeypatch, now_s, "alike", took_s)
+    timed(monkeypatch, now_s, "other", 1e-3)
+    monkeypatch.setitem(PACKINGS, "alike", PACKINGS["alike"]._replace(rows_are_alike=True))
+    choice = choose_product(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
+    assert choice is not None
+    assert choice.packing == expected
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
     ticks = itertools.count()

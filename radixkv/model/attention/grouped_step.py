@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from radixkv.kernels.native.attention import Queries
+from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.storage.layer_groups import Place
@@ -35,6 +37,11 @@ class GroupedStep:
         """See `AttentionStep.attend`."""
         pool, own_layer = self._places[layer]
         return self._steps[pool].attend(own_layer, query, key, value, scoring)
+
+    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+        """See `ViewedStep.view`."""
+        pool, own_layer = self._places[layer]
+        return self._steps[pool].view(own_layer, queries, num_kv_heads, scoring)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See `PagedStep.write`."""

@@ -11,6 +11,8 @@ import torch
 from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.attention import Queries
+from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.scoring import Scoring
 from radixkv.storage.device_pool import KVShape
 
@@ -36,6 +38,21 @@ class AttentionStep(Protocol):
 
         Returns:
             `[num_tokens, num_query_heads, head_dim]`.
+        """
+        ...
+
+
+class ViewedStep(AttentionStep, Protocol):
+    """An attention step over a pool that layers in C++ may write and read themselves."""
+
+    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+        """Return the K/V of a layer that writes and attends by itself, in place of `attend`; None if it must not.
+
+        Args:
+            layer: index of the layer.
+            queries: how its queries lie, those of all tokens of the step.
+            num_kv_heads: its KV heads.
+            scoring: how scores are made, and which keys a query sees.
         """
         ...
 

@@ -10,8 +10,9 @@ import torch
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.attention import Attend, prepare, reads
+from radixkv.kernels.native.attention import Attention, Queries, reads
 from radixkv.kernels.native.attention_work import AttentionWork, plan_work
+from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.native.rows import NativeRows, lies_head_by_head
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
@@ -57,12 +58,43 @@ class NativeKernels:
         """Compute `reference.paged_attention`; see `radixkv.kernels.native.attention`."""
         if query.stride(2) != 1 or not reads(pool, query.dtype):
             return self._torch.paged_attention(query, pool, layer, batch, scoring)
+        attention = self._step_of(batch).attention_of(Queries.of(query), pool, scoring)
+        return attention(query, layer, _sinks_of(scoring))
+
+    def view(
+        self,
+        queries: Queries,
+        num_kv_heads: int,
+        pool: KVPool,
+        layer: int,
+        batch: PagedBatch,
+        scoring: Scoring,
+        largest: torch.Tensor,
+    ) -> KVView | None:
+        """Return the K/V of a layer that is computed in one call; None if its heads are not those of the pool.
+
+        Args:
+            queries: how the layer's queries lie.
+            num_kv_heads: its KV heads.
+            pool, layer, batch, scoring: as for `paged_attention`.
+            largest: as for `write_kv`.
+        """
+        has_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
+        if not has_heads or not reads(pool, queries.dtype):
+            return None
+        attention = self._step_of(batch).attention_of(queries, pool, scoring)
+        return KVView(attention, layer, _sinks_of(scoring), batch.slots, largest)
+
+    def _step_of(self, batch: PagedBatch) -> _Step:
         step = next((step for step in self._steps if step.batch is batch), None)
         if step is None:
             step = _Step(self._library, batch)
             self._steps.append(step)
-        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
-        return step.attention_of(query, pool, scoring)(query, layer, sinks)
+        return step
+
+
+def _sinks_of(scoring: Scoring) -> torch.Tensor | None:
+    return None if scoring.sinks is None else scoring.sinks.float().contiguous()
 
 
 class _Step:
@@ -72,18 +104,15 @@ class _Step:
         self.batch = batch
         self._library = library
         self._work: dict[tuple[int, int, int, int | None], AttentionWork] = {}
-        self._attention: dict[tuple[Any, ...], Attend] = {}
+        self._attention: dict[tuple[Any, ...], Attention] = {}
 
-    def attention_of(self, query: torch.Tensor, pool: KVPool, scoring: Scoring) -> Attend:
-        key = (
-            *(query.shape, query.stride(), query.dtype, pool.values.data_ptr()),
-            *(scoring.scale, scoring.window, scoring.softcap),
-        )
+    def attention_of(self, queries: Queries, pool: KVPool, scoring: Scoring) -> Attention:
+        key = (queries, pool.values.data_ptr(), scoring.scale, scoring.window, scoring.softcap)
         found = self._attention.get(key)
         if found is None:
-            group_size = query.shape[1] // pool.num_kv_heads
+            group_size = queries.num_heads // pool.num_kv_heads
             work = self._work_of(group_size, pool.num_kv_heads, pool.head_dim, scoring.window)
-            found = prepare(self._library, query, pool, work, scoring, torch.get_num_threads())
+            found = Attention(self._library, queries, pool, work, scoring, torch.get_num_threads())
             self._attention[key] = found
         return found
 

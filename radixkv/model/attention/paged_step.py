@@ -11,6 +11,8 @@ import torch
 from radixkv.errors import InvariantViolation
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.attention import Queries
+from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKernels, AttentionStep, ConvolutionStep, WatchedRows
 from radixkv.model.states.state_step import StateStep
@@ -68,16 +70,29 @@ class PagedStep:
             raise InvariantViolation("convolution: expected a step with states, got one without")
         return self._states.convolve(layer, rows, weight, bias)
 
+    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+        """See `ViewedStep.view`."""
+        view = getattr(self._kernels, "view", None)
+        if view is None or self._watched or self._is_reading or self._pool.is_rotated:
+            return None
+        largest = self._largest_of(self._batch.slots, queries.num_tokens, num_kv_heads)
+        found: KVView | None = view(queries, num_kv_heads, self._pool, layer, self._batch, scoring, largest)
+        return found
+
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write K and V of a layer, rotated where the pool stores rotated vectors; shapes as in `attend`."""
-        if self._largest is None:
-            self._largest = key.new_zeros(key.shape[:2], dtype=torch.float32)
+        largest = self._largest_of(key, *key.shape[:2])
         if self._is_reading:
             return
         if self._pool.is_rotated:
             key = self._kernels.rotate(key, torch.float32)
             value = None if value is None else self._kernels.rotate(value, torch.float32)
-        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, self._largest)
+        self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, largest)
+
+    def _largest_of(self, like: torch.Tensor, num_tokens: int, num_kv_heads: int) -> torch.Tensor:
+        if self._largest is None:
+            self._largest = like.new_zeros((num_tokens, num_kv_heads), dtype=torch.float32)
+        return self._largest
 
     def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Attend over K and V that are written; arguments and result as in `attend`.
@@ -159,6 +174,14 @@ class PaddedStep:
             return attended
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
         return torch.cat((attended, padding))
+
+    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+        """See `ViewedStep.view`; None for a batch that is padded."""
+        view = getattr(self._step, "view", None)
+        if view is None or queries.num_tokens != self._num_tokens:
+            return None
+        found: KVView | None = view(layer, queries, num_kv_heads, scoring)
+        return found
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ConvolutionStep.convolve`. The result for the padding is 0."""

@@ -20,7 +20,7 @@ from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.linear_packings import PACKINGS, packings_for
 from radixkv.kernels.native.library import sources
 from radixkv.kernels.native.processor import processor_facts
-from radixkv.kernels.product_trial import ProductChoice, choose_product
+from radixkv.kernels.product_trial import LEAD, ProductChoice, choose_product
 from radixkv.kernels.row_tiles import SIZES
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def _machine() -> str:
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     parts = (
         *(platform.machine(), platform.processor(), *processor_facts(), *settings),
-        *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), str(SIZES)),
+        *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), f"{SIZES} {LEAD}"),
         *sources(),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ gated      gate with SiLU, up times that, down                                  
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,27 @@ _ACTIVATIONS = (
 # rounds once where the module rounds after the product, after SiLU and after the multiplication.
 _GATED_ROWS = 64
 _ROUNDINGS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """A gated MLP as a function of rows.
+
+    Attributes:
+        gate: the product of the gate; also of what it gates, if there is no `up`.
+        up: the product that `gate` gates in the library.
+        gate_rows: takes both halves of a joined product's rows, and returns the gated ones.
+        down: the product of the output.
+    """
+
+    gate: Product
+    up: Product | None
+    gate_rows: RowFunction
+    down: Product
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what the MLP makes of rows."""
+        return self.down(self.gate_rows(self.gate(rows)) if self.up is None else self.gate.gate(rows, self.up))
 
 
 def is_joined(*layers: nn.Module, last: nn.Module) -> bool:
@@ -57,7 +79,7 @@ def tried_mlp(
     is_exact: bool,
     gates: set[tuple[int, int]],
     native_gate: RowFunction | None = None,
-) -> RowFunction:
+) -> GatedMLP:
     """Return a faster function of rows for an MLP that `is_joined` or `is_gated`.
 
     Args:
@@ -77,18 +99,19 @@ def tried_mlp(
         mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
     )
     gate_rows = native_gate if native_gate and type(mlp.act_fn) in SILU else partial(_gate_rows, act=act)
-    joined = partial(
-        _joined, product=lambda rows: torch.cat((rows, rows.flip(-1)), -1), gate=gate_rows, down=lambda rows: rows
-    )
+
+    def joined(rows: torch.Tensor) -> torch.Tensor:
+        return gate_rows(torch.cat((rows, rows.flip(-1)), -1))
+
     require(agree(played.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
     if not is_gated(mlp):
-        return partial(_joined, product=mlp.gate_proj.joined.product, gate=gate_rows, down=mlp.down_proj.product)
+        return GatedMLP(mlp.gate_proj.joined.product, None, gate_rows, mlp.down_proj.product)
     gate, up = mlp.gate_proj.product, mlp.up_proj.product
     shape = (gate.in_features, gate.out_features)
     if shape not in gates:
         _try_gate(gate, up)
         gates.add(shape)
-    return partial(_gated, gate=gate, up=up, down=mlp.down_proj.product)
+    return GatedMLP(gate, up, gate_rows, mlp.down_proj.product)
 
 
 def _try_gate(gate: Product, up: Product) -> None:
@@ -102,14 +125,6 @@ def _try_gate(gate: Product, up: Product) -> None:
     for count in gate.row_counts:
         require(torch.equal(gate.gate(rows[:count], up), whole[:count]))
         require(torch.equal(gate.gate(rows[-count:], up), whole[-count:]))
-
-
-def _gated(rows: torch.Tensor, gate: Product, up: Product, down: RowFunction) -> torch.Tensor:
-    return down(gate.gate(rows, up))
-
-
-def _joined(rows: torch.Tensor, product: RowFunction, gate: RowFunction, down: RowFunction) -> torch.Tensor:
-    return down(gate(product(rows)))
 
 
 def _gate_rows(both: torch.Tensor, act: RowFunction) -> torch.Tensor:

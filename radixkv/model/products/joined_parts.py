@@ -29,8 +29,9 @@ from radixkv.kernels.row_tiles import RowFunction
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, require, with_stand_ins
-from radixkv.model.products.gated_mlp import MLP_PARTS, is_gated, is_joined, tried_mlp
+from radixkv.model.products.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, tried_mlp
 from radixkv.model.products.joined_attention import JoinedAttention, rotated
+from radixkv.model.products.native_layers import LayerInOneCall, layer_in_one_call
 from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
 from radixkv.model.refusals import reason_of
 from radixkv.model.replaced_parts import ReplacedParts
@@ -55,11 +56,11 @@ class JoinedParts(ReplacedParts):
     """
 
     def __init__(self, module: nn.Module, *, is_exact: bool, library: ctypes.CDLL | None = None) -> None:
-        self._native = None if library is None else NativeRows(library)
+        self._library, self._native = library, None if library is None else NativeRows(library)
         self._dtype = next(module.parameters()).dtype
         self._is_exact = is_exact
         self._norms: dict[nn.Module, RowFunction] = {}
-        self._mlps: dict[nn.Module, RowFunction] = {}
+        self._mlps: dict[nn.Module, GatedMLP] = {}
         self._attentions: dict[nn.Module, JoinedAttention] = {}
         self._layers: set[nn.Module] = set()
         self._has_norms_of_torch = library is None
@@ -114,7 +115,7 @@ class JoinedParts(ReplacedParts):
                 return normed
         raise Refused("it computes something else")
 
-    def _tried_mlp(self, mlp: Any) -> RowFunction:
+    def _tried_mlp(self, mlp: Any) -> GatedMLP:
         native_gate = None if self._native is None else self._native.gate
         return tried_mlp(mlp, self._dtype, is_exact=self._is_exact, gates=self._tried_gates, native_gate=native_gate)
 
@@ -177,13 +178,12 @@ class JoinedParts(ReplacedParts):
 
         own = partial(played.forward, position_embeddings=None, attention_mask=None)
         require(agree(own, joined, layer.post_attention_layernorm.weight))
+        attention, mlp, in_one_call = self._attentions[layer.self_attn], self._mlps[layer.mlp], None
+        if self._library is not None and self._native is not None:
+            in_one_call = layer_in_one_call(self._library, self._native, (first, second), attention, mlp)
+        inside = tuple(part for part in layer.modules() if part is not layer)
         return partial(
-            _added,
-            inside=tuple(part for part in layer.modules() if part is not layer),
-            first=first,
-            attention=self._attentions[layer.self_attn],
-            second=second,
-            mlp=self._mlps[layer.mlp],
+            _added, inside=inside, first=first, attention=attention, second=second, mlp=mlp, in_one_call=in_one_call
         )
 
 
@@ -257,12 +257,16 @@ def _added(
     attention: JoinedAttention,
     second: RowFunction,
     mlp: RowFunction,
+    in_one_call: LayerInOneCall | None,
     **kwargs: Any,
 ) -> Any:
     if args or not _can_join(kwargs, attention) or any(map(has_hooks, inside)):
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
     with torch._C.DisableTorchFunction():
+        layered = None if in_one_call is None else in_one_call(hidden_states, embeddings, step)
+        if layered is not None:
+            return layered
         return _layered(hidden_states, first, lambda rows: attention(rows, embeddings, step), second, mlp)
 
 

@@ -17,6 +17,8 @@ from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from radixkv.kernels.linear_packings import PACKINGS, aligned_rows
+from radixkv.kernels.native.layer import Weights
+from radixkv.kernels.native.products import Panels
 from radixkv.kernels.product_trial import ProductChoice
 from radixkv.kernels.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
 from radixkv.model.part_trial import has_hooks
@@ -68,6 +70,12 @@ class Product:
         if self.addition is not None:
             self.addition(rows, product)
         return product
+
+    @property
+    def native_weights(self) -> Weights | None:
+        """The weights as they are laid out for products in C++; None if others compute, or something is added."""
+        is_native = isinstance(self._packed, Panels) and self._tiles is None and self.addition is None
+        return Weights(self._packed, self._bias) if is_native else None
 
     @property
     def can_gate(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.attention import prepare, reads
+from radixkv.kernels.native.attention import Attention, Queries, reads
 from radixkv.kernels.native.attention_work import plan_work
 from radixkv.kernels.scoring import Scoring
 from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
@@ -39,7 +39,7 @@ def attend(library: ctypes.CDLL, request: pytest.FixtureRequest) -> Attend:
             num_threads=threads,
         )
         sinks = None if scoring.sinks is None else scoring.sinks.float()
-        return prepare(library, query, pool, work, scoring, threads)(query, LAYER, sinks)
+        return Attention(library, Queries.of(query), pool, work, scoring, threads)(query, LAYER, sinks)
 
     return attend
 
@@ -237,7 +237,7 @@ def test_a_layer_reads_its_own_keys(library: ctypes.CDLL) -> None:
     step = make_step([70], [5], GQA)
     step.pool.values[:, 1 - LAYER] = step.pool.values[:, LAYER].nan_to_num() * 2
     work = plan_work(step.batch, group_size=3, num_kv_heads=2, head_dim=32, window=None, num_threads=1)
-    layers = prepare(library, step.query, step.pool, work, Scoring(0.2), 1)
+    layers = Attention(library, Queries.of(step.query), step.pool, work, Scoring(0.2), 1)
     for layer in (0, 1):
         expected = reference.paged_attention(step.query, step.pool, layer, step.batch, Scoring(0.2))
         np.testing.assert_allclose(layers(step.query, layer, None), expected, atol=1e-5)

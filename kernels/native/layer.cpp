@@ -1,0 +1,163 @@
+// A layer of a decoder over the tokens of a step, in one call. `kernels/native/layer.py` calls it.
+//
+//   rows ─▶ norm ─▶ queries, keys, values ─▶ norms ─▶ rotation ─▶ K/V written ─▶ attention ─▶ product ─┐
+//     └──────────────────────────────────────────────────────────────────────────────────────────────▶ + ─┐
+//     ┌───────────────────────────────────────────────────────────────────────────────────────────────────┘
+//     └─▶ norm ─▶ gated MLP ─▶ +
+//
+// It calls what products.cpp, rows.cpp and attention.cpp compute, so its bits are theirs.
+
+#include "attention.h"
+#include "buffer.h"
+#include "products.h"
+#include "rows.h"
+
+#include <memory>
+
+namespace {
+
+// Fields are told in `kernels/native/layer.py`.
+struct Norm {
+  const void* weight;
+  int64_t kind, rounds_first;
+  double eps;
+};
+
+struct Weight {
+  const void *panels, *bias;
+  int64_t in_features, out_features;
+};
+
+struct Layer {
+  Norm first, second, query, key;
+  Weight heads, attended, gate, up, down;
+  int64_t num_query_heads, num_kv_heads, head_dim, kind;
+};
+
+struct KVView {
+  const Problem* problem;
+  void *key, *value;
+  const float* sinks;
+  const int64_t* slots;
+  float* largest;
+};
+
+// Memory that a thread keeps from layer to layer: new memory would be cleared by the system each time.
+char* kept_memory(int64_t num_bytes) {
+  static thread_local std::unique_ptr<Buffer<char>> memory;
+  static thread_local int64_t size = 0;
+  if (num_bytes > size) {
+    memory.reset();  // before the new one is there
+    memory.reset(new Buffer<char>(num_bytes));
+    size = num_bytes;
+  }
+  return *memory;
+}
+
+// One layer and the tokens of one step. Rows are contiguous.
+class LayerOfTokens {
+ public:
+  LayerOfTokens(const Layer& layer, const KVView& view, int64_t num_tokens, int64_t num_threads)
+      : layer_(layer), view_(view), num_tokens_(num_tokens), num_threads_(num_threads) {}
+
+  void compute(const void* rows, const void* cos, const void* sin, void* output) const {
+    const int64_t size = layer_.heads.in_features, num_numbers = num_tokens_ * size;
+    const int64_t in_attention = bytes_of_all(layer_.heads.out_features) + bytes_of_all(rotated_width()) +
+                                 bytes_of_all(query_width());
+    const int64_t in_mlp = bytes_of_all(layer_.down.in_features) + (is_joined() ? bytes_of_all(layer_.gate.out_features) : 0);
+    char* normed = kept_memory(bytes_of_all(size) + std::max(in_attention, in_mlp));
+    char* scratch = normed + bytes_of_all(size);
+    norm(layer_.first, rows, normed);
+    attend(normed, cos, sin, scratch);
+    add(rows, normed, output, num_numbers);
+    norm(layer_.second, output, normed);
+    apply_mlp(normed, scratch);
+    add(output, normed, output, num_numbers);
+  }
+
+ private:
+  bool is_joined() const { return layer_.up.panels == nullptr; }
+  int64_t query_width() const { return layer_.num_query_heads * layer_.head_dim; }
+  int64_t rotated_width() const { return query_width() + layer_.num_kv_heads * layer_.head_dim; }
+
+  // Bytes that so many numbers of each token take, filled up to whole lines of a cache.
+  int64_t bytes_of_all(int64_t width) const { return (num_tokens_ * width * bytes_of(layer_.kind) + 63) / 64 * 64; }
+
+  // Replaces rows by the attention that they ask for.
+  void attend(char* rows, const void* cos, const void* sin, char* scratch) const {
+    const int64_t width = layer_.heads.out_features, bytes = bytes_of(layer_.kind);
+    char* heads = scratch;  // queries, keys, values
+    char* rotated = heads + bytes_of_all(width);
+    char* attended = rotated + bytes_of_all(rotated_width());
+    multiply(rows, layer_.heads, nullptr, heads);
+    norm_heads(layer_.query, heads, layer_.num_query_heads);
+    norm_heads(layer_.key, heads + query_width() * bytes, layer_.num_kv_heads);
+    radixkv_rotate(heads, cos, sin, rotated, num_tokens_, layer_.num_query_heads + layer_.num_kv_heads, layer_.head_dim,
+                   width, layer_.kind, num_threads_);
+    const Problem& problem = *view_.problem;
+    radixkv_write(rotated + query_width() * bytes, heads + rotated_width() * bytes, view_.slots, view_.key,
+                  view_.value, view_.largest, num_tokens_, layer_.num_kv_heads, layer_.head_dim, problem.block_size,
+                  rotated_width(), width, problem.kv_head_stride, problem.kv_block_stride, layer_.kind,
+                  problem.kv_kind);
+    radixkv_attend(&problem, rotated, view_.key, view_.value, attended, view_.sinks);
+    multiply(attended, layer_.attended, nullptr, rows);
+  }
+
+  // Replaces rows by what the MLP makes of them.
+  void apply_mlp(char* rows, char* scratch) const {
+    const int64_t width = layer_.down.in_features;
+    char* gated = scratch;
+    if (is_joined()) {
+      char* both = gated + bytes_of_all(width);
+      multiply(rows, layer_.gate, nullptr, both);
+      radixkv_gate(both, gated, num_tokens_, width, layer_.kind, num_threads_);
+    } else {
+      multiply(rows, layer_.gate, &layer_.up, gated);
+    }
+    multiply(gated, layer_.down, nullptr, rows);
+  }
+
+  void norm(const Norm& norm, const void* rows, void* normed) const {
+    const int64_t size = layer_.heads.in_features;
+    radixkv_norm(rows, norm.weight, normed, num_tokens_, size, size, layer_.kind, norm.kind, norm.eps,
+                 norm.rounds_first, num_threads_);
+  }
+
+  void norm_heads(const Norm& norm, char* heads, int64_t num_heads) const {
+    if (norm.weight == nullptr) return;
+    const int64_t size = layer_.head_dim, width = layer_.heads.out_features;
+    const bool is_shared = num_threads_ > 1 && num_tokens_ * num_heads * size > kNumbersAThread;
+#pragma omp parallel for num_threads(num_threads_) if (is_shared)
+    for (int64_t t = 0; t < num_tokens_; t++) {
+      char* own = heads + t * width * bytes_of(layer_.kind);
+      radixkv_norm(own, norm.weight, own, num_heads, size, size, layer_.kind, norm.kind, norm.eps, norm.rounds_first, 1);
+    }
+  }
+
+  void multiply(const void* rows, const Weight& weight, const Weight* up, void* output) const {
+    const Product product = {rows,       weight.panels,      up ? up->panels : nullptr, weight.bias, up ? up->bias : nullptr,
+                             output,     num_tokens_,        weight.in_features,        weight.out_features,
+                             layer_.kind, num_threads_};
+    radixkv_multiply(&product);
+  }
+
+  void add(const void* some, const void* others, void* sums, int64_t num_numbers) const {
+    const bool is_shared = num_threads_ > 1 && num_numbers > kNumbersAThread;
+#pragma omp parallel for num_threads(num_threads_) if (is_shared)
+    for (int64_t i = 0; i < num_numbers; i += kLanes) {
+      const Lanes lanes = first_lanes(num_numbers - i);
+      store(sums, i, layer_.kind, lanes, load(some, i, layer_.kind, lanes) + load(others, i, layer_.kind, lanes));
+    }
+  }
+
+  const Layer& layer_;
+  const KVView& view_;
+  const int64_t num_tokens_, num_threads_;
+};
+
+}  // namespace
+
+extern "C" void radixkv_layer(const Layer* layer, const KVView* view, const void* rows, const void* cos,
+                              const void* sin, void* output, int64_t num_tokens, int64_t num_threads) {
+  LayerOfTokens(*layer, *view, num_tokens, num_threads).compute(rows, cos, sin, output);
+}

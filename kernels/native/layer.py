@@ -1,0 +1,163 @@
+"""Calls the layer of `layer.cpp`: attention between its products and a gated MLP, as one function of rows.
+
+To call each of its dozen parts from Python takes 0.1 to 0.3 ms a layer, most of a decode step of a small model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from radixkv.kernels.native.attention import Attention, Queries
+from radixkv.kernels.native.library import KINDS
+from radixkv.kernels.native.products import Panels
+from radixkv.kernels.native.rows import NativeNorm
+
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of layer.cpp; no weight: no norm."""
+
+    _fields_ = (("weight", _POINTER), ("kind", _INT), ("rounds_first", _INT), ("eps", _DOUBLE))
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` of layer.cpp."""
+
+    _fields_ = (("panels", _POINTER), ("bias", _POINTER), ("in_features", _INT), ("out_features", _INT))
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of layer.cpp."""
+
+    _fields_ = (
+        *((name, _Norm) for name in ("first", "second", "query", "key")),
+        *((name, _Weight) for name in ("heads", "attended", "gate", "up", "down")),
+        *((name, _INT) for name in ("num_query_heads", "num_kv_heads", "head_dim", "kind")),
+    )
+
+
+class KVView(ctypes.Structure):
+    """The K/V of a layer as one step writes and reads them: `KVView` of layer.cpp.
+
+    Args:
+        attention: of the step, for the layer's queries.
+        layer: its index in the pool.
+        sinks: float32 `[num_query_heads]`, contiguous, or None.
+        slots: int64 `[num_tokens]`, contiguous; see `reference.write_kv`.
+        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, updated with magnitudes of K and V.
+    """
+
+    _fields_ = tuple((name, _POINTER) for name in ("problem", "key", "value", "sinks", "slots", "largest"))
+
+    def __init__(
+        self,
+        attention: Attention,
+        layer: int,
+        sinks: torch.Tensor | None,
+        slots: torch.Tensor,
+        largest: torch.Tensor,
+    ) -> None:
+        sinks_at = None if sinks is None else sinks.data_ptr()
+        super().__init__(attention.problem, *attention.pool_of(layer), sinks_at, slots.data_ptr(), largest.data_ptr())
+        self._kept = (attention, sinks, slots, largest)  # what the pointers point at
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A weight `[out_features, in_features]` that is laid out, and its bias `[out_features]`."""
+
+    panels: Panels
+    bias: torch.Tensor | None
+
+    def structure(self, in_features: int) -> _Weight:
+        """Tell C++ of them."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return _Weight(self.panels.numbers.data_ptr(), bias, in_features, self.panels.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The parts of a layer, all of one dtype.
+
+    Attributes:
+        first, second: norms before attention, and before the MLP.
+        heads: makes queries, keys and values.
+        query, key: norms of heads; None for none.
+        attended: makes the output of what was attended to.
+        gate, up: of the MLP; no `up`: both are in `gate`.
+        down: makes the MLP's output.
+        num_query_heads, num_kv_heads, head_dim: shape. `head_dim` is even.
+    """
+
+    first: NativeNorm
+    second: NativeNorm
+    heads: Weights
+    query: NativeNorm | None
+    key: NativeNorm | None
+    attended: Weights
+    gate: Weights
+    up: Weights | None
+    down: Weights
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights and rows."""
+        return self.heads.panels.numbers.dtype
+
+
+class NativeLayer:
+    """A layer of a decoder in one call: `rows + attention(first(rows))`, and then the MLP of the second norm added.
+
+    Its bits are those of its parts, called one after the other. A row's bits depend on its prefix alone.
+
+    Args:
+        library: of `load_library`, the one that laid out the weights.
+        parts: what it computes.
+    """
+
+    def __init__(self, library: ctypes.CDLL, parts: LayerParts) -> None:
+        self._call = library.radixkv_layer
+        self._call.argtypes, self._call.restype = (*(_POINTER,) * 6, _INT, _INT), None
+        self._parts = parts  # what the pointers point at
+        size, mlp_size = len(parts.first.weight), parts.gate.panels.out_features // (2 if parts.up is None else 1)
+        attended_size = parts.num_query_heads * parts.head_dim
+        self._layer = _Layer(
+            *map(_norm, (parts.first, parts.second, parts.query, parts.key)),
+            *(parts.heads.structure(size), parts.attended.structure(attended_size), parts.gate.structure(size)),
+            *(_Weight() if parts.up is None else parts.up.structure(size), parts.down.structure(mlp_size)),
+            *(parts.num_query_heads, parts.num_kv_heads, parts.head_dim, KINDS[parts.dtype]),
+        )
+
+    def queries(self, num_tokens: int) -> Queries:
+        """Tell how the layer's queries lie, for which attention is prepared."""
+        parts = self._parts
+        width = (parts.num_query_heads + parts.num_kv_heads) * parts.head_dim
+        return Queries(num_tokens, parts.num_query_heads, parts.head_dim, width, parts.head_dim, parts.dtype)
+
+    def __call__(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, view: KVView) -> torch.Tensor:
+        """Return what the layer makes of rows, in a new tensor.
+
+        Args:
+            rows: `[..., num_tokens, hidden_size]`, contiguous.
+            cos, sin: `[..., num_tokens, head_dim]` in the same dtype, contiguous.
+            view: prepared for `queries` of as many tokens.
+        """
+        output = torch.empty_like(rows)
+        self._call(
+            *(ctypes.addressof(self._layer), ctypes.addressof(view), rows.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(output.data_ptr(), rows.shape[-2], torch.get_num_threads()),
+        )
+        return output
+
+
+def _norm(norm: NativeNorm | None) -> _Norm:
+    if norm is None:
+        return _Norm()
+    return _Norm(norm.weight.data_ptr(), KINDS[norm.weight.dtype], int(norm.rounds_first), norm.eps)

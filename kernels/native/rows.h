@@ -1,0 +1,21 @@
+// Functions of rows between products. Each row by itself: its bits do not depend on the others.
+#pragma once
+
+#include "vectors.h"
+
+// Fewer numbers than these are computed by one thread: to wake the others takes longer.
+constexpr int64_t kNumbersAThread = 1 << 15;
+
+// `normed` may be the rows themselves, if they are `num_columns` apart.
+extern "C" void radixkv_norm(const void* rows, const void* weight, void* normed, int64_t num_rows, int64_t num_columns,
+                             int64_t row_stride, int64_t kind, int64_t weight_kind, double eps, int64_t rounds_first,
+                             int64_t num_threads);
+extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* sin, void* turned, int64_t num_tokens,
+                               int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t kind,
+                               int64_t num_threads);
+extern "C" void radixkv_gate(const void* rows, void* gated, int64_t num_rows, int64_t width, int64_t kind,
+                             int64_t num_threads);
+extern "C" void radixkv_write(const void* key, const void* value, const int64_t* slots, void* key_pool,
+                              void* value_pool, float* largest, int64_t num_tokens, int64_t num_heads,
+                              int64_t head_dim, int64_t block_size, int64_t key_stride, int64_t value_stride,
+                              int64_t head_stride, int64_t block_stride, int64_t kind, int64_t kv_kind);

@@ -1,0 +1,161 @@
+"""Layers in one call: the bits of layers whose parts are called one by one, and left alone where they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.layer import NativeLayer
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.interface import WatchedRows
+from radixkv.model.attention.native_kernels import NativeKernels
+from radixkv.model.attention.paged_step import PagedStep
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.model import Model
+from radixkv.model.on_cpu import native_library
+from tests.model.exact.checkpoints import VOCAB_SIZE
+from tests.model.products.test_joined_parts import CPU, make
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUM_LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products are in C++, whatever is faster here."""
+    if native_library() is None:
+        pytest.skip("there are no kernels in C++ on this machine")
+    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: ("native",))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each layer in one call."""
+    called: list[int] = []
+    own = NativeLayer.__call__
+
+    def counted(self: NativeLayer, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        called.append(rows.shape[1])
+        return own(self, rows, *args)
+
+    monkeypatch.setattr(NativeLayer, "__call__", counted)
+    return called
+
+
+def answers(
+    model: Model, lengths: tuple[tuple[int, int], ...], *, sees_layers: bool = True, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute tokens after prefixes, `(prefix, suffix)` for each request; return logits, K/V, and what is finite."""
+    heads, dtype = model.kv_shape, model.kv_shape.dtype
+    num_blocks = [-(-sum(each) // 16) for each in lengths]
+    tables = np.split(np.arange(sum(num_blocks), dtype=np.int32), np.cumsum(num_blocks)[:-1])
+    pool = KVPool.allocate(sum(num_blocks), NUM_LAYERS, heads.num_kv_heads, 16, heads.head_dim, dtype=dtype)
+    pool.values.copy_(torch.randn(pool.values.shape, generator=torch.Generator().manual_seed(1)))
+    batch = PagedBatch.build([each[1] for each in lengths], [sum(each) for each in lengths], tables, 16)
+    library = native_library()
+    assert library is not None
+    kernels = options.pop("kernels", None) or NativeKernels(library)
+    step = PagedStep(pool, batch, kernels, **options)
+    if not sees_layers:
+        step.view = lambda *_: None
+    ids = torch.arange(int(batch.query_lens.sum())) * 7 % VOCAB_SIZE
+    logits, _ = model.forward(ids, torch.from_numpy(batch.positions), step, torch.arange(len(ids)))
+    return logits, pool.values, step.is_finite
+
+
+LENGTHS = [((0, 70),), ((100, 1),), ((40, 3), (7, 1), (0, 33))]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_model_has_the_same_bits(
+    family: str, is_exact: bool, dtype: torch.dtype, lengths: tuple[tuple[int, int], ...], calls: list[int]
+) -> None:
+    model = Model(family, make(family, dtype), CPU, is_exact=is_exact)
+    calls.clear()
+    got = answers(model, lengths)
+    assert calls == [sum(suffix for _, suffix in lengths)] * NUM_LAYERS
+    expected = answers(model, lengths, sees_layers=False)
+    assert len(calls) == NUM_LAYERS
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert got[0].isfinite().all()
+
+
+def test_a_token_whose_keys_are_not_finite_is_told(calls: list[int]) -> None:
+    model = Model("infinite", make("llama"), CPU)
+    model.module.get_input_embeddings().weight.data[7 * 4] = float("inf")
+    calls.clear()
+    *_, is_finite = answers(model, ((0, 2), (0, 5)))
+    assert calls == [7, 7]
+    assert is_finite[:2].all(), "of another request"
+    assert not is_finite[4]
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def see(self, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
+        self.layers.append(layer)
+
+
+def test_a_watched_step_is_asked_to_attend(calls: list[int]) -> None:
+    watcher, model = Watch(), Model("watched", make("llama"), CPU)
+    calls.clear()
+    got = answers(model, ((20, 4),), watched=[WatchedRows(0, 4, watcher)])
+    assert (watcher.layers, calls) == ([0, 1], [])
+    assert torch.equal(got[0], answers(model, ((20, 4),))[0])
+
+
+@pytest.mark.parametrize("options", [{"is_reading": True}, {"kernels": TorchKernels()}], ids=["reading", "torch"])
+def test_a_step_that_does_not_write_or_is_not_in_cpp_is_asked(options: dict[str, Any], calls: list[int]) -> None:
+    model = Model("asked", make("llama"), CPU)
+    calls.clear()
+    answers(model, ((20, 4),), **options)
+    assert calls == []
+
+
+def test_hooks_are_called_in_a_step_over_a_pool(calls: list[int]) -> None:
+    model, heard = Model("hooked", make("llama"), CPU), []
+    model.module.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: heard.append(1))
+    calls.clear()
+    answers(model, ((20, 4),))
+    assert heard == [1]
+    assert calls == [4], "the other layer runs in one call"
+
+
+def relu(module: nn.Module) -> None:
+    module.model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def odd_norm(module: nn.Module) -> None:
+    norm = module.model.layers[0].input_layernorm
+    norm.register_forward_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [relu, odd_norm])
+def test_a_layer_with_a_part_that_is_not_in_cpp_is_left_alone(
+    change: Callable[[nn.Module], None], calls: list[int]
+) -> None:
+    module = make("llama")
+    change(module)
+    model = Model("mixed", module, CPU)
+    calls.clear()
+    assert answers(model, ((20, 4),))[0].isfinite().all()
+    assert calls == [4]
+
+
+def test_adapters_may_add_to_all_products(calls: list[int]) -> None:
+    model = Model("adapted", make("llama"), CPU, max_adapters=1)
+    calls.clear()
+    answers(model, ((20, 4),))
+    assert calls == []
