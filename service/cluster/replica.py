@@ -18,6 +18,10 @@ from radixkv.service.server.mailbox import Mailbox
 CALLS = "calls"
 """Name of the number by which a fleet grows and shrinks."""
 
+# Callers of the ingress have two of them at most, those who come by a route the rest.
+_TIMES_MAX_CALLS = 4
+_MAX_INT32 = 2**31 - 1
+
 _log = logging.getLogger(__name__)
 
 
@@ -105,9 +109,12 @@ def _sending(config: Config) -> Config:
 def replica_server(config: Config, host: str) -> ServerConfig:
     """Return the configuration of a replica's server: a free port, and TLS only if the ingress knows its authorities.
 
-    Certificates of callers end at the ingress, which has none itself: it shows a token.
+    Certificates of callers end at the ingress, which has none itself: it shows a token. To the replica all callers of
+    the ingress are one, on one connection. The ingress bounds their calls, to twice `max_calls` in all; the replica's
+    bounds are beyond that, so that none of them is refused for the calls of another.
     """
     has_tls = config.fleet.tls_ca is not None
+    max_calls = min(_TIMES_MAX_CALLS * config.server.max_calls, _MAX_INT32)
     return dataclasses.replace(
         config.server,
         host=host,
@@ -117,6 +124,8 @@ def replica_server(config: Config, host: str) -> ServerConfig:
         tls_certificate=config.server.tls_certificate if has_tls else None,
         tls_key=config.server.tls_key if has_tls else None,
         client_ca=None,
+        max_calls=max_calls,
+        max_connection_calls=max(max_calls, config.server.max_connection_calls),
     )
 
 

@@ -994,3 +994,8 @@ STORE_MUTANTS = (
     Mutant("startup/tiers.py", "storage.part_pools, native)", "storage.part_pools)"),
     Mutant("storage/tiers/disk.py", "                self._buffers.give_back(buffer)\n", "                pass\n"),
 )
+SERVICE_MUTANTS = (
+    Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
+    Mutant("service/cluster/replica_connection.py", "HealthStub(watch)", "HealthStub(calls)"),
+    Mutant("service/cluster/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
+)

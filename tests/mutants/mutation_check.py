@@ -1,4 +1,4 @@
-"""Mutation check: breaks cache, engine, kernels, events and routing in small ways. Tests must notice each.
+"""Mutation check: breaks cache, engine, kernels, events, routing and service in small ways. Tests must notice each.
 
     python -m tests.mutants.mutation_check [FILE ...]
 
@@ -26,6 +26,7 @@ from tests.mutants.mutants import (
     OFFLOAD_MUTANTS,
     PART_MUTANTS,
     ROUTING_MUTANTS,
+    SERVICE_MUTANTS,
     STATE_MUTANTS,
     STORE_MUTANTS,
     Mutant,
@@ -161,6 +162,10 @@ STORE_TESTS = (
     "tests/storage/tiers/test_disk.py",
     "tests/startup/test_tiers.py",
 )
+SERVICE_TESTS = (
+    "tests/service/cluster/test_replica.py",
+    "tests/service/cluster/test_replica_connection.py",
+)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
@@ -169,6 +174,7 @@ CHECKS = (
     (STATE_MUTANTS, STATE_TESTS),
     (PART_MUTANTS, PART_TESTS),
     (STORE_MUTANTS, STORE_TESTS),
+    (SERVICE_MUTANTS, SERVICE_TESTS),
 )
 
 

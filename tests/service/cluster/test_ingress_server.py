@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from radixkv.config import ServerConfig
+from radixkv.config import Config, ServerConfig
 from radixkv.routing.rule import Rule
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.cluster.facts import ReplicaFacts
@@ -19,6 +20,7 @@ from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.forwarder import Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
 from radixkv.service.cluster.question import Question
+from radixkv.service.cluster.replica import replica_server
 from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
 from radixkv.service.cluster.servicers import REPLICA
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -55,6 +57,12 @@ class Served:
         self.forwarder = forwarder
 
 
+def replica_bounds(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the bounds of the replicas behind an ingress with this configuration."""
+    replica = replica_server(Config(server=ServerConfig(**config)), "127.0.0.1")
+    return {name: getattr(replica, name) for name in ("max_calls", "max_connection_calls")}
+
+
 @contextlib.asynccontextmanager
 async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
     engines: dict[str, FakeEngine] = {}
@@ -62,7 +70,7 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
         for _ in range(num_replicas):
             engine = FakeEngine()
             engine.events = FakeSource()
-            _, address = await stack.enter_async_context(serving(engine))
+            _, address = await stack.enter_async_context(serving(engine, **replica_bounds(config)))
             engines[address] = engine
         state = FleetState(
             lambda facts: ReplicaConnection(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8)
@@ -175,6 +183,30 @@ def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
             assert served.forwarder.num_retries == 1
             told = [news async for news in client.generate(PROMPT, max_new_tokens=2)]
             assert (told[-1].finished, served.forwarder.num_retries) == (True, 2)
+
+    run(test)
+
+
+def test_one_caller_with_all_the_calls_there_may_be_keeps_nobody_else_away() -> None:
+    async def test() -> None:
+        own_line = (("grpc.use_local_subchannel_pool", 1),)
+        async with (
+            fleet(1, max_calls=20, max_connection_calls=20) as served,
+            AsyncClient(served.address, options=own_line) as many,
+            AsyncClient(served.address, options=own_line) as other,
+        ):
+            (engine,) = served.engines.values()
+            engine.is_gated = True
+            under_way = [asyncio.ensure_future(many.prefill([7, number])) for number in range(20)]
+            assert await becomes_true(lambda: len(engine.futures) == 20)
+            (connection,) = served.state.connections
+            await connection.look()
+            assert connection.is_up
+            asked = asyncio.ensure_future(other.prefill(PROMPT))
+            assert await becomes_true(lambda: asked.done() or len(engine.futures) == 21)
+            engine.open_gate()
+            assert (await asked).next_token_id == next_token_of(PROMPT)
+            assert len(await asyncio.gather(*under_way)) == 20
 
     run(test)
 
