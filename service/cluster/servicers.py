@@ -214,10 +214,14 @@ def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) ->
 
 
 def call_options(connection: ReplicaConnection, context: Context) -> dict[str, Any]:
-    """Return the deadline and the metadata of a call to a replica on behalf of another call."""
+    """Return the deadline and the metadata of a call to a replica on behalf of another call.
+
+    Each has a deadline: a caller who reads on for ever, however slowly, does not keep an answer in the replica.
+    """
+    left_s, most_s = context.time_remaining(), connection.facts.max_deadline_s
     traceparent = traceparent_of(context)
     metadata = (*connection.metadata, ("traceparent", traceparent)) if traceparent else connection.metadata
-    return {"timeout": context.time_remaining(), "metadata": metadata}
+    return {"timeout": most_s if left_s is None else min(left_s, most_s), "metadata": metadata}
 
 
 def _name(routed: Routed, context: Context) -> None:

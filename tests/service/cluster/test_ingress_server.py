@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -22,11 +23,11 @@ from radixkv.service.cluster.ingress_server import IngressServer
 from radixkv.service.cluster.question import Question
 from radixkv.service.cluster.replica import replica_server
 from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
-from radixkv.service.cluster.servicers import REPLICA
+from radixkv.service.cluster.servicers import REPLICA, call_options
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
-from tests.service.cluster.fake_connection import SECRETS
+from tests.service.cluster.fake_connection import SECRETS, FakeConnection, facts
 from tests.service.fake_engine import LIMITS, FakeEngine, next_token_of
 from tests.service.serving import becomes_true, refusal_of, serving
 
@@ -35,7 +36,7 @@ PROMPT = list(range(1, 41))
 
 def facts_of(address: str) -> ReplicaFacts:
     return ReplicaFacts(
-        address, LIMITS.epoch, LIMITS.model, LIMITS.model_fingerprint, LIMITS.vocab_size, 4096, 4, "", SECRETS
+        address, LIMITS.epoch, LIMITS.model, LIMITS.model_fingerprint, LIMITS.vocab_size, 4096, 4, "", 3600.0, SECRETS
     )
 
 
@@ -60,7 +61,7 @@ class Served:
 def replica_bounds(config: dict[str, Any]) -> dict[str, Any]:
     """Return the bounds of the replicas behind an ingress with this configuration."""
     replica = replica_server(Config(server=ServerConfig(**config)), "127.0.0.1")
-    return {name: getattr(replica, name) for name in ("max_calls", "max_connection_calls")}
+    return {name: getattr(replica, name) for name in ("max_calls", "max_connection_calls", "send_timeout_s")}
 
 
 @contextlib.asynccontextmanager
@@ -209,6 +210,13 @@ def test_one_caller_with_all_the_calls_there_may_be_keeps_nobody_else_away() -> 
             assert len(await asyncio.gather(*under_way)) == 20
 
     run(test)
+
+
+@pytest.mark.parametrize(("left_s", "timeout_s"), [(None, 3600.0), (5.0, 5.0), (1e6, 3600.0)])
+def test_every_call_to_a_replica_has_a_deadline(left_s, timeout_s) -> None:
+    context = SimpleNamespace(time_remaining=lambda: left_s, invocation_metadata=lambda: ())
+    options = call_options(FakeConnection(facts("a")), context)
+    assert options == {"timeout": timeout_s, "metadata": FakeConnection.metadata}
 
 
 def test_callers_are_known_as_by_a_single_server(tmp_path) -> None:

@@ -10,6 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from radixkv.config import Config, ServerConfig
+from radixkv.service.cluster.replica import replica_server
 from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection, ReplicaLost
 from radixkv.v1 import prefill_pb2
 from tests.events.fake_source import FakeSource
@@ -131,6 +133,30 @@ def test_calls_keep_neither_health_nor_events_waiting() -> None:
             assert (await anext(connection.subscribe())).events
             engine.open_gate()
             assert len(await asyncio.gather(*calls)) == 3
+
+    run(test)
+
+
+def test_an_answer_that_nobody_reads_ends_no_other_call() -> None:
+    async def test() -> None:
+        engine = FakeEngine(is_gated=True)
+        bounds = replica_server(Config(server=ServerConfig(send_timeout_s=0.2)), "127.0.0.1")
+        async with (
+            serving(engine, send_timeout_s=bounds.send_timeout_s) as (server, address),
+            connection_to(address) as connection,
+        ):
+            prompt = prefill_pb2.PrefillRequest(token_ids=[1, 2, 3])
+            large = prefill_pb2.PrefillRequest(token_ids=[1] * 8000)
+            unread = connection.prefill.Generate(
+                prefill_pb2.GenerateRequest(prefill=large, max_new_tokens=2, prompt_logprobs=100)
+            )
+            assert await becomes_true(lambda: server._intake._unsent._since_s)
+            call = asyncio.ensure_future(connection.prefill.Prefill(prompt))
+            await asyncio.sleep(1.0)  # five times as long as the ingress waits
+            assert not call.done(), call.exception()
+            engine.open_gate()
+            assert (await call).next_token_id == 6
+            unread.cancel()
 
     run(test)
 
