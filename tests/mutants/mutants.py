@@ -996,6 +996,11 @@ STORE_MUTANTS = (
 )
 SERVICE_MUTANTS = (
     Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
+    Mutant("service/server/metrics_port.py", "            self.connections.end_oldest()\n", ""),
+    Mutant("service/server/metrics_port.py", "        self.connections.end_late()\n", "        pass\n"),
+    Mutant(
+        "service/server/metrics_port.py", "{**self._asking, **self._answered}", "{**self._answered, **self._asking}"
+    ),
     Mutant("service/cluster/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
     Mutant("service/cluster/replica_connection.py", "HealthStub(watch)", "HealthStub(calls)"),
     Mutant("service/cluster/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),

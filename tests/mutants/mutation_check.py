@@ -165,6 +165,7 @@ STORE_TESTS = (
 SERVICE_TESTS = (
     "tests/service/cluster/test_replica.py",
     "tests/service/cluster/test_replica_connection.py",
+    "tests/service/server/test_metrics_port.py",
 )
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
