@@ -167,6 +167,7 @@ SERVICE_TESTS = (
     "tests/service/cluster/test_replica_connection.py",
     "tests/service/server/test_metrics_port.py",
     "tests/service/client/test_client.py",
+    "tests/service/server/segments/test_segment_lister.py",
 )
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
