@@ -82,10 +82,10 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
                 )
             there = _question(request.prefill)
-            there.source = request.kv_source.address
+            there.source = _source(request)
             (await self._forwarder.routed(there)).finish(0)  # no address but that of a replica
         elif request.HasField("kv_source"):
-            question.source = request.kv_source.address
+            question.source = _source(request)
         return self._generating.stream(
             question,
             lambda connection: connection.prefill.Generate(
@@ -204,6 +204,14 @@ def _question(request: _Prompt) -> Question:
     if not tokens:
         raise InvalidRequest("token_ids: expected at least 1 token, got 0")
     return Question(tokens, request.tenant, request.adapter, request.salt)
+
+
+def _source(request: prefill_pb2.GenerateRequest) -> str:
+    """Return the address of the replica that a request names as the source of its K/V."""
+    address: str = request.kv_source.address
+    if not address:
+        raise InvalidRequest("kv_source.address: expected that of a replica, got none")
+    return address
 
 
 def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) -> prefill_pb2.GenerateRequest:

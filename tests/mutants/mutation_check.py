@@ -168,6 +168,7 @@ SERVICE_TESTS = (
     "tests/service/server/test_metrics_port.py",
     "tests/service/client/test_client.py",
     "tests/service/server/segments/test_segment_lister.py",
+    "tests/service/server/transfer/test_kv_sources.py",
 )
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),

@@ -154,6 +154,19 @@ def test_what_a_fleet_has_not_is_refused_with_a_way_out() -> None:
     run(test)
 
 
+def test_a_source_of_kv_has_an_address() -> None:
+    async def test() -> None:
+        async with fleet(1) as served, AsyncClient(served.address) as client:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(client.generate(PROMPT, kv_source=prefill_pb2.KVSource(lease_id="a", epoch=1)))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details() == "kv_source.address: expected that of a replica, got none"
+            (engine,) = served.engines.values()
+            assert engine.params == []
+
+    run(test)
+
+
 def test_refusals_of_a_replica_reach_the_caller() -> None:
     async def test() -> None:
         async with fleet() as served, AsyncClient(served.address) as client:
