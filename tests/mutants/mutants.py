@@ -996,6 +996,8 @@ STORE_MUTANTS = (
 )
 SERVICE_MUTANTS = (
     Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
+    Mutant("service/server/server.py", ", doors=Doors(config)", ""),
+    Mutant("service/server/server.py", ", sources=sources_of(engine))", ")"),
     Mutant("service/server/transfer/kv_sources.py", "            _require_address(address)\n", ""),
     Mutant("service/server/segments/segment_lister.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
     Mutant("service/client/channel.py", ', "grpc.per_rpc_retry_buffer_size": _RETRIED_BYTES}', "}"),

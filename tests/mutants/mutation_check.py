@@ -169,6 +169,7 @@ SERVICE_TESTS = (
     "tests/service/client/test_client.py",
     "tests/service/server/segments/test_segment_lister.py",
     "tests/service/server/transfer/test_kv_sources.py",
+    "tests/service/server/test_ended_server.py",
 )
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),

@@ -15,6 +15,7 @@ from radixkv.service.client.channel import named, target
 from radixkv.service.client.prefix_key import PrefixKey
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
     from radixkv.engine.transfer.transfer import FleetAccess
 
 _logger = logging.getLogger(__name__)
@@ -87,6 +88,15 @@ class KVSources:
             return AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address])
         assert fleet is not None
         return _member(address, fleet)
+
+
+def sources_of(engine: Engine) -> KVSources:
+    """Make the connections to the servers that an engine's configuration names; none if it fetches nothing.
+
+    Raises:
+        ConfigError: as `require_sources`.
+    """
+    return KVSources({} if engine.transfer is None else engine.transfer.sources)
 
 
 def _member(address: str, fleet: FleetAccess) -> AsyncClient:
