@@ -996,6 +996,12 @@ STORE_MUTANTS = (
 )
 SERVICE_MUTANTS = (
     Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
+    Mutant(
+        "service/server/intake/intake.py",
+        "self._watches if admission.method.startswith(_HEALTH) else self._endless",
+        "self._endless",
+    ),
+    Mutant("service/server/page/state_feed.py", "if self._clock() >=", "if self._state is None or self._clock() >="),
     Mutant("service/server/server.py", ", doors=Doors(config)", ""),
     Mutant("service/server/server.py", ", sources=sources_of(engine))", ")"),
     Mutant("service/server/transfer/kv_sources.py", "            _require_address(address)\n", ""),

@@ -170,6 +170,8 @@ SERVICE_TESTS = (
     "tests/service/server/segments/test_segment_lister.py",
     "tests/service/server/transfer/test_kv_sources.py",
     "tests/service/server/test_ended_server.py",
+    "tests/service/server/intake/test_intake.py",
+    "tests/service/server/page/test_state_feed.py",
 )
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
