@@ -994,8 +994,13 @@ STORE_MUTANTS = (
     Mutant("startup/tiers.py", "storage.part_pools, native)", "storage.part_pools)"),
     Mutant("storage/tiers/disk.py", "                self._buffers.give_back(buffer)\n", "                pass\n"),
 )
-SERVICE_MUTANTS = (
+FLEET_MUTANTS = (
     Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
+    Mutant("service/cluster/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
+    Mutant("service/cluster/replica_connection.py", "HealthStub(watch)", "HealthStub(calls)"),
+    Mutant("service/cluster/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
+)
+SERVICE_MUTANTS = (
     Mutant(
         "service/server/intake/intake.py",
         "self._watches if admission.method.startswith(_HEALTH) else self._endless",
@@ -1012,7 +1017,4 @@ SERVICE_MUTANTS = (
     Mutant(
         "service/server/metrics_port.py", "{**self._asking, **self._answered}", "{**self._answered, **self._asking}"
     ),
-    Mutant("service/cluster/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
-    Mutant("service/cluster/replica_connection.py", "HealthStub(watch)", "HealthStub(calls)"),
-    Mutant("service/cluster/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
 )
