@@ -97,7 +97,7 @@ class ServerConfig:
         connection_idle_s: a connection without calls is closed after this time.
         max_connection_calls: calls under way on a connection; a client holds more of them back.
         max_calls: calls under way; more are refused to callers that have an equal share of them, and twice as many to
-            all. Streams that never end, such as those of events, have an eighth of it for themselves.
+            all. Health watches have an eighth of it for themselves, and so have streams of events.
         max_receiving_bytes: messages that are being received, at their largest; more wait, connection by connection.
         receive_timeout_s: seconds that a message may take to come, and a call of reflection to end.
         max_held_bytes: requests of calls under way and answers that are not sent yet. What is beyond is refused to

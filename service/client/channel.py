@@ -18,6 +18,8 @@ Options = Sequence[tuple[str, Any]]
 
 MAX_RETRIES = 4  # gRPC makes at most 5 attempts, whatever its service config says
 
+_RETRIED_BYTES = 2**31 - 1  # of a call; by default gRPC tries none again that sends more than 256 KiB
+
 _MAX_TIMEOUT_S = 366 * 24 * 3600  # gRPC's own clock overflows far beyond it
 
 # gRPC's own default refuses messages above 4 MiB: a million token ids, or the logits of a large batch of callers.
@@ -61,16 +63,16 @@ def timeout(timeout_s: float | None) -> float | None:
 
 
 def channel_options(options: Options, retries: int) -> list[tuple[str, Any]]:
-    """Merge the caller's options over ours: messages of any size, and `retries`.
+    """Merge the caller's options over ours: messages of any size, and `retries` of calls of any size.
 
     Raises:
         ValueError: `retries` is not a whole number from 0 to `MAX_RETRIES`.
     """
     if isinstance(retries, bool) or not (isinstance(retries, int) and 0 <= retries <= MAX_RETRIES):
         raise ValueError(f"retries: expected 0 to {MAX_RETRIES}, got {retries!r}")
-    ours = dict(_UNLIMITED)
+    ours: dict[str, Any] = dict(_UNLIMITED)
     if retries:
-        ours["grpc.service_config"] = _service_config(retries)
+        ours |= {"grpc.service_config": _service_config(retries), "grpc.per_rpc_retry_buffer_size": _RETRIED_BYTES}
     return list({**ours, **dict(options)}.items())  # gRPC keeps the first of two equal names
 
 

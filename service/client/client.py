@@ -73,9 +73,9 @@ class Client(RouteCalls):
             address: `HOST:PORT`.
             timeout_s: deadline of every call that gives none of its own; None for no deadline.
             retries: number of further attempts, 0 to 4, after an attempt that fails with UNAVAILABLE; gRPC waits up to
-                0.1 s before the first and twice as long before each next. The deadline covers all attempts. `release`,
-                `purge`, `drain`, `load_adapter`, `unload_adapter` and events are never tried again, since a second time
-                is not like the first; all else is, `generate` only before its first tokens.
+                0.1 s before the first and twice as long before each next. The deadline covers all attempts. Tried again
+                are `prefill`, `generate` before its first tokens, `probe`, `renew`, `retain`, `stats`, `segments`,
+                `adapters`, `public.list` and `tokenizer`, and no other calls.
             prefix_key_tokens: calls with a prompt carry the header `x-prefix-key`, a digest of tenant, adapter, salt
                 and this number of first tokens; 0 for no header. A proxy that hashes it sends prompts that begin alike
                 to one server.

@@ -40,6 +40,7 @@ class ReplicaFacts:
         max_prompt_tokens: of the longest prompt.
         event_block_size: tokens of a block in its events.
         open_tenant: whose hashes in its events begin without a key; see `Identities`.
+        max_deadline_s: seconds that no call to it takes.
         secrets: of its fleet.
     """
 
@@ -51,6 +52,7 @@ class ReplicaFacts:
     max_prompt_tokens: int
     event_block_size: int
     open_tenant: str
+    max_deadline_s: float
     secrets: FleetSecrets
 
     def to_metadata(self) -> dict[str, Any]:

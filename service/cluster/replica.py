@@ -18,6 +18,11 @@ from radixkv.service.server.mailbox import Mailbox
 CALLS = "calls"
 """Name of the number by which a fleet grows and shrinks."""
 
+# Callers of the ingress have two of them at most, those who come by a route the rest.
+_TIMES_MAX_CALLS = 4
+_MAX_INT32 = 2**31 - 1
+_YEAR_S = 366 * 24 * 3600
+
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +74,7 @@ class Replica:
             max_prompt_tokens=limits.max_prompt_tokens,
             event_block_size=config.events.block_size,
             open_tenant=config.gateway.tenant,
+            max_deadline_s=server_config.max_deadline_s,
             secrets=secrets,
         )
         _log.info("replica listens on %s", self._facts.address)
@@ -105,9 +111,13 @@ def _sending(config: Config) -> Config:
 def replica_server(config: Config, host: str) -> ServerConfig:
     """Return the configuration of a replica's server: a free port, and TLS only if the ingress knows its authorities.
 
-    Certificates of callers end at the ingress, which has none itself: it shows a token.
+    Certificates of callers end at the ingress, which has none itself: it shows a token. To the replica all callers of
+    the ingress are one, on one connection. The ingress bounds their calls, to twice `max_calls` in all, and ends each
+    within `max_deadline_s`; the replica's bounds are beyond that, so that none of them is refused for the calls of
+    another, or ends with the connection because another one reads slowly.
     """
     has_tls = config.fleet.tls_ca is not None
+    max_calls = min(_TIMES_MAX_CALLS * config.server.max_calls, _MAX_INT32)
     return dataclasses.replace(
         config.server,
         host=host,
@@ -117,6 +127,9 @@ def replica_server(config: Config, host: str) -> ServerConfig:
         tls_certificate=config.server.tls_certificate if has_tls else None,
         tls_key=config.server.tls_key if has_tls else None,
         client_ca=None,
+        max_calls=max_calls,
+        send_timeout_s=min(config.server.max_deadline_s + config.server.send_timeout_s, _YEAR_S),
+        max_connection_calls=max(max_calls, config.server.max_connection_calls),
     )
 
 

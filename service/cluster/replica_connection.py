@@ -18,9 +18,14 @@ from radixkv.service.client.channel import async_channel_to, channel_options, na
 from radixkv.service.client.streams import AsyncAnswerStream
 from radixkv.service.cluster.facts import ReplicaFacts
 from radixkv.v1 import events_pb2
+from radixkv.v1.events_pb2_grpc import EventServiceStub
 
 _PERIOD_S = 0.05
 _SERVING = health_pb2.HealthCheckResponse.SERVING
+# Any other refusal of a health check is an answer.
+_SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# A line that has been idle for minutes may have been forgotten by what is on its way.
+_IDLE_MS = 60_000
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +52,12 @@ class Patience:
 class ReplicaConnection:
     """The connection to one replica: its calls, and whether it still answers.
 
+        calls of callers ───── one line ────▶ replica
+        health, events ─────── another ─────▶
+
     A replica whose machine is gone or whose process is stopped closes no connection. So it is asked for its health all
-    the time, and calls that wait for a replica that no longer tells are given up.
+    the time, and calls that wait for a replica that no longer tells are given up. Health and events have a line of
+    their own, so that no number of calls, and no size of their messages, keeps them waiting.
 
     To be made inside the event loop that uses it.
 
@@ -84,13 +93,15 @@ class ReplicaConnection:
         self._patience = patience
         self._sleep = sleep
         self._lost = asyncio.Event()
-        self._channel = async_channel_to(
-            facts.address,
-            None if tls_ca is None else tls_credentials(tls_ca),
-            channel_options(named(tls_name), 0),
-        )
-        self.prefill, self.cache, self.model, self._events = stubs(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        credentials = None if tls_ca is None else tls_credentials(tls_ca)
+        options = channel_options(named(tls_name), 0)
+        calls = async_channel_to(facts.address, credentials, (*options, ("grpc.client_idle_timeout_ms", _IDLE_MS)))
+        # Channels to one address would share a line otherwise.
+        watch = async_channel_to(facts.address, credentials, (*options, ("grpc.use_local_subchannel_pool", 1)))
+        self._channels = calls, watch
+        self.prefill, self.cache, self.model, _ = stubs(calls)
+        self._events = EventServiceStub(watch)  # type: ignore[no-untyped-call]
+        self._health: Any = health_pb2_grpc.HealthStub(watch)
         self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)
 
     def subscribe(
@@ -107,18 +118,19 @@ class ReplicaConnection:
             await self._sleep(self._patience.period_s)
 
     async def look(self) -> None:
-        """Ask for the replica's health once."""
+        """Ask for the replica's health once. One that refuses to tell it is there, and counts as what it was."""
         try:
             answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=self._patience.answer_s)
-        except grpc.aio.AioRpcError as error:
-            if self.is_up:
-                _log.warning("replica %s: expected an answer to a health check, got %s", self._name, error.code().name)
-            self.is_up = False
-            self._lost.set()
-        else:
             self.is_up = answer.status == _SERVING
-            if self._lost.is_set():
-                self._lost = asyncio.Event()
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _SILENCE:
+                if self.is_up:
+                    _log.warning("replica %s: expected an answer to a health check, got none", self._name)
+                self.is_up = False
+                self._lost.set()
+                return
+        if self._lost.is_set():
+            self._lost = asyncio.Event()
 
     async def wait_for(self, awaitable: Awaitable[Answer]) -> Answer:
         """Wait for a replica's answer, as long as the replica answers health checks.
@@ -146,9 +158,9 @@ class ReplicaConnection:
             await self._sleep(_PERIOD_S)
 
     async def close(self) -> None:
-        """Close the connection. Calls under way end."""
+        """Close both lines. Calls under way end."""
         self._lost.set()
-        await self._channel.close(None)
+        await asyncio.gather(*(channel.close(None) for channel in self._channels))
 
     @property
     def _name(self) -> str:

@@ -82,10 +82,10 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
                 )
             there = _question(request.prefill)
-            there.source = request.kv_source.address
+            there.source = _source(request)
             (await self._forwarder.routed(there)).finish(0)  # no address but that of a replica
         elif request.HasField("kv_source"):
-            question.source = request.kv_source.address
+            question.source = _source(request)
         return self._generating.stream(
             question,
             lambda connection: connection.prefill.Generate(
@@ -206,6 +206,14 @@ def _question(request: _Prompt) -> Question:
     return Question(tokens, request.tenant, request.adapter, request.salt)
 
 
+def _source(request: prefill_pb2.GenerateRequest) -> str:
+    """Return the address of the replica that a request names as the source of its K/V."""
+    address: str = request.kv_source.address
+    if not address:
+        raise InvalidRequest("kv_source.address: expected that of a replica, got none")
+    return address
+
+
 def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) -> prefill_pb2.GenerateRequest:
     """Return a request for a replica: one that has the K/V itself fetches nothing."""
     if request.kv_source.address == connection.facts.address:
@@ -214,10 +222,14 @@ def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) ->
 
 
 def call_options(connection: ReplicaConnection, context: Context) -> dict[str, Any]:
-    """Return the deadline and the metadata of a call to a replica on behalf of another call."""
+    """Return the deadline and the metadata of a call to a replica on behalf of another call.
+
+    Each has a deadline: a caller who reads on for ever, however slowly, does not keep an answer in the replica.
+    """
+    left_s, most_s = context.time_remaining(), connection.facts.max_deadline_s
     traceparent = traceparent_of(context)
     metadata = (*connection.metadata, ("traceparent", traceparent)) if traceparent else connection.metadata
-    return {"timeout": context.time_remaining(), "metadata": metadata}
+    return {"timeout": most_s if left_s is None else min(left_s, most_s), "metadata": metadata}
 
 
 def _name(routed: Routed, context: Context) -> None:

@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
@@ -133,6 +134,60 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
 
 
 _MAX_CONNECTIONS = 64  # each has a thread
+_REQUEST_S = 5.0  # of a connection, until its handshake and its request have come, in however many pieces
+_ANSWER_S = 30.0  # from the request on
+_LEAVE_S = 1.0  # until the thread of a connection that was ended has gone
+
+
+class _Connections:
+    """The open connections of a port. Those whose request has not come yet are the first to be ended.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asking: dict[socket.socket, float] = {}  # with the time of its end, the oldest first
+        self._answered: dict[socket.socket, float] = {}  # the same
+
+    def add(self, connection: socket.socket) -> None:
+        """Add a connection whose request is still to come."""
+        with self._lock:
+            self._asking[connection] = time.monotonic() + _REQUEST_S
+
+    def note_request(self, connection: socket.socket) -> None:
+        """Note that the request of a connection has come."""
+        with self._lock:
+            if self._asking.pop(connection, None) is not None:
+                self._answered[connection] = time.monotonic() + _ANSWER_S
+
+    def discard(self, connection: socket.socket) -> None:
+        """Forget a connection that is over."""
+        with self._lock:
+            self._asking.pop(connection, None)
+            self._answered.pop(connection, None)
+
+    def end_late(self) -> None:
+        """End those whose time is over."""
+        now_s = time.monotonic()
+        for connections in (self._asking, self._answered):
+            with self._lock:
+                late = [connection for connection, end_s in connections.items() if end_s <= now_s]
+            for connection in late:
+                self._end(connection)
+
+    def end_oldest(self) -> None:
+        """End the oldest one of those whose request has not come, or else of the others."""
+        with self._lock:
+            oldest = next(iter({**self._asking, **self._answered}), None)
+        if oldest is not None:
+            self._end(oldest)
+
+    def _end(self, connection: socket.socket) -> None:
+        self.discard(connection)
+        with contextlib.suppress(OSError):  # it is over already
+            # Without a word of TLS, which belongs to the connection's own thread.
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -147,8 +202,9 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int, app: WSGIApplication, tls: Tls | None) -> None:
         self._tls = tls
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self.connections = _Connections()
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((host, port), _QuietHandler)
+        super().__init__((host, port), _Handler)
         self.set_app(app)
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -160,18 +216,26 @@ class _Server(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, or close a connection beyond `_MAX_CONNECTIONS`."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Answer on a thread. Where all places are taken, end the connection that has asked nothing for longest."""
+        if not self._places.acquire(blocking=False):
+            self.connections.end_oldest()
+            if not self._places.acquire(timeout=_LEAVE_S):
+                self.shutdown_request(request)
+                return
+        self.connections.add(request)
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and give the place back."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.connections.discard(request)
             self._places.release()
+
+    def service_actions(self) -> None:
+        """End connections that are late. The loop calls it at least twice a second."""
+        self.connections.end_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Keep quiet about connections that break, as those of callers without TLS do; print other errors."""
@@ -179,10 +243,17 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().handle_error(request, client_address)
 
 
-class _QuietHandler(WSGIRequestHandler):
-    """Writes no line for each request."""
+class _Handler(WSGIRequestHandler):
+    """Reads a request, and writes no line for it."""
 
-    timeout = 30  # seconds in which a caller has to say something
+    timeout = _ANSWER_S  # seconds in which a caller has to take a piece of its answer
+    server: _Server
+
+    def parse_request(self) -> bool:
+        """Read the request's headers. Returns whether it can be answered."""
+        can_be_answered = super().parse_request()
+        self.server.connections.note_request(self.connection)
+        return can_be_answered
 
     def log_message(self, format: str, *args: object) -> None:
         """Write nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import tempfile
@@ -44,6 +45,7 @@ class ModelTokenizer:
         self._archive: tuple[bytes, str] | None = None
         self._loading = threading.Lock()
         self._loaded: Tokenizer | ValueError | None = None
+        self._waiting: asyncio.Future[Tokenizer] | None = None  # of the event loop
 
     def archive(self) -> tuple[bytes, str]:
         """Return the tokenizer's files as a zip, see `tokenizer_archive`, and its SHA-256 in hexadecimal digits.
@@ -74,6 +76,23 @@ class ModelTokenizer:
             if isinstance(self._loaded, ValueError):
                 raise self._loaded
             return self._loaded
+
+    async def loaded(self) -> Tokenizer:
+        """Return the tokenizer as `load` does. While it is loaded one thread waits, however many callers do.
+
+        To be used on one event loop alone.
+        """
+        if self._loaded is not None:
+            return self.load()
+        if self._waiting is None:
+            self._waiting = asyncio.ensure_future(asyncio.to_thread(self.load))
+            self._waiting.add_done_callback(self._forget_waiting)
+        return await asyncio.shield(self._waiting)
+
+    def _forget_waiting(self, done: asyncio.Future[Tokenizer]) -> None:
+        self._waiting = None
+        if not done.cancelled():
+            done.exception()  # is told to those who wait, and there may be nobody any more
 
     def _load(self) -> Tokenizer | ValueError:
         if self._model_path is None:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -39,6 +40,7 @@ from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.servicer import CacheServicer, PrefillServicer
 from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.server.status import StatusInterceptor
+from radixkv.service.server.transfer.kv_sources import KVSources, sources_of
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from radixkv.service.structured.grammars import Grammars
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -74,13 +76,14 @@ class Server:
         count_refusal: is called with the exception of each call that is refused before the engine knows of it.
         stop: see the attribute.
         doors: who is let in; by default as the configuration says.
+        sources: of K/V to fetch; by default as the engine's configuration says.
 
     Attributes:
         stop: set when the service should drain: by a caller of `Drain`, or by whoever runs the server.
         admin_address: `HOST:PORT` of the calls of admins, once started; None without a port of their own.
 
     Raises:
-        ConfigError: a file of credentials or certificates can't be used.
+        ConfigError: a file of credentials or certificates, or of a source's token, can't be used.
     """
 
     def __init__(
@@ -93,12 +96,14 @@ class Server:
         count_refusal: CountRefusal | None = None,
         stop: asyncio.Event | None = None,
         doors: Doors | None = None,
+        sources: KVSources | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self.stop = stop or asyncio.Event()
         self.admin_address: str | None = None
         self._doors = doors or Doors(config)
+        self._sources = sources or sources_of(engine)
         self._gateway_tenant = gateway_tenant
         self._count_refusal = count_refusal
         self._health = HealthServicer()
@@ -122,7 +127,7 @@ class Server:
         engine, lines = self._engine, CallLines(self._grpc)
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config))
+        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config), self._sources)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, lines)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, lines)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), lines)  # type: ignore[no-untyped-call]
@@ -252,19 +257,19 @@ def run(
     with frozen_survivors(), short_lock_turns():
         engine.start()
         try:
-            asyncio.run(_serve_until_signal(engine, config, lambda config, stop: Server(engine, config, *rest, stop)))
+            asyncio.run(_serve_until_signal(engine, config, lambda own, **kept: Server(engine, own, *rest, **kept)))
         finally:
             engine.stop()
 
 
-async def _serve_until_signal(
-    engine: Engine, config: ServerConfig, make_server: Callable[[ServerConfig, asyncio.Event], Server]
-) -> None:
+async def _serve_until_signal(engine: Engine, config: ServerConfig, make_server: Callable[..., Server]) -> None:
     stop = asyncio.Event()
+    # Files that can't be used when another server takes over leave what was.
+    make_server = partial(make_server, stop=stop, doors=Doors(config), sources=sources_of(engine))
     for number in (signal.SIGTERM, signal.SIGINT):
         # further signals change nothing: the drain ends by itself
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = make_server(config, stop)
+    server = make_server(config)
     address = await server.start()
     print(f"listening on {address}", flush=True)
     while not await _is_to_stop(engine, server, stop):
@@ -273,7 +278,7 @@ async def _serve_until_signal(
         config = dataclasses.replace(config, port=_port_of(address))
         if server.admin_address is not None:
             config = dataclasses.replace(config, admin_port=_port_of(server.admin_address))
-        server = make_server(config, stop)
+        server = make_server(config)
         await server.start()
     if await server.drain():
         _logger.info("stopped")

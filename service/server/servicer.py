@@ -46,6 +46,7 @@ from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.transfer.kv_fetcher import KVFetcher
 from radixkv.service.server.transfer.kv_sender import KVSender
+from radixkv.service.server.transfer.kv_sources import KVSources
 from radixkv.service.server.transfer.role import require_call
 from radixkv.service.server.unfinished_calls import Context, when_over
 from radixkv.service.structured.grammars import Grammars
@@ -59,14 +60,22 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Answers prompts, generations and probes, and takes leases back."""
 
-    def __init__(self, engine: Engine, tokenizer: ModelTokenizer, grammars: Grammars, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ModelTokenizer,
+        grammars: Grammars,
+        deadlines: Deadlines,
+        sources: KVSources,
+    ) -> None:
         self._engine = engine
         self._deadlines = deadlines
         self._tokenizer = tokenizer  # for stop strings
         self._grammars = grammars
         self._mailbox = Mailbox()
         self._writer = AnswerWriter()
-        self._kv_sender, self._kv_fetcher = KVSender(engine, self._mailbox), KVFetcher(engine, self._mailbox)
+        self._kv_sender = KVSender(engine, self._mailbox)
+        self._kv_fetcher = KVFetcher(engine, self._mailbox, sources)
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Compute the part of a prompt that is not cached, and answer with the next token."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -100,7 +99,7 @@ async def stop_strings(
         return None
     require_stops(stops)
     try:
-        loaded = await asyncio.to_thread(tokenizer.load)
+        loaded = await tokenizer.loaded()
     except ValueError as error:
         _logger.warning("stop strings were asked for, and there is no tokenizer: %s", error)  # has paths of ours
         raise InvalidRequest("stop: expected a model with a tokenizer, got one without") from error

@@ -1002,3 +1002,27 @@ STORE_MUTANTS = (
     Mutant("startup/tiers.py", "storage.part_pools, native)", "storage.part_pools)"),
     Mutant("storage/tiers/disk.py", "                self._buffers.give_back(buffer)\n", "                pass\n"),
 )
+FLEET_MUTANTS = (
+    Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
+    Mutant("service/cluster/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
+    Mutant("service/cluster/replica_connection.py", "HealthStub(watch)", "HealthStub(calls)"),
+    Mutant("service/cluster/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
+)
+SERVICE_MUTANTS = (
+    Mutant(
+        "service/server/intake/intake.py",
+        "self._watches if admission.method.startswith(_HEALTH) else self._endless",
+        "self._endless",
+    ),
+    Mutant("service/server/page/state_feed.py", "if self._clock() >=", "if self._state is None or self._clock() >="),
+    Mutant("service/server/server.py", ", doors=Doors(config)", ""),
+    Mutant("service/server/server.py", ", sources=sources_of(engine))", ")"),
+    Mutant("service/server/transfer/kv_sources.py", "            _require_address(address)\n", ""),
+    Mutant("service/server/segments/segment_lister.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
+    Mutant("service/client/channel.py", ', "grpc.per_rpc_retry_buffer_size": _RETRIED_BYTES}', "}"),
+    Mutant("service/server/metrics_port.py", "            self.connections.end_oldest()\n", ""),
+    Mutant("service/server/metrics_port.py", "        self.connections.end_late()\n", "        pass\n"),
+    Mutant(
+        "service/server/metrics_port.py", "{**self._asking, **self._answered}", "{**self._answered, **self._asking}"
+    ),
+)

@@ -1,4 +1,4 @@
-"""Mutation check: breaks cache, engine, kernels, events and routing in small ways. Tests must notice each.
+"""Mutation check: breaks the parts of the project in small ways. Tests must notice each.
 
     python -m tests.mutants.mutation_check [FILE ...]
 
@@ -22,10 +22,12 @@ from tests.mutants.mutants import (
     CACHE_MUTANTS,
     ENGINE_MUTANTS,
     EVENT_MUTANTS,
+    FLEET_MUTANTS,
     KERNEL_MUTANTS,
     OFFLOAD_MUTANTS,
     PART_MUTANTS,
     ROUTING_MUTANTS,
+    SERVICE_MUTANTS,
     STATE_MUTANTS,
     STORE_MUTANTS,
     Mutant,
@@ -161,6 +163,19 @@ STORE_TESTS = (
     "tests/storage/tiers/test_disk.py",
     "tests/startup/test_tiers.py",
 )
+FLEET_TESTS = (
+    "tests/service/cluster/test_replica.py",
+    "tests/service/cluster/test_replica_connection.py",
+)
+SERVICE_TESTS = (
+    "tests/service/client/test_client.py",
+    "tests/service/server/segments/test_segment_lister.py",
+    "tests/service/server/transfer/test_kv_sources.py",
+    "tests/service/server/test_ended_server.py",
+    "tests/service/server/intake/test_intake.py",
+    "tests/service/server/page/test_state_feed.py",
+    "tests/service/server/test_metrics_port.py",
+)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
@@ -169,6 +184,8 @@ CHECKS = (
     (STATE_MUTANTS, STATE_TESTS),
     (PART_MUTANTS, PART_TESTS),
     (STORE_MUTANTS, STORE_TESTS),
+    (FLEET_MUTANTS, FLEET_TESTS),
+    (SERVICE_MUTANTS, SERVICE_TESTS),
 )
 
 

@@ -13,7 +13,7 @@ from radixkv.config import ServerConfig
 _TOKEN_BYTES = 5
 # All else in a request: a schema has 65,536 characters at most.
 _OTHER_BYTES = 2**19
-_MAX_MESSAGE_BYTES = 2**31 - 1
+_MAX_INT32 = 2**31 - 1  # the largest number that gRPC takes
 
 # Most bytes in memory of a call whose message is not read yet. gRPC's own window is 4 MiB a call.
 WINDOW_BYTES = 65_536
@@ -26,7 +26,7 @@ def largest_message_bytes(config: ServerConfig, limits: Limits) -> int:
     """Return the size of the largest message that is accepted."""
     if config.max_message_bytes is not None:
         return config.max_message_bytes
-    return min(_MAX_MESSAGE_BYTES, limits.max_prompt_tokens * _TOKEN_BYTES + _OTHER_BYTES)
+    return min(_MAX_INT32, limits.max_prompt_tokens * _TOKEN_BYTES + _OTHER_BYTES)
 
 
 def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
@@ -43,7 +43,7 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         # Beyond 1,000 calls that no handler has taken yet, gRPC would cancel new ones at random, whoever makes them.
         ("grpc.server.max_pending_requests", config.max_calls),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * config.max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", min(2 * config.max_calls, _MAX_INT32)),
         ("grpc.max_connection_idle_ms", round(config.connection_idle_s * 1000)),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),
@@ -65,5 +65,5 @@ def bounded_server(
     return grpc.aio.server(
         interceptors=[interceptor],
         options=grpc_options(config, limits),
-        maximum_concurrent_rpcs=_TIMES_MAX_CALLS * config.max_calls,
+        maximum_concurrent_rpcs=min(_TIMES_MAX_CALLS * config.max_calls, _MAX_INT32),
     )

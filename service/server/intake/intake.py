@@ -28,7 +28,8 @@ _LEAST_PLACES = 4
 _MOST_WAITING = 1024
 # Large messages that are parsed at the same time; each takes a thread.
 _MOST_PARSED = 2
-# Streams that end with the service have this part of `max_calls` for themselves, and no more.
+# Health watches have this part of `max_calls` for themselves, and so have other streams that end with the service.
+# Watches need no credentials: whoever makes many of them keeps no router from its events.
 _ENDLESS_PART = 8
 # Most bytes of a message that brings no prompt; names in them have 256 characters at most.
 _SMALL_BYTES = 4096
@@ -68,6 +69,7 @@ class Intake:
         self._lanes = Lanes(num_places, _MOST_WAITING, config.receive_timeout_s)
         self._parsing = asyncio.Semaphore(_MOST_PARSED)
         self._calls = Shares(config.max_calls, "calls under way")
+        self._watches = Shares(max(1, config.max_calls // _ENDLESS_PART), "health watches")
         self._endless = Shares(max(1, config.max_calls // _ENDLESS_PART), "streams without an end")
         self._held = Shares(config.max_held_bytes, "bytes of requests and unsent answers")
         self._timeout_s = config.receive_timeout_s
@@ -88,7 +90,8 @@ class Intake:
             QueueFull: too many are under way, its caller's too.
         """
         self._require_taking(admission)
-        self._count(self._endless if is_endless else self._calls, context, Account.of_caller(admission, context), 1)
+        endless = self._watches if admission.method.startswith(_HEALTH) else self._endless
+        self._count(endless if is_endless else self._calls, context, Account.of_caller(admission, context), 1)
 
     async def receive(
         self, parse: Parse, context: Context, admission: Admission, *, is_endless: bool = False

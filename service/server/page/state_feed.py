@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -46,12 +47,15 @@ class StateFeed:
         self._namespace_ids = NamespaceIds()
         self._lock = threading.Lock()  # guards what follows
         self._state: bytes | None = None
-        self._fresh_until_s = 0.0
+        self._fresh_until_s = -math.inf
 
     def state(self) -> bytes | None:
-        """Return the state as JSON; None if the engine does not answer in time. From any thread."""
+        """Return the state as JSON; None if the engine does not answer in time. From any thread.
+
+        Those who ask meanwhile are told the same, so that none waits for a time of its own.
+        """
         with self._lock:
-            if self._state is None or self._clock() >= self._fresh_until_s:
+            if self._clock() >= self._fresh_until_s:
                 self._state = self._make()
                 self._fresh_until_s = self._clock() + _FRESH_S
             return self._state

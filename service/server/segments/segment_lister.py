@@ -13,6 +13,7 @@ from radixkv.service.server.messages import require_names
 from radixkv.service.server.segments.hot_walk import HotWalk
 from radixkv.service.server.segments.namespace_ids import NamespaceIds
 from radixkv.service.server.segments.page_tokens import PageTokens
+from radixkv.service.server.segments.segment_ids import SegmentIds
 from radixkv.service.server.segments.stored_lister import StoredLister
 from radixkv.v1 import cache_pb2
 
@@ -32,6 +33,7 @@ class SegmentLister:
         self._engine = engine
         self._mailbox = mailbox
         self._namespace_ids = NamespaceIds()
+        self._segment_ids = SegmentIds()
         self._page_tokens = PageTokens(engine.limits.epoch)
         self._stores = StoredLister(engine, mailbox, self._namespace_ids, self._page_tokens)
 
@@ -88,8 +90,8 @@ class SegmentLister:
     def _message(self, segment: Segment) -> cache_pb2.Segment:
         namespace = segment.namespace
         return cache_pb2.Segment(
-            segment_id=segment.place + 1,
-            parent_id=0 if segment.parent_place is None else segment.parent_place + 1,
+            segment_id=self._segment_ids.of(segment.place),
+            parent_id=self._segment_ids.of(segment.parent_place),
             tenant=namespace.tenant,
             adapter=namespace.adapter,
             adapter_names=self._engine.adapters.names_of(namespace.adapter),

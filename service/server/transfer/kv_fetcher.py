@@ -40,16 +40,14 @@ class KVFetcher:
     Args:
         engine: tells which blocks a prompt has, and what is cached of them.
         mailbox: brings its answers.
-
-    Raises:
-        ConfigError: a file of a token can't be used.
+        sources: that it may fetch from.
     """
 
-    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+    def __init__(self, engine: Engine, mailbox: Mailbox, sources: KVSources) -> None:
         self._engine = engine
         self._mailbox = mailbox
         transfer = engine.transfer
-        self._sources = KVSources({} if transfer is None else transfer.sources)
+        self._sources = sources
         self._room = ByteRoom(0 if transfer is None else transfer.config.max_fetching_bytes)
 
     async def fetch(

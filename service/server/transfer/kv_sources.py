@@ -11,10 +11,11 @@ from radixkv.config import KVSourceConfig
 from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
 from radixkv.service.client.access import Access, is_on_this_machine
 from radixkv.service.client.async_client import AsyncClient
-from radixkv.service.client.channel import named
+from radixkv.service.client.channel import named, target
 from radixkv.service.client.prefix_key import PrefixKey
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
     from radixkv.engine.transfer.transfer import FleetAccess
 
 _logger = logging.getLogger(__name__)
@@ -63,26 +64,39 @@ class KVSources:
             fleet: of a server that no section names, if the caller is that fleet; else None.
 
         Raises:
-            InvalidRequest: no section names this address.
+            InvalidRequest: no section names this address, or it is none.
             KVSourceError: its certificates can't be used any more. The log has the cause, which may name files.
         """
-        if address not in self._configs:
-            if fleet is None:
-                raise InvalidRequest("kv_source.address: expected that of a section kv_sources here, got another")
-            if address not in self._clients:
-                self._clients[address] = _member(address, fleet)
-            return self._clients[address]
+        if address not in self._configs and fleet is None:
+            raise InvalidRequest("kv_source.address: expected that of a section kv_sources here, got another")
         if address not in self._clients:
-            name, config = self._configs[address]
+            _require_address(address)
+            name = f"kv_sources.{self._configs[address][0]}" if address in self._configs else "fleet"
             try:
-                self._clients[address] = AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address])
+                self._clients[address] = self._connected(address, fleet)
             except (OSError, ValueError) as error:
-                _logger.error("kv_sources.%s: %s", name, error)
+                _logger.error("%s: %s", name, error)
                 raise KVSourceError(
                     "kv_source: expected certificates for it that can be used, got others; the server's log has the "
                     "cause"
                 ) from error
         return self._clients[address]
+
+    def _connected(self, address: str, fleet: FleetAccess | None) -> AsyncClient:
+        if address in self._configs:
+            _, config = self._configs[address]
+            return AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address])
+        assert fleet is not None
+        return _member(address, fleet)
+
+
+def sources_of(engine: Engine) -> KVSources:
+    """Make the connections to the servers that an engine's configuration names; none if it fetches nothing.
+
+    Raises:
+        ConfigError: as `require_sources`.
+    """
+    return KVSources({} if engine.transfer is None else engine.transfer.sources)
 
 
 def _member(address: str, fleet: FleetAccess) -> AsyncClient:
@@ -90,6 +104,13 @@ def _member(address: str, fleet: FleetAccess) -> AsyncClient:
     is_shown = fleet.tls_ca is not None or is_on_this_machine(address)
     token = fleet.token if is_shown else None
     return AsyncClient(address, tls_ca=fleet.tls_ca, token=token, options=named(fleet.tls_name))
+
+
+def _require_address(address: str) -> None:
+    try:
+        target(address)
+    except ValueError as error:
+        raise InvalidRequest(f"kv_source.{error}") from error
 
 
 def _require_access(name: str, config: KVSourceConfig, token: str | None) -> None:

@@ -263,6 +263,15 @@ def test_what_is_unavailable_is_tried_again_only_if_asked_for(retries, num_calls
     assert servicer.num_calls == num_calls
 
 
+def test_a_long_prompt_is_tried_again_too():
+    with (
+        restarting(num_refusals=2) as (servicer, address),
+        Client(address, timeout_s=PATIENCE_S, retries=4) as client,
+    ):
+        assert client.prefill([1] * 200_000).next_token_id == 7
+    assert servicer.num_calls == 3
+
+
 def test_the_awaited_client_tries_again_too():
     async def talk(address):
         async with AsyncClient(address, timeout_s=PATIENCE_S, retries=3) as client:

@@ -18,7 +18,7 @@ SECRETS = FleetSecrets(bytes(range(32)), "token")
 
 
 def facts(address: str, epoch: int = 1) -> ReplicaFacts:
-    return ReplicaFacts(address, epoch, "fake", "fingerprint", 256, 4096, 4, "", SECRETS)
+    return ReplicaFacts(address, epoch, "fake", "fingerprint", 256, 4096, 4, "", 3600.0, SECRETS)
 
 
 def failure(code: grpc.StatusCode, details: str = "told so", cause: Cause | None = None) -> grpc.aio.AioRpcError:
@@ -28,6 +28,8 @@ def failure(code: grpc.StatusCode, details: str = "told so", cause: Cause | None
 
 class FakeConnection:
     """A connection whose replica answers what a test says."""
+
+    metadata = (("authorization", "Bearer token"),)
 
     def __init__(self, about: ReplicaFacts) -> None:
         self.facts = about

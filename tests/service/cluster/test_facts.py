@@ -5,7 +5,7 @@ import json
 from radixkv.service.cluster.facts import FleetSecrets, ReplicaFacts
 
 SECRETS = FleetSecrets(bytes(range(32)), "the fleet's token")
-FACTS = ReplicaFacts("127.0.0.1:1", 7, "tiny", "fingerprint", 512, 4096, 16, "", SECRETS)
+FACTS = ReplicaFacts("127.0.0.1:1", 7, "tiny", "fingerprint", 512, 4096, 16, "", 3600.0, SECRETS)
 
 
 def test_facts_travel_as_json() -> None:

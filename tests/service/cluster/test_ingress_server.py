@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from radixkv.config import ServerConfig
+from radixkv.config import Config, ServerConfig
 from radixkv.routing.rule import Rule
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.cluster.facts import ReplicaFacts
@@ -19,12 +21,13 @@ from radixkv.service.cluster.fleet_state import FleetState
 from radixkv.service.cluster.forwarder import Forwarder
 from radixkv.service.cluster.ingress_server import IngressServer
 from radixkv.service.cluster.question import Question
+from radixkv.service.cluster.replica import replica_server
 from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
-from radixkv.service.cluster.servicers import REPLICA
+from radixkv.service.cluster.servicers import REPLICA, call_options
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
-from tests.service.cluster.fake_connection import SECRETS
+from tests.service.cluster.fake_connection import SECRETS, FakeConnection, facts
 from tests.service.fake_engine import LIMITS, FakeEngine, next_token_of
 from tests.service.serving import becomes_true, refusal_of, serving
 
@@ -33,7 +36,7 @@ PROMPT = list(range(1, 41))
 
 def facts_of(address: str) -> ReplicaFacts:
     return ReplicaFacts(
-        address, LIMITS.epoch, LIMITS.model, LIMITS.model_fingerprint, LIMITS.vocab_size, 4096, 4, "", SECRETS
+        address, LIMITS.epoch, LIMITS.model, LIMITS.model_fingerprint, LIMITS.vocab_size, 4096, 4, "", 3600.0, SECRETS
     )
 
 
@@ -55,6 +58,12 @@ class Served:
         self.forwarder = forwarder
 
 
+def replica_bounds(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the bounds of the replicas behind an ingress with this configuration."""
+    replica = replica_server(Config(server=ServerConfig(**config)), "127.0.0.1")
+    return {name: getattr(replica, name) for name in ("max_calls", "max_connection_calls", "send_timeout_s")}
+
+
 @contextlib.asynccontextmanager
 async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
     engines: dict[str, FakeEngine] = {}
@@ -62,7 +71,7 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
         for _ in range(num_replicas):
             engine = FakeEngine()
             engine.events = FakeSource()
-            _, address = await stack.enter_async_context(serving(engine))
+            _, address = await stack.enter_async_context(serving(engine, **replica_bounds(config)))
             engines[address] = engine
         state = FleetState(
             lambda facts: ReplicaConnection(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8)
@@ -145,6 +154,19 @@ def test_what_a_fleet_has_not_is_refused_with_a_way_out() -> None:
     run(test)
 
 
+def test_a_source_of_kv_has_an_address() -> None:
+    async def test() -> None:
+        async with fleet(1) as served, AsyncClient(served.address) as client:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(client.generate(PROMPT, kv_source=prefill_pb2.KVSource(lease_id="a", epoch=1)))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details() == "kv_source.address: expected that of a replica, got none"
+            (engine,) = served.engines.values()
+            assert engine.params == []
+
+    run(test)
+
+
 def test_refusals_of_a_replica_reach_the_caller() -> None:
     async def test() -> None:
         async with fleet() as served, AsyncClient(served.address) as client:
@@ -177,6 +199,37 @@ def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
             assert (told[-1].finished, served.forwarder.num_retries) == (True, 2)
 
     run(test)
+
+
+def test_one_caller_with_all_the_calls_there_may_be_keeps_nobody_else_away() -> None:
+    async def test() -> None:
+        own_line = (("grpc.use_local_subchannel_pool", 1),)
+        async with (
+            fleet(1, max_calls=20, max_connection_calls=20) as served,
+            AsyncClient(served.address, options=own_line) as many,
+            AsyncClient(served.address, options=own_line) as other,
+        ):
+            (engine,) = served.engines.values()
+            engine.is_gated = True
+            under_way = [asyncio.ensure_future(many.prefill([7, number])) for number in range(20)]
+            assert await becomes_true(lambda: len(engine.futures) == 20)
+            (connection,) = served.state.connections
+            await connection.look()
+            assert connection.is_up
+            asked = asyncio.ensure_future(other.prefill(PROMPT))
+            assert await becomes_true(lambda: asked.done() or len(engine.futures) == 21)
+            engine.open_gate()
+            assert (await asked).next_token_id == next_token_of(PROMPT)
+            assert len(await asyncio.gather(*under_way)) == 20
+
+    run(test)
+
+
+@pytest.mark.parametrize(("left_s", "timeout_s"), [(None, 3600.0), (5.0, 5.0), (1e6, 3600.0)])
+def test_every_call_to_a_replica_has_a_deadline(left_s, timeout_s) -> None:
+    context = SimpleNamespace(time_remaining=lambda: left_s, invocation_metadata=lambda: ())
+    options = call_options(FakeConnection(facts("a")), context)
+    assert options == {"timeout": timeout_s, "metadata": FakeConnection.metadata}
 
 
 def test_callers_are_known_as_by_a_single_server(tmp_path) -> None:

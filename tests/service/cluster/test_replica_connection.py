@@ -10,12 +10,16 @@ import grpc
 import grpc.aio
 import pytest
 
+from radixkv.config import Config, ServerConfig
+from radixkv.service.cluster.replica import replica_server
 from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection, ReplicaLost
+from radixkv.v1 import prefill_pb2
+from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.cluster.fake_connection import facts
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.identity.certificates import Papers
-from tests.service.serving import serving
+from tests.service.serving import becomes_true, serving
 
 
 @contextlib.asynccontextmanager
@@ -80,7 +84,7 @@ def test_calls_to_a_server_that_is_gone_are_given_up() -> None:
 def test_a_line_recovers() -> None:
     async def test() -> None:
         async with serving(FakeEngine()) as (_, address), connection_to(address) as connection:
-            health, connection._health = connection._health, Refusing()
+            health, connection._health = connection._health, Refusing(grpc.StatusCode.DEADLINE_EXCEEDED)
             await connection.look()
             assert not connection.is_up
             connection._health = health
@@ -92,10 +96,69 @@ def test_a_line_recovers() -> None:
 
 
 class Refusing:
-    """Health checks that nobody answers."""
+    """Health checks that end with a status."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
 
     async def Check(self, request, timeout):  # noqa: N802
-        raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata())
+        raise grpc.aio.AioRpcError(self._code, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+def test_a_replica_that_refuses_to_tell_its_health_is_there() -> None:
+    async def test() -> None:
+        async with connection_to("127.0.0.1:1") as connection:
+            connection._health = Refusing(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            await connection.look()
+            assert connection.is_up
+            assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
+            connection._health = Refusing(grpc.StatusCode.UNAVAILABLE)
+            await connection.look()
+            assert not connection.is_up
+
+    run(test)
+
+
+def test_calls_keep_neither_health_nor_events_waiting() -> None:
+    async def test() -> None:
+        engine = FakeEngine(is_gated=True)
+        engine.events = FakeSource()
+        async with serving(engine, max_connection_calls=2) as (_, address), connection_to(address) as connection:
+            request = prefill_pb2.PrefillRequest(token_ids=[1, 2, 3])
+            calls = [asyncio.ensure_future(connection.prefill.Prefill(request)) for _ in range(3)]
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            await connection.look()
+            assert connection.is_up
+            engine.events.store(1, 2, 3, 4)
+            assert (await anext(connection.subscribe())).events
+            engine.open_gate()
+            assert len(await asyncio.gather(*calls)) == 3
+
+    run(test)
+
+
+def test_an_answer_that_nobody_reads_ends_no_other_call() -> None:
+    async def test() -> None:
+        engine = FakeEngine(is_gated=True)
+        bounds = replica_server(Config(server=ServerConfig(send_timeout_s=0.2)), "127.0.0.1")
+        async with (
+            serving(engine, send_timeout_s=bounds.send_timeout_s) as (server, address),
+            connection_to(address) as connection,
+        ):
+            prompt = prefill_pb2.PrefillRequest(token_ids=[1, 2, 3])
+            large = prefill_pb2.PrefillRequest(token_ids=[1] * 8000)
+            unread = connection.prefill.Generate(
+                prefill_pb2.GenerateRequest(prefill=large, max_new_tokens=2, prompt_logprobs=100)
+            )
+            assert await becomes_true(lambda: server._intake._unsent._since_s)
+            call = asyncio.ensure_future(connection.prefill.Prefill(prompt))
+            await asyncio.sleep(1.0)  # five times as long as the ingress waits
+            assert not call.done(), call.exception()
+            engine.open_gate()
+            assert (await call).next_token_id == 6
+            unread.cancel()
+
+    run(test)
 
 
 def test_what_is_awaited_ends_with_its_caller() -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 import os
 import signal
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
-from radixkv.config import ServerConfig
+from radixkv.config import KVSourceConfig, ServerConfig, TransferConfig
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.server import Server, _serve_until_signal
 from tests.patience import PATIENCE_S
@@ -43,37 +49,74 @@ def test_a_server_that_grpc_has_ended_says_so():
 def test_another_server_takes_over_on_the_same_port(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = FakeEngine()
-
-    async def ask(client: AsyncClient) -> int:
-        end = asyncio.get_running_loop().time() + PATIENCE_S
-        while True:
-            try:
-                return (await client.prefill([1, 2])).next_token_id
-            except grpc.aio.AioRpcError:
-                if asyncio.get_running_loop().time() > end:
-                    raise
-            await asyncio.sleep(0.05)
-
     async def run() -> list[int]:
-        config = ServerConfig(port=0)
-        serving = asyncio.create_task(_serve_until_signal(engine, config, lambda config, _: Server(engine, config)))
-        printed = ""
-        while "\n" not in printed:
-            await asyncio.sleep(0.01)
-            printed += capfd.readouterr().out
-        address = printed.split()[-1]
-        async with AsyncClient(address) as client:
-            answers = [await ask(client)]
+        async with (
+            lasting(FakeEngine(), ServerConfig(port=0), capfd) as (serving, address),
+            AsyncClient(address) as client,
+        ):
+            answers = [await ask(client, serving)]
             for round_number in (1, 2):
                 await send_broken_path(address)
-                assert await becomes_true(
-                    lambda number=round_number: caplog.text.count("another one takes over") == number
-                )
-                answers.append(await ask(client))
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(serving, PATIENCE_S)
-        return answers
+                assert await becomes_true(lambda number=round_number: num_takeovers(caplog) == number)
+                answers.append(await ask(client, serving))
+            return answers
 
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(run()) == [3, 3, 3]
+
+
+def test_files_that_can_not_be_used_when_another_server_takes_over_leave_what_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, of_source = tmp_path / "tokens.toml", tmp_path / "source.token"
+    digest = hashlib.sha256(b"own").hexdigest()
+    tokens.write_text(f'[[credentials]]\nname = "a"\nrole = "admin"\ntoken_sha256 = "{digest}"\n', "utf-8")
+    of_source.write_text("theirs", "utf-8")
+    sources = {"other": KVSourceConfig("127.0.0.1:1", token_file=str(of_source))}
+    engine = FakeEngine()
+    engine.transfer = SimpleNamespace(sources=sources, config=TransferConfig(), fleet=None)
+    config = ServerConfig(port=0, tokens_file=str(tokens), insecure=True)
+
+    async def run() -> list[int]:
+        async with lasting(engine, config, capfd) as (serving, address), AsyncClient(address, token="own") as client:
+            answers = [await ask(client, serving)]
+            tokens.write_text("[[credent", "utf-8")
+            of_source.unlink()
+            await send_broken_path(address)
+            assert await becomes_true(lambda: num_takeovers(caplog) == 1)
+            return [*answers, await ask(client, serving)]
+
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(run()) == [3, 3]
+
+
+@contextlib.asynccontextmanager
+async def lasting(
+    engine: FakeEngine, config: ServerConfig, capfd: pytest.CaptureFixture[str]
+) -> AsyncIterator[tuple[asyncio.Task[None], str]]:
+    """Yield a service whose servers may be ended, and its address; stop it in the end."""
+    serving = asyncio.create_task(_serve_until_signal(engine, config, partial(Server, engine)))
+    printed = ""
+    while "\n" not in printed:
+        await asyncio.sleep(0.01)
+        printed += capfd.readouterr().out
+    yield serving, printed.split()[-1]
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(serving, PATIENCE_S)
+
+
+async def ask(client: AsyncClient, serving: asyncio.Task[None]) -> int:
+    """Ask until some server of a service answers."""
+    end = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        try:
+            return (await client.prefill([1, 2])).next_token_id
+        except grpc.aio.AioRpcError:
+            if asyncio.get_running_loop().time() > end:
+                raise
+        assert not serving.done(), serving.exception()
+        await asyncio.sleep(0.05)
+
+
+def num_takeovers(caplog: pytest.LogCaptureFixture) -> int:
+    return caplog.text.count("another one takes over")

@@ -1,11 +1,14 @@
+import contextlib
 import json
 import re
 import socket
 import ssl
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from opentelemetry import trace
@@ -19,6 +22,7 @@ from radixkv.errors import ConfigError
 from radixkv.scheduling.request import Outcome
 from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
+from radixkv.service.server import metrics_port
 from radixkv.service.server.metrics_port import Telemetry
 from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
@@ -252,3 +256,67 @@ def test_a_caller_who_begins_a_handshake_and_stops_keeps_nobody_waiting(tmp_path
         with socket.create_connection((host, int(port))) as silent:
             silent.sendall(b"\x16\x03")
             assert get_over_tls(address, "/healthz", papers)[0] == 200
+
+
+@contextlib.contextmanager
+def silent_connections(address, number):
+    host, port = address.rsplit(":", 1)
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(number)]
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_callers_who_ask_nothing_keep_nobody_away(tmp_path, monkeypatch, has_tls):
+    monkeypatch.setattr(metrics_port, "_REQUEST_S", PATIENCE_S)
+    papers = Papers(tmp_path)
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()] if has_tls else []
+    with (
+        telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address,
+        silent_connections(address, 70),
+    ):
+        for path in ("/healthz", "/readyz"):
+            answer = get_over_tls(address, path, papers) if has_tls else get(address, path)
+            assert answer[0] == 200
+
+
+def test_a_request_that_comes_byte_by_byte_has_the_time_of_one(monkeypatch):
+    monkeypatch.setattr(metrics_port, "_REQUEST_S", 0.2)
+    with (
+        telemetry("server.metrics_port=0").serving(FakeEngine()) as address,
+        silent_connections(address, 1) as (slow,),
+    ):
+        slow.settimeout(0.02)
+        end_s = time.monotonic() + PATIENCE_S
+        has_ended = False
+        while not has_ended and time.monotonic() < end_s:
+            try:
+                slow.sendall(b"G")
+                has_ended = slow.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                has_ended = True
+        assert has_ended
+
+
+def test_a_connection_that_has_asked_is_answered_whatever_silent_ones_come(monkeypatch):
+    monkeypatch.setattr(metrics_port, "_REQUEST_S", PATIENCE_S)
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class Waiting(FakeEngine):
+        @property
+        def is_alive(self):
+            asked.set()
+            return may_answer.wait(PATIENCE_S)
+
+        @is_alive.setter
+        def is_alive(self, value):
+            pass
+
+    with telemetry("server.metrics_port=0").serving(Waiting()) as address, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(get, address, "/healthz")
+        assert asked.wait(PATIENCE_S)
+        with silent_connections(address, 70):
+            assert get(address, "/readyz")[0] == 200
+            may_answer.set()
+            assert answer.result(PATIENCE_S)[0] == 200

@@ -1,10 +1,13 @@
+import asyncio
 import hashlib
+import threading
 
 import pytest
 
 from radixkv.errors import UnknownTokenizer
 from radixkv.service.server import model_tokenizer as module
 from radixkv.service.server.model_tokenizer import ModelTokenizer, files_of_model
+from tests.patience import PATIENCE_S
 
 
 def test_the_files_of_a_directory_are_where_they_are(tmp_path):
@@ -53,6 +56,32 @@ def test_the_tokenizer_is_loaded_once(monkeypatch):
     tokenizer = ModelTokenizer("tiny")
     assert tokenizer.load() is tokenizer.load()
     assert tokenizer.load().decode([104, 105]) == "hi"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_callers_who_wait_for_the_tokenizer_take_one_thread(monkeypatch, is_there):
+    may_load = threading.Event()
+
+    def load(directory):
+        may_load.wait(PATIENCE_S)
+        if not is_there:
+            raise ValueError("expected one, got none")
+        return directory
+
+    monkeypatch.setattr(module.Tokenizer, "load", load)
+
+    async def run():
+        tokenizer = ModelTokenizer("tiny")
+        waiting = [asyncio.ensure_future(tokenizer.loaded()) for _ in range(40)]  # more than there are threads
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait_for(asyncio.to_thread(may_load.set), PATIENCE_S)
+        left, *others = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(left, asyncio.CancelledError)
+        assert {isinstance(each, ValueError) for each in others} == {not is_there}
+        assert len(set(map(str, others))) == 1
+
+    asyncio.run(run())
 
 
 def test_a_tokenizer_that_can_not_be_loaded_is_tried_once(tmp_path, monkeypatch):

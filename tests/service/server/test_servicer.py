@@ -18,6 +18,7 @@ from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicer import PrefillServicer
+from radixkv.service.server.transfer.kv_sources import KVSources
 from radixkv.service.structured.grammars import Grammars
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, GenerateRequest, PrefillRequest, PrefillResponse
@@ -404,7 +405,9 @@ def test_a_cancelled_handler_ends_cancelled():
     async def run():
         engine = FakeEngine(is_gated=True)
         tokenizer = ModelTokenizer(None)
-        servicer = PrefillServicer(engine, tokenizer, Grammars(tokenizer, 256, frozenset()), Deadlines(60, 60))
+        servicer = PrefillServicer(
+            engine, tokenizer, Grammars(tokenizer, 256, frozenset()), Deadlines(60, 60), KVSources({})
+        )
         handler = asyncio.create_task(servicer.Prefill(PrefillRequest(token_ids=[1]), Context()))
         assert await becomes_true(lambda: len(engine.futures) == 1)
         handler.cancel()

@@ -1,8 +1,13 @@
+import asyncio
 import dataclasses
 
+import pytest
+
 from radixkv.config import ServerConfig
+from radixkv.service.client import AsyncClient
 from radixkv.service.server.intake.bounds import grpc_options, largest_message_bytes
-from tests.service.fake_engine import LIMITS
+from tests.service.fake_engine import LIMITS, FakeEngine
+from tests.service.serving import serving
 
 SHORT = dataclasses.replace(LIMITS, max_prompt_tokens=1000)
 
@@ -27,3 +32,12 @@ def test_grpc_is_told_of_every_bound():
     assert options["grpc.max_concurrent_streams"] == 8
     assert options["grpc.max_connection_idle_ms"] == 1500
     assert options["grpc.server.max_pending_requests"] == 9
+
+
+@pytest.mark.parametrize("max_calls", [2**29, 2**30, 2**31 - 1])
+def test_a_server_takes_every_number_of_calls_that_the_configuration_takes(max_calls):
+    async def run():
+        async with serving(FakeEngine(), max_calls=max_calls) as (_, address), AsyncClient(address) as client:
+            return (await client.prefill([1, 2])).next_token_id
+
+    assert asyncio.run(run()) == 3

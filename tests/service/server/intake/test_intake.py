@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 import grpc.aio
@@ -14,6 +15,7 @@ from bench.hostile.attacks.flood import PREFILL, opened
 from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
 from radixkv.v1.prefill_pb2 import PrefillRequest
+from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.identity.certificates import Papers
@@ -155,7 +157,7 @@ def test_endless_streams_have_places_of_their_own_and_leave_those_of_calls():
 
     async def run():
         async with (
-            serving(FakeEngine(), max_calls=16, **refused(kinds)) as (_, address),
+            serving(FakeEngine(), max_calls=16, **refused(kinds)) as (server, address),
             grpc.aio.insecure_channel(address) as channel,
             AsyncClient(address) as client,
         ):
@@ -163,8 +165,15 @@ def test_endless_streams_have_places_of_their_own_and_leave_those_of_calls():
             watching = [watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
             for each in watching:
                 await each.read()
-            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-            refusals = [await refusal_of(watch(health_pb2.HealthCheckRequest()).read()), await refusal_of(talk.read())]
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+            talks = [reflection() for _ in range(2)]
+            assert await becomes_true(lambda: server._intake._endless.taken == 2)
+            refusals = [
+                await refusal_of(watch(health_pb2.HealthCheckRequest()).read()),
+                await refusal_of(reflection().read()),
+            ]
+            for talk in talks:
+                talk.cancel()
             answers = await asyncio.gather(*(client.prefill([number]) for number in range(16)))
             watching[0].cancel()
             later = watch(health_pb2.HealthCheckRequest())
@@ -180,6 +189,28 @@ def test_endless_streams_have_places_of_their_own_and_leave_those_of_calls():
     assert codes == [(grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")] * 2
     assert num_answers == 16
     assert set(kinds) == {QueueFull}
+
+
+def test_watches_of_strangers_keep_no_router_from_its_events():
+    async def run():
+        engine = FakeEngine()
+        engine.events = FakeSource()
+        engine.events.store(1, 2, 3, 4)
+        own_line = (("grpc.use_local_subchannel_pool", 1),)
+        async with serving(engine, max_calls=16) as (_, address), contextlib.AsyncExitStack() as stack:
+            watches = []
+            for _ in range(5):
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, own_line))
+                watches.append(health_pb2_grpc.HealthStub(channel).Watch)
+            watching = [watch(health_pb2.HealthCheckRequest()) for watch in watches[:4]]
+            for each in watching:
+                await each.read()
+            refusal = await refusal_of(watches[4](health_pb2.HealthCheckRequest()).read())
+            router = await stack.enter_async_context(AsyncClient(address, options=own_line))
+            return refusal.code(), (await anext(router.subscribe(timeout_s=PATIENCE_S))).sequence_number
+
+    code, _ = asyncio.run(run())
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():

@@ -65,6 +65,19 @@ def test_an_engine_that_does_not_answer_has_no_state(engine, monkeypatch):
     assert StateFeed(engine).state() is None
 
 
+def test_an_engine_that_does_not_answer_is_asked_once_for_all_who_wait(engine, monkeypatch):
+    monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
+    engine.is_hanging = True
+    clock, asked, stats = FakeClock(), [], engine.stats
+    monkeypatch.setattr(engine, "stats", lambda *arguments: asked.append(arguments) or stats(*arguments))
+    feed = StateFeed(engine, clock)
+    assert [feed.state(), feed.state(), feed.state()] == [None] * 3
+    assert len(asked) == 1
+    engine.is_hanging = False
+    clock.now_s = 0.5
+    assert feed.state() is not None
+
+
 def test_an_engine_that_has_stopped_has_no_state(engine, monkeypatch):
     def refuse(_):
         raise Draining("engine: stopped")

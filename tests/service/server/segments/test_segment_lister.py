@@ -58,6 +58,16 @@ def test_pages_follow_each_other_and_have_every_segment_once(engine):
     assert all(by_id[each.parent_id].num_children == 2 for each in segments if each.start_token)
 
 
+def test_ids_tell_a_tenant_nothing_of_the_segments_of_others(engine):
+    def talk(address):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            return client.segments(tenant="b")
+
+    (own,) = serve_and_call(engine, talk).segments
+    assert own.segment_id > 1000, "a small number would count all segments"
+    assert own.parent_id == 0
+
+
 def test_a_salt_is_not_told(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:

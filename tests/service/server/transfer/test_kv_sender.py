@@ -23,6 +23,7 @@ from radixkv.service.client import KVSource
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.transfer import kv_sender
 from radixkv.service.server.transfer.kv_fetcher import KVFetcher
+from radixkv.service.server.transfer.kv_sources import sources_of
 from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import BlockObject, Wanted, object_bytes, open_object
@@ -137,7 +138,7 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores
         async with serving(source) as (_, address):
             target.transfer = FakeTransfer(address, **config)
             target.transfer.stores = stores or FakeStores()
-            fetcher = KVFetcher(target, Mailbox())
+            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
             params = PrefillParams(PROMPT, Caller("acme"))
             try:
                 came = await fetcher.fetch(params, KVSource(address=address, lease_id=lease_id))

@@ -40,6 +40,21 @@ def test_a_fleet_may_name_any_source() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:0"])
+def test_what_is_no_address_is_told_so(address) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^kv_source\.address: expected HOST:PORT with a port from 1 to 65535, got"
+    ):
+        KVSources({}).client_of(address, FleetAccess("fleet"))
+
+
+def test_callers_are_not_told_of_files_of_a_fleet_that_are_gone(tmp_path: Path, caplog) -> None:
+    with pytest.raises(KVSourceError, match=r"^kv_source: expected certificates for it that can be used") as caught:
+        KVSources({}).client_of(HERE, FleetAccess("fleet", str(tmp_path / "gone"), ""))
+    assert str(tmp_path) not in str(caught.value)
+    assert f"fleet: [Errno 2] No such file or directory: '{tmp_path}" in caplog.text
+
+
 def test_a_token_of_a_fleet_goes_to_other_machines_by_tls_alone(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     trustme.CA().cert_pem.write_to_path(ca)
