@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
-from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.found import Found
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prompt_lease import PromptLease
@@ -121,10 +122,10 @@ class SimulatedTiers:
             for room in self._rooms
         )
 
-    def _key_blocks(self, namespace: Namespace, tokens: bytes) -> Iterator[KeyedBlock]:
+    def _key_blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
         """Key the whole blocks of a prompt. All are of one namespace, and nobody looks for two with one key."""
         size = self._block_size * TOKEN_BYTES
-        parent = b""
+        parent = parent or b""
         for start in range(0, len(tokens) - size + 1, size):
             own = tokens[start : start + size]
             key = xxh3_128_digest(parent + own)

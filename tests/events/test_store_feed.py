@@ -28,9 +28,9 @@ def prompt(ids: range) -> bytes:
     return np.array(ids, "<u4").tobytes()
 
 
-def key_blocks(namespace: Namespace, tokens: bytes) -> Iterator[KeyedBlock]:
+def key_blocks(namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
     """Keys that tell what they stand for. Tokens from 1,000 on are as if an invoked adapter had computed them."""
-    parent = key = namespace.tenant.encode() + b"|"
+    parent = key = namespace.tenant.encode() + b"|" if parent is None else parent
     for end in range(4 * BLOCK, len(tokens) + 1, 4 * BLOCK):
         own = tokens[end - 4 * BLOCK : end]
         key += own

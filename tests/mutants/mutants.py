@@ -549,6 +549,55 @@ OFFLOAD_MUTANTS = (
         "if num_bytes <= self.free:",
     ),
     Mutant("cache/elsewhere/elsewhere.py", "for block, block_id in reversed(pairs):", "for block, block_id in pairs:"),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "        if self.shelves:\n            self.leave(",
+        "        if True:\n            self.leave(",
+    ),
+    Mutant("cache/elsewhere/elsewhere.py", "        self._chains.shortened(leaf, num_kept_blocks)\n", ""),
+    Mutant("cache/elsewhere/stored_retention.py", "before == wish or before.priority", "before.priority"),
+    Mutant(
+        "cache/elsewhere/stored_retention.py", "before == wish or before.priority > wish.priority", "before == wish"
+    ),
+    Mutant(
+        "cache/elsewhere/stored_retention.py", "have_it = before is not None and (", "have_it = before is None or ("
+    ),
+    Mutant("cache/elsewhere/stored_retention.py", "if have_it or wish.priority < DEFAULT_PRIORITY:", "if have_it:"),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "    def cut(self, lower: Node) -> None:\n",
+        "    def uncut(self, lower: Node) -> None:\n",
+    ),
+    Mutant(
+        "cache/elsewhere/key_chains.py",
+        "upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]",
+        "upper.keys = lower.keys[:num_blocks]",
+    ),
+    Mutant(
+        "cache/elsewhere/key_chains.py",
+        "upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]",
+        "upper.keys, lower.keys = None, None",
+    ),
+    Mutant("cache/elsewhere/key_chains.py", "for node in (*uppers, lower) for key", "for node in uppers for key"),
+    Mutant("cache/elsewhere/key_chains.py", "for node in (*uppers, lower) for key", "for node in (lower,) for key"),
+    Mutant("cache/elsewhere/key_chains.py", "blocks[len(keys) - start :])", "blocks)"),
+    Mutant(
+        "cache/elsewhere/key_chains.py", "        keys.extend(block.key for block in blocks[len(keys) - start :])\n", ""
+    ),
+    Mutant("cache/elsewhere/key_chains.py", "        if not keys:\n", "        if True:\n"),
+    Mutant("cache/elsewhere/key_chains.py", "        if not trunk:\n", "        if True:\n"),
+    Mutant(
+        "cache/elsewhere/key_chains.py",
+        "        for above in path_to(node.parent):\n",
+        "        for above in path_to(node):\n",
+    ),
+    Mutant("cache/elsewhere/key_chains.py", "keys[-1] if keys else parent)", "parent)"),
+    Mutant(
+        "cache/elsewhere/key_chains.py",
+        "        return keys[num_blocks - 1] if num_blocks else parent",
+        "        return keys[-1] if keys else parent",
+    ),
+    Mutant("engine/offload/prompt_keys.py", "        if parent is None:\n", "        if True:\n"),
     Mutant("cache/elsewhere/elsewhere.py", "if shelf.holds(block.key)), None)", "if block.key in shelf), None)"),
     Mutant(
         "cache/elsewhere/elsewhere.py",

@@ -109,6 +109,7 @@ OFFLOAD_TESTS = (
     "tests/cache/elsewhere/test_shelf.py",
     "tests/cache/elsewhere/test_stored_retention.py",
     "tests/cache/elsewhere/test_elsewhere.py",
+    "tests/cache/elsewhere/test_key_chains.py",
     "tests/engine/offload/test_prompt_keys.py",
     "tests/engine/offload/test_deleter.py",
     "tests/engine/offload/test_disk_record.py",

@@ -62,6 +62,7 @@ TESTED_IN = {
     "radixkv.blocks": "cache/test_block_pool.py",
     "radixkv.cache.audit": "cache/test_prefix_cache.py",
     "radixkv.cache.elsewhere.fetched": "engine/offload/test_offload.py",
+    "radixkv.cache.elsewhere.found": "cache/elsewhere/test_elsewhere.py",
     "radixkv.cache.elsewhere.keyed_block": "cache/elsewhere/test_elsewhere.py",
     "radixkv.cache.elsewhere.store_listener": "events/test_store_feed.py",
     "radixkv.cache.holdings": "cache/test_prefix_cache.py",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.cache.changes import Listener
+from radixkv.cache.elsewhere.found import Found
+from radixkv.cache.elsewhere.key_chains import KeyChains
 from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
@@ -34,20 +36,6 @@ class Departure(NamedTuple):
     block_id: int
     shelves: Sequence[str]
     part_id: int | None = None
-
-
-class Found(NamedTuple):
-    """A block that a prompt can have without computing it.
-
-    Attributes:
-        block: what it is.
-        shelf: name of the fastest store that has it.
-        has_part: whether it has its part there, as far as is known.
-    """
-
-    block: KeyedBlock
-    shelf: str
-    has_part: bool = True
 
 
 class Elsewhere(Listener):
@@ -85,6 +73,7 @@ class Elsewhere(Listener):
         self.part_of: Callable[[int], int | None] = lambda block_id: None
         self.trunk_of: Callable[[Namespace], bytes | None] = lambda namespace: None if namespace.trunk else b""
         self.key_blocks = key_blocks
+        self._chains = KeyChains(key_blocks, block_size)
         self._block_bytes = block_size * TOKEN_BYTES
         self._departures: list[Departure] = []
         self._given_up: dict[str, dict[bytes, None]] = {name: {} for name in self.shelves}
@@ -116,7 +105,22 @@ class Elsewhere(Listener):
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Note which blocks are to be stored; see `leave`."""
-        self.leave(leaf, leaf.num_blocks - num_blocks, leaf.num_blocks, self.shelves)
+        num_kept_blocks = leaf.num_blocks - num_blocks
+        if self.shelves:
+            self.leave(leaf, num_kept_blocks, leaf.num_blocks, self.shelves)
+        self._chains.shortened(leaf, num_kept_blocks)
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """Give both halves of a node their keys."""
+        self._chains.split(lower)
+
+    def cut(self, lower: Node) -> None:
+        """Give both halves of a node their keys."""
+        self._chains.split(lower)
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Give a node the keys of those that are joined to it."""
+        self._chains.joined(uppers, lower)
 
     def leave(self, node: Node, start: int, end: int, shelves: Iterable[str]) -> list[bytes]:
         """Note that the blocks from `start` to `end` of a node are to be stored where they are not yet.
@@ -124,44 +128,38 @@ class Elsewhere(Listener):
         Returns:
             The keys of those that can be stored, in the order of the prompt.
 
-        Complexity: a hash of all tokens up to the end of the node.
+        Complexity: that of `KeyChains.blocks`; and a hash of all tokens up to `end` for the first blocks that leave a
+        node with a priority above the default, and for all of which a listener is told.
         """
         namespace = node.owner.namespace
         trunk = None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)
         if trunk is None:
             return []
-        tokens = b"".join((trunk, *(each.tokens for each in path_to(node))))
+        namespace = namespace._replace(trunk="")
+        blocks = self._chains.blocks(node, start, end, trunk)
         first = (len(trunk) + node.start_bytes) // self._block_bytes + start
-        blocks = self.key_blocks(namespace._replace(trunk=""), tokens)
-        keyed = self._retaining(node, blocks, first, first + end - start)
-        block_ids = memoryview(node.block_ids).cast("i")[start:end]
-        pairs = list(zip(keyed, block_ids, strict=False))  # without a last block that is filled in part
+        tokens = b""
+        if node.priority != DEFAULT_PRIORITY or self.listener.is_on:
+            tokens = b"".join((trunk, *(each.tokens for each in path_to(node))))
+        if node.priority != DEFAULT_PRIORITY:
+            wish = Wish(node.priority, None if node.expiry_entry is None else node.expiry_entry[0])
+            self.retention.note_leaving(blocks, wish, first, self.key_blocks(namespace, tokens))
+        block_ids = memoryview(node.block_ids).cast("i")[start : start + len(blocks)]
+        pairs = list(zip(blocks, block_ids, strict=True))
         for block, block_id in reversed(pairs):  # the end goes first on shelves, too
             part_id = self.part_of(block_id)
             names = [name for name in shelves if self._wants(self.shelves[name], block, part_id)]
             if names:
                 self._departures.append(Departure(block, block_id, names, None if part_id == NO_PART else part_id))
         if self.listener.is_on:
-            self.listener.met(namespace._replace(trunk=""), tokens, first, [block for block, _ in pairs])
-        return [block.key for block, _ in pairs]
+            self.listener.met(namespace, tokens, first, blocks)
+        return [block.key for block in blocks]
 
     def left(self, name: str, keys: Sequence[bytes]) -> None:
         """Let blocks go after all that left the device before, their end first; keys in the order of the prompt."""
         for key in reversed(keys):
             if key in self.shelves[name]:
                 self.shelves[name].note_left(key, self.retention.priority_of(key))
-
-    def _retaining(self, node: Node, blocks: Iterator[KeyedBlock], start: int, end: int) -> list[KeyedBlock]:
-        """Return the blocks from `start` to `end` of a prompt, after noting the priority that they have with a node.
-
-        Those before them are to stay as long: without them they could not be used.
-        """
-        if node.priority == DEFAULT_PRIORITY:
-            return list(islice(blocks, start, end))
-        path = list(islice(blocks, end))
-        expires_s = None if node.expiry_entry is None else node.expiry_entry[0]
-        self.retention.note(path, start, Wish(node.priority, expires_s))
-        return path[start:]
 
     def retain(
         self, namespace: Namespace, tokens: bytes, start: int, end: int, num_cached_blocks: int, wish: Wish

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 from radixkv.namespace import Namespace
 
@@ -24,5 +24,14 @@ class KeyedBlock(NamedTuple):
     namespace: Namespace
 
 
-# Yields the whole blocks of a prompt, whose tokens are as the cache knows them.
-KeyBlocks = Callable[[Namespace, bytes], Iterator[KeyedBlock]]
+class KeyBlocks(Protocol):
+    """A function that makes the keys of a prompt's blocks."""
+
+    def __call__(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None, /) -> Iterator[KeyedBlock]:
+        """Yield the whole blocks of tokens as the cache knows them.
+
+        Args:
+            namespace: of the prompt, without a trunk.
+            tokens: the prompt, or what follows some of its blocks.
+            parent: key of the last one of these; None if there are none.
+        """

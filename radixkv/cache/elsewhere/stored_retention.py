@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
 
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
@@ -28,6 +28,24 @@ class StoredRetention:
     def priority_of(self, key: bytes) -> int:
         """Return the priority of a block."""
         return self._retentions.of(key)
+
+    def note_leaving(self, blocks: Sequence[KeyedBlock], wish: Wish, first: int, path: Iterator[KeyedBlock]) -> None:
+        """Note the priority that blocks have while they leave the device, unless it is lower; see `note`.
+
+        If the block before them has the priority, so have all before that.
+
+        Args:
+            blocks: follow each other in a prompt.
+            wish: the priority.
+            first: place of the first of them in the prompt.
+            path: yields the blocks of the prompt; untouched if those before need no priority, or have it.
+        """
+        before = self._retentions.wish_of(blocks[0].parent) if blocks else None
+        have_it = before is not None and (before == wish or before.priority > wish.priority)
+        if have_it or wish.priority < DEFAULT_PRIORITY:
+            self.note(blocks, 0, wish)
+        else:
+            self.note(list(islice(path, first + len(blocks))), first, wish)
 
     def note(self, path: Sequence[KeyedBlock], start: int, wish: Wish) -> None:
         """Note the priority that the blocks from `start` on have while they leave the device, unless it is lower.

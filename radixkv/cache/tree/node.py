@@ -57,6 +57,7 @@ class Node:
         has_expired: whether its priority was above the default and has ended.
         num_retained_children: children that `RetainedNodes` counts as retained.
         place: its number in the `SegmentIndex`; `NO_PLACE` outside.
+        keys: those that its first blocks have in stores, as far as they were made; see `KeyChains`. None before that.
     """
 
     __slots__ = (
@@ -66,6 +67,7 @@ class Node:
         "expiry_entry",
         "fingerprint",
         "has_expired",
+        "keys",
         "last_used_s",
         "num_holds",
         "num_keeps",
@@ -107,6 +109,7 @@ class Node:
         self.has_expired = False
         self.num_retained_children = 0
         self.place = NO_PLACE
+        self.keys: list[bytes] | None = None
 
     @property
     def num_blocks(self) -> int:

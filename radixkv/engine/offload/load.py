@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from radixkv.cache.elsewhere.elsewhere import Found
+from radixkv.cache.elsewhere.found import Found
 from radixkv.scheduling.request import Request
 from radixkv.storage.tiers.block_object import ObjectFault, Wanted
 from radixkv.storage.tiers.tier import Absence, LoadedBlock, Miss, Tier

@@ -10,8 +10,9 @@ from functools import partial
 from typing import NamedTuple
 
 from radixkv.blocks import BlockIds
-from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.fetched import Fetched
+from radixkv.cache.elsewhere.found import Found
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.load import Load, LoadedBlocks

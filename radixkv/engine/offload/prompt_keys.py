@@ -26,17 +26,19 @@ class PromptKeys:
         self._keys = keys
         self._marks = marks
 
-    def blocks(self, namespace: Namespace, tokens: bytes) -> Iterator[KeyedBlock]:
+    def blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
         """Iterate over the whole blocks of a prompt.
 
         Args:
             namespace: of the prompt, without a trunk.
-            tokens: the prompt as the cache knows it.
+            tokens: the prompt as the cache knows it, or what follows some of its blocks.
+            parent: key of the last one of these; None if there are none.
 
         Complexity: about 1 us a block.
         """
         size = self._keys.format.block_size * TOKEN_BYTES
-        parent = self._keys.root(namespace)
+        if parent is None:
+            parent = self._keys.root(namespace)
         for start in range(0, len(tokens) - size + 1, size):
             own = tokens[start : start + size]
             digest = self._marks.digest_of(own)

@@ -8,7 +8,8 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.cache.elsewhere.elsewhere import Elsewhere, Found
+from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.elsewhere.found import Found
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.shelf import Shares, Shelf
 from radixkv.cache.parts.part_pool import NO_PART
@@ -21,13 +22,13 @@ BLOCK = 4
 ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
 
 
-def key_blocks(namespace: Namespace, prompt: bytes) -> Iterator[KeyedBlock]:
+def key_blocks(namespace: Namespace, prompt: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
     """Keys that tell what they stand for."""
-    parent = namespace.tenant.encode()
+    parent = namespace.tenant.encode() if parent is None else parent
     for end in range(4 * BLOCK, len(prompt) + 1, 4 * BLOCK):
-        key = namespace.tenant.encode() + prompt[:end]
-        yield KeyedBlock(key, parent, prompt[end - 4 * BLOCK : end], namespace)
-        parent = key
+        own = prompt[end - 4 * BLOCK : end]
+        yield KeyedBlock(parent + own, parent, own, namespace)
+        parent += own
 
 
 class Cached:

@@ -1,3 +1,5 @@
+import pytest
+
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shared_shelf import SharedShelf
@@ -47,6 +49,42 @@ def test_the_end_of_a_priority_takes_it_back() -> None:
     retention.expire(10.0)
     shelf.note_left(b"x")
     assert list(shelf) == [b"a", b"x"]
+
+
+PROMPT = [KeyedBlock(key, parent, b"", ACME) for key, parent in ((b"a", b""), (b"b", b"a"), (b"c", b"b"))]
+
+
+def test_blocks_before_those_that_leave_are_kept_as_long() -> None:
+    retention, _ = holding()
+    retention.note_leaving(PROMPT[2:], Wish(90, None), 2, iter(PROMPT))
+    assert [retention.priority_of(block.key) for block in PROMPT] == [90, 90, 90]
+
+
+@pytest.mark.parametrize("before", [Wish(80, 10.0), Wish(90, None)])
+def test_what_comes_before_those_that_leave_is_not_asked_for_if_it_is_kept_as_long(before: Wish) -> None:
+    retention, _ = holding()
+    retention.note(PROMPT[:2], 1, before)
+    path = iter(PROMPT)
+    retention.note_leaving(PROMPT[2:], Wish(80, 10.0), 2, path)
+    assert [retention.priority_of(block.key) for block in PROMPT] == [before.priority, before.priority, 80]
+    assert list(path) == PROMPT
+
+
+@pytest.mark.parametrize("before", [Wish(70, None), Wish(80, 9.0)])
+def test_what_is_not_kept_as_long_as_those_that_leave_is_from_now_on(before: Wish) -> None:
+    retention, shelf = holding(b"a")
+    retention.note(PROMPT[:2], 1, before)
+    retention.note_leaving(PROMPT[2:], Wish(80, 10.0), 2, iter(PROMPT))
+    retention.expire(9.0)
+    assert shelf.priority_of(b"a") == 80
+
+
+def test_what_may_go_first_asks_for_nothing_before_it() -> None:
+    retention, _ = holding()
+    path = iter(PROMPT)
+    retention.note_leaving(PROMPT[2:], Wish(10, None), 2, path)
+    assert [retention.priority_of(block.key) for block in PROMPT] == [50, 50, 10]
+    assert list(path) == PROMPT
 
 
 def test_what_left_with_a_priority_does_not_lower_one_that_was_asked_for() -> None:

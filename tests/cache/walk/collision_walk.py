@@ -12,19 +12,21 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 
 from radixkv.api.retention import Retention
+from radixkv.cache.changes import Listener
 from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.public_prefix import PublicPrefix
 from radixkv.cache.tenants import Quota
 from radixkv.errors import CapacityError, InvalidRequest, UnknownPublicPrefix
+from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace, PromptKey
 
 DIGEST = "5d1e6c0ffee"
@@ -127,11 +129,23 @@ class CollisionWalk:
     their beginnings are public for a time. Adapters are invoked in some prompts of the base model: what comes before
     has one number, what follows has another for each adapter.
 
+    Args:
+        seed: of what is random.
+        num_namespaces: namespaces that are asked for prompts.
+        listeners, marks: of the cache.
+
     Attributes:
         events: kinds of events, each with its count; those of `WRONG` must stay 0.
     """
 
-    def __init__(self, seed: int, num_namespaces: int = 40) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_namespaces: int = 40,
+        *,
+        listeners: Iterable[Listener] = (),
+        marks: InvocationMarks | None = None,
+    ) -> None:
         self.random = random.Random(seed)
         of_base = [each for each in NAMESPACES if (each.model, each.adapter) == ("model", "")]
         chosen = self.random.sample(NAMESPACES, num_namespaces // 2) + self.random.sample(of_base, num_namespaces // 2)
@@ -142,7 +156,15 @@ class CollisionWalk:
             for _ in range(_NUM_PROMPTS)
         ]
         quotas = {tenant: Quota(uses_public_prefixes=False) for tenant in _OPTED_OUT}
-        self.cache = PrefixCache(_NUM_BLOCKS, _BLOCK_SIZE, max_retained_blocks=60, max_public_blocks=30, quotas=quotas)
+        self.cache = PrefixCache(
+            _NUM_BLOCKS,
+            _BLOCK_SIZE,
+            max_retained_blocks=60,
+            max_public_blocks=30,
+            quotas=quotas,
+            listeners=listeners,
+            marks=marks,
+        )
         for digest in INVOKED:
             self.cache.marks.add(digest)
         self.slots = np.full((_NUM_BLOCKS, _BLOCK_SIZE), -1)

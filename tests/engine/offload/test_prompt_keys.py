@@ -39,6 +39,16 @@ def test_a_block_names_its_parent_tokens_and_owner() -> None:
     assert second.namespace == NAMESPACE
 
 
+@pytest.mark.parametrize("digest", ["", "law"])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_keys_go_on_after_a_block_as_from_the_start(digest: str, num_blocks: int) -> None:
+    marks = InvocationMarks()
+    prompt = invoked(marks, digest, 6) if digest else PROMPT
+    keys = PromptKeys(BlockKeys(FORMAT), marks)
+    blocks = list(keys.blocks(NAMESPACE, prompt))
+    assert list(keys.blocks(NAMESPACE, prompt[16 * num_blocks :], blocks[num_blocks - 1].key)) == blocks[num_blocks:]
+
+
 @pytest.mark.parametrize("field", ["model", "tenant", "adapter", "salt"])
 def test_namespaces_share_no_key(field: str) -> None:
     assert not set(keys_of(PROMPT)) & set(keys_of(PROMPT, NAMESPACE._replace(**{field: "another"})))
