@@ -122,7 +122,7 @@ class Server:
         engine, lines = self._engine, CallLines(self._grpc)
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config))
+        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config), self._intake.held)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, lines)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, lines)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), lines)  # type: ignore[no-untyped-call]
@@ -132,7 +132,7 @@ class Server:
             events = EventServicer(self._readers, engine.limits.epoch)
             lines.add_generic_rpc_handlers((events.handler(),))
             names.append(EVENT_SERVICE)
-        shared = SharedParts(self._readers, tokenizer, grammars)
+        shared = SharedParts(self._readers, tokenizer, grammars, self._intake.held)
         return (*names, *(add(lines, shared) for add in services))
 
     async def start(self) -> str:

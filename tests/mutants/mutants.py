@@ -390,7 +390,6 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "ordered.masked_fill(ordered < last, -torch.inf)", "ordered"),
     Mutant("engine/sampler.py", "in stop_token_ids if 0 <= token_id < num_logits]", "in stop_token_ids]"),
     Mutant("engine/sampler.py", "in sampling.logit_bias if 0 <= each[0] < num_logits]", "in sampling.logit_bias]"),
-    Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    return", "    return"),
     Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    rows", "    rows"),
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),
     Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
@@ -808,6 +807,30 @@ ROUTING_MUTANTS = (
     Mutant("routing/router.py", "if name not in avoid]", "]"),
 )
 
+SERVICE_MUTANTS = (
+    Mutant("api/logprob_table.py", "num_rows + num_rows // 2", "num_rows * 2"),
+    Mutant("engine/delivery.py", "prediction.logprobs, prompt_logprobs)", "(), prompt_logprobs)"),
+    Mutant(
+        "service/server/token_stream.py",
+        "            self._held.take(self._account, num_bytes)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "service/server/token_stream.py",
+        "        self._give_back(self._leaving_bytes)\n        self._leaving_bytes = 0\n        await",
+        "        await",
+    ),
+    Mutant(
+        "service/server/token_stream.py",
+        "            self._drop_unread()\n            self._cancel()\n",
+        "            pass\n",
+    ),
+    Mutant("service/server/token_stream.py", "        self._leaving_bytes += taken.num_bytes\n", ""),
+    Mutant("service/server/token_stream.py", "        self._news.pop(index, None)\n", ""),
+    Mutant("service/server/servicer.py", "logprobs.truncate(len(result.token_ids) - start)", "pass"),
+    Mutant("service/server/gateway/servicer.py", "                logprobs.extend(result.logprobs)\n", ""),
+    Mutant("service/server/intake/answer_bytes.py", "num_tokens * (1 + num_logprobs)", "num_tokens"),
+)
 STATE_MUTANTS = (
     Mutant("cache/states/state_slots.py", "(int(with_snapshot[-1]) + 1)", "int(with_snapshot[-1])"),
     Mutant("cache/states/state_slots.py", "[: num_tokens // self.block_size]", "[: -(-num_tokens // self.block_size)]"),

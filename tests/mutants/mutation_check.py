@@ -1,4 +1,4 @@
-"""Mutation check: breaks cache, engine, kernels, events and routing in small ways. Tests must notice each.
+"""Mutation check: breaks cache, engine, kernels, events, routing and service in small ways. Tests must notice each.
 
     python -m tests.mutants.mutation_check [FILE ...]
 
@@ -26,6 +26,7 @@ from tests.mutants.mutants import (
     OFFLOAD_MUTANTS,
     PART_MUTANTS,
     ROUTING_MUTANTS,
+    SERVICE_MUTANTS,
     STATE_MUTANTS,
     STORE_MUTANTS,
     Mutant,
@@ -134,6 +135,15 @@ ROUTING_TESTS = (
     "tests/routing/test_fleet_view.py",
     "tests/routing/test_router.py",
 )
+SERVICE_TESTS = (
+    "tests/api/test_logprob_table.py",
+    "tests/engine/test_sampler.py",
+    "tests/service/server/intake/test_answer_bytes.py",
+    "tests/service/server/test_token_stream.py",
+    "tests/service/server/test_stop_strings.py",
+    "tests/service/server/test_generate.py",
+    "tests/service/server/gateway/test_servicer.py",
+)
 STATE_TESTS = (
     "tests/cache/states/test_worth.py",
     "tests/cache/states/test_state_slots.py",
@@ -166,6 +176,7 @@ CHECKS = (
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),
+    (SERVICE_MUTANTS, SERVICE_TESTS),
     (STATE_MUTANTS, STATE_TESTS),
     (PART_MUTANTS, PART_TESTS),
     (STORE_MUTANTS, STORE_TESTS),

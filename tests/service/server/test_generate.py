@@ -404,3 +404,25 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_sent(fields, ki
     with Client("127.0.0.1:1") as client, pytest.raises(kind) as refused:
         client.generate([1], **fields)
     assert str(refused.value).startswith(message)
+
+
+def test_a_caller_that_reads_none_of_many_log_probabilities_loses_its_call_and_another_does_not():
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine, max_held_bytes=10**6) as (server, address):
+            options = (
+                ("grpc.http2.bdp_probe", 0),
+            )  # so that a connection holds 64 KiB for a caller that does not read
+            async with AsyncClient(address, options=options) as client, AsyncClient(address) as other:
+                unread = client.generate([1], max_new_tokens=100_000, logprobs=100, tenant="busy", n=2)
+                assert await becomes_true(lambda: [each.cancelled() for each in engine.futures] == [True] * 2)
+                assert server._intake.held.taken < 2 * 10**6
+                told = await read(other.generate([1], max_new_tokens=40, logprobs=100, tenant="other"))
+                refusal = await refusal_of(unread)
+            assert await becomes_true(lambda: server._intake.held.taken == 0)
+            return refusal, told
+
+    refusal, told = asyncio.run(run())
+    assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "bytes of requests and unsent answers of this tenant" in refusal.details()
+    assert sum(len(answer.logprobs) for answer in told) == 40

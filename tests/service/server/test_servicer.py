@@ -16,6 +16,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.server.intake.deadlines import Deadlines
+from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicer import PrefillServicer
 from radixkv.service.structured.grammars import Grammars
@@ -404,7 +405,9 @@ def test_a_cancelled_handler_ends_cancelled():
     async def run():
         engine = FakeEngine(is_gated=True)
         tokenizer = ModelTokenizer(None)
-        servicer = PrefillServicer(engine, tokenizer, Grammars(tokenizer, 256, frozenset()), Deadlines(60, 60))
+        servicer = PrefillServicer(
+            engine, tokenizer, Grammars(tokenizer, 256, frozenset()), Deadlines(60, 60), Shares(10**6, "bytes")
+        )
         handler = asyncio.create_task(servicer.Prefill(PrefillRequest(token_ids=[1]), Context()))
         assert await becomes_true(lambda: len(engine.futures) == 1)
         handler.cancel()
