@@ -525,7 +525,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "service/server/transfer/kv_fetcher.py",
-        "        self._room.give((len(missing) - len(payloads)) * num_bytes)\n",
+        "        self._fetched.give_back(account, (len(missing) - len(payloads)) * num_bytes)\n",
         "",
     ),
     Mutant("service/server/transfer/kv_fetcher.py", " or handle.key != wanted.key", ""),
@@ -534,11 +534,9 @@ OFFLOAD_MUTANTS = (
         "left = [index for index in indices if index not in handles]\n            copied",
         "left = list(indices)\n            copied",
     ),
-    Mutant(
-        "service/server/transfer/byte_room.py",
-        "if not self._waiting and num_bytes <= self.free:",
-        "if num_bytes <= self.free:",
-    ),
+    Mutant("service/server/transfer/kv_fetcher.py", "Account.of_tenant(params.caller.tenant)", 'Account.of_tenant("")'),
+    Mutant("service/server/transfer/kv_fetcher.py", "self._fetched.room(account) // num_bytes", "len(wanted)"),
+    Mutant("service/server/intake/shares.py", "2 * self._most - self._taken))", "self._most))"),
     Mutant("cache/elsewhere/elsewhere.py", "for block, block_id in reversed(pairs):", "for block, block_id in pairs:"),
     Mutant("cache/elsewhere/elsewhere.py", "if shelf.holds(block.key)), None)", "if block.key in shelf), None)"),
     Mutant(

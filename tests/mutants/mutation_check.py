@@ -116,7 +116,7 @@ OFFLOAD_TESTS = (
     "tests/engine/offload/test_offload.py",
     "tests/engine/transfer/test_exports.py",
     "tests/engine/transfer/test_transfer.py",
-    "tests/service/server/transfer/test_byte_room.py",
+    "tests/service/server/intake/test_shares.py",
     "tests/service/server/transfer/test_kv_sender.py",
     "tests/engine/offload/test_lookups.py",
     "tests/engine/offload/test_purger.py",
