@@ -104,7 +104,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         require_call(self._engine, "Generate")
         params = read_params(request.prefill, self._seconds_left(context), traceparent_of(context))
         sampling, num_left = read_sampling(request), read_num_answers(request)
-        sampling = await self._grammars.constrain(sampling, read_grammar(request))
+        account = Account.of_tenant(params.caller.tenant)
+        sampling = await self._grammars.constrain(sampling, read_grammar(request), account)
         stops = await stop_strings(self._tokenizer, request.stop, params, sampling, num_left)
         fetched = (
             await self._kv_fetcher.fetch(params, request.kv_source, authorization_of(context))
@@ -113,7 +114,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
         num_told = [0] * num_left
         futures: list[GenerationFuture] = []
-        account = Account.of_tenant(params.caller.tenant)
         stream = TokenStream(self._mailbox, self._held, account, partial(_cancel, futures))
         try:
             for index in range(num_left):

@@ -827,6 +827,18 @@ SERVICE_MUTANTS = (
     Mutant("service/server/token_stream.py", "        self._news.pop(index, None)\n", ""),
     Mutant("service/server/servicer.py", "logprobs.truncate(len(result.token_ids) - start)", "pass"),
     Mutant("service/server/gateway/servicer.py", "                logprobs.extend(result.logprobs)\n", ""),
+    Mutant(
+        "service/server/servicer.py", "read_grammar(request), account)", 'read_grammar(request), Account.of_tenant(""))'
+    ),
+    Mutant("service/structured/grammars.py", "self._waiting.popitem(last=False)", "self._waiting.popitem()"),
+    Mutant("service/structured/grammars.py", "take(account, 1)", 'take(Account.of_tenant(""), 1)'),
+    Mutant(
+        "service/structured/grammars.py",
+        "                self._num_waiting.give_back(account, 1)\n",
+        "                pass\n",
+    ),
+    Mutant("service/structured/kept_texts.py", "key=lambda each: len(self._by_account[each])", "key=lambda each: 0"),
+    Mutant("service/structured/kept_texts.py", "        texts.move_to_end(text)\n", ""),
     Mutant("service/server/intake/answer_bytes.py", "num_tokens * (1 + num_logprobs)", "num_tokens"),
 )
 STATE_MUTANTS = (

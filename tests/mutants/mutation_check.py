@@ -143,6 +143,8 @@ SERVICE_TESTS = (
     "tests/service/server/test_stop_strings.py",
     "tests/service/server/test_generate.py",
     "tests/service/server/gateway/test_servicer.py",
+    "tests/service/structured/test_kept_texts.py",
+    "tests/service/structured/test_grammars.py",
 )
 STATE_TESTS = (
     "tests/cache/states/test_worth.py",

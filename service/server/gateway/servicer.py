@@ -92,10 +92,10 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _answers(
         self, asked: Asked, call: RunningCall
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
-        sampling = await self._grammars.constrain(asked.sampling, asked.grammar)
+        account = Account.of_tenant(asked.params.caller.tenant)
+        sampling = await self._grammars.constrain(asked.sampling, asked.grammar, account)
         stops = await stop_strings(self._tokenizer, asked.stops, asked.params, sampling, asked.num_answers)
         stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
-        account = Account.of_tenant(asked.params.caller.tenant)
         with contextlib.closing(TokenStream(self._mailbox, self._held, account, call.cancel)) as stream:
             tell = stream.put if asked.is_streamed or stops is not None else stream.keep
             for index in range(asked.num_answers):

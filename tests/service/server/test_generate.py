@@ -14,6 +14,7 @@ from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
+from radixkv.service.structured.grammars import Grammars
 from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP, GenerateRequest
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
@@ -164,6 +165,18 @@ def test_wrong_counts_of_log_probabilities_are_refused_by_name():
 
 def pairs(answer):
     return zip(answer.token_ids, answer.logprobs, strict=True)
+
+
+def test_what_answers_follow_is_compiled_for_each_tenant(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Grammars, "_compile", lambda _, text: compiled.append(text.text))
+
+    async def talk(client, _):
+        for tenant in ("mine", "others", "mine"):
+            await read(client.generate([1], regex="a+", tenant=tenant))
+
+    calling(talk)
+    assert compiled == ["a+"] * 2
 
 
 def test_answers_to_one_prompt_are_told_apart_and_draw_with_seeds_of_their_own():
