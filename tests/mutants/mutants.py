@@ -190,6 +190,14 @@ CACHE_MUTANTS = (
     Mutant("cache/namespaces/purge.py", "    leases.revoke(tenant, adapter, salt)\n", ""),
     Mutant("cache/evictor.py", "            node.children = None  #", "            pass  #"),
     Mutant("cache/namespaces/namespace_index.py", "        if not values:\n", "        if False:\n"),
+    Mutant("cache/namespaces/open_leases.py", "[by_names.get((adapter, salt), set())]", "[*by_names.values()]"),
+    Mutant("cache/namespaces/open_leases.py", "if each != PUBLIC_TENANT:", "if True:"),
+    Mutant(
+        "cache/namespaces/open_leases.py", "                del self._by_tenant[tenant]\n", "                pass\n"
+    ),
+    Mutant(
+        "cache/namespaces/purge.py", "            num_purged += num_nodes\n            pinned", "            pinned"
+    ),
     Mutant("cache/tenants.py", "for _ in range(_FORGOTTEN_AT_ONCE):", "for _ in range(1):"),
     Mutant("cache/tenants.py", "            if not self._is_idle(value):\n", "            if False:\n"),
     Mutant("cache/tenants.py", "            self._others.move_to_end(tenant)\n", ""),
