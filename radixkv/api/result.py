@@ -150,7 +150,7 @@ class GenerateResult:
         miss_reason: why its prompt did not reuse more.
         timing: its phases.
         retained: None unless asked for.
-        logprobs: one for each token; empty unless asked for.
+        logprobs: one for each token that was not told before it; empty unless asked for.
         prompt_logprobs: one for each token of the prompt but the first; empty unless asked for.
     """
 
@@ -161,7 +161,7 @@ class GenerateResult:
     miss_reason: MissReason
     timing: Timing
     retained: Retained | None
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
@@ -178,7 +178,7 @@ class GeneratedTokens:
 
     token_ids: tuple[int, ...]
     usage: Usage
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 

@@ -222,17 +222,18 @@ class Evictor:
         self._remove(tree, leaf)
         return leaf.block_ids
 
-    def purge(self, tree: RadixTree) -> int:
+    def purge(self, tree: RadixTree) -> tuple[int, int]:
         """Take a whole tree out, after `purge_leaves`. Its blocks become free when the leases that use them are closed.
 
         Returns:
-            Blocks that leases still use.
+            Nodes taken out, and the blocks that leases still use.
 
         Complexity: O(nodes).
         """
         del self._trees[tree.owner.namespace]
         num_blocks = 0
-        for node in list(tree.nodes()):
+        nodes = list(tree.nodes())
+        for node in nodes:
             self._changes.purged(node)
             self._pins.count(node, -node.num_blocks)
             self._pool.unpublish(np.frombuffer(node.block_ids, dtype=np.int32))
@@ -244,7 +245,7 @@ class Evictor:
         usage = tree.owner.usage
         usage.num_cached_blocks -= num_blocks
         usage.num_leased_blocks += num_blocks
-        return num_blocks
+        return len(nodes), num_blocks
 
 
 def _children_of(node: Node) -> Iterator[Node]:

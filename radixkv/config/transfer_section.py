@@ -17,8 +17,8 @@ class TransferConfig:
         role: the calls that this server takes: `both`; `prefill` does not take Generate, and sends K/V without `serve`;
             `decode` does not take Prefill, and needs sections kv_sources.
         serve: whether the holder of a lease may fetch the K/V of its prompt with FetchKV.
-        max_fetching_bytes: K/V that is fetched from the sections kv_sources and not copied to the device yet. More
-            waits; of a prompt that has more, the rest is computed.
+        max_fetching_bytes: K/V that is fetched from the sections kv_sources and not copied to the device yet, for one
+            tenant half of it. What is beyond is computed.
     """
 
     role: Annotated[str, OneOf("both", "prefill", "decode")] = "both"

@@ -6,7 +6,16 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from radixkv.api.result import FinishReason, GenerateResult, HeldLease, PrefillResult, ProbeResult, Retained, Timing
+from radixkv.api.result import (
+    FinishReason,
+    GenerateResult,
+    HeldLease,
+    PrefillResult,
+    ProbeResult,
+    Retained,
+    Timing,
+    TokenLogprobs,
+)
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant, Retention
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
@@ -43,11 +52,12 @@ class Answers:
     def prefill(self, request: Request, lease: PromptLease, prediction: Prediction, now_s: float) -> PrefillResult:
         """Answer a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards."""
         is_held = request.params.hold_lease and not lease.is_revoked  # of purged tokens no lease is held
+        logprobs = prediction.logprobs
         return PrefillResult(
             request_id=request.params.request_id,
             usage=request.usage,
             next_token_id=prediction.next_token_id,
-            top_logprobs=() if prediction.logprobs is None else prediction.logprobs.top,
+            top_logprobs=logprobs[0].top if logprobs else (),
             logits=prediction.logits,
             miss_reason=request.miss_reason,
             timing=_timing(request, now_s),
@@ -55,14 +65,16 @@ class Answers:
             held_lease=self._hold(request, lease, now_s) if is_held else None,
         )
 
-    def generation(self, request: Request, finish_reason: FinishReason, now_s: float) -> GenerateResult:
-        """Answer a generation, which may be paused."""
+    def generation(
+        self, request: Request, finish_reason: FinishReason, logprobs: Sequence[TokenLogprobs], now_s: float
+    ) -> GenerateResult:
+        """Answer a generation, which may be paused. `logprobs` are those of its tokens that were not told."""
         assert request.generation is not None, "only a generation has a finish reason"
         return GenerateResult(
             request_id=request.params.request_id,
             usage=request.usage,
             token_ids=tuple(request.generation.token_ids),
-            logprobs=tuple(request.generation.logprobs),
+            logprobs=logprobs,
             prompt_logprobs=request.generation.prompt_logprobs or (),
             finish_reason=finish_reason,
             miss_reason=request.miss_reason,

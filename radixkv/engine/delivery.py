@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import cast
 
-from radixkv.api.prompt_logprobs import PromptLogprobs
+from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, PrefillResult
 from radixkv.engine.answers import Answers
 from radixkv.engine.early_ends import EarlyEnds, deadline_passed
@@ -75,7 +75,7 @@ class Delivery:
         request.generation.is_finished = True
         if request.lease is not None and request.computed_upto > request.lease.committed_tokens:
             self._commit(request, request.computed_upto)
-        self._answer(request, lambda now_s: self._answers.generation(request, FinishReason.STOP, now_s))
+        self._answer(request, lambda now_s: self._answers.generation(request, FinishReason.STOP, (), now_s))
 
     def _advance(self, computed: Computed) -> None:
         (request, start, upto), is_finite, prediction, prompt_logprobs = computed
@@ -88,8 +88,7 @@ class Delivery:
         settle(request)
         if prompt_logprobs is not None and request.generation is not None:
             if (told := request.generation.prompt_logprobs) is None:
-                num_top = prompt_logprobs.token_ids.shape[1]
-                told = request.generation.prompt_logprobs = PromptLogprobs(request.num_prompt_tokens - 1, num_top)
+                told = request.generation.prompt_logprobs = LogprobTable(request.num_prompt_tokens - 1)
             told.put(start, prompt_logprobs)
         if prediction is None or prediction.refusal is not None:
             return
@@ -101,8 +100,6 @@ class Delivery:
             except BaseException:  # noqa: BLE001 - a caller's code, as in `_tell`
                 _log.exception("a constraint raised")
                 self._early_ends.fail(request, StepFailed("constraint: expected it to take a token, and it raised"))
-            if prediction.logprobs is not None:
-                request.generation.logprobs.append(prediction.logprobs)
 
     def _publish(self, computed: Computed) -> None:
         (request, _, upto), is_finite, prediction, _ = computed
@@ -126,7 +123,8 @@ class Delivery:
         finish_reason = generation.finish_reason
         if finish_reason is not None:
             self._commit(request, upto)
-            self._answer(request, lambda now_s: self._answers.generation(request, finish_reason, now_s))
+            logprobs = prediction.logprobs
+            self._answer(request, lambda now_s: self._answers.generation(request, finish_reason, logprobs, now_s))
             return
         # The prompt is published to its last token, later tokens in full blocks: a block that is published before it
         # is full has to be copied for the next token.
@@ -152,10 +150,10 @@ class Delivery:
             self._scheduler.resume(self._flights.published(request, lease.committed_tokens))
 
     def _tell(self, request: Request, generation: Generation, prediction: Prediction) -> None:
-        logprobs = () if prediction.logprobs is None else (prediction.logprobs,)
         prompt_logprobs = (generation.prompt_logprobs or ()) if len(generation.token_ids) == 1 else ()
         try:
-            generation.on_tokens(GeneratedTokens((prediction.next_token_id,), request.usage, logprobs, prompt_logprobs))
+            token_ids = (prediction.next_token_id,)
+            generation.on_tokens(GeneratedTokens(token_ids, request.usage, prediction.logprobs, prompt_logprobs))
         except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
             _log.exception("the callback of a generation raised")
             self._early_ends.fail(request, StepFailed("generation: the caller's callback raised"))

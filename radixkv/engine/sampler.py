@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64
 
-from radixkv.api.prompt_logprobs import LogprobRows
+from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
 from radixkv.errors import RadixKVError, RequestError, StepFailed
@@ -29,13 +29,13 @@ class Prediction(NamedTuple):
 
     Attributes:
         next_token_id: the most likely token, or one that was chosen otherwise.
-        logprobs: its own, and those of the most likely tokens; None unless asked for.
+        logprobs: of the token; empty unless asked for.
         logits: float32 `[vocab_size]`; None unless asked for.
         refusal: why no token may be chosen; None if one was.
     """
 
     next_token_id: int
-    logprobs: TokenLogprobs | None
+    logprobs: Sequence[TokenLogprobs]
     logits: npt.NDArray[np.float32] | None
     refusal: RadixKVError | None = None
 
@@ -181,7 +181,7 @@ def _prediction(
     count = (params.top_logprobs or None) if generation is None else generation.sampling.logprobs
     return Prediction(
         next_token_id,
-        logprobs=None if count is None else read_logprobs(logits[row : row + 1], [next_token_id], count)[0],
+        logprobs=() if count is None else _table(read_logprob_rows(logits[row : row + 1], [next_token_id], count)),
         logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
         refusal=allowed if isinstance(allowed, RadixKVError) else None,
     )
@@ -221,7 +221,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tenso
     return (scores - noise.log()).argmax()
 
 
-def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> LogprobRows:
     """Read log probabilities of tokens and of the most likely ones in their places. Waits for the device once.
 
     Args:
@@ -233,17 +233,14 @@ def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) ->
         One for each row.
     """
     count = min(count, logits.shape[1])
-    return [
-        TokenLogprobs(logprob, tuple(zip(map(int, told[count:]), told[:count], strict=True)))
-        for logprob, *told in _read_rows(logits, token_ids, count).tolist()
-    ]
-
-
-def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> LogprobRows:
-    """Read the same as arrays; see `read_logprobs`."""
-    count = min(count, logits.shape[1])
     rows = _read_rows(logits, token_ids, count).numpy()
     return LogprobRows(rows[:, : 1 + count].astype(np.float32), rows[:, 1 + count :].astype(np.uint32))
+
+
+def _table(rows: LogprobRows) -> LogprobTable:
+    table = LogprobTable(len(rows.logprobs))
+    table.put(0, rows)
+    return table
 
 
 def _read_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> torch.Tensor:

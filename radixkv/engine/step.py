@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from radixkv.api.prompt_logprobs import LogprobRows
+from radixkv.api.logprob_table import LogprobRows
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.parts.part_holder import Cover
 from radixkv.cache.prompt_lease import PromptLease

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from radixkv.api.compression import Compression
 from radixkv.api.constraint import Matcher
+from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
-from radixkv.api.prompt_logprobs import PromptLogprobs
-from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillResult, TokenLogprobs, Usage
+from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillResult, Usage
 from radixkv.api.sampling import Sampling
 from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.prompt_lease import PromptLease
@@ -41,7 +41,6 @@ class Generation:
         stop_token_ids: tokens that end it, the model's own end-of-sequence tokens included.
         on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
         token_ids: tokens generated so far.
-        logprobs: of these tokens; empty unless asked for.
         prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None before any are.
         prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
         matcher: says which tokens may come next; None without a constraint, and before the first token is chosen. It
@@ -53,8 +52,7 @@ class Generation:
     stop_token_ids: frozenset[int]
     on_tokens: OnTokens
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobTable | None = None
     prompt_ids: npt.NDArray[np.int64] | None = None
     matcher: Matcher | None = None
     is_finished: bool = False

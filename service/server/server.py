@@ -127,17 +127,17 @@ class Server:
         engine, lines = self._engine, CallLines(self._grpc)
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        prefill_servicer = PrefillServicer(engine, tokenizer, grammars, Deadlines.of(self._config), self._sources)
+        self._readers = None if engine.events is None else EventReaders(engine.events)
+        shared = SharedParts(self._readers, tokenizer, grammars, self._intake.held)
+        prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), self._sources)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, lines)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, lines)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), lines)  # type: ignore[no-untyped-call]
         names = [*SERVICES]
-        self._readers = None if engine.events is None else EventReaders(engine.events)
         if self._readers is not None:
             events = EventServicer(self._readers, engine.limits.epoch)
             lines.add_generic_rpc_handlers((events.handler(),))
             names.append(EVENT_SERVICE)
-        shared = SharedParts(self._readers, tokenizer, grammars)
         return (*names, *(add(lines, shared) for add in services))
 
     async def start(self) -> str:

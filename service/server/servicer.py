@@ -7,7 +7,7 @@ cancels its future, and with it the request. `radixkv.service.server.status` tur
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from radixkv.service.server.calls import answer_of, authorization_of, traceparen
 from radixkv.service.server.generation.answer_writer import AnswerWriter
 from radixkv.service.server.generation.logprob_messages import with_logprobs
 from radixkv.service.server.generation.options import read_grammar, read_num_answers, read_sampling
+from radixkv.service.server.intake.account import Account
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.messages import (
@@ -39,9 +40,9 @@ from radixkv.service.server.messages import (
     timestamp,
     usage_message,
 )
-from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.public.public_calls import PublicCalls
 from radixkv.service.server.segments.segment_lister import SegmentLister
+from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.server.stop_strings import stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.transfer.kv_fetcher import KVFetcher
@@ -49,7 +50,6 @@ from radixkv.service.server.transfer.kv_sender import KVSender
 from radixkv.service.server.transfer.kv_sources import KVSources
 from radixkv.service.server.transfer.role import require_call
 from radixkv.service.server.unfinished_calls import Context, when_over
-from radixkv.service.structured.grammars import Grammars
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -60,18 +60,10 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Answers prompts, generations and probes, and takes leases back."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: ModelTokenizer,
-        grammars: Grammars,
-        deadlines: Deadlines,
-        sources: KVSources,
-    ) -> None:
+    def __init__(self, engine: Engine, shared: SharedParts, deadlines: Deadlines, sources: KVSources) -> None:
         self._engine = engine
+        self._shared = shared
         self._deadlines = deadlines
-        self._tokenizer = tokenizer  # for stop strings
-        self._grammars = grammars
         self._mailbox = Mailbox()
         self._writer = AnswerWriter()
         self._kv_sender = KVSender(engine, self._mailbox)
@@ -108,16 +100,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         require_call(self._engine, "Generate")
         params = read_params(request.prefill, self._seconds_left(context), traceparent_of(context))
         sampling, num_left = read_sampling(request), read_num_answers(request)
-        sampling = await self._grammars.constrain(sampling, read_grammar(request))
-        stops = await stop_strings(self._tokenizer, request.stop, params, sampling, num_left)
+        account = Account.of_tenant(params.caller.tenant)
+        sampling = await self._shared.grammars.constrain(sampling, read_grammar(request), account)
+        stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_left)
         fetched = (
             await self._kv_fetcher.fetch(params, request.kv_source, authorization_of(context))
             if request.HasField("kv_source")
             else None
         )
-        stream = TokenStream(self._mailbox)
         num_told = [0] * num_left
         futures: list[GenerationFuture] = []
+        stream = TokenStream(self._mailbox, self._shared.held, account, partial(_cancel, futures))
         try:
             for index in range(num_left):
                 on_tokens = partial(stream.put, index)
@@ -126,35 +119,39 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             del fetched  # the engine lets go of it when it is copied
             while num_left:
                 news, ended = await stream.get()
-                for index, tokens in news.items():
+                for index in news:
+                    tokens = stream.take(index)
                     response = prefill_pb2.GenerateResponse(request_id=params.request_id, index=index)
-                    response.token_ids.extend(token_id for each in tokens for token_id in each.token_ids)
-                    logprobs = [logprobs for each in tokens for logprobs in each.logprobs]
+                    response.token_ids.extend(tokens.token_ids)
                     if stops is not None:
                         num_wanted = stops.num_wanted(index, response.token_ids)
-                        del response.token_ids[num_wanted:], logprobs[num_wanted:]
+                        del response.token_ids[num_wanted:]
+                        tokens.logprobs.truncate(num_wanted)
                         if stops.has_ended(index):
                             futures[index].finish()
                         if not num_wanted:
                             continue
                     if num_told[index] == 0:
-                        response.usage.CopyFrom(usage_message(tokens[0].usage))
+                        response.usage.CopyFrom(usage_message(tokens.first_usage))
                     num_told[index] += len(response.token_ids)
-                    yield await with_logprobs(self._writer, response, logprobs, tokens[0].prompt_logprobs)
+                    yield await with_logprobs(self._writer, response, tokens.logprobs, tokens.prompt_logprobs)
                 for index in ended:
                     result = await answer_of(self._engine, self._mailbox, futures[index])
                     result, matched = (result, "") if stops is None else stops.cut(index, result)
                     start = num_told[index]
+                    logprobs = stream.take(index).logprobs
+                    logprobs.extend(result.logprobs)
+                    logprobs.truncate(len(result.token_ids) - start)
                     yield await with_logprobs(
                         self._writer,
                         last_response(result, start, index, matched),
-                        result.logprobs[start:],
+                        logprobs,
                         () if start else result.prompt_logprobs,
                     )
                 num_left -= len(ended)
         finally:
-            for future in futures:
-                future.cancel()
+            stream.close()
+            _cancel(futures)
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Say what a prefill of this prompt would reuse."""
@@ -190,6 +187,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _seconds_left(self, context: Context) -> float:
         return self._deadlines.seconds_left(context.time_remaining())
+
+
+def _cancel(futures: Iterable[GenerationFuture]) -> None:
+    for future in futures:
+        future.cancel()
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):

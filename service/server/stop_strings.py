@@ -48,7 +48,7 @@ class StopStrings:
         return self._answers[index].matched is not None
 
     def cut(self, index: int, result: GenerateResult) -> tuple[GenerateResult, str]:
-        """Take the tokens of a result that were not taken before, and cut it after a string.
+        """Take the tokens of a result that were not taken before, and cut it after a string; not its log probabilities.
 
         Returns:
             The result, and the string that ended it; the result as it is and an empty text if none did.
@@ -61,7 +61,6 @@ class StopStrings:
         cut = dataclasses.replace(
             result,
             token_ids=result.token_ids[:num_tokens],
-            logprobs=result.logprobs[:num_tokens],
             usage=dataclasses.replace(result.usage, generated_tokens=num_tokens),
             finish_reason=FinishReason.STOP,
         )

@@ -1,4 +1,4 @@
-"""Makes constraints of what callers write, beside the event loop, and keeps the latest ones."""
+"""Makes constraints of what callers write, beside the event loop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.api.sampling import Sampling
 from radixkv.errors import InvalidRequest, QueueFull
 from radixkv.service.missing_package import missing_package
+from radixkv.service.server.intake.account import Account
+from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.structured.grammar_text import GrammarText
+from radixkv.service.structured.kept_texts import KeptTexts
 
 if TYPE_CHECKING:  # llguidance is needed where somebody asks for it
     from radixkv.service.structured.matcher import GrammarConstraint
@@ -31,8 +34,15 @@ _STACK_BYTES = 512 * 2**20
 _logger = logging.getLogger(__name__)
 
 
+class _Waiting(NamedTuple):
+    """A text that is not compiled yet, and the future of its constraint."""
+
+    text: GrammarText
+    compiled: Future[GrammarConstraint]
+
+
 class Grammars:
-    """Makes constraints for one model. To be used on one event loop.
+    """Makes constraints for one model, in turn for each account. To be used on one event loop.
 
     Args:
         tokenizer: the model's; loaded for the first text.
@@ -44,30 +54,28 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[GrammarText, Future[GrammarConstraint]]] = deque()
+        self._lock = threading.Lock()  # guards what waits
+        self._waiting: OrderedDict[Account, deque[_Waiting]] = OrderedDict()  # the next one first
+        self._num_waiting = Shares(MAX_WAITING, "texts that wait to be compiled")
         self._is_compiling = False
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[GrammarText, Future[GrammarConstraint]] = OrderedDict()  # the latest last
+        self._kept = KeptTexts(MAX_KEPT)
 
-    async def constrain(self, sampling: Sampling, text: GrammarText | None) -> Sampling:
+    async def constrain(self, sampling: Sampling, text: GrammarText | None, account: Account) -> Sampling:
         """Return the same options with what an answer must follow; as they are without a text.
 
-        A text is compiled once, in turn with others, as long as it is among the latest. The first one waits until the
-        tokenizer is loaded.
+        A text is compiled once for an account, in turn with others, as long as it is among the latest. The first one
+        waits until the tokenizer is loaded.
 
         Raises:
             InvalidRequest: no answer can follow it, the model has no tokenizer for it, or llguidance is missing. The
                 message names the field.
-            QueueFull: too many texts wait.
+            QueueFull: too many texts wait, also of this account; or others took too long.
         """
         if text is None:
             return sampling
         text.require_short()
-        compiled = self._kept.get(text)
-        if compiled is None:
-            compiled = self._compile_later(text)
-        self._kept.move_to_end(text)
+        compiled = self._kept.find(account, text) or self._compile_later(text, account)
         try:
             # The caller may go away; others may wait for the same text.
             constraint = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), MAX_COMPILE_S)
@@ -81,18 +89,15 @@ class Grammars:
             ) from error
         return dataclasses.replace(sampling, constraint=constraint)
 
-    def _compile_later(self, text: GrammarText) -> Future[GrammarConstraint]:
-        if sum(not future.done() for future in self._kept.values()) >= MAX_WAITING:
-            raise QueueFull(f"{text.field}: expected at most {MAX_WAITING} texts that wait to be compiled, got more")
-        while len(self._kept) >= MAX_KEPT:
-            del self._kept[next(kept for kept, future in self._kept.items() if future.done())]
+    def _compile_later(self, text: GrammarText, account: Account) -> Future[GrammarConstraint]:
         future: Future[GrammarConstraint] = Future()
-        self._kept[text] = future
         with self._lock:
-            self._waiting.append((text, future))
+            self._num_waiting.take(account, 1)
+            self._waiting.setdefault(account, deque()).append(_Waiting(text, future))
             if not self._is_compiling:
                 self._is_compiling = True
                 self._start_thread()
+        self._kept.add(account, text, future)
         return future
 
     def _start_thread(self) -> None:
@@ -103,18 +108,30 @@ class Grammars:
             threading.stack_size(before_bytes)
 
     def _compile_all(self) -> None:
-        """Compile what waits, in turn."""
+        """Compile what waits: the first text of each account in turn."""
         while True:
             with self._lock:
                 if not self._waiting:
                     self._is_compiling = False
                     return
-                text, future = self._waiting.popleft()
+                account, texts = self._waiting.popitem(last=False)
+                text, future = texts.popleft()
+                if texts:
+                    self._waiting[account] = texts
             future.set_running_or_notify_cancel()
-            try:
-                future.set_result(self._compile(text))
-            except BaseException as error:  # noqa: BLE001 - it is the answer to those who wait
-                future.set_exception(error)
+            constraint = self._compiled(text)
+            with self._lock:
+                self._num_waiting.give_back(account, 1)
+            if isinstance(constraint, BaseException):
+                future.set_exception(constraint)
+            else:
+                future.set_result(constraint)
+
+    def _compiled(self, text: GrammarText) -> GrammarConstraint | BaseException:
+        try:
+            return self._compile(text)
+        except BaseException as error:  # noqa: BLE001 - it is the answer to those who wait
+            return error
 
     def _compile(self, text: GrammarText) -> GrammarConstraint:
         try:

@@ -1,4 +1,5 @@
 import math
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.result import GeneratedTokens, TokenLogprobs
 from radixkv.api.sampling import Sampling
 from radixkv.engine import sampler
@@ -220,21 +222,23 @@ def test_log_probabilities_are_the_models_own_whatever_is_chosen() -> None:
     bench = Bench(num_blocks=256)
     news: list[GeneratedTokens] = []
     plain = bench.generate(range(8), 6, news.append, logprobs=3)
-    penalized = bench.generate(range(8), 6, temperature=1.0, seed=2, presence_penalty=2.0, logprobs=0)
+    penalized_news: list[GeneratedTokens] = []
+    penalized = bench.generate(
+        range(8), 6, penalized_news.append, temperature=1.0, seed=2, presence_penalty=2.0, logprobs=0
+    )
     silent = bench.generate(range(8), 6)
     bench.run()
     result = plain.result(0)
-    told = [logprobs for each in news for logprobs in each.logprobs]
-    assert [*told, result.logprobs[-1]] == list(result.logprobs)
-    assert len(result.logprobs) == 6
-    assert [each.top[0] for each in result.logprobs] == [
-        (token_id, each.logprob) for token_id, each in zip(result.token_ids, result.logprobs, strict=True)
+    told = [logprobs for each in [*news, result] for logprobs in each.logprobs]
+    assert len(result.logprobs) == 1
+    assert [each.top[0] for each in told] == [
+        (token_id, each.logprob) for token_id, each in zip(result.token_ids, told, strict=True)
     ]
-    assert all(len(each.top) == 3 and each.top[0][1] >= each.top[1][1] >= each.top[2][1] for each in result.logprobs)
+    assert all(len(each.top) == 3 and each.top[0][1] >= each.top[1][1] >= each.top[2][1] for each in told)
     first = bench.submit(range(8), return_logits=True)
     bench.run()
     row = torch.from_numpy(first.result(0).logits).log_softmax(0)
-    chosen, alone = penalized.result(0).token_ids[0], penalized.result(0).logprobs[0]
+    chosen, alone = penalized.result(0).token_ids[0], penalized_news[0].logprobs[0]
     assert alone.logprob == pytest.approx(float(row[chosen]))
     assert alone.top == ()
     assert silent.result(0).logprobs == ()
@@ -245,10 +249,10 @@ def test_log_probabilities_of_a_row_are_read_in_one_piece(count: int, monkeypatc
     """Each read waits for the device."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
     reads: list[torch.Tensor] = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append(tensor) or cpu(tensor))
     with _Calls() as calls:
-        read = sampler.read_logprobs(logits[None], [7], count)[0]
+        read = read_logprobs(logits[None], [7], count)[0]
     assert len(reads) == 1
     assert not [name for name in calls.names if "_local_scalar" in name]
     expected = logits.log_softmax(0)
@@ -256,10 +260,38 @@ def test_log_probabilities_of_a_row_are_read_in_one_piece(count: int, monkeypatc
     assert read.top == tuple((int(i), float(expected[i])) for i in logits.argsort(descending=True)[:count])
 
 
+def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    table = LogprobTable()
+    table.put(0, sampler.read_logprob_rows(logits, token_ids, count))
+    return list(table)
+
+
+def test_log_probabilities_that_were_told_are_let_go() -> None:
+    bench = Bench(num_blocks=256)
+    told: list[weakref.ref[object]] = []
+    future = bench.generate(range(8), 20, lambda news: told.append(weakref.ref(news.logprobs)), logprobs=3)
+    bench.run()
+    assert len(told) == 19
+    assert not [each for each in told if each() is not None]
+    assert len(future.result(0).logprobs) == 1
+
+
+def test_of_a_generation_that_is_finished_early_nothing_is_left_to_tell() -> None:
+    bench = Bench(num_blocks=256)
+    news: list[GeneratedTokens] = []
+    future = bench.generate(range(8), 20, news.append, logprobs=3)
+    while len(news) < 3:
+        bench.core.step()
+    future.finish()
+    bench.run()
+    assert len(news) == len(future.result(0).token_ids)
+    assert future.result(0).logprobs == ()
+
+
 def told_of_prompt(ids: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
     """Return what the fake model says of a prompt."""
     rows = torch.stack([one_hot(next_token(tokens(ids[:upto]))) for upto in range(1, len(ids))])
-    return tuple(sampler.read_logprobs(rows, list(ids[1:]), count))
+    return tuple(read_logprobs(rows, list(ids[1:]), count))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 70, 150])
@@ -295,8 +327,8 @@ def test_a_step_makes_at_most_64_rows_of_logits_of_prompts() -> None:
 
 def test_no_more_log_probabilities_are_told_than_there_are_logits() -> None:
     logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-    expected = sampler.read_logprobs(logits, [3, 4], 8)
-    assert sampler.read_logprobs(logits, [3, 4], 10) == expected
+    expected = read_logprobs(logits, [3, 4], 8)
+    assert read_logprobs(logits, [3, 4], 10) == expected
     assert [len(told.top) for told in expected] == [8, 8]
 
 
@@ -312,6 +344,6 @@ def test_a_prompt_that_is_paused_and_computed_again_is_told_once() -> None:
 
 
 def test_a_token_that_the_model_reads_and_never_writes_has_no_probability() -> None:
-    (told,) = sampler.read_logprobs(torch.zeros(1, 8), [8], 1)
+    (told,) = read_logprobs(torch.zeros(1, 8), [8], 1)
     assert told.logprob == -torch.inf
     assert told.top[0][1] == pytest.approx(-math.log(8))

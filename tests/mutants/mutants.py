@@ -190,6 +190,14 @@ CACHE_MUTANTS = (
     Mutant("cache/namespaces/purge.py", "    leases.revoke(tenant, adapter, salt)\n", ""),
     Mutant("cache/evictor.py", "            node.children = None  #", "            pass  #"),
     Mutant("cache/namespaces/namespace_index.py", "        if not values:\n", "        if False:\n"),
+    Mutant("cache/namespaces/open_leases.py", "[by_names.get((adapter, salt), set())]", "[*by_names.values()]"),
+    Mutant("cache/namespaces/open_leases.py", "if each != PUBLIC_TENANT:", "if True:"),
+    Mutant(
+        "cache/namespaces/open_leases.py", "                del self._by_tenant[tenant]\n", "                pass\n"
+    ),
+    Mutant(
+        "cache/namespaces/purge.py", "            num_purged += num_nodes\n            pinned", "            pinned"
+    ),
     Mutant("cache/tenants.py", "for _ in range(_FORGOTTEN_AT_ONCE):", "for _ in range(1):"),
     Mutant("cache/tenants.py", "            if not self._is_idle(value):\n", "            if False:\n"),
     Mutant("cache/tenants.py", "            self._others.move_to_end(tenant)\n", ""),
@@ -390,7 +398,6 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "ordered.masked_fill(ordered < last, -torch.inf)", "ordered"),
     Mutant("engine/sampler.py", "in stop_token_ids if 0 <= token_id < num_logits]", "in stop_token_ids]"),
     Mutant("engine/sampler.py", "in sampling.logit_bias if 0 <= each[0] < num_logits]", "in sampling.logit_bias]"),
-    Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    return", "    return"),
     Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    rows", "    rows"),
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),
     Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
@@ -534,7 +541,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "service/server/transfer/kv_fetcher.py",
-        "        self._room.give((len(missing) - len(payloads)) * num_bytes)\n",
+        "        self._fetched.give_back(account, (len(missing) - len(payloads)) * num_bytes)\n",
         "",
     ),
     Mutant("service/server/transfer/kv_fetcher.py", " or handle.key != wanted.key", ""),
@@ -543,11 +550,9 @@ OFFLOAD_MUTANTS = (
         "left = [index for index in indices if index not in handles]\n            copied",
         "left = list(indices)\n            copied",
     ),
-    Mutant(
-        "service/server/transfer/byte_room.py",
-        "if not self._waiting and num_bytes <= self.free:",
-        "if num_bytes <= self.free:",
-    ),
+    Mutant("service/server/transfer/kv_fetcher.py", "Account.of_tenant(params.caller.tenant)", 'Account.of_tenant("")'),
+    Mutant("service/server/transfer/kv_fetcher.py", "self._fetched.room(account) // num_bytes", "len(wanted)"),
+    Mutant("service/server/intake/shares.py", "2 * self._most - self._taken))", "self._most))"),
     Mutant("cache/elsewhere/elsewhere.py", "for block, block_id in reversed(pairs):", "for block, block_id in pairs:"),
     Mutant(
         "cache/elsewhere/elsewhere.py",
@@ -865,6 +870,42 @@ ROUTING_MUTANTS = (
     Mutant("routing/router.py", "if name not in avoid]", "]"),
 )
 
+ANSWER_MUTANTS = (
+    Mutant("api/logprob_table.py", "num_rows + num_rows // 2", "num_rows * 2"),
+    Mutant("engine/delivery.py", "prediction.logprobs, prompt_logprobs)", "(), prompt_logprobs)"),
+    Mutant(
+        "service/server/token_stream.py",
+        "            self._held.take(self._account, num_bytes)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "service/server/token_stream.py",
+        "        self._give_back(self._leaving_bytes)\n        self._leaving_bytes = 0\n        await",
+        "        await",
+    ),
+    Mutant(
+        "service/server/token_stream.py",
+        "            self._drop_unread()\n            self._cancel()\n",
+        "            pass\n",
+    ),
+    Mutant("service/server/token_stream.py", "        self._leaving_bytes += taken.num_bytes\n", ""),
+    Mutant("service/server/token_stream.py", "        self._news.pop(index, None)\n", ""),
+    Mutant("service/server/servicer.py", "logprobs.truncate(len(result.token_ids) - start)", "pass"),
+    Mutant("service/server/gateway/servicer.py", "                logprobs.extend(result.logprobs)\n", ""),
+    Mutant(
+        "service/server/servicer.py", "read_grammar(request), account)", 'read_grammar(request), Account.of_tenant(""))'
+    ),
+    Mutant("service/structured/grammars.py", "self._waiting.popitem(last=False)", "self._waiting.popitem()"),
+    Mutant("service/structured/grammars.py", "take(account, 1)", 'take(Account.of_tenant(""), 1)'),
+    Mutant(
+        "service/structured/grammars.py",
+        "                self._num_waiting.give_back(account, 1)\n",
+        "                pass\n",
+    ),
+    Mutant("service/structured/kept_texts.py", "key=lambda each: len(self._by_account[each])", "key=lambda each: 0"),
+    Mutant("service/structured/kept_texts.py", "        texts.move_to_end(text)\n", ""),
+    Mutant("service/server/intake/answer_bytes.py", "num_tokens * (1 + num_logprobs)", "num_tokens"),
+)
 STATE_MUTANTS = (
     Mutant("cache/states/state_slots.py", "(int(with_snapshot[-1]) + 1)", "int(with_snapshot[-1])"),
     Mutant("cache/states/state_slots.py", "[: num_tokens // self.block_size]", "[: -(-num_tokens // self.block_size)]"),

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutants.mutants import (
+    ANSWER_MUTANTS,
     CACHE_MUTANTS,
     ENGINE_MUTANTS,
     EVENT_MUTANTS,
@@ -118,7 +119,7 @@ OFFLOAD_TESTS = (
     "tests/engine/offload/test_offload.py",
     "tests/engine/transfer/test_exports.py",
     "tests/engine/transfer/test_transfer.py",
-    "tests/service/server/transfer/test_byte_room.py",
+    "tests/service/server/intake/test_shares.py",
     "tests/service/server/transfer/test_kv_sender.py",
     "tests/engine/offload/test_lookups.py",
     "tests/engine/offload/test_purger.py",
@@ -136,6 +137,17 @@ ROUTING_TESTS = (
     "tests/routing/test_prompt_blocks.py",
     "tests/routing/test_fleet_view.py",
     "tests/routing/test_router.py",
+)
+ANSWER_TESTS = (
+    "tests/api/test_logprob_table.py",
+    "tests/engine/test_sampler.py",
+    "tests/service/server/intake/test_answer_bytes.py",
+    "tests/service/server/test_token_stream.py",
+    "tests/service/server/test_stop_strings.py",
+    "tests/service/server/test_generate.py",
+    "tests/service/server/gateway/test_servicer.py",
+    "tests/service/structured/test_kept_texts.py",
+    "tests/service/structured/test_grammars.py",
 )
 STATE_TESTS = (
     "tests/cache/states/test_worth.py",
@@ -182,6 +194,7 @@ CHECKS = (
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),
+    (ANSWER_MUTANTS, ANSWER_TESTS),
     (STATE_MUTANTS, STATE_TESTS),
     (PART_MUTANTS, PART_TESTS),
     (STORE_MUTANTS, STORE_TESTS),

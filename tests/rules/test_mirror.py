@@ -145,7 +145,6 @@ TESTED_IN = {
     "radixkv.service.server.messages": "service/server/test_servicer.py",
     "radixkv.service.server.optional_services": "service/server/gateway/test_servicer.py",
     "radixkv.service.server.shared_parts": "service/server/gateway/test_servicer.py",
-    "radixkv.service.server.token_stream": "service/server/test_generate.py",
     "radixkv.service.server.transfer.kv_fetcher": "service/server/transfer/test_kv_sender.py",
     "radixkv.startup.graph_check": "compute/graphs/test_graphs.py",
     "radixkv.storage.kv_layout": "planning/test_plan.py",

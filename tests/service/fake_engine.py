@@ -168,7 +168,7 @@ class FakeEngine:
 
     def _generate(self, future, params, sampling, on_tokens) -> None:
         ids = np.frombuffer(params.tokens, dtype="<u4").tolist()
-        generated = []
+        generated, num_told = [], 0
         is_finished = threading.Event()
         future.watch_finish(is_finished.set)
         while len(generated) < sampling.max_new_tokens and not future.cancelled() and not is_finished.is_set():
@@ -180,6 +180,7 @@ class FakeEngine:
             if len(generated) < sampling.max_new_tokens:
                 of_prompt = _prompt_logprobs_of(ids, usage, sampling) if len(generated) == 1 else ()
                 on_tokens(GeneratedTokens((generated[-1],), usage, _logprobs_of(generated[-1:], sampling), of_prompt))
+                num_told += 1
         while self.is_gated and not future.cancelled() and not is_finished.is_set():
             time.sleep(0.001)
         if not future.set_running_or_notify_cancel():
@@ -199,7 +200,7 @@ class FakeEngine:
                 MissReason.COLD,
                 Timing(1, 2, 3, 6),
                 retained,
-                _logprobs_of(generated, sampling),
+                _logprobs_of(generated[num_told:], sampling),
                 _prompt_logprobs_of(ids, usage, sampling),
             )
         )

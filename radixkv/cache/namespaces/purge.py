@@ -14,8 +14,8 @@ from radixkv.cache.tree.node import NO_PLACE
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 
-# Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes that
-# leases use are purged at once.
+# Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes of a
+# namespace that leases use are purged at once.
 _MAX_LOOKS = 1024
 _MAX_PURGED = 128
 
@@ -77,7 +77,9 @@ def purge(
             num_looks = num_purged = 0
             yield
         if forest.get(namespace) is tree:
-            pinned_blocks += evictor.purge(tree)
+            num_nodes, pinned = evictor.purge(tree)
+            num_purged += num_nodes
+            pinned_blocks += pinned
             # Those that were opened since the first slice.
             leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
     return Purged(freed_blocks, pinned_blocks)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from google.protobuf.message import Message
 
 from radixkv.api.result import FinishReason, GenerateResult, TokenLogprobs, Usage
 from radixkv.gateway import vllm_engine_pb2
@@ -17,17 +18,15 @@ _ABORTED = "abort"
 
 def chunk_response(
     token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
     usage: Usage,
     index: int,
 ) -> vllm_engine_pb2.GenerateResponse:
-    """Write new tokens of a streamed answer."""
+    """Write new tokens of a streamed answer, without log probabilities."""
     chunk = vllm_engine_pb2.GenerateStreamChunk(
         token_ids=token_ids,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=len(token_ids),
         cached_tokens=usage.cached_tokens,
-        output_logprobs=_logprobs_message(token_ids, logprobs),
         index=index,
     )
     return vllm_engine_pb2.GenerateResponse(chunk=chunk)
@@ -41,7 +40,7 @@ def complete_response(
     *,
     has_stop_token: bool = True,
 ) -> vllm_engine_pb2.GenerateResponse:
-    """Write the end of an answer.
+    """Write the end of an answer, without log probabilities.
 
     Args:
         result: the answer.
@@ -57,7 +56,6 @@ def complete_response(
         prompt_tokens=result.usage.prompt_tokens,
         completion_tokens=len(token_ids),
         cached_tokens=result.usage.cached_tokens,
-        output_logprobs=_logprobs_message(token_ids, result.logprobs[start:]),
         index=index,
     )
     if matched_stop:
@@ -75,46 +73,69 @@ def aborted_response(prompt_tokens: int, cached_tokens: int, index: int) -> vllm
     return vllm_engine_pb2.GenerateResponse(complete=complete)
 
 
-async def with_prompt_logprobs(
+async def with_logprobs(
     writer: AnswerWriter,
     response: vllm_engine_pb2.GenerateResponse,
-    tokens: bytes,
     logprobs: Sequence[TokenLogprobs],
+    prompt: bytes,
+    prompt_logprobs: Sequence[TokenLogprobs],
 ) -> vllm_engine_pb2.GenerateResponse | bytes:
-    """Add the log probabilities of a prompt to a part of an answer.
+    """Add log probabilities to a part of an answer.
 
     Args:
         writer: writes what is large.
         response: the part, with all else.
-        tokens: of the prompt.
-        logprobs: one for each token but the first; empty if they were not asked for.
+        logprobs: one for each of its tokens, and perhaps more; empty if they were not asked for.
+        prompt: its tokens.
+        prompt_logprobs: one for each of them but the first; empty if they do not come with this part.
 
     Returns:
         The part; its bytes if it is large.
     """
-    if num_numbers(logprobs) > PIECE_NUMBERS:
-        return await writer.joined(_nested_pieces(response, tokens, logprobs))
-    if logprobs:
-        for piece in _prompt_pieces(tokens, logprobs):
-            getattr(response, _part_of(response)).input_logprobs.MergeFrom(piece)
+    name = response.WhichOneof("response")
+    part = getattr(response, str(name))
+    token_ids = part.token_ids if name == "chunk" else part.output_ids
+    told = {
+        part.OUTPUT_LOGPROBS_FIELD_NUMBER: _output_pieces(token_ids, logprobs),
+        part.INPUT_LOGPROBS_FIELD_NUMBER: _prompt_pieces(prompt, prompt_logprobs),
+    }
+    if num_numbers(logprobs) + num_numbers(prompt_logprobs) > PIECE_NUMBERS:
+        return await writer.joined(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, part, told))
+    for piece in told[part.OUTPUT_LOGPROBS_FIELD_NUMBER]:
+        part.output_logprobs.MergeFrom(piece)
+    for piece in told[part.INPUT_LOGPROBS_FIELD_NUMBER]:
+        part.input_logprobs.MergeFrom(piece)
     return response
 
 
-def _nested_pieces(
-    response: vllm_engine_pb2.GenerateResponse, tokens: bytes, logprobs: Sequence[TokenLogprobs]
-) -> Iterator[bytes]:
-    """Write a part of an answer around the log probabilities of a prompt, whose bytes are counted before them."""
-    name = _part_of(response)
-    part = getattr(response, name)
-    rest, rows = part.SerializeToString(), [piece.SerializeToString() for piece in _prompt_pieces(tokens, logprobs)]
-    head = length_head(part.INPUT_LOGPROBS_FIELD_NUMBER, sum(map(len, rows)))
-    number = response.DESCRIPTOR.fields_by_name[name].number
-    yield length_head(number, len(rest) + len(head) + sum(map(len, rows))) + rest + head
-    yield from rows
+def _nested_pieces(number: int, part: Message, told: Mapping[int, Iterator[Message]]) -> Iterator[bytes]:
+    """Write a part of an answer, the field `number`, around log probabilities, whose bytes are counted before them."""
+    written = [part.SerializeToString()]
+    for field_number, messages in told.items():
+        pieces = [message.SerializeToString() for message in messages]
+        written += [length_head(field_number, sum(map(len, pieces))), *pieces] if pieces else []
+    yield length_head(number, sum(map(len, written)))
+    yield from written
+
+
+def _output_pieces(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> Iterator[vllm_engine_pb2.OutputLogProbs]:
+    """Write messages that, one behind the other, are one."""
+    for run in runs(logprobs):
+        some = logprobs[run][: max(0, len(token_ids) - run.start)]
+        if some:
+            yield vllm_engine_pb2.OutputLogProbs(
+                token_logprobs=[each.logprob for each in some],
+                token_ids=token_ids[run],
+                top_logprobs=_top_messages(some),
+            )
 
 
 def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator[vllm_engine_pb2.InputLogProbs]:
     """Write messages that, one behind the other, are one. Nothing is told of the first token."""
+    if not logprobs:
+        return
     yield vllm_engine_pb2.InputLogProbs(
         token_logprobs=[vllm_engine_pb2.InputTokenLogProb()],
         token_ids=np.frombuffer(tokens, dtype="<u4").tolist(),
@@ -126,24 +147,6 @@ def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator
             token_logprobs=[vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in some],
             top_logprobs=_top_messages(some),
         )
-
-
-def _part_of(response: vllm_engine_pb2.GenerateResponse) -> str:
-    name: str | None = response.WhichOneof("response")
-    assert name is not None, "a response is a chunk or complete"
-    return name
-
-
-def _logprobs_message(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> vllm_engine_pb2.OutputLogProbs | None:
-    if not logprobs:
-        return None
-    return vllm_engine_pb2.OutputLogProbs(
-        token_logprobs=[each.logprob for each in logprobs],
-        token_ids=token_ids,
-        top_logprobs=_top_messages(logprobs),
-    )
 
 
 def _top_messages(logprobs: Sequence[TokenLogprobs]) -> list[vllm_engine_pb2.TopLogProbs]:

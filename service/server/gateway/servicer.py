@@ -7,13 +7,14 @@ All of the gateway's requests are those of one tenant, the configuration's. Stat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from radixkv.api.result import GeneratedTokens, TokenLogprobs, Usage
+from radixkv.api.logprob_table import LogprobTable
+from radixkv.api.result import TokenLogprobs, Usage
 from radixkv.config import Config
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from radixkv.service.server.calls import answer_of, traceparent_of
@@ -24,17 +25,18 @@ from radixkv.service.server.gateway.responses import (
     aborted_response,
     chunk_response,
     complete_response,
-    with_prompt_logprobs,
+    with_logprobs,
 )
 from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
 from radixkv.service.server.gateway.traffic import Traffic
 from radixkv.service.server.generation.answer_writer import AnswerWriter
+from radixkv.service.server.intake.account import Account
 from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_servicer import pieces_of
 from radixkv.service.server.shared_parts import SharedParts
-from radixkv.service.server.stop_strings import stop_strings
+from radixkv.service.server.stop_strings import StopStrings, stop_strings
 from radixkv.service.server.token_stream import TokenStream
 from radixkv.service.server.unfinished_calls import Context
 
@@ -66,6 +68,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._mailbox = Mailbox()
         self._tokenizer = shared.tokenizer
         self._grammars = shared.grammars
+        self._held = shared.held
         self._writer = AnswerWriter()
         self._calls = RunningCalls()
         self._traffic = Traffic()
@@ -89,35 +92,45 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _answers(
         self, asked: Asked, call: RunningCall
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
-        sampling = await self._grammars.constrain(asked.sampling, asked.grammar)
+        account = Account.of_tenant(asked.params.caller.tenant)
+        sampling = await self._grammars.constrain(asked.sampling, asked.grammar, account)
         stops = await stop_strings(self._tokenizer, asked.stops, asked.params, sampling, asked.num_answers)
         stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
-        stream = TokenStream(self._mailbox)
-        for index in range(asked.num_answers):
-            on_tokens = partial(stream.put, index) if asked.is_streamed or stops is not None else _tell_nobody
-            call.futures.append(self._engine.generate(asked.params, sampling.of_answer(index), on_tokens))
-            call.futures[index].add_done_callback(partial(stream.end, index))
-        if call.is_aborted:  # while the tokenizer was loaded
-            call.cancel()
-        num_told = [0] * asked.num_answers
+        with contextlib.closing(TokenStream(self._mailbox, self._held, account, call.cancel)) as stream:
+            tell = stream.put if asked.is_streamed or stops is not None else stream.keep
+            for index in range(asked.num_answers):
+                generation = self._engine.generate(asked.params, sampling.of_answer(index), partial(tell, index))
+                call.futures.append(generation)
+                generation.add_done_callback(partial(stream.end, index))
+            if call.is_aborted:  # while the tokenizer was loaded
+                call.cancel()
+            async with contextlib.aclosing(self._parts(asked, call, stream, stops, stop_token_ids)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def _parts(
+        self, asked: Asked, call: RunningCall, stream: TokenStream, stops: StopStrings | None, stop_token_ids: Set[int]
+    ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse | bytes]:
+        num_told, num_seen = [0] * asked.num_answers, [0] * asked.num_answers
         usages = [Usage(asked.params.num_tokens, 0, asked.params.num_tokens, 0)] * asked.num_answers
         num_left = asked.num_answers
         while num_left:
             news, ended = await stream.get()
-            for index, tokens in news.items():
-                token_ids = [token_id for each in tokens for token_id in each.token_ids]
-                logprobs = [logprobs for each in tokens for logprobs in each.logprobs]
-                usages[index] = tokens[-1].usage
+            for index in news:
+                tokens = stream.take(index) if asked.is_streamed else stream.unread(index)
+                usages[index] = tokens.last_usage
+                token_ids = tokens.token_ids[num_seen[index] :]
+                if not asked.is_streamed:
+                    num_seen[index] += len(token_ids)
                 if stops is not None:
-                    num_wanted = stops.num_wanted(index, token_ids)
-                    del token_ids[num_wanted:], logprobs[num_wanted:]
+                    del token_ids[stops.num_wanted(index, token_ids) :]
                     if stops.has_ended(index):
                         call.futures[index].finish()
                 if asked.is_streamed and token_ids:
                     num_told[index] += len(token_ids)
                     self._traffic.generated(len(token_ids))
-                    chunk = chunk_response(token_ids, logprobs, usages[index], index)
-                    yield await self._telling(chunk, asked, tokens[0].prompt_logprobs)
+                    chunk = chunk_response(token_ids, usages[index], index)
+                    yield await self._telling(chunk, asked, tokens.logprobs, tokens.prompt_logprobs)
             for index in ended:
                 if call.is_aborted and call.futures[index].cancelled():
                     yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
@@ -128,19 +141,26 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 self._traffic.generated(len(result.token_ids) - start)
                 self._traffic.answered(result.usage)
                 of_prompt = () if start else result.prompt_logprobs
+                logprobs = stream.take(index).logprobs
+                logprobs.extend(result.logprobs)
                 if asked.is_streamed and start < len(result.token_ids):
-                    chunk = chunk_response(result.token_ids[start:], result.logprobs[start:], result.usage, index)
-                    yield await self._telling(chunk, asked, of_prompt)
+                    chunk = chunk_response(result.token_ids[start:], result.usage, index)
+                    yield await self._telling(chunk, asked, logprobs, of_prompt)
                     of_prompt = ()
                 has_stop_token = result.token_ids[-1] in stop_token_ids
                 complete = complete_response(result, start, index, matched, has_stop_token=has_stop_token)
-                yield await self._telling(complete, asked, of_prompt)
+                yield await self._telling(complete, asked, logprobs, of_prompt)
             num_left -= len(ended)
 
     async def _telling(
-        self, response: vllm_engine_pb2.GenerateResponse, asked: Asked, of_prompt: Sequence[TokenLogprobs]
+        self,
+        response: vllm_engine_pb2.GenerateResponse,
+        asked: Asked,
+        logprobs: LogprobTable,
+        of_prompt: Sequence[TokenLogprobs],
     ) -> vllm_engine_pb2.GenerateResponse | bytes:
-        return await with_prompt_logprobs(self._writer, response, asked.params.tokens, of_prompt)
+        """Add log probabilities to a part of an answer: of its tokens, and of the prompt if they come with it."""
+        return await with_logprobs(self._writer, response, logprobs, asked.params.tokens, of_prompt)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802
         """End running requests; each is answered with what it has told."""
@@ -210,7 +230,3 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _load(self) -> vllm_engine_pb2.SchedulerLoad:
         load = await answer_of(self._engine, self._mailbox, self._engine.load())
         return scheduler_load(self._engine.limits, load, self._traffic, self._config)
-
-
-def _tell_nobody(tokens: GeneratedTokens) -> None:
-    """Drop news of an answer that is told as a whole."""

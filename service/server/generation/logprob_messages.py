@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.api.prompt_logprobs import LogprobRows, PromptLogprobs
+from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
 from radixkv.service.server.generation.answer_writer import PIECE_NUMBERS, AnswerWriter, num_numbers, runs
 from radixkv.service.token_ids import length_head
@@ -51,7 +51,7 @@ def _pieces(response: prefill_pb2.GenerateResponse, told: Mapping[str, Sequence[
     yield response.SerializeToString()
     for name, rows in told.items():
         for run in runs(rows):
-            if isinstance(rows, PromptLogprobs):
+            if isinstance(rows, LogprobTable):
                 yield _written_rows(response.DESCRIPTOR.fields_by_name[name].number, rows.rows(run))
                 continue
             piece = prefill_pb2.GenerateResponse()

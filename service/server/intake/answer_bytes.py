@@ -20,11 +20,21 @@ _PROMPTS: dict[str, Callable[[Any], tuple[int, Any]]] = {
 }
 
 
+def unread_bytes(num_tokens: int, num_logprobs: int) -> int:
+    """Return the bytes that generated tokens take in all copies until they are sent, each as much as one more number.
+
+    Args:
+        num_tokens: that were generated.
+        num_logprobs: log probabilities of each.
+    """
+    return num_tokens * (1 + num_logprobs) * _LOGPROB_BYTES * _NUM_COPIES
+
+
 def answer_bytes(request: Any, vocab_size: int) -> int:
     """Return the bytes that logits, or log probabilities of a prompt, take in all copies; 0 if none are asked for.
 
     The engine may be done with a thousand such requests before the first answer has left. So they count as held from
-    the start.
+    the start. Generated tokens count when they come; see `TokenStream`.
     """
     num_bytes = vocab_size * _LOGIT_BYTES if getattr(request, "return_logits", False) else 0
     if (prompt := _PROMPTS.get(request.DESCRIPTOR.full_name)) is not None:

@@ -62,6 +62,9 @@ class Intake:
         config: the bounds.
         limits: the longest prompt.
         unfinished: notes each call from its message on until it ends.
+
+    Attributes:
+        held: counts the bytes of requests and unsent answers.
     """
 
     def __init__(self, config: ServerConfig, limits: Limits, unfinished: UnfinishedCalls) -> None:
@@ -71,7 +74,7 @@ class Intake:
         self._calls = Shares(config.max_calls, "calls under way")
         self._watches = Shares(max(1, config.max_calls // _ENDLESS_PART), "health watches")
         self._endless = Shares(max(1, config.max_calls // _ENDLESS_PART), "streams without an end")
-        self._held = Shares(config.max_held_bytes, "bytes of requests and unsent answers")
+        self.held = Shares(config.max_held_bytes, "bytes of requests and unsent answers")
         self._timeout_s = config.receive_timeout_s
         self._unsent = UnsentAnswers(config.send_timeout_s)
         self._unfinished = unfinished
@@ -122,7 +125,7 @@ class Intake:
         admission.place_tenant(message)
         owner = admission.owner(message)
         account = Account.of_caller(admission, context) if owner is None else Account.of_tenant(owner)
-        self._count(self._held, context, account, len(data) + answer_bytes(message, self._vocab_size))
+        self._count(self.held, context, account, len(data) + answer_bytes(message, self._vocab_size))
         return Received(message, account)
 
     async def receive_all(self, parse: Parse, context: Context) -> AsyncGenerator[Any, None]:
@@ -156,7 +159,7 @@ class Intake:
             QueueFull: too many of this tenant's answers are unread.
         """
         num_bytes = len(answer) - answer_bytes(received.message, self._vocab_size)
-        self._count(self._held, context, received.account, max(0, num_bytes))
+        self._count(self.held, context, received.account, max(0, num_bytes))
         self._unsent.add(context)
         when_over(context, self._unsent.discard)
         return answer

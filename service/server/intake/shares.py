@@ -14,7 +14,8 @@ class Shares:
     """Counts what is taken, by account.
 
     While there is room, anybody may take. Once `most` is taken, an account that has an equal share of it is refused,
-    and one that has less is not. At twice `most` everybody is, unless nothing is taken.
+    and one that has less is not; nor is the first that an account takes, however much. At twice `most` everybody is,
+    unless nothing is taken.
 
     Args:
         most: see above.
@@ -32,6 +33,12 @@ class Shares:
         """Sum of what all accounts have taken."""
         return self._taken
 
+    def room(self, account: Account) -> int:
+        """Return how much an account may take now that could do with less: what is free, or its share lacks."""
+        own = self._by_account.get(account, 0)
+        to_share = self._share(own) - own
+        return max(0, min(max(self._most - self._taken, to_share), 2 * self._most - self._taken))
+
     def take(self, account: Account, number: int) -> None:
         """Count something for an account.
 
@@ -39,7 +46,7 @@ class Shares:
             QueueFull: too much is taken, and this account has its share of it.
         """
         own, after = self._by_account.get(account, 0), self._taken + number
-        share = self._most // (len(self._by_account) + (not own))
+        share = self._share(own)
         if after > self._most and own and own + number > share:
             whose = account.kind.name.lower()
             raise QueueFull(
@@ -59,3 +66,7 @@ class Shares:
         self._by_account[account] -= number
         if not self._by_account[account]:
             del self._by_account[account]
+
+    def _share(self, own: int) -> int:
+        """Return the equal share of an account that has taken `own`."""
+        return self._most // (len(self._by_account) + (not own))

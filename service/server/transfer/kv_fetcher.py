@@ -20,8 +20,9 @@ from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.errors import Cause, InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.server.calls import answer_of
+from radixkv.service.server.intake.account import Account
+from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.mailbox import Mailbox
-from radixkv.service.server.transfer.byte_room import ByteRoom
 from radixkv.service.server.transfer.kv_sources import KVSources
 from radixkv.v1 import prefill_pb2
 
@@ -37,6 +38,9 @@ _UNSURE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCod
 class KVFetcher:
     """Fetches what is not cached here, and compares every block with the tokens of the prompt.
 
+    Nobody waits for room, since generations that wait for the device keep it: what finds none is computed. One tenant
+    gets half of it; the other half is left to those below an equal share.
+
     Args:
         engine: tells which blocks a prompt has, and what is cached of them.
         mailbox: brings its answers.
@@ -48,12 +52,15 @@ class KVFetcher:
         self._mailbox = mailbox
         transfer = engine.transfer
         self._sources = sources
-        self._room = ByteRoom(0 if transfer is None else transfer.config.max_fetching_bytes)
+        num_bytes = 0 if transfer is None else transfer.config.max_fetching_bytes
+        self._fetched = Shares(num_bytes // 2, "bytes of fetched K/V")
 
     async def fetch(
         self, params: PrefillParams, source: prefill_pb2.KVSource, authorization: str = ""
     ) -> Fetched | None:
-        """Fetch K/V of a prompt. Returns None if nothing of it is missing here, or nothing of that is there.
+        """Fetch K/V of a prompt, as much as there is room for.
+
+        Returns None if there is none, nothing of the prompt is missing here, or nothing of that is there.
 
         Args:
             params: the prompt.
@@ -77,23 +84,24 @@ class KVFetcher:
         probed = await answer_of(self._engine, self._mailbox, self._engine.probe(params.tokens, params.caller))
         first_block = probed.cached_tokens // transfer.block_format.block_size
         num_bytes = transfer.block_format.payload_bytes
-        missing = wanted[first_block : first_block + self._room.capacity // num_bytes]
+        account = Account.of_tenant(params.caller.tenant)
+        missing = wanted[first_block : first_block + self._fetched.room(account) // num_bytes]
         if not missing:
             return None
-        await self._room.take(len(missing) * num_bytes)
+        self._fetched.take(account, len(missing) * num_bytes)
         try:
             stores = await answer_of(self._engine, self._mailbox, transfer.stores_for(params.tokens, params.caller))
             stream = _Stream(transfer, client, params, source, first_block, missing)
             payloads = await stream.payloads(stores)
         except BaseException:
-            self._room.give(len(missing) * num_bytes)
+            self._fetched.give_back(account, len(missing) * num_bytes)
             raise
-        self._room.give((len(missing) - len(payloads)) * num_bytes)
+        self._fetched.give_back(account, (len(missing) - len(payloads)) * num_bytes)
         if not payloads:
             return None
         fetched = Fetched(first_block, missing[: len(payloads)], payloads)
         # The engine lets go of it on its own thread, when it is copied or nobody wants it.
-        weakref.finalize(fetched, self._mailbox.post, self._room.give, len(payloads) * num_bytes)
+        weakref.finalize(fetched, self._mailbox.post, self._fetched.give_back, account, len(payloads) * num_bytes)
         return fetched
 
 

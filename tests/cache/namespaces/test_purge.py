@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import pytest
 
 from radixkv.api.retention import Retention
+from radixkv.cache.lease import Lease
 from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tree.node import Node
-from radixkv.namespace import Namespace
+from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.fakes import FakeClock, cached, lease_text, publish, spell
 
 PLAIN = Namespace("model")
@@ -125,6 +127,76 @@ def test_a_purge_looks_at_no_namespace_and_no_lease_of_another_tenant() -> None:
     with lease_text(cache, "aaaab", other):
         assert cache.purge(tenant="nobody") == Purged(0, 0)
         assert cache.purge(tenant="acme") == Purged(12, 0)
+
+
+def test_a_lease_is_looked_at_once_for_all_and_once_for_its_own_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: Counter[str] = Counter()
+    slot = Lease.__dict__["is_revoked"]
+
+    def looked(lease: Lease) -> bool:
+        looks[lease.namespace.salt] += 1
+        return bool(slot.__get__(lease))
+
+    def revoked(lease: Lease, value: bool) -> None:
+        looks[lease.namespace.salt] += 1
+        slot.__set__(lease, value)
+
+    cache = PrefixCache(256, 4, clock=FakeClock())
+    namespaces = [Namespace("model", "acme", "", str(number)) for number in range(50)]
+    leases = []
+    for namespace in namespaces:
+        publish(cache, "aaaabbbb", namespace)
+        leases.append(lease_text(cache, "aaaabbbbc", namespace))
+    monkeypatch.setattr(Lease, "is_revoked", property(looked, revoked))
+    assert cache.purge(tenant="acme") == Purged(0, 100)
+    assert looks == {namespace.salt: 2 for namespace in namespaces}
+    looks.clear()
+    cache.purge(tenant="acme", adapter="", salt="7")
+    assert looks == {"7": 1}
+    for lease in leases:
+        lease.close()
+    assert cache.leases.open._by_tenant == {}
+
+
+def test_namespaces_that_are_in_use_are_purged_in_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 3)
+    cache = PrefixCache(64, 4, clock=FakeClock())
+    leases = []
+    for number in range(7):
+        namespace = Namespace("model", "acme", "", str(number))
+        publish(cache, "aaaabbbb", namespace)
+        leases.append(lease_text(cache, "aaaabbbbc", namespace))
+    num_left, purging = [], cache.purging()
+    while next(purging, "over") is None:
+        cache.check()
+        num_left.append(cache.num_namespaces)
+    assert num_left == [4, 1]
+    for lease in leases:
+        lease.close()
+    assert cache.pool.num_free == 64
+
+
+@pytest.mark.parametrize(
+    ("wanted", "revoked"),
+    [
+        ({}, set(ALL)),
+        ({"tenant": "acme"}, {TENANT, ADAPTER, SALT}),
+        ({"tenant": "acme", "adapter": ""}, {TENANT}),
+        ({"adapter": "lora", "salt": "salt"}, {SALT}),
+        ({"salt": ""}, {PLAIN, TENANT, ADAPTER}),
+        ({"tenant": "acme", "adapter": "lora", "salt": "salt"}, {SALT}),
+        ({"tenant": "nobody", "adapter": "", "salt": ""}, set()),
+        ({"tenant": PUBLIC_TENANT}, set()),
+        ({"tenant": PUBLIC_TENANT, "adapter": "", "salt": ""}, set()),
+    ],
+)
+def test_leases_of_what_is_named_are_revoked_and_no_others(wanted: dict[str, str], revoked: set[Namespace]) -> None:
+    cache = make_cache()
+    leases = [lease_text(cache, "ZZZZ", namespace) for namespace in (*ALL, Namespace("model", PUBLIC_TENANT))]
+    cache.purge(**wanted)
+    assert {lease.namespace for lease in cache.leases.open if lease.is_revoked} == revoked
+    for lease in leases:
+        lease.close()
 
 
 def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,8 @@ class CompressedBench:
     ) -> GenerationFuture:
         sampling = Sampling(max_new_tokens, ignore_eos=True, seed=0, logprobs=3, compression=compression)
         future = GenerationFuture()
-        generation = Generation(sampling, frozenset(), lambda _: None)
+        told = future.told_logprobs = []  # type: ignore[attr-defined]
+        generation = Generation(sampling, frozenset(), lambda news: told.extend(news.logprobs))
         self.core.submit(self._request(ids, tenant, future, generation, params))
         return future
 

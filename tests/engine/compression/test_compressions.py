@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def model(directory: Path) -> Model:
 
 
 def result_of(future: GenerationFuture) -> GenerateResult:
-    return future.result(0)
+    """Return the answer with the log probabilities of all its tokens."""
+    result, told = future.result(0), future.told_logprobs  # type: ignore[attr-defined]
+    return dataclasses.replace(result, logprobs=(*told, *result.logprobs))
 
 
 def bits(result: GenerateResult) -> tuple[object, ...]:

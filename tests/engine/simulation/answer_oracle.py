@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import (
     FinishReason,
@@ -21,7 +22,7 @@ from radixkv.api.result import (
     Usage,
 )
 from radixkv.compute.forward import Chunk
-from radixkv.engine.sampler import read_logprobs
+from radixkv.engine.sampler import read_logprob_rows
 from radixkv.errors import CapacityError, DeadlineExceeded, Draining, InvalidRequest, StepFailed
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Request
@@ -90,7 +91,9 @@ class Asked:
             return ()
         content = content_of(self.ask.namespace, self.ask.path)
         rows = torch.from_numpy(np.stack([logits_of(content[:upto]) for upto in range(1, len(content))]))
-        return tuple(read_logprobs(rows, np.frombuffer(tokens, dtype="<u4")[1:].tolist(), count))
+        table = LogprobTable()
+        table.put(0, read_logprob_rows(rows, np.frombuffer(tokens, dtype="<u4")[1:].tolist(), count))
+        return tuple(table)
 
     def computed(self, chunk: Chunk) -> None:
         """Note that a chunk of it is being computed."""

@@ -14,6 +14,7 @@ from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.errors import OutOfBlocks, StepFailed
 from radixkv.service.client import AsyncClient, Client
+from radixkv.service.structured.grammars import Grammars
 from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP, GenerateRequest
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
@@ -164,6 +165,18 @@ def test_wrong_counts_of_log_probabilities_are_refused_by_name():
 
 def pairs(answer):
     return zip(answer.token_ids, answer.logprobs, strict=True)
+
+
+def test_what_answers_follow_is_compiled_for_each_tenant(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Grammars, "_compile", lambda _, text: compiled.append(text.text))
+
+    async def talk(client, _):
+        for tenant in ("mine", "others", "mine"):
+            await read(client.generate([1], regex="a+", tenant=tenant))
+
+    calling(talk)
+    assert compiled == ["a+"] * 2
 
 
 def test_answers_to_one_prompt_are_told_apart_and_draw_with_seeds_of_their_own():
@@ -404,3 +417,25 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_sent(fields, ki
     with Client("127.0.0.1:1") as client, pytest.raises(kind) as refused:
         client.generate([1], **fields)
     assert str(refused.value).startswith(message)
+
+
+def test_a_caller_that_reads_none_of_many_log_probabilities_loses_its_call_and_another_does_not():
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine, max_held_bytes=10**6) as (server, address):
+            options = (
+                ("grpc.http2.bdp_probe", 0),
+            )  # so that a connection holds 64 KiB for a caller that does not read
+            async with AsyncClient(address, options=options) as client, AsyncClient(address) as other:
+                unread = client.generate([1], max_new_tokens=100_000, logprobs=100, tenant="busy", n=2)
+                assert await becomes_true(lambda: [each.cancelled() for each in engine.futures] == [True] * 2)
+                assert server._intake.held.taken < 2 * 10**6
+                told = await read(other.generate([1], max_new_tokens=40, logprobs=100, tenant="other"))
+                refusal = await refusal_of(unread)
+            assert await becomes_true(lambda: server._intake.held.taken == 0)
+            return refusal, told
+
+    refusal, told = asyncio.run(run())
+    assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "bytes of requests and unsent answers of this tenant" in refusal.details()
+    assert sum(len(answer.logprobs) for answer in told) == 40

@@ -16,8 +16,10 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.server.intake.deadlines import Deadlines
+from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicer import PrefillServicer
+from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.server.transfer.kv_sources import KVSources
 from radixkv.service.structured.grammars import Grammars
 from radixkv.v1.cache_pb2 import RetainRequest
@@ -405,9 +407,8 @@ def test_a_cancelled_handler_ends_cancelled():
     async def run():
         engine = FakeEngine(is_gated=True)
         tokenizer = ModelTokenizer(None)
-        servicer = PrefillServicer(
-            engine, tokenizer, Grammars(tokenizer, 256, frozenset()), Deadlines(60, 60), KVSources({})
-        )
+        shared = SharedParts(None, tokenizer, Grammars(tokenizer, 256, frozenset()), Shares(10**6, "bytes"))
+        servicer = PrefillServicer(engine, shared, Deadlines(60, 60), KVSources({}))
         handler = asyncio.create_task(servicer.Prefill(PrefillRequest(token_ids=[1]), Context()))
         assert await becomes_true(lambda: len(engine.futures) == 1)
         handler.cancel()

@@ -8,6 +8,7 @@ pytest.importorskip("llguidance")
 
 from radixkv.api.sampling import Sampling
 from radixkv.errors import InvalidRequest, QueueFull
+from radixkv.service.server.intake.account import Account
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.structured import grammars as module
 from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
@@ -16,6 +17,7 @@ from radixkv.service.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S
 
 SAMPLING = Sampling(5, seed=1)
+MINE, OTHERS = Account.of_tenant("mine"), Account.of_tenant("others")
 
 
 def regex(text: str) -> GrammarText:
@@ -24,6 +26,12 @@ def regex(text: str) -> GrammarText:
 
 def grammars(model_path: str | None = "tiny") -> Grammars:
     return Grammars(ModelTokenizer(model_path), 512, frozenset())
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Give the first text the time that a busy machine takes to load the tokenizer."""
+    monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -43,11 +51,11 @@ def compiled(monkeypatch):
 
 def test_without_a_text_nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(Tokenizer, "load", lambda *_: pytest.fail("nobody asked"))
-    assert asyncio.run(grammars().constrain(SAMPLING, None)) is SAMPLING
+    assert asyncio.run(grammars().constrain(SAMPLING, None, MINE)) is SAMPLING
 
 
 def test_everything_else_stays_as_it_was():
-    constrained = asyncio.run(grammars().constrain(SAMPLING, regex("a+")))
+    constrained = asyncio.run(grammars().constrain(SAMPLING, regex("a+"), MINE))
     assert constrained.constraint is not None
     assert (constrained.max_new_tokens, constrained.seed) == (5, 1)
 
@@ -55,9 +63,9 @@ def test_everything_else_stays_as_it_was():
 def test_a_text_is_compiled_once_for_all_who_wait_and_later(compiled):
     async def ask():
         made = grammars()
-        asked = [made.constrain(SAMPLING, regex("a+")) for _ in range(5)]
-        together = await asyncio.gather(*asked, made.constrain(SAMPLING, regex("b+")))
-        return [each.constraint for each in [*together, await made.constrain(SAMPLING, regex("a+"))]]
+        asked = [made.constrain(SAMPLING, regex("a+"), MINE) for _ in range(5)]
+        together = await asyncio.gather(*asked, made.constrain(SAMPLING, regex("b+"), MINE))
+        return [each.constraint for each in [*together, await made.constrain(SAMPLING, regex("a+"), MINE)]]
 
     *same, other, again = asyncio.run(ask())
     assert {id(each) for each in same} == {id(again)}
@@ -69,11 +77,11 @@ def test_the_latest_texts_are_kept(compiled):
     async def ask():
         made = grammars()
         for number in range(MAX_KEPT):
-            await made.constrain(SAMPLING, regex(f"a{number}"))
-        await made.constrain(SAMPLING, regex("a0"))
-        await made.constrain(SAMPLING, regex("new"))
+            await made.constrain(SAMPLING, regex(f"a{number}"), MINE)
+        await made.constrain(SAMPLING, regex("a0"), MINE)
+        await made.constrain(SAMPLING, regex("new"), MINE)
         for text in ("a0", "new", "a2", "a1"):
-            await made.constrain(SAMPLING, regex(text))
+            await made.constrain(SAMPLING, regex(text), MINE)
         return made
 
     made = asyncio.run(ask())
@@ -85,7 +93,7 @@ def test_who_goes_away_takes_nothing_from_others(compiled):
     async def ask():
         made = grammars()
         with compiled[1]:
-            gone, stays = (asyncio.create_task(made.constrain(SAMPLING, regex("a+"))) for _ in range(2))
+            gone, stays = (asyncio.create_task(made.constrain(SAMPLING, regex("a+"), MINE)) for _ in range(2))
             await asyncio.sleep(0)
             gone.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -100,16 +108,16 @@ def test_who_waits_too_long_is_refused_and_the_rest_is_still_compiled(compiled, 
     async def ask():
         made = grammars()
         with compiled[1]:
-            first = asyncio.create_task(made.constrain(SAMPLING, regex("a+")))
+            first = asyncio.create_task(made.constrain(SAMPLING, regex("a+"), MINE))
             while not compiled[0]:
                 await asyncio.sleep(0.001)
             monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
             with pytest.raises(InvalidRequest, match=r"^regex: expected one that is compiled in 0.01 s, got"):
-                await made.constrain(SAMPLING, regex("a+"))
+                await made.constrain(SAMPLING, regex("a+"), MINE)
             with pytest.raises(QueueFull, match=r"^regex: expected its turn in 0.01 s, got others before it"):
-                await made.constrain(SAMPLING, regex("b+"))
+                await made.constrain(SAMPLING, regex("b+"), MINE)
             monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
-        return [(await first).constraint, (await made.constrain(SAMPLING, regex("b+"))).constraint]
+        return [(await first).constraint, (await made.constrain(SAMPLING, regex("b+"), MINE)).constraint]
 
     assert None not in asyncio.run(ask())
     assert compiled[0] == ["a+", "b+"]
@@ -120,15 +128,60 @@ def test_too_many_that_wait_are_refused(compiled):
         made = grammars()
         with compiled[1]:
             waiting = [
-                asyncio.create_task(made.constrain(SAMPLING, regex(f"a{number}"))) for number in range(MAX_WAITING)
+                asyncio.create_task(made.constrain(SAMPLING, regex(f"a{number}"), MINE))
+                for number in range(MAX_WAITING)
             ]
             await asyncio.sleep(0)
-            with pytest.raises(QueueFull, match=r"^regex: expected at most 32 texts that wait"):
-                await made.constrain(SAMPLING, regex("b"))
+            with pytest.raises(
+                QueueFull, match="expected at most 32 texts that wait to be compiled of this tenant, got 33"
+            ):
+                await made.constrain(SAMPLING, regex("b"), MINE)
         await asyncio.gather(*waiting)
-        return (await made.constrain(SAMPLING, regex("b"))).constraint
+        return (await made.constrain(SAMPLING, regex("b"), MINE)).constraint
 
     assert asyncio.run(ask()) is not None
+
+
+def test_texts_of_one_tenant_that_wait_refuse_nobody_else_and_tenants_take_turns(compiled):
+    async def ask():
+        made = grammars()
+        with compiled[1]:
+            waiting = [
+                asyncio.create_task(made.constrain(SAMPLING, regex(f"a{number}"), OTHERS))
+                for number in range(MAX_WAITING)
+            ]
+            while not compiled[0]:
+                await asyncio.sleep(0.001)
+            mine = [asyncio.create_task(made.constrain(SAMPLING, regex(f"b{number}"), MINE)) for number in range(2)]
+            await asyncio.sleep(0)
+        answers = await asyncio.gather(*waiting, *mine, return_exceptions=True)
+        return [each for each in answers if isinstance(each, BaseException)]
+
+    assert asyncio.run(ask()) == []
+    assert compiled[0][:5] == ["a0", "a1", "b0", "a2", "b1"]
+    assert len(compiled[0]) == MAX_WAITING + 2
+
+
+def test_texts_of_one_tenant_push_out_its_own_and_not_those_of_others(compiled):
+    async def ask():
+        made = grammars()
+        await made.constrain(SAMPLING, regex("mine"), MINE)
+        for number in range(MAX_KEPT):
+            await made.constrain(SAMPLING, regex(f"a{number}"), OTHERS)
+        await made.constrain(SAMPLING, regex("mine"), MINE)
+
+    asyncio.run(ask())
+    assert compiled[0].count("mine") == 1
+
+
+def test_a_text_is_compiled_for_each_tenant_so_that_none_learns_what_others_ask(compiled):
+    async def ask():
+        made = grammars()
+        return [(await made.constrain(SAMPLING, regex("a+"), each)).constraint for each in (MINE, OTHERS, MINE)]
+
+    mine, others, again = asyncio.run(ask())
+    assert mine is again is not others
+    assert compiled[0] == ["a+", "a+"]
 
 
 @pytest.mark.parametrize("text", ["(a", "b" * (MAX_CHARS["regex"] + 1)])
@@ -137,7 +190,7 @@ def test_what_is_wrong_is_refused_each_time(text, compiled):
         made = grammars()
         for _ in range(2):
             with pytest.raises(InvalidRequest, match=r"^regex: expected"):
-                await made.constrain(SAMPLING, regex(text))
+                await made.constrain(SAMPLING, regex(text), MINE)
 
     asyncio.run(ask())
     assert len(compiled[0]) == (text == "(a")
@@ -147,7 +200,7 @@ def test_a_model_without_a_tokenizer_is_named_and_no_path(tmp_path, caplog):
     (tmp_path / "config.json").write_text("{}")
     for path in (None, str(tmp_path)):
         with pytest.raises(InvalidRequest) as refused:
-            asyncio.run(grammars(path).constrain(SAMPLING, regex("a")))
+            asyncio.run(grammars(path).constrain(SAMPLING, regex("a"), MINE))
         assert str(refused.value) == "regex: expected a model whose tokenizer llguidance reads, got one without"
     assert "there is no tokenizer for it" in caplog.text
 
@@ -156,7 +209,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "radixkv.service.structured.matcher", raising=False)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidRequest) as refused:
-        asyncio.run(grammars().constrain(SAMPLING, regex("a")))
+        asyncio.run(grammars().constrain(SAMPLING, regex("a"), MINE))
     assert str(refused.value) == (
         "regex: the package llguidance is missing; install it from a checkout of radixkv: pip install '.[structured]'"
     )
@@ -225,7 +278,7 @@ def test_the_longest_texts_need_less_stack_than_there_is(what):
     text = GrammarText("field", kind, write(count))
     assert count > 400
     try:
-        constrained = asyncio.run(grammars().constrain(SAMPLING, text))
+        constrained = asyncio.run(grammars().constrain(SAMPLING, text, MINE))
     except InvalidRequest:
         return
     assert constrained.constraint.start(frozenset()).allowed().any()

@@ -1,18 +1,20 @@
 """Tokens and answers as the gateway reads them."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
+from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import FinishReason, GenerateResult, Timing, TokenLogprobs, Usage
-from radixkv.gateway.vllm_engine_pb2 import InputLogProbs, InputTokenLogProb, TopLogProbs
+from radixkv.gateway.vllm_engine_pb2 import InputLogProbs, InputTokenLogProb, OutputLogProbs, TopLogProbs
 from radixkv.service.server.gateway.responses import (
     aborted_response,
     chunk_response,
     complete_response,
-    with_prompt_logprobs,
+    with_logprobs,
 )
 from radixkv.service.server.generation.answer_writer import AnswerWriter
 
@@ -20,12 +22,17 @@ USAGE = Usage(10, 6, 4, 4, 3)
 LOGPROBS = tuple(TokenLogprobs(-0.5 * token, ((token, -0.5), (9, -1.5))) for token in (1, 2, 3))
 
 
-def result(reason=FinishReason.LENGTH, logprobs=()):
-    return GenerateResult("r", USAGE, (1, 2, 3), reason, MissReason.NONE, Timing(1, 2, 3, 6), None, logprobs)
+def result(reason=FinishReason.LENGTH):
+    return GenerateResult("r", USAGE, (1, 2, 3), reason, MissReason.NONE, Timing(1, 2, 3, 6), None)
+
+
+def told(response, logprobs=(), prompt=(), prompt_logprobs=()):
+    tokens = np.array(prompt, "<u4").tobytes()
+    return asyncio.run(with_logprobs(AnswerWriter(), response, logprobs, tokens, prompt_logprobs))
 
 
 def test_a_chunk_counts_its_own_tokens():
-    chunk = chunk_response([4, 5], [], USAGE, 2).chunk
+    chunk = chunk_response([4, 5], USAGE, 2).chunk
     assert (list(chunk.token_ids), chunk.prompt_tokens, chunk.completion_tokens) == ([4, 5], 10, 2)
     assert (chunk.cached_tokens, chunk.index, chunk.HasField("output_logprobs")) == (6, 2, False)
 
@@ -38,7 +45,7 @@ def test_a_whole_answer():
 
 
 def test_the_rest_of_an_answer():
-    complete = complete_response(result(logprobs=LOGPROBS), 2, 0).complete
+    complete = told(complete_response(result(), 2, 0), LOGPROBS[2:]).complete
     assert (list(complete.output_ids), complete.completion_tokens) == ([3], 1)
     assert list(complete.output_logprobs.token_ids) == [3]
 
@@ -59,7 +66,7 @@ def test_a_stop_that_was_told_before_names_its_token_or_its_string():
 @pytest.mark.parametrize("top", [0, 2])
 def test_a_row_of_logprobs_for_each_token(top):
     rows = tuple(TokenLogprobs(each.logprob, each.top[:top]) for each in LOGPROBS)
-    logprobs = complete_response(result(logprobs=rows), 0, 0).complete.output_logprobs
+    logprobs = told(complete_response(result(), 0, 0), rows).complete.output_logprobs
     assert (list(logprobs.token_logprobs), list(logprobs.token_ids)) == ([-0.5, -1.0, -1.5], [1, 2, 3])
     assert [list(row.token_ids) for row in logprobs.top_logprobs] == [[1, 9][:top], [2, 9][:top], [3, 9][:top]]
     assert [list(row.values) for row in logprobs.top_logprobs] == [[-0.5, -1.5][:top]] * 3
@@ -71,15 +78,11 @@ def test_an_aborted_answer_has_no_tokens():
     assert (complete.prompt_tokens, complete.cached_tokens, complete.completion_tokens) == (10, 6, 0)
 
 
-def told(response, tokens, logprobs):
-    return asyncio.run(with_prompt_logprobs(AnswerWriter(), response, np.array(tokens, "<u4").tobytes(), logprobs))
-
-
 @pytest.mark.parametrize("num_rows", [2, 3, 2000])
 @pytest.mark.parametrize("is_chunk", [False, True])
 def test_rows_of_a_prompt_are_the_same_however_many_they_are(is_chunk, num_rows):
     rows = tuple(TokenLogprobs(-0.5 * number, ((number, -0.5), (9, -1.5))) for number in range(num_rows))
-    alone = chunk_response([4, 5], LOGPROBS[:2], USAGE, 2) if is_chunk else complete_response(result(), 0, 2, "end")
+    alone = chunk_response([4, 5], USAGE, 2) if is_chunk else complete_response(result(), 0, 2, "end")
     expected = type(alone)()
     expected.CopyFrom(alone)
     (expected.chunk if is_chunk else expected.complete).input_logprobs.CopyFrom(
@@ -92,10 +95,35 @@ def test_rows_of_a_prompt_are_the_same_however_many_they_are(is_chunk, num_rows)
             ],
         )
     )
-    written = told(alone, range(num_rows + 1), rows)
+    written = told(alone, (), range(num_rows + 1), rows)
     assert isinstance(written, bytes) is (num_rows == 2000)
     assert (type(expected).FromString(written) if isinstance(written, bytes) else written) == expected
 
 
 def test_a_part_without_rows_of_the_prompt_stays_as_it_is():
-    assert not told(chunk_response([4], [], USAGE, 0), [1, 2], ()).chunk.HasField("input_logprobs")
+    assert not told(chunk_response([4], USAGE, 0), (), [1, 2]).chunk.HasField("input_logprobs")
+
+
+@pytest.mark.parametrize("num_tokens", [2, 2000])
+@pytest.mark.parametrize("num_more", [0, 700])
+@pytest.mark.parametrize("is_chunk", [False, True])
+def test_rows_of_tokens_are_the_same_however_many_they_are_and_those_of_others_are_left_out(
+    is_chunk, num_more, num_tokens
+):
+    table = LogprobTable()
+    table.extend([TokenLogprobs(-0.5 * number, ((number, -0.5), (9, -1.5))) for number in range(num_tokens + num_more)])
+    token_ids = tuple(range(num_tokens))
+    whole = dataclasses.replace(result(), token_ids=token_ids)
+    alone = chunk_response(token_ids, USAGE, 2) if is_chunk else complete_response(whole, 0, 2)
+    expected = type(alone)()
+    expected.CopyFrom(alone)
+    (expected.chunk if is_chunk else expected.complete).output_logprobs.CopyFrom(
+        OutputLogProbs(
+            token_logprobs=[-0.5 * number for number in range(num_tokens)],
+            token_ids=token_ids,
+            top_logprobs=[TopLogProbs(token_ids=[number, 9], values=[-0.5, -1.5]) for number in range(num_tokens)],
+        )
+    )
+    written = told(alone, table)
+    assert isinstance(written, bytes) is (num_tokens + num_more > 500)
+    assert (type(expected).FromString(written) if isinstance(written, bytes) else written) == expected

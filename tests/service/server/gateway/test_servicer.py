@@ -165,6 +165,27 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(stream, 
         assert len(last.output_logprobs.token_logprobs) == 7
 
 
+@pytest.mark.parametrize("max_tokens", [4, 500])
+def test_an_answer_as_a_whole_has_the_log_probabilities_of_all_its_tokens(max_tokens):
+    (response,) = talking(lambda stub, *_: read(stub.Generate(request(logprobs=2, max_tokens=max_tokens))))
+    told, path = response.complete.output_logprobs, continuation([1, 2, 3], max_tokens)
+    assert list(told.token_ids) == path
+    assert list(told.token_logprobs) == [-float(token_id) for token_id in path]
+    assert [list(row.token_ids) for row in told.top_logprobs] == [[token_id] * 2 for token_id in path]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_much_memory_ends(stream):
+    async def talk(stub, engine, server):
+        call = stub.Generate(request(logprobs=100, max_tokens=5000, stream=stream, n=2))
+        assert await becomes_true(lambda: [each.cancelled() for each in engine.futures] == [True] * 2)
+        refusal = await refusal_of(call)
+        assert await becomes_true(lambda: server._intake.held.taken == 0)
+        return refusal.code()
+
+    assert talking(talk, max_held_bytes=10**6) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_a_stop_string_that_can_end_nothing_is_refused():
     refusal = talking(lambda stub, *_: refusal_of(stub.Generate(request(stop=[""]))))
     assert (refusal.code(), refusal.details()[:8]) == (grpc.StatusCode.INVALID_ARGUMENT, "stop[0]:")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from radixkv.api.prompt_logprobs import LogprobRows, PromptLogprobs
+from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
 from radixkv.service.server.generation.answer_writer import PIECE_NUMBERS, AnswerWriter
 from radixkv.service.server.generation.logprob_messages import with_logprobs
@@ -47,13 +47,13 @@ def test_a_part_has_its_log_probabilities_however_many_they_are(
 
 
 @pytest.mark.parametrize(("num_rows", "num_top"), [(1500, 0), (700, 1), (300, 20)])
-def test_rows_of_a_prompt_in_arrays_say_the_same(num_rows: int, num_top: int) -> None:
+def test_rows_in_arrays_say_the_same(num_rows: int, num_top: int) -> None:
     random = np.random.default_rng(num_rows)
     logprobs = -random.exponential(size=(num_rows, 1 + num_top)).astype(np.float32)
     logprobs[0], logprobs[1] = -np.inf, 0
     token_ids = (2.0 ** random.uniform(0, 32, (num_rows, num_top))).astype(np.uint32)
     token_ids[:2] = [[0], [2**32 - 1]]
-    told = PromptLogprobs(num_rows, num_top)
+    told = LogprobTable(num_rows)
     told.put(0, LogprobRows(logprobs, token_ids))
     written = asyncio.run(with_logprobs(AnswerWriter(), GenerateResponse(index=3), [], told))
     assert isinstance(written, bytes)

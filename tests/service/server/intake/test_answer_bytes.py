@@ -1,7 +1,7 @@
 import pytest
 
 from radixkv.gateway import vllm_engine_pb2
-from radixkv.service.server.intake.answer_bytes import answer_bytes
+from radixkv.service.server.intake.answer_bytes import answer_bytes, unread_bytes
 from radixkv.v1.cache_pb2 import StatsRequest
 from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest
 
@@ -32,3 +32,8 @@ def of_gateway(**sampling):
 )
 def test_what_is_asked_for_counts_three_times_and_other_answers_only_once_they_are_there(request_, num_bytes):
     assert answer_bytes(request_, 1000) == num_bytes
+
+
+def test_a_generated_token_takes_as_much_as_one_more_log_probability():
+    assert unread_bytes(7, 0) == 3 * 16 * 7
+    assert unread_bytes(7, 101) == 3 * 16 * 7 * 102

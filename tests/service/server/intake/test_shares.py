@@ -73,3 +73,25 @@ def test_accounts_of_two_kinds_with_one_name_have_two_shares():
     for account in (Account(Kind.CONNECTION, ""), tenant("")):
         with pytest.raises(QueueFull, match=f"expected at most 5 calls of this {account.kind.name.lower()}, got"):
             shares.take(account, 1)
+
+
+def test_the_room_of_an_account_is_all_that_is_free_and_then_what_its_share_lacks():
+    held = Shares(100, "bytes")
+    assert held.room(tenant("a")) == 100
+    held.take(tenant("a"), 70)
+    assert (held.room(tenant("a")), held.room(tenant("b"))) == (30, 50)
+    held.take(tenant("b"), 45)
+    assert (held.room(tenant("a")), held.room(tenant("b")), held.room(tenant("c"))) == (0, 5, 33)
+    held.take(tenant("c"), 85)
+    assert held.taken == 200
+    assert [held.room(tenant(name)) for name in "abcd"] == [0, 0, 0, 0]
+
+
+def test_no_more_is_taken_than_there_is_room_for_and_so_much_always():
+    held = Shares(97, "bytes")
+    accounts = [tenant(str(number)) for number in range(7)]
+    for account in accounts * 3:
+        if room := held.room(account):
+            held.take(account, room)
+        assert held.taken <= 2 * 97
+        assert held.room(account) == 0

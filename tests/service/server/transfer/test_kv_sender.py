@@ -143,14 +143,14 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores
             try:
                 came = await fetcher.fetch(params, KVSource(address=address, lease_id=lease_id))
                 told = None if came is None else (came.first_block, [payload[0] for payload in came.payloads])
-                taken = fetcher._room.capacity - fetcher._room.free
+                taken = fetcher._fetched.taken
                 del came
             finally:
                 with contextlib.suppress(RadixKVError):
                     await fetcher._sources.client_of(address).close()
             gc.collect()
             await asyncio.sleep(0)
-            assert fetcher._room.free == fetcher._room.capacity, "whatever happened"
+            assert fetcher._fetched.taken == 0, "whatever happened"
             return told, taken
 
     return asyncio.run(run())
@@ -161,11 +161,31 @@ def test_blocks_come_as_they_are_and_give_their_room_back() -> None:
 
 
 def test_no_more_is_fetched_than_there_is_room_for() -> None:
-    assert fetched(FakeTransfer(), max_fetching_bytes=2 * PAYLOAD_BYTES + 1) == ((0, [0, 1]), 2 * PAYLOAD_BYTES)
+    assert fetched(FakeTransfer(), max_fetching_bytes=4 * PAYLOAD_BYTES + 2) == ((0, [0, 1]), 2 * PAYLOAD_BYTES)
 
 
 def test_without_room_for_a_block_nothing_is_fetched() -> None:
-    assert fetched(FakeTransfer(), max_fetching_bytes=PAYLOAD_BYTES - 1) == (None, 0)
+    assert fetched(FakeTransfer(), max_fetching_bytes=2 * PAYLOAD_BYTES - 1) == (None, 0)
+
+
+def test_queued_generations_of_a_tenant_keep_nobody_else_from_fetching() -> None:
+    """Fetched K/V stays until the engine copies it."""
+
+    async def run() -> Any:
+        source, target = FakeEngine(), FakeEngine()
+        source.transfer = FakeTransfer()
+        async with serving(source) as (_, address):
+            target.transfer = FakeTransfer(address, max_fetching_bytes=4 * NUM_BLOCKS * PAYLOAD_BYTES)
+            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
+            lease = KVSource(address=address, lease_id="a lease")
+            tenants = ("busy", "busy", "busy", "other", "other", "third")
+            came = [await fetcher.fetch(PrefillParams(PROMPT, Caller(tenant)), lease) for tenant in tenants]
+            await fetcher._sources.client_of(address).close()
+            return [None if each is None else len(each.blocks) for each in came], fetcher._fetched.taken
+
+    told, taken = asyncio.run(run())
+    assert told == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], "all, half, and a third of half of the room"
+    assert taken <= 4 * NUM_BLOCKS * PAYLOAD_BYTES
 
 
 def test_what_is_not_there_gives_its_room_back_at_once() -> None:

@@ -1,0 +1,108 @@
+"""Log probabilities of tokens, as arrays: as objects of Python they would take fifteen times the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.api.result import TokenLogprobs
+
+
+class LogprobRows(NamedTuple):
+    """Log probabilities of tokens that follow each other.
+
+    Attributes:
+        logprobs: of each token, and then of the most likely ones there, float32 `[num_tokens, 1 + num_top]`.
+        token_ids: the most likely tokens, most likely first, uint32 `[num_tokens, num_top]`.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, told: Sequence[TokenLogprobs]) -> LogprobRows:
+        """Return the rows of any sequence of at least one item; those of a table are views."""
+        if isinstance(told, LogprobTable):
+            return told.rows(slice(None))
+        return cls(
+            np.array([[each.logprob, *(logprob for _, logprob in each.top)] for each in told], np.float32),
+            np.array([[token_id for token_id, _ in each.top] for each in told], np.uint32),
+        )
+
+
+class LogprobTable(Sequence[TokenLogprobs]):
+    """Log probabilities of tokens that follow each other, from the first one on as far as they are told.
+
+    Equal to any sequence of the same items, which are made when they are asked for.
+
+    Args:
+        num_rows: tokens that there is memory for; more is taken when more are told.
+    """
+
+    def __init__(self, num_rows: int = 0) -> None:
+        self._capacity = num_rows
+        self._logprobs = np.empty((0, 1), np.float32)
+        self._token_ids = np.empty((0, 0), np.uint32)
+        self._num_told = 0
+
+    def put(self, start: int, rows: LogprobRows) -> None:
+        """Copy rows to the places from `start` on, of which some may have been told before. All are equally wide.
+
+        Complexity: a copy of the rows, and now and then one of all.
+        """
+        assert start <= self._num_told, "tokens are told from their start on"
+        end = start + len(rows.logprobs)
+        if end > len(self._logprobs):
+            self._grow(end, rows)
+        self._logprobs[start:end], self._token_ids[start:end] = rows
+        self._num_told = max(self._num_told, end)
+
+    def extend(self, told: Sequence[TokenLogprobs]) -> None:
+        """Copy items behind those that were told."""
+        if told:
+            self.put(self._num_told, LogprobRows.of(told))
+
+    def truncate(self, num_told: int) -> None:
+        """Forget what was told beyond the first `num_told` tokens."""
+        self._num_told = min(self._num_told, num_told)
+
+    def rows(self, run: slice) -> LogprobRows:
+        """Return a run of items as arrays, which are views."""
+        return LogprobRows(self._logprobs[: self._num_told][run], self._token_ids[: self._num_told][run])
+
+    def __len__(self) -> int:
+        return self._num_told
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenLogprobs]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
+        if not isinstance(index, slice):
+            place = range(self._num_told)[index]
+            return self[place : place + 1][0]
+        logprobs, token_ids = (each.tolist() for each in self.rows(index))
+        return [
+            TokenLogprobs(own, tuple(zip(ids, top, strict=True)))
+            for (own, *top), ids in zip(logprobs, token_ids, strict=True)
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(own == each for own, each in zip(self, other, strict=True))
+
+    def _grow(self, num_rows: int, like: LogprobRows) -> None:
+        """Take memory for `num_rows`, and beyond the capacity for half as many more, for rows as wide as `like`."""
+        if num_rows > self._capacity:
+            self._capacity = num_rows + num_rows // 2
+        before = self.rows(slice(None))
+        self._logprobs = np.empty((self._capacity, like.logprobs.shape[1]), np.float32)
+        self._token_ids = np.empty((self._capacity, like.token_ids.shape[1]), np.uint32)
+        if self._num_told:
+            self._logprobs[: self._num_told], self._token_ids[: self._num_told] = before
