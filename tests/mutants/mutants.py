@@ -180,6 +180,7 @@ CACHE_MUTANTS = (
     Mutant("cache/evictor.py", "        self._retained.set(leaf, DEFAULT_PRIORITY, None)\n", ""),
     Mutant("cache/evictor.py", "if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:", "if leaf.is_evictable:"),
     Mutant("cache/evictor.py", "if num_nodes <= MAX_PATH_NODES:", "if True:"),
+    Mutant("cache/evictor.py", " and node.children is not None:\n", ":\n"),
     Mutant("cache/evictor.py", '            node.block_ids = b""\n', ""),
     Mutant("cache/namespaces/purge.py", "leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)", "pass"),
     Mutant(

@@ -63,6 +63,7 @@ class World:
     quotas: tuple[tuple[str, Quota], ...] = ()
     default_quota: Quota = field(default_factory=Quota)
     parts: tuple[tuple[int, Reach], ...] = ()  # how many each group has, and what it needs
+    max_path_nodes: int = 512
 
     def quota_of(self, tenant: str) -> Quota:
         return dict(self.quotas).get(tenant, self.default_quota)
@@ -124,7 +125,11 @@ PARTED = [
     ),
     World(block_size=4, num_blocks=11, max_tokens=28, num_namespaces=1, max_leases=2, parts=((10, Reach(9)),)),
 ]
-WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED)
+DEEP = [
+    World(block_size=1, num_blocks=40, max_tokens=14, max_retained_blocks=6, max_path_nodes=3),
+    World(block_size=4, num_blocks=30, max_tokens=36, num_namespaces=1, max_path_nodes=2),
+]
+WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *DEEP)
 EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
 
 
@@ -338,7 +343,11 @@ class Walk:
         if holder := self._holder():
             self.holders.remove(holder)
             self.events["closed uncommitted"] += holder.lease.committed_tokens < holder.lease.num_tokens
+            num_evicted_blocks = self.cache.num_evicted_blocks
             holder.lease.close()
+            self.events["blocks thinned"] += self.cache.num_evicted_blocks - num_evicted_blocks
+            is_long = holder.lease.num_nodes > self.world.max_path_nodes
+            self.events["long paths closed after a purge"] += is_long and holder.is_revoked
             if self.random.random() < 0.3:
                 before = self._counts()
                 holder.lease.close()
@@ -504,9 +513,11 @@ def dice_of(seed: int, steps: int) -> range:
 def walk(world: World, policy: str, dice: Iterable[int]) -> Counter[str]:
     """Take one random walk and return what happened on it."""
     walker = Walk(world, policy)
-    for number in dice:
-        walker.step(number)
-    walker.finish()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("radixkv.cache.evictor.MAX_PATH_NODES", world.max_path_nodes)
+        for number in dice:
+            walker.step(number)
+        walker.finish()
     return walker.events
 
 
