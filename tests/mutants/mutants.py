@@ -516,6 +516,11 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/transfer/exports.py", "[: num_tokens * TOKEN_BYTES]", ""),
     Mutant("engine/transfer/exports.py", "        if lease.is_revoked:\n", "        if False:\n"),
     Mutant(
+        "engine/transfer/exports.py",
+        "np.concatenate((self._cache.public.trunk_block_ids(lease.namespace), own))",
+        'self._cache.match(lease.namespace._replace(trunk=""), tokens + bytes(TOKEN_BYTES)).block_ids',
+    ),
+    Mutant(
         "engine/transfer/exports.py", "[found.block_ids[index] for index in indices]", "found.block_ids[: len(indices)]"
     ),
     Mutant("engine/transfer/transfer.py", "marked[:-TOKEN_BYTES]", "marked"),
