@@ -95,8 +95,8 @@ def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int)
 
 @pytest.mark.parametrize("world", DEEP, ids=world_id)
 def test_a_path_that_is_too_long_loses_branches_and_nothing_else(world: World) -> None:
-    events = walk(world, "lru", dice_of(4, steps=3000))
-    wanted = {"blocks thinned", "long paths closed after a purge", "blocks purged while in use", "blocks adopted"}
+    events = walk(world, "lru", dice_of(5, steps=4000))
+    wanted = {"blocks thinned", "long paths closed after a purge", "blocks purged while in use", "leases kept"}
     assert {event for event in wanted if not events[event]} == set()
 
 

@@ -18,6 +18,12 @@ CACHE_MUTANTS = (
     Mutant("cache/kept_blocks.py", "        leaf.num_holds -= len(leases)\n", ""),
     Mutant("cache/ledger.py", "            self._kept.end_after(node, num_old_blocks)\n", ""),
     Mutant("cache/ledger.py", "        self._end_path(lease)\n", ""),
+    Mutant(
+        "cache/ledger.py",
+        "                    lease.node.retired_block_ids += node.retired_block_ids\n"
+        '                    node.retired_block_ids = b""\n',
+        "",
+    ),
     Mutant("cache/kept_blocks.py", "            self._purged[node] = node.num_blocks\n", "            pass\n"),
     Mutant("cache/kept_blocks.py", "self.max_blocks // 2 if own is None", "self.max_blocks if own is None"),
     Mutant("cache/lines/line_heap.py", "if actual is entry:", "if actual is not None:"),
