@@ -739,6 +739,7 @@ OFFLOAD_MUTANTS = (
         "            else:\n",
     ),
     Mutant("cache/elsewhere/retentions.py", "self.of(key) <= wish.priority or key not in self._wishes", "True"),
+    Mutant("cache/elsewhere/retentions.py", "        return oldest\n", "        return None\n"),
     Mutant("cache/elsewhere/elsewhere.py", "        self.retention.purge(*names)\n", ""),
     Mutant(
         "cache/prefix_cache.py", "(*listeners, self._retained, self.kept,", "(self._retained, self.kept, *listeners,"

@@ -49,8 +49,8 @@ def test_a_later_wish_replaces_the_end_of_an_earlier_one() -> None:
 
 def test_beyond_the_bound_that_of_which_was_heard_longest_ago_is_forgotten() -> None:
     known = Retentions(max_keys=2)
-    for key in (b"a", b"b", b"a", b"c"):
-        known.set(key, ACME, Wish(80, 10.0))
+    forgotten = [known.set(key, ACME, Wish(80, 10.0)) for key in (b"a", b"b", b"a", b"c")]
+    assert forgotten == [None, None, None, b"b"]
     assert [known.of(key) for key in (b"a", b"b", b"c")] == [80, 50, 80]
     assert known.expire(10.0) == [b"a", b"c"]
 
