@@ -738,7 +738,8 @@ OFFLOAD_MUTANTS = (
         "            elif wish.priority > DEFAULT_PRIORITY:\n",
         "            else:\n",
     ),
-    Mutant("cache/elsewhere/retentions.py", "self.of(key) <= wish.priority or key not in self._wishes", "True"),
+    Mutant("cache/elsewhere/retentions.py", "max(known, wish, key=lambda each: each.rank)", "wish"),
+    Mutant("cache/elsewhere/retentions.py", "key=lambda each: each.rank", "key=lambda each: each.priority"),
     Mutant("cache/elsewhere/retentions.py", "        return oldest\n", "        return None\n"),
     Mutant("cache/elsewhere/elsewhere.py", "        self.retention.purge(*names)\n", ""),
     Mutant(

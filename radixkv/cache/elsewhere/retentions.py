@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from itertools import islice
 from typing import NamedTuple
@@ -26,6 +27,11 @@ class Wish(NamedTuple):
 
     priority: int
     expires_s: float | None
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Its place among wishes for one block: a higher priority is worth more, and the same one for longer."""
+        return self.priority, math.inf if self.expires_s is None else self.expires_s
 
 
 class Retentions:
@@ -74,10 +80,9 @@ class Retentions:
         return oldest
 
     def raise_to(self, key: bytes, namespace: Namespace, wish: Wish) -> bytes | None:
-        """Give a block a priority, unless it has a higher one. Returns as `set` does."""
-        if self.of(key) <= wish.priority or key not in self._wishes:
-            return self.set(key, namespace, wish)
-        return None
+        """Give a block a priority, unless it has a higher one, or the same one for longer. Returns as `set` does."""
+        known = self._wishes.get(key, wish)
+        return self.set(key, namespace, max(known, wish, key=lambda each: each.rank))
 
     def forget(self, key: bytes) -> None:
         """Give a block the default priority."""
