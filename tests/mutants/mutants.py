@@ -991,6 +991,8 @@ STORE_MUTANTS = (
         "                        pass\n",
     ),
     Mutant("storage/tiers/disk.py", "        self._file.clear_lines(useless)\n        return", "        return"),
+    Mutant("storage/tiers/disk.py", "self._file.clear_lines(np.flatnonzero(is_useless).tolist())  #", "pass  #"),
+    Mutant("storage/tiers/disk.py", "            self._file.sync_lines()  # loads", "            pass  # loads"),
     Mutant("storage/tiers/slot_file.py", "lines[end].slot != lines[end - 1].slot + 1", "end == len(lines)"),
     Mutant("storage/tiers/tier.py", "            self._require_answers(result.outcomes, len(objects))\n", ""),
     Mutant(
