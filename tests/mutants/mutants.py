@@ -588,10 +588,13 @@ OFFLOAD_MUTANTS = (
         "_RETRY_PERIOD_S if self._deleter.has_failed or self.purger",
         "_RETRY_PERIOD_S if self.purger",
     ),
+    Mutant("engine/offload/lookups.py", "if found and not self._purger.is_purging_any(store, found):", "if found:"),
+    Mutant("engine/offload/lookups.py", "if not self._purger.is_purging_any(name, blocks)]", "]"),
     Mutant(
-        "engine/offload/lookups.py", "if found and not self._purger.is_purging(store, request.namespace):", "if found:"
+        "engine/offload/purger.py",
+        "for owner in {block.namespace for block in blocks}",
+        'for owner in {block.namespace._replace(adapter="") for block in blocks}',
     ),
-    Mutant("engine/offload/lookups.py", "if not self._purger.is_purging(name, request.namespace)]", "]"),
     Mutant("engine/offload/lookups.py", "        self._num_open.pop(request, None)\n", "        pass\n"),
     Mutant(
         "engine/offload/offload.py",
