@@ -713,6 +713,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/offload/saver.py", "            self._delete(name, (*keys, *given_up))\n", ""),
     Mutant("engine/offload/saver.py", " - set(keys)", ""),
+    Mutant("engine/offload/saver.py", "filter(self._elsewhere.shelves[name].holds, result.evicted)", "result.evicted"),
     Mutant("scheduling/admission.py", "            close_unused(lease)  # others may have the blocks meanwhile\n", ""),
     Mutant("cache/prompt_lease.py", "    usage.num_hit_tokens -= cached_tokens\n", ""),
     Mutant("cache/prompt_lease.py", "    usage.num_miss_tokens -= lease.num_tokens - cached_tokens\n", ""),

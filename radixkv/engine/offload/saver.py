@@ -171,7 +171,9 @@ class Saver:
         there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
         refused = [key for key, outcome in outcomes if outcome not in there]
         self._elsewhere.stored(name, keys)
-        self._elsewhere.lost(name, [*refused, *result.evicted])
+        # What is expected again has left the device again: a later save brings it.
+        left = filter(self._elsewhere.shelves[name].holds, result.evicted)
+        self._elsewhere.lost(name, [*refused, *left])
         unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
         gone = {*refused, *result.evicted} - set(keys) | unasked  # others were given up without need, or purged
         self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
