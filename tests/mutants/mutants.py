@@ -326,6 +326,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/tenant_queue.py", "served = max(self._fair_share, self", "served = max(0.0, self"),
     Mutant("scheduling/request.py", "self.received_s - self.params.urgency", "self.received_s"),
     Mutant("scheduling/request.py", "if self.token_ids and self.token_ids[-1] in self.stop_token_ids:", "if False:"),
+    Mutant("engine/answers.py", "is_purged = request.is_revoked or lease.is_revoked", "is_purged = lease.is_revoked"),
     Mutant("engine/delivery.py", "        request.open_lease.copy = None  # the step has made it\n", ""),
     Mutant("engine/delivery.py", "publishable > request.open_lease.committed_tokens", "is_first"),
     Mutant(
