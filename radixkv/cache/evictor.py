@@ -253,10 +253,12 @@ def _children_of(node: Node) -> Iterator[Node]:
 
 
 def _leaves_beside(end: Node) -> Iterator[Node]:
-    """Yield leaves that may be evicted so that the path to a node has fewer branches, a few of each branching."""
+    """Yield leaves that may be evicted so that the path to a node has fewer branches, a few of each branching.
+
+    A path that was purged has no branches any more.
+    """
     below, node = end, end.parent
-    while node is not None and node.parent is not None:
-        assert node.children is not None
+    while node is not None and node.parent is not None and node.children is not None:
         for leaf in islice(node.children.values(), _MAX_LOOKS):
             if leaf is not below:
                 for _ in range(_MAX_LOOKS):

@@ -108,21 +108,9 @@ class Ledger:
         block_ids = np.concatenate((reused[:num_whole_blocks], new))
         copy = BlockCopy(int(reused[num_whole_blocks]), int(new[0])) if shared_tokens else None
         lease = Lease(
-            self,
-            namespace,
-            usage,
-            tokens,
-            cached_tokens,
-            block_ids,
-            num_whole_blocks,
-            copy,
-            node,
-            node_used_s,
-            num_expected_tokens,
-            num_nodes,
-            cached_tokens if is_other else 0,
-            is_resumed,
-        )
+            self, namespace, usage, tokens, cached_tokens, block_ids, num_whole_blocks, copy, node, node_used_s,
+            num_expected_tokens, num_nodes, cached_tokens if is_other else 0, is_resumed,
+        )  # fmt: skip
         lease.found_tokens = found[0]
         self._open.add(lease)
         return lease
@@ -269,7 +257,10 @@ class Ledger:
         self._kept.keep(lease)
 
     def _end_path(self, lease: Lease) -> None:
-        """Let a lease pin no more than the shared blocks that it uses: cut the node in which they end."""
+        """Let a lease pin no more than the shared blocks that it uses: cut the node in which they end.
+
+        Those that were replaced in that node, which it may use as well, stay with the upper half.
+        """
         node = lease.node
         if node is not None and not lease.is_revoked:
             path = self._retained.cut_range(node, 0, lease.num_published_blocks)
@@ -277,6 +268,8 @@ class Ledger:
             if lease.node is not node:
                 if lease.node is not None:
                     self._pins.pin(lease.node)
+                    lease.node.retired_block_ids += node.retired_block_ids
+                    node.retired_block_ids = b""
                 self._pins.unpin(node)
 
     def close(self, lease: Lease) -> None:

@@ -50,8 +50,12 @@ class Answers:
         return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason, stored_tokens)
 
     def prefill(self, request: Request, lease: PromptLease, prediction: Prediction, now_s: float) -> PrefillResult:
-        """Answer a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards."""
-        is_held = request.params.hold_lease and not lease.is_revoked  # of purged tokens no lease is held
+        """Answer a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards.
+
+        None is held of a prompt that was purged.
+        """
+        is_purged = request.is_revoked or lease.is_revoked  # of an invoked adapter perhaps the request alone
+        is_held = request.params.hold_lease and not is_purged
         logprobs = prediction.logprobs
         return PrefillResult(
             request_id=request.params.request_id,

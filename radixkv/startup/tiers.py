@@ -125,7 +125,7 @@ class Stores:
         if self.transfer is not None:
             key_blocks, block_format = self.elsewhere.key_blocks, self.keys.format
             shared = {tier.name: tier for tier in tiers if self.elsewhere.shelves[tier.name].is_shared}
-            stores = SharedStores(shared, offload.purger.is_purging)
+            stores = SharedStores(shared, offload.purger.is_purging_any)
             offload.transfer = TransferParts(
                 cache, self.mover, key_blocks, block_format, *self.transfer, self.layer_bytes, stores
             )

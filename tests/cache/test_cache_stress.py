@@ -7,7 +7,18 @@ from collections import Counter
 import pytest
 
 from radixkv.config import EVICTION_POLICIES
-from tests.cache.walk.cache_walk import PARTED, ROOMY, SHARED, TIGHT, World, dice_of, fails, shortest_failing, walk
+from tests.cache.walk.cache_walk import (
+    DEEP,
+    PARTED,
+    ROOMY,
+    SHARED,
+    TIGHT,
+    World,
+    dice_of,
+    fails,
+    shortest_failing,
+    walk,
+)
 
 # A walk of the usual length meets everything that is looked for. The mutants are tried against the long one, too.
 NUM_STEPS = [4000, pytest.param(10_000, marks=pytest.mark.slow)]
@@ -79,6 +90,13 @@ def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int)
     events = walk(world, "lru", dice_of(3, num_steps))
     wanted = {"matches cut short", "evicted blocks", "blocks adopted", "blocks purged while in use", "extensions"}
     wanted |= {"copies", "extensions in a copy"} if world.block_size > 1 else set()
+    assert {event for event in wanted if not events[event]} == set()
+
+
+@pytest.mark.parametrize("world", DEEP, ids=world_id)
+def test_a_path_that_is_too_long_loses_branches_and_nothing_else(world: World) -> None:
+    events = walk(world, "lru", dice_of(5, steps=4000))
+    wanted = {"blocks thinned", "long paths closed after a purge", "blocks purged while in use", "leases kept"}
     assert {event for event in wanted if not events[event]} == set()
 
 

@@ -138,6 +138,20 @@ def test_a_pinned_path_stays_and_its_idle_siblings_go() -> None:
     assert line.evict(100) == 2
 
 
+def test_a_long_path_whose_namespace_was_purged_gives_its_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Timeline()
+    line.publish("aaaabbbbccccdddd", "aaaaZZZZ", "aaaabbbbZZZZ", "aaaabbbbccccZZZZ")
+    monkeypatch.setattr("radixkv.cache.evictor.MAX_PATH_NODES", 2)
+    running, held = (lease_text(line.cache, "aaaabbbbccccddddZ") for _ in range(2))
+    held.keep()
+    line.cache.purge()
+    line.cache.check()
+    running.close()
+    held.close()
+    line.cache.check()
+    assert line.cache.pool.num_free == line.cache.pool.num_blocks
+
+
 def test_a_pinned_parent_falls_idle_after_its_children_went() -> None:
     line = Timeline()
     line.publish("aaaabbbb", "aaaacccc")

@@ -126,6 +126,21 @@ def test_a_replaced_block_stays_while_it_is_kept() -> None:
     assert cache.pool.num_leased == 0
 
 
+def test_a_block_that_was_replaced_before_the_lease_was_kept_stays_too() -> None:
+    cache = make_cache()
+    lease = lease_text(cache, "aaaabb")
+    lease.commit(6)
+    block_ids = lease.block_ids.tolist()
+    publish(cache, "aaaabbbbccccdddd")
+    lease.keep()
+    cache.check()
+    assert all(cache.pool.states()[block_id] != BlockState.FREE for block_id in block_ids)
+    assert cache.evict(32) == 2
+    lease.close()
+    cache.check()
+    assert cache.pool.num_leased == 0
+
+
 def test_a_lease_keeps_no_more_of_a_node_than_it_uses() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbccccdddd")

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from radixkv.api.miss_reason import MissReason
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
 from radixkv.api.retention import Grant, Retention
+from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.tenants import Quota
 from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.compute.forward import Chunk
@@ -24,6 +27,8 @@ from radixkv.errors import (
     StepFailed,
     UnknownLease,
 )
+from radixkv.namespace import Namespace
+from radixkv.scheduling.request import Request
 from tests.core_bench import Bench, purge_at_once
 from tests.fake_runner import next_token, tokens
 
@@ -231,6 +236,18 @@ class TestHeldLeases:
         with pytest.raises(UnknownLease):
             bench.core.held_leases.release(held.lease_id, "b")
         assert len(bench.core.held_leases) == 1
+
+    def test_none_is_held_of_a_prompt_whose_invoked_adapter_was_purged(self) -> None:
+        bench = Bench(max_step_tokens=4)
+        bench.cache.marks.add("law")
+        invocation, future = bench.cache.marks.invocation("law", 6), Future[PrefillResult]()
+        params = PrefillParams(tokens(range(8)), hold_lease=True)
+        bench.core.submit(Request(params, Namespace("fake"), future, 0.0, invocation=invocation))
+        bench.core.step()  # up to the invocation, which is the base model's
+        all_slices(bench.core.purging(tenant=None, adapter="law", salt=None))
+        bench.run()
+        assert future.result(0).held_lease is None
+        assert bench.cache.num_pinned_blocks == 0
 
     def test_it_expires(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)

@@ -18,6 +18,12 @@ CACHE_MUTANTS = (
     Mutant("cache/kept_blocks.py", "        leaf.num_holds -= len(leases)\n", ""),
     Mutant("cache/ledger.py", "            self._kept.end_after(node, num_old_blocks)\n", ""),
     Mutant("cache/ledger.py", "        self._end_path(lease)\n", ""),
+    Mutant(
+        "cache/ledger.py",
+        "                    lease.node.retired_block_ids += node.retired_block_ids\n"
+        '                    node.retired_block_ids = b""\n',
+        "",
+    ),
     Mutant("cache/kept_blocks.py", "            self._purged[node] = node.num_blocks\n", "            pass\n"),
     Mutant("cache/kept_blocks.py", "self.max_blocks // 2 if own is None", "self.max_blocks if own is None"),
     Mutant("cache/lines/line_heap.py", "if actual is entry:", "if actual is not None:"),
@@ -180,6 +186,7 @@ CACHE_MUTANTS = (
     Mutant("cache/evictor.py", "        self._retained.set(leaf, DEFAULT_PRIORITY, None)\n", ""),
     Mutant("cache/evictor.py", "if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:", "if leaf.is_evictable:"),
     Mutant("cache/evictor.py", "if num_nodes <= MAX_PATH_NODES:", "if True:"),
+    Mutant("cache/evictor.py", " and node.children is not None:\n", ":\n"),
     Mutant("cache/evictor.py", '            node.block_ids = b""\n', ""),
     Mutant("cache/namespaces/purge.py", "leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)", "pass"),
     Mutant(
@@ -327,6 +334,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/tenant_queue.py", "served = max(self._fair_share, self", "served = max(0.0, self"),
     Mutant("scheduling/request.py", "self.received_s - self.params.urgency", "self.received_s"),
     Mutant("scheduling/request.py", "if self.token_ids and self.token_ids[-1] in self.stop_token_ids:", "if False:"),
+    Mutant("engine/answers.py", "is_purged = request.is_revoked or lease.is_revoked", "is_purged = lease.is_revoked"),
     Mutant("engine/delivery.py", "        request.open_lease.copy = None  # the step has made it\n", ""),
     Mutant("engine/delivery.py", "publishable > request.open_lease.committed_tokens", "is_first"),
     Mutant(
@@ -530,6 +538,11 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/transfer/exports.py", "[: num_tokens * TOKEN_BYTES]", ""),
     Mutant("engine/transfer/exports.py", "        if lease.is_revoked:\n", "        if False:\n"),
     Mutant(
+        "engine/transfer/exports.py",
+        "np.concatenate((self._cache.public.trunk_block_ids(lease.namespace), own))",
+        'self._cache.match(lease.namespace._replace(trunk=""), tokens + bytes(TOKEN_BYTES)).block_ids',
+    ),
+    Mutant(
         "engine/transfer/exports.py", "[found.block_ids[index] for index in indices]", "found.block_ids[: len(indices)]"
     ),
     Mutant("engine/transfer/transfer.py", "marked[:-TOKEN_BYTES]", "marked"),
@@ -635,13 +648,16 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/core.py", "None if self._offload is None else self._offload.seconds_to_rest()", "None"),
     Mutant(
         "engine/offload/offload.py",
-        "_RETRY_PERIOD_S if self._deleter.has_failed or self.purger",
-        "_RETRY_PERIOD_S if self.purger",
+        "is_unfinished = self._saver.has_waiting or self._deleter.has_failed",
+        "is_unfinished = self._saver.has_waiting",
     ),
+    Mutant("engine/offload/lookups.py", "if found and not self._purger.is_purging_any(store, found):", "if found:"),
+    Mutant("engine/offload/lookups.py", "if not self._purger.is_purging_any(name, blocks)]", "]"),
     Mutant(
-        "engine/offload/lookups.py", "if found and not self._purger.is_purging(store, request.namespace):", "if found:"
+        "engine/offload/purger.py",
+        "for owner in {block.namespace for block in blocks}",
+        'for owner in {block.namespace._replace(adapter="") for block in blocks}',
     ),
-    Mutant("engine/offload/lookups.py", "if not self._purger.is_purging(name, request.namespace)]", "]"),
     Mutant("engine/offload/lookups.py", "        self._num_open.pop(request, None)\n", "        pass\n"),
     Mutant(
         "engine/offload/offload.py",
@@ -693,7 +709,14 @@ OFFLOAD_MUTANTS = (
         "        self._save()\n        self._delivery.publish(computed)",
     ),
     Mutant("storage/tiers/block_object.py", "memory[-CHECKSUM_BYTES:] =", "_ ="),
-    Mutant("engine/offload/deleter.py", " if key not in self._elsewhere.shelves[name])", ")"),
+    Mutant("engine/offload/deleter.py", " if key not in self._elsewhere.shelves[name]]", "]"),
+    Mutant("engine/offload/own_purger.py", "*self._elsewhere.drop_given_up(name, scope.has), ", ""),
+    Mutant("engine/offload/own_purger.py", "(*self._saver.given_up(name), *self", "(*(), *self"),
+    Mutant("engine/offload/own_purger.py", ", *self._deleter.unanswered(name))", ",)"),
+    Mutant("engine/offload/own_purger.py", "filter(scope.has, ", "iter("),
+    Mutant("engine/offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "in_flight"),
+    Mutant("engine/offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "[*self._failed.get(name, ())]"),
+    Mutant("engine/offload/offload.py", "is_unfinished = self._saver.has_waiting or ", "is_unfinished = "),
     Mutant("engine/core.py", "lambda: has_news() or offload.has_answers", "has_news"),
     Mutant("engine/offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
     Mutant("engine/offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),
@@ -753,6 +776,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/offload/saver.py", "            self._delete(name, (*keys, *given_up))\n", ""),
     Mutant("engine/offload/saver.py", " - set(keys)", ""),
+    Mutant("engine/offload/saver.py", "filter(self._elsewhere.shelves[name].holds, result.evicted)", "result.evicted"),
     Mutant("scheduling/admission.py", "            close_unused(lease)  # others may have the blocks meanwhile\n", ""),
     Mutant("cache/prompt_lease.py", "    usage.num_hit_tokens -= cached_tokens\n", ""),
     Mutant("cache/prompt_lease.py", "    usage.num_miss_tokens -= lease.num_tokens - cached_tokens\n", ""),
@@ -788,7 +812,9 @@ OFFLOAD_MUTANTS = (
         "            elif wish.priority > DEFAULT_PRIORITY:\n",
         "            else:\n",
     ),
-    Mutant("cache/elsewhere/retentions.py", "self.of(key) <= wish.priority or key not in self._wishes", "True"),
+    Mutant("cache/elsewhere/retentions.py", "max(known, wish, key=lambda each: each.rank)", "wish"),
+    Mutant("cache/elsewhere/retentions.py", "key=lambda each: each.rank", "key=lambda each: each.priority"),
+    Mutant("cache/elsewhere/retentions.py", "        return oldest\n", "        return None\n"),
     Mutant("cache/elsewhere/elsewhere.py", "        self.retention.purge(*names)\n", ""),
     Mutant(
         "cache/prefix_cache.py", "(*listeners, self._retained, self.kept,", "(self._retained, self.kept, *listeners,"
@@ -1075,6 +1101,8 @@ STORE_MUTANTS = (
         "                        pass\n",
     ),
     Mutant("storage/tiers/disk.py", "        self._file.clear_lines(useless)\n        return", "        return"),
+    Mutant("storage/tiers/disk.py", "self._file.clear_lines(np.flatnonzero(is_useless).tolist())  #", "pass  #"),
+    Mutant("storage/tiers/disk.py", "            self._file.sync_lines()  # loads", "            pass  # loads"),
     Mutant("storage/tiers/slot_file.py", "lines[end].slot != lines[end - 1].slot + 1", "end == len(lines)"),
     Mutant("storage/tiers/tier.py", "            self._require_answers(result.outcomes, len(objects))\n", ""),
     Mutant(

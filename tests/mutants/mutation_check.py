@@ -122,6 +122,8 @@ OFFLOAD_TESTS = (
     "tests/service/server/intake/test_shares.py",
     "tests/service/server/transfer/test_kv_sender.py",
     "tests/engine/offload/test_lookups.py",
+    "tests/engine/offload/test_own_purger.py",
+    "tests/engine/offload/test_saver.py",
     "tests/engine/offload/test_purger.py",
     "tests/cache/elsewhere/test_shared_shelf.py",
     "tests/cache/test_prompt_lease.py",

@@ -95,7 +95,6 @@ TESTED_IN = {
     "radixkv.engine.growth": "whole/test_generation.py",
     "radixkv.engine.offload.load": "engine/offload/test_offload.py",
     "radixkv.engine.offload.loader": "engine/offload/test_offload.py",
-    "radixkv.engine.offload.saver": "engine/offload/test_offload.py",
     "radixkv.engine.step": "engine/test_steps_ahead.py",
     "radixkv.engine.tally": "telemetry/test_gauges.py",
     "radixkv.errors": "rules/test_errors.py",

@@ -257,15 +257,18 @@ class Elsewhere(Listener):
         names = tenant, adapter, salt
         self.retention.purge(*names)
         self._departures = [each for each in self._departures if not each.block.namespace.is_among(*names)]
-        return {
-            name: [
-                key
-                for namespace in list(shelf.owned)
-                if namespace.is_among(*names)
-                for key in shelf.remove_all(namespace)
-            ]
-            for name, shelf in self.shelves.items()
-        }
+        keys: dict[str, list[bytes]] = {}
+        for name, shelf in self.shelves.items():
+            gone = [each for each in shelf.owned if each.is_among(*names)]
+            keys[name] = [key for namespace in gone for key in shelf.remove_all(namespace)]
+        return keys
+
+    def drop_given_up(self, name: str, is_chosen: Callable[[bytes], bool]) -> list[bytes]:
+        """Forget and return the chosen keys that are to go from a store, which was not told yet."""
+        chosen = [key for key in self._given_up[name] if is_chosen(key)]
+        for key in chosen:
+            del self._given_up[name][key]
+        return chosen
 
     def _wants(self, shelf: Shelf, block: KeyedBlock, part_id: int | None) -> bool:
         """Whether a store is to be given a block, which may be there without the part that it has now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from itertools import islice
 from typing import NamedTuple
@@ -26,6 +27,11 @@ class Wish(NamedTuple):
 
     priority: int
     expires_s: float | None
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Its place among wishes for one block: a higher priority is worth more, and the same one for longer."""
+        return self.priority, math.inf if self.expires_s is None else self.expires_s
 
 
 class Retentions:
@@ -56,22 +62,27 @@ class Retentions:
         wish = self._wishes.get(key)
         return DEFAULT_PRIORITY if wish is None else wish.priority
 
-    def set(self, key: bytes, namespace: Namespace, wish: Wish) -> None:
-        """Give a block a priority. Complexity: O(log blocks with an end)."""
+    def set(self, key: bytes, namespace: Namespace, wish: Wish) -> bytes | None:
+        """Give a block a priority. Returns the key that is forgotten for it, if one is.
+
+        Complexity: O(log blocks with an end).
+        """
         self.forget(key)
         if wish.priority == DEFAULT_PRIORITY:
-            return
-        if len(self) == self._max_keys:
-            self.forget(next(iter(self._wishes)))
+            return None
+        oldest = next(iter(self._wishes)) if len(self) == self._max_keys else None
+        if oldest is not None:
+            self.forget(oldest)
         self._wishes[key] = wish
         self._owned.add(key, namespace)
         if wish.expires_s is not None:
             self._ends.add((wish.expires_s, key))
+        return oldest
 
-    def raise_to(self, key: bytes, namespace: Namespace, wish: Wish) -> None:
-        """Give a block a priority, unless it has a higher one."""
-        if self.of(key) <= wish.priority or key not in self._wishes:
-            self.set(key, namespace, wish)
+    def raise_to(self, key: bytes, namespace: Namespace, wish: Wish) -> bytes | None:
+        """Give a block a priority, unless it has a higher one, or the same one for longer. Returns as `set` does."""
+        known = self._wishes.get(key, wish)
+        return self.set(key, namespace, max(known, wish, key=lambda each: each.rank))
 
     def forget(self, key: bytes) -> None:
         """Give a block the default priority."""

@@ -48,7 +48,7 @@ class StoredRetention:
             self.note(list(islice(path, first + len(blocks))), first, wish)
 
     def note(self, path: Sequence[KeyedBlock], start: int, wish: Wish) -> None:
-        """Note the priority that the blocks from `start` on have while they leave the device, unless it is lower.
+        """Note the priority of the blocks from `start` on that leave the device, where it is more than they have.
 
         Args:
             path: the first blocks of a prompt.
@@ -73,7 +73,7 @@ class StoredRetention:
         """
         for key, wish in wishes:
             if key in shelf and key not in self._retentions:
-                self._retentions.set(key, shelf.owned[key], wish)
+                self._reorder(self._retentions.set(key, shelf.owned[key], wish))
                 self._reorder(key)
 
     def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
@@ -96,17 +96,19 @@ class StoredRetention:
         path: Sequence[KeyedBlock],
         start: int,
         wish: Wish,
-        give: Callable[[bytes, Namespace, Wish], None],
+        give: Callable[[bytes, Namespace, Wish], bytes | None],
     ) -> None:
         for index, block in reversed(list(enumerate(path))):  # where not all may be kept, the beginning is
             if index >= start:
-                give(block.key, block.namespace, wish)
+                self._reorder(give(block.key, block.namespace, wish))
             elif wish.priority > DEFAULT_PRIORITY:
-                self._retentions.raise_to(block.key, block.namespace, wish)
+                self._reorder(self._retentions.raise_to(block.key, block.namespace, wish))
             self._reorder(block.key)
 
-    def _reorder(self, key: bytes) -> None:
-        """Put a block in its place where it is, if its priority is another one now."""
+    def _reorder(self, key: bytes | None) -> None:
+        """Put a block in its place where it is, if its priority is another one now. None is no block."""
+        if key is None:
+            return
         priority = self._retentions.of(key)
         for shelf in self._shelves:
             if key in shelf and not shelf.is_on_device(key) and shelf.priority_of(key) != priority:

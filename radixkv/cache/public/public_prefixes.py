@@ -7,6 +7,7 @@ from itertools import count
 
 import numpy as np
 
+from radixkv.blocks import BlockIds
 from radixkv.cache.evictor import Evictor
 from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
@@ -193,10 +194,14 @@ class PublicPrefixes:
         """
         if not namespace.trunk:
             return b""
-        serial, _, _ = namespace.trunk.partition(":")
-        prefixes = (*self._by_name.values(), *self._leaving)
-        prefix = next((each for each in prefixes if each.namespace.salt == serial), None)
+        prefix = self._prefix_above(namespace)
         return None if prefix is None else prefix.tokens[: namespace.trunk_tokens * TOKEN_BYTES]
+
+    def trunk_block_ids(self, namespace: Namespace) -> BlockIds:
+        """Return the blocks of the tokens of `trunk_of`, int32, which stay while a lease below them is open."""
+        prefix = self._prefix_above(namespace) if namespace.trunk else None
+        num_blocks = namespace.trunk_tokens // self._block_size
+        return np.empty(0, np.int32) if prefix is None else prefix.block_ids[:num_blocks]
 
     def unregister_all(self, adapter: str) -> None:
         """Unregister those of an adapter, of which this is the digest."""
@@ -233,6 +238,12 @@ class PublicPrefixes:
             all(each.num_users or each.is_computing for each in self._leaving),
             "one stays that nobody uses or computes",
         )
+
+    def _prefix_above(self, namespace: Namespace) -> PublicPrefix | None:
+        """Return the prefix below which a tree hangs; None if it is gone."""
+        serial, _, _ = namespace.trunk.partition(":")
+        prefixes = (*self._by_name.values(), *self._leaving)
+        return next((each for each in prefixes if each.namespace.salt == serial), None)
 
     def _free(self, prefix: PublicPrefix) -> None:
         self._leaving.remove(prefix)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.storage.tiers.tier import Tier
@@ -24,30 +23,41 @@ class Deleter:
     def __init__(self, elsewhere: Elsewhere, tiers: Mapping[str, Tier]) -> None:
         self._elsewhere = elsewhere
         self._tiers = tiers
-        self._failed: queue.SimpleQueue[tuple[str, Sequence[bytes]]] = queue.SimpleQueue()
+        self._open: dict[Future[int | None], tuple[str, Sequence[bytes]]] = {}  # calls that have not ended
+        self._ended: queue.SimpleQueue[Future[int | None]] = queue.SimpleQueue()
+        self._failed: dict[str, dict[bytes, None]] = {}
 
     def delete(self, name: str, keys: Sequence[bytes]) -> Future[int | None]:
         """Tell a store to delete blocks. Returns the number of those that it had, None if it could not be asked."""
         deleted = self._tiers[name].delete(keys)
-        deleted.add_done_callback(partial(self._end, name, keys))
+        self._open[deleted] = name, keys
+        deleted.add_done_callback(self._ended.put)
         return deleted
 
     @property
     def has_failed(self) -> bool:
         """Whether a store is to be asked again."""
-        return not self._failed.empty()
+        self._note_ended()
+        return bool(self._failed)
+
+    def unanswered(self, name: str) -> list[bytes]:
+        """List the keys that a store was told to delete, and perhaps has not. Complexity: O(keys of such calls)."""
+        self._note_ended()
+        in_flight = [key for store, keys in self._open.values() if store == name for key in keys]
+        return [*in_flight, *self._failed.get(name, ())]
 
     def retry(self) -> None:
         """Ask again what could not be asked. Complexity: O(keys of calls that failed since the last time)."""
-        left: dict[str, dict[bytes, None]] = {}
-        for _ in range(self._failed.qsize()):
-            name, keys = self._failed.get()
-            left.setdefault(name, {}).update((key, None) for key in keys if key not in self._elsewhere.shelves[name])
-        for name, useless in left.items():
+        self._note_ended()
+        failed, self._failed = self._failed, {}
+        for name, keys in failed.items():
+            useless = [key for key in keys if key not in self._elsewhere.shelves[name]]
             if useless:
-                self.delete(name, list(useless))
+                self.delete(name, useless)
 
-    def _end(self, name: str, keys: Sequence[bytes], deleted: Future[int | None]) -> None:
-        """Note the end of a call, on a thread of the store."""
-        if deleted.cancelled() or deleted.result() is None:
-            self._failed.put((name, keys))
+    def _note_ended(self) -> None:
+        while not self._ended.empty():
+            deleted = self._ended.get()
+            name, keys = self._open.pop(deleted)
+            if deleted.cancelled() or deleted.result() is None:
+                self._failed.setdefault(name, {}).update(dict.fromkeys(keys))

@@ -69,12 +69,12 @@ class Lookups:
             request: not admitted yet.
             first_block: whole blocks of its prompt that are on the device.
 
-        Complexity: a hash of all its tokens.
+        Complexity: a hash of all its tokens, if there are shared stores.
         """
-        stores = [name for name in self._tiers if not self._purger.is_purging(name, request.namespace)]
-        if not stores:
+        if not self._tiers:
             return False
         blocks = self._elsewhere.unknown(request.namespace, request.prompt_tokens, first_block)
+        stores = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
         start, num_tokens = first_block * self._block_size, len(blocks) * self._block_size
         asked = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
         if not blocks or not asked:
@@ -95,7 +95,7 @@ class Lookups:
             if are_there is not None:
                 self._choice.note_answer(store, ended_s - started_s)
                 found = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
-                if found and not self._purger.is_purging(store, request.namespace):
+                if found and not self._purger.is_purging_any(store, found):
                     self._elsewhere.discovered(store, found)
             if request in self._num_open:
                 self._num_open[request] -= 1

@@ -23,6 +23,7 @@ from radixkv.engine.offload.earlier_blocks import EarlierBlocks
 from radixkv.engine.offload.last_save import LastSave
 from radixkv.engine.offload.loader import Loader
 from radixkv.engine.offload.lookups import Lookups
+from radixkv.engine.offload.own_purger import OwnPurger
 from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Copies, Saver
 from radixkv.engine.offload.store_stats import stats_of
@@ -97,15 +98,14 @@ class Offload:
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
-        self.purger = Purger(shared, keys)
+        self.purger, self._own_purger = Purger(shared, keys), OwnPurger(elsewhere, self._saver, self._deleter, keys)
         self._lookups = Lookups(elsewhere, shared, self.purger, choice, clock, lambda: self.wake(), cache.block_size)
         self._copies: Copies | None = None  # that stores have not got
         self._next_retry_s = clock()
         self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
         self._earlier = None
         if record is not None:
-            delete = partial(self._deleter.delete, "disk")
-            shelf = elsewhere.shelves["disk"]
+            shelf, delete = elsewhere.shelves["disk"], partial(self._deleter.delete, "disk")
             self._earlier = EarlierBlocks(record, shelf, elsewhere.retention, delete, lambda: self.wake())
         self._last_save = LastSave(cache, elsewhere, self._saver, record)
 
@@ -115,7 +115,8 @@ class Offload:
             return 0.0
         if self.elsewhere.listener.is_on and self._saver.has_waiting:
             return _NEWS_PERIOD_S
-        return _RETRY_PERIOD_S if self._deleter.has_failed or self.purger.has_failed else None
+        is_unfinished = self._saver.has_waiting or self._deleter.has_failed or self.purger.has_failed
+        return _RETRY_PERIOD_S if is_unfinished else None
 
     def stats(self) -> list[TierStats]:
         """Count what the stores hold and did, the fastest first. Any thread may ask."""
@@ -259,9 +260,8 @@ class Offload:
         """
         self._take_found()
         self._loader.forget(tenant, adapter, salt)
-        keys = self.elsewhere.purge(tenant, adapter, salt)
+        own = self._own_purger.purge(tenant, adapter, salt)
         purges = self.purger.purge(tenant, adapter, salt)
-        own = [Deletion(name, self._deleter.delete(name, gone)) for name, gone in keys.items() if name not in purges]
         if self._earlier is not None and self._earlier.has_failed:
             own.append(Deletion("disk", not_asked()))
         return own + [Deletion(name, purged) for name, purged in purges.items()]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
+from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.tier import Tier
@@ -57,6 +58,13 @@ class Purger:
             each.store == store and namespace.is_among(each.tenant, each.adapter, each.salt)
             for each in (*self._open, *self._failed)
         )
+
+    def is_purging_any(self, store: str, blocks: Iterable[KeyedBlock]) -> bool:
+        """Whether a store may still hold what is to be forgotten of any owner of blocks.
+
+        A prompt that invokes an adapter has two: the base model's blocks have another one than the adapter's.
+        """
+        return any(self.is_purging(store, owner) for owner in {block.namespace for block in blocks})
 
     def retry(self) -> None:
         """Ask again what could not be asked."""

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,12 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
-    """A batch that a store was given, and what became of it; None while that is not known, or if it failed."""
+    """A batch that a store was given: its name, the keys, and those that go for them."""
 
     name: str
     keys: Sequence[bytes]
     given_up: Sequence[bytes]
-    result: PutResult | None = None
 
 
 class Copies(NamedTuple):
@@ -80,12 +78,17 @@ class Saver:
         self._record = record
         self.max_waiting_blocks = max_bytes // mover.payload_bytes
         self._num_free_blocks = self.max_waiting_blocks
-        self._ended: queue.SimpleQueue[_Save] = queue.SimpleQueue()
+        self._open: dict[Future[PutResult | None], _Save] = {}  # those whose end was not noted
+        self._ended: queue.SimpleQueue[Future[PutResult | None]] = queue.SimpleQueue()
 
     @property
     def has_waiting(self) -> bool:
-        """Whether stores have not taken all copies, or it was not noted yet."""
-        return self._num_free_blocks < self.max_waiting_blocks
+        """Whether stores have not taken all that they were given, or it was not noted yet."""
+        return bool(self._open)
+
+    def given_up(self, name: str) -> list[bytes]:
+        """List the keys that a store was told to give up, and perhaps has not. Complexity: O(keys that wait)."""
+        return [key for save in self._open.values() if save.name == name for key in save.given_up]
 
     def flush(self) -> None:
         """Copy and save what has left."""
@@ -115,10 +118,11 @@ class Saver:
             objects = [_object(each, payload, tier) for each, payload in wanted]
             self._num_free_blocks -= len(objects)
             saved = tier.save(objects, given_up)
-            saved.add_done_callback(partial(self._end, _Save(name, [each.key for each in objects], given_up)))
+            self._open[saved] = _Save(name, [each.key for each in objects], given_up)
+            saved.add_done_callback(self._ended.put)
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until stores have taken all copies. Returns whether they did."""
+        """Wait until stores have taken all that they were given. Returns whether they did."""
         deadline_s = time.monotonic() + limit_s
         while self.has_waiting:
             try:
@@ -150,17 +154,14 @@ class Saver:
             _log.warning("the device has no memory to copy %d blocks for its stores, which are lost", len(departures))
             return None
 
-    def _end(self, save: _Save, saved: Future[PutResult | None]) -> None:
-        """Note the end of a save, on a thread of the store."""
-        self._ended.put(save._replace(result=None if saved.cancelled() else saved.result()))
-
     def _note_ended(self) -> None:
         """Note what stores did not take or did not keep."""
         while not self._ended.empty():
             self._note_end(self._ended.get())
 
-    def _note_end(self, save: _Save) -> None:
-        name, keys, given_up, result = save
+    def _note_end(self, saved: Future[PutResult | None]) -> None:
+        name, keys, given_up = self._open.pop(saved)
+        result = None if saved.cancelled() else saved.result()
         self._num_free_blocks += len(keys)
         if result is None:  # it may be late, and store them all the same
             self._elsewhere.lost(name, keys)
@@ -170,7 +171,9 @@ class Saver:
         there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
         refused = [key for key, outcome in outcomes if outcome not in there]
         self._elsewhere.stored(name, keys)
-        self._elsewhere.lost(name, [*refused, *result.evicted])
+        # What is expected again has left the device again: a later save brings it.
+        left = filter(self._elsewhere.shelves[name].holds, result.evicted)
+        self._elsewhere.lost(name, [*refused, *left])
         unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
         gone = {*refused, *result.evicted} - set(keys) | unasked  # others were given up without need, or purged
         self._delete(name, [key for key in (*keys, *given_up) if key not in gone])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
@@ -57,7 +59,7 @@ class Exports:
         self._layer_bytes = layer_bytes
 
     def blocks_of(self, lease_id: str, tenant: str) -> LeaseBlocks:
-        """Find the blocks of a lease.
+        """Find the blocks of a lease: those that it keeps, whatever others have cached of its prompt since.
 
         Raises:
             UnknownLease: this tenant holds no such lease, or its prompt was purged.
@@ -70,11 +72,10 @@ class Exports:
             raise _purged()
         path = () if lease.node is None else path_to(lease.node)
         tokens = b"".join((trunk, *(node.tokens for node in path)))[: num_tokens * TOKEN_BYTES]  # a leaf may have grown
-        namespace = lease.namespace._replace(trunk="")
-        found = self._cache.match(namespace, tokens + bytes(TOKEN_BYTES))  # the last token of a prompt is never found
-        num_blocks = found.cached_tokens // self._cache.block_size
-        blocks = tuple(self._key_blocks(namespace, tokens))[:num_blocks]
-        return LeaseBlocks(blocks, found.block_ids[: len(blocks)].tolist())
+        blocks = tuple(self._key_blocks(lease.namespace._replace(trunk=""), tokens))
+        own = np.frombuffer(b"".join(node.block_ids for node in path), np.int32)
+        block_ids = np.concatenate((self._cache.public.trunk_block_ids(lease.namespace), own))
+        return LeaseBlocks(blocks, block_ids[: len(blocks)].tolist())
 
     def objects(
         self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_object import Wanted
 from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
 
@@ -16,24 +15,25 @@ class SharedStores:
 
     Args:
         tiers: the shared stores, by name.
-        is_purging: tells, on the engine's thread, whether a store may still hold what is to be forgotten.
+        is_purging_any: tells, on the engine's thread, whether a store may still hold what is to be forgotten of any
+            owner of blocks.
     """
 
     def __init__(
         self,
         tiers: Mapping[str, Tier] | None = None,
-        is_purging: Callable[[str, Namespace], bool] = lambda store, namespace: False,
+        is_purging_any: Callable[[str, Sequence[KeyedBlock]], bool] = lambda store, blocks: False,
     ) -> None:
         self._tiers = dict(tiers or {})
-        self._is_purging = is_purging
+        self._is_purging_any = is_purging_any
 
     def names(self) -> list[str]:
         """List the stores that work. Any thread may ask."""
         return [name for name, tier in self._tiers.items() if tier.is_working()]
 
-    def names_for(self, namespace: Namespace) -> list[str]:
-        """List the stores that work and are not being purged of a namespace. For the engine's thread."""
-        return [name for name in self.names() if not self._is_purging(name, namespace)]
+    def names_for(self, blocks: Sequence[KeyedBlock]) -> list[str]:
+        """List the stores that work and are not being purged of any of the blocks. For the engine's thread."""
+        return [name for name in self.names() if not self._is_purging_any(name, blocks)]
 
     def exists(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[bool] | None]:
         """Return whether a store has each block; None if it can't be asked. Any thread may ask."""

@@ -135,10 +135,9 @@ class Transfer:
         namespace, marked = self._adapters.keyed(caller, tokens).key
         return list(self._key_blocks(namespace, marked[:-TOKEN_BYTES]))
 
-    def stores_for(self, tokens: bytes, caller: Caller) -> Future[list[str]]:
-        """List the shared stores from which blocks of a prompt may be loaded. The future may raise UnknownAdapter."""
-        usable = lambda: self.stores.names_for(self._adapters.keyed(caller, tokens).key[0])  # noqa: E731
-        return self._call(usable, Asker.TENANT, caller.tenant)
+    def stores_for(self, blocks: Sequence[KeyedBlock], tenant: str) -> Future[list[str]]:
+        """List the shared stores from which a tenant's blocks may be loaded."""
+        return self._call(lambda: self.stores.names_for(blocks), Asker.TENANT, tenant)
 
     def payload_of(self, data: bytes, wanted: KeyedBlock) -> memoryview | str:
         """Return K and V of a block that came, if it is the wanted one and whole; or else what is wrong with it."""

@@ -64,6 +64,15 @@ class KeyScope:
 
     tags: tuple[bytes | None, ...]
 
+    def has(self, key: bytes) -> bool:
+        """Whether this is such a key."""
+        start = 0
+        for tag, size in zip(self.tags, _TAG_BYTES.values(), strict=True):
+            if tag is not None and key[start : start + size] != tag:
+                return False
+            start += size
+        return True
+
     def hex_pattern(self, any_digit: str) -> str:
         """Return the start of such keys in hexadecimal digits, with a pattern for any digit where any name will do."""
         pairs = zip(self.tags, _TAG_BYTES.values(), strict=True)

@@ -133,13 +133,15 @@ class DiskStore(StoreBackend):
             return [self._table.find(key, is_use=False) is not None for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget objects, also after a power failure. Their bytes stay on the disk until others are written there."""
+        """Forget objects, and whatever left before: none of them is back after a power failure.
+
+        Their bytes stay on the disk until others are written there.
+        """
         with self._lock, _failures():
             gone = [entry for key in keys if (entry := self._table.remove(key)) is not None]
             self._file.clear_lines(entry.slot for entry in gone)
-        if gone:
-            with _failures():
-                self._file.sync_lines()  # loads do not wait for it
+        with _failures():
+            self._file.sync_lines()  # loads do not wait for it
         return len(gone)
 
     def size(self) -> StoreSize:
@@ -249,7 +251,7 @@ class DiskStore(StoreBackend):
                 _log.warning("tiers.disk_path: the disk is full; going on with %d bytes of %s", size, self.path)
 
     def _found(self) -> tuple[SlotTable, int]:
-        """Read the index: of two lines with one key the later one counts."""
+        """Read the index: of two lines with one key the later one counts. Lines that do not count are cleared."""
         lines = self._file.lines()
         is_there = (lines["serial"] > 0) & (lines["bytes"] >= HEAD_BYTES) & (lines["bytes"] <= self._slot_bytes)
         slots = np.flatnonzero(is_there)
@@ -259,6 +261,9 @@ class DiskStore(StoreBackend):
         rows = zip(slots.tolist(), *columns, strict=True)
         table = SlotTable(0)
         table.add_objects(((key, SlotEntry(slot, *rest)) for slot, key, *rest in rows), self._file.num_slots)
+        is_useless = lines["serial"] > 0
+        is_useless[[entry.slot for _, entry in table]] = False
+        self._file.clear_lines(np.flatnonzero(is_useless).tolist())  # or they count once the later ones are deleted
         return table, int(found["serial"][-1]) if len(found) else 0
 
 

@@ -4,7 +4,8 @@
     index    [ key 32 | generation 8 | serial 8 | bytes 8 | 8 )[ ...        serial 0: the slot is free
 
 Objects are written in place, then their line. Whatever a process that dies leaves half written, an object's checksum or
-its key tells when it is read. So nothing waits for the disk, and nothing is repaired.
+its key tells when it is read. So only deletions wait for the disk, and nothing is repaired. Of two lines with one key,
+which a power failure may leave, the earlier one is cleared at the next start.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class KVFetcher:
             return None
         self._fetched.take(account, len(missing) * num_bytes)
         try:
-            stores = await answer_of(self._engine, self._mailbox, transfer.stores_for(params.tokens, params.caller))
+            stores = await answer_of(self._engine, self._mailbox, transfer.stores_for(missing, params.caller.tenant))
             stream = _Stream(transfer, client, params, source, first_block, missing)
             payloads = await stream.payloads(stores)
         except BaseException:

@@ -47,10 +47,20 @@ def test_a_later_wish_replaces_the_end_of_an_earlier_one() -> None:
     assert known.expire(20.0) == [b"a"]
 
 
+def test_the_same_priority_for_less_time_leaves_the_later_end() -> None:
+    known = Retentions()
+    for key, ends_s in ((b"a", (20.0, 10.0)), (b"b", (None, 10.0)), (b"c", (10.0, None))):
+        for end_s in ends_s:
+            known.raise_to(key, ACME, Wish(80, end_s))
+    assert [known.wish_of(key) for key in (b"a", b"b", b"c")] == [Wish(80, 20.0), Wish(80, None), Wish(80, None)]
+    known.raise_to(b"a", ACME, Wish(90, 5.0))
+    assert known.wish_of(b"a") == Wish(90, 5.0)
+
+
 def test_beyond_the_bound_that_of_which_was_heard_longest_ago_is_forgotten() -> None:
     known = Retentions(max_keys=2)
-    for key in (b"a", b"b", b"a", b"c"):
-        known.set(key, ACME, Wish(80, 10.0))
+    forgotten = [known.set(key, ACME, Wish(80, 10.0)) for key in (b"a", b"b", b"a", b"c")]
+    assert forgotten == [None, None, None, b"b"]
     assert [known.of(key) for key in (b"a", b"b", b"c")] == [80, 50, 80]
     assert known.expire(10.0) == [b"a", b"c"]
 

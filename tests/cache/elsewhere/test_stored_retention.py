@@ -1,7 +1,7 @@
 import pytest
 
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.cache.elsewhere.retentions import Wish
+from radixkv.cache.elsewhere.retentions import Retentions, Wish
 from radixkv.cache.elsewhere.shared_shelf import SharedShelf
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.elsewhere.stored_retention import StoredRetention
@@ -94,6 +94,20 @@ def test_what_left_with_a_priority_does_not_lower_one_that_was_asked_for() -> No
     assert retention.priority_of(b"a") == 90
     retention.set(PATH[:1], 0, Wish(50, None))
     assert retention.priority_of(b"a") == 50
+
+
+def test_a_block_whose_priority_is_forgotten_goes_with_those_that_have_none() -> None:
+    retention, shelf = holding(b"a", b"b", b"c", b"x")
+    retention._retentions = Retentions(max_keys=2)
+    for block in PATH:
+        retention.set([block], 0, Wish(90, 10.0))
+    assert list(shelf) == [b"x", b"a", b"b", b"c"]
+    assert [shelf.priority_of(block.key) for block in PATH] == [50, 90, 90]
+    assert len(shelf.retained) == 2
+    other, restored = holding(b"a", b"b", b"c")
+    other._retentions = Retentions(max_keys=2)
+    other.restore(restored, [(block.key, Wish(90, None)) for block in PATH])
+    assert len(restored.retained) == 2
 
 
 def test_another_process_goes_on_with_the_priorities() -> None:

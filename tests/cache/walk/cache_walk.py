@@ -21,6 +21,7 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
+from radixkv.cache.kept_blocks import Path
 from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.parts.part_pool import PartPool
@@ -63,6 +64,8 @@ class World:
     quotas: tuple[tuple[str, Quota], ...] = ()
     default_quota: Quota = field(default_factory=Quota)
     parts: tuple[tuple[int, Reach], ...] = ()  # how many each group has, and what it needs
+    max_path_nodes: int = 512
+    keeps: bool = False  # whether leases are held after their requests
 
     def quota_of(self, tenant: str) -> Quota:
         return dict(self.quotas).get(tenant, self.default_quota)
@@ -124,7 +127,11 @@ PARTED = [
     ),
     World(block_size=4, num_blocks=11, max_tokens=28, num_namespaces=1, max_leases=2, parts=((10, Reach(9)),)),
 ]
-WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED)
+DEEP = [
+    World(block_size=1, num_blocks=40, max_tokens=14, max_retained_blocks=6, max_path_nodes=2, keeps=True),
+    World(block_size=4, num_blocks=30, max_tokens=36, num_namespaces=1, max_path_nodes=2, keeps=True),
+]
+WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *DEEP)
 EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
 
 
@@ -175,6 +182,7 @@ class Walk:
             self.commit: 10,
             self.extend: 4,
             self.close: 6,
+            self.keep: world.keeps,
             self.evict: world.evicts,
             self.retain: 2 * world.evicts,
             self.purge: 0.1 * world.evicts,
@@ -206,7 +214,7 @@ class Walk:
         for holder in self.holders:
             holder.verify()
             if not holder.is_revoked:
-                assert self.oracle.num_published(holder.identities) >= holder.lease.committed_tokens
+                assert self.oracle.num_published(holder.identities) >= holder.num_matchable
 
     def match(self) -> None:
         namespace, tokens = self._namespace(), self._prompt()
@@ -335,16 +343,27 @@ class Walk:
         self.events["extensions in a copy"] += goes_on_in_a_copy
 
     def close(self) -> None:
-        if holder := self._holder():
+        if self.holders:
+            holder = self.random.choice(self.holders)
             self.holders.remove(holder)
             self.events["closed uncommitted"] += holder.lease.committed_tokens < holder.lease.num_tokens
+            num_evicted_blocks = self.cache.num_evicted_blocks
             holder.lease.close()
+            self.events["blocks thinned"] += self.cache.num_evicted_blocks - num_evicted_blocks
+            is_long = holder.lease.num_nodes > self.world.max_path_nodes
+            self.events["long paths closed after a purge"] += is_long and holder.is_revoked
             if self.random.random() < 0.3:
                 before = self._counts()
                 holder.lease.close()
                 with pytest.raises(LeaseClosed):
                     holder.lease.commit(holder.lease.num_tokens)
                 assert self._counts() == before
+
+    def keep(self) -> None:
+        kept, holder = self.cache.kept, self._holder()
+        if holder is not None and kept.num_blocks + kept.num_more([Path.of(holder.lease)]) <= kept.max_blocks:
+            holder.keep()
+            self.events["leases kept"] += 1
 
     def evict(self) -> None:
         num_blocks, num_segments = self.random.randint(1, 5), len(self.cache.segments)
@@ -425,7 +444,9 @@ class Walk:
         self.events["events compared"] += self.watch.verify(self.cache) >= 0
 
     def _holder(self) -> Holder | None:
-        return self.random.choice(self.holders) if self.holders else None
+        """Choose a holder that may still write."""
+        writing = [holder for holder in self.holders if holder.kept_block_ids is None]
+        return self.random.choice(writing) if writing else None
 
     def _namespace(self) -> Namespace:
         return self.random.choice(NAMESPACES[: self.world.num_namespaces])
@@ -504,9 +525,11 @@ def dice_of(seed: int, steps: int) -> range:
 def walk(world: World, policy: str, dice: Iterable[int]) -> Counter[str]:
     """Take one random walk and return what happened on it."""
     walker = Walk(world, policy)
-    for number in dice:
-        walker.step(number)
-    walker.finish()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("radixkv.cache.evictor.MAX_PATH_NODES", world.max_path_nodes)
+        for number in dice:
+            walker.step(number)
+        walker.finish()
     return walker.events
 
 

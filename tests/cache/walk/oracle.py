@@ -160,6 +160,8 @@ class Holder:
     identities: Identities
     num_written: int = 0
     is_revoked: bool = False
+    kept_block_ids: npt.NDArray[np.int32] | None = None  # once it only keeps them
+    num_kept_tokens: int = 0
 
     def receive(self) -> None:
         """Take a lease over: assert that the reused blocks hold the right K/V, and fill the new ones with poison."""
@@ -226,9 +228,24 @@ class Holder:
         assert self.lease.block_ids.size == -(-self.lease.num_tokens // self.oracle.block_size)
         return int(new.size)
 
+    @property
+    def num_matchable(self) -> int:
+        """Count the tokens that the lease keeps in the tree."""
+        return self.lease.committed_tokens if self.kept_block_ids is None else self.num_kept_tokens
+
+    def keep(self) -> None:
+        """Only keep the blocks from now on. One that was extended into a copy is kept as that copy."""
+        self.begin()
+        self.kept_block_ids = self.lease.block_ids.copy()
+        self.num_kept_tokens = self.lease.num_published_blocks * self.oracle.block_size
+        self.num_kept_tokens = min(self.num_kept_tokens, self.lease.committed_tokens)
+        self.lease.keep()
+
     def verify(self) -> None:
         """Assert that everything reused or written until now is in place."""
         block_ids, copy = self.lease.block_ids, self.lease.copy
+        if self.kept_block_ids is not None:
+            block_ids = self.kept_block_ids
         if copy is not None:
             block_ids = np.where(block_ids == copy.target, np.int32(copy.source), block_ids)
         self.oracle.verify(block_ids, self.identities[: self.num_written])

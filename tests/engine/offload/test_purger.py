@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
+from radixkv.api.params import PrefillParams
 from radixkv.errors import StoreLate, StoreUnavailable
 from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.scheduling.request import Request
+from radixkv.storage.tiers.block_object import BlockObject
 from tests.core_bench import purge_at_once
+from tests.fake_runner import tokens
 
-from .test_lookups import PROMPT, remote, two_servers
+from .test_lookups import NAMESPACE, PROMPT, remote, two_servers
 
 
 def test_a_purge_reaches_what_another_server_stored() -> None:
@@ -68,3 +74,30 @@ def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
     assert second.core.seconds_to_rest() is None
     assert not second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
     assert remote(second.prefill(PROMPT, tenant="other")) == 12
+
+
+def test_what_an_invoked_adapter_computed_is_neither_asked_for_nor_believed_before_the_store_has_purged_it() -> None:
+    bench, _, store = two_servers()
+    marks, lookups = bench.cache.marks, bench.offload._lookups
+    marks.add("law")
+    invocation = marks.invocation("law", 6)  # in the second block
+    older, newer = (
+        Request(PrefillParams(tokens(PROMPT)), NAMESPACE, Future(), 0.0, invocation=invocation) for _ in range(2)
+    )
+    blocks = list(bench.elsewhere.key_blocks(NAMESPACE, older.prompt_tokens))
+    store.memory.put([BlockObject(each.key, each.parent, 0, each.tokens, memoryview(bytes(64))) for each in blocks])
+    assert lookups.begin(older, 0)
+    ask, store.calls = store.calls, []
+    bench.offload.purge(None, "law", None)
+    assert not lookups.begin(newer, 0)
+    purge, store.calls = store.calls, ask
+    store.run()
+    assert lookups.ended() == [older]
+    assert bench.elsewhere.find(NAMESPACE, older.prompt_tokens, 0) == []
+    store.calls = purge
+    store.run()
+    assert lookups.begin(newer, 0)
+    store.run()
+    lookups.ended()
+    found = bench.elsewhere.find(NAMESPACE, newer.prompt_tokens, 0)
+    assert [each.block for each in found] == blocks[:1], "the base model's"

@@ -33,6 +33,21 @@ class Exporting:
         keys = self.bench.elsewhere.key_blocks
         self.exports = Exports(self.bench.cache, core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
 
+    def make_public(self, ids: range) -> None:
+        """Compute a prefix that is public from then on."""
+        cache = self.bench.cache
+        prefix = cache.public.register("system", "fake", "", tokens(ids))
+        future: Future[PrefillResult] = Future()
+        self.bench.core.submit(Request(PrefillParams(prefix.tokens), prefix.namespace, future, 0.0))
+        self.bench.run()
+        cache.public.keep(prefix)
+
+    def payloads(self, lease_id: str, tenant: str) -> list[bytes]:
+        """All that a tenant gets of its lease."""
+        found = self.exports.blocks_of(lease_id, tenant)
+        objects = self.exports.objects(lease_id, tenant, found, range(len(found.blocks)))
+        return [bytes(each.payload) for each in objects]
+
     def hold(self, ids: range = PROMPT, tenant: str = "", **params: bool) -> str:
         result = self.bench.prefill(ids, tenant=tenant, hold_lease=True, **params)
         assert result.held_lease is not None
@@ -112,13 +127,24 @@ def test_the_blocks_stay_while_others_come_and_the_prompt_goes_on() -> None:
 
 def test_a_public_prefix_before_the_prompt_comes_with_it() -> None:
     exporting = Exporting()
-    cache = exporting.bench.cache
-    prefix = cache.public.register("system", "fake", "", tokens(range(2 * BLOCK_SIZE)))
-    future: Future[PrefillResult] = Future()
-    exporting.bench.core.submit(Request(PrefillParams(prefix.tokens), prefix.namespace, future, 0.0))
-    exporting.bench.run()
-    cache.public.keep(prefix)
-    found = exporting.exports.blocks_of(exporting.hold(tenant="acme"), "acme")
+    exporting.make_public(range(2 * BLOCK_SIZE))
+    lease_id = exporting.hold(tenant="acme")
+    found = exporting.exports.blocks_of(lease_id, "acme")
     assert len(found.blocks) == 3
     assert {block.namespace for block in found.blocks} == {Namespace("fake", "acme")}
-    cache.public.unregister("system")
+    before = exporting.payloads(lease_id, "acme")
+    exporting.bench.cache.public.unregister("system")
+    exporting.bench.prefill(range(1000, 1000 + 12 * BLOCK_SIZE), tenant="other")
+    assert exporting.payloads(lease_id, "acme") == before
+
+
+def test_a_lease_from_before_its_prompt_was_public_gives_the_blocks_that_it_keeps() -> None:
+    exporting = Exporting()
+    lease_id = exporting.hold(range(2 * BLOCK_SIZE), tenant="acme")
+    before = exporting.payloads(lease_id, "acme")
+    exporting.make_public(range(2 * BLOCK_SIZE))
+    found = exporting.exports.blocks_of(lease_id, "acme")
+    exporting.bench.cache.public.unregister("system")
+    exporting.bench.prefill(range(1000, 1000 + 14 * BLOCK_SIZE), tenant="other")  # takes all blocks that are free
+    objects = exporting.exports.objects(lease_id, "acme", found, range(2))
+    assert [bytes(each.payload) for each in objects] == before

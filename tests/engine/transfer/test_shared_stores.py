@@ -52,4 +52,14 @@ def test_a_store_that_fails_has_nothing() -> None:
     bench.stores["redis"].run()
     assert (there.result(), loaded.result()) == (None, [Absence.UNAVAILABLE])
     assert stores.names() == ["redis"]
-    assert SharedStores().names_for(Namespace("fake")) == []
+    assert SharedStores().names_for([block]) == []
+
+
+def test_a_store_that_is_being_purged_of_an_invoked_adapter_is_left_out_for_its_blocks() -> None:
+    bench, _ = stored()
+    stores = SharedStores(bench.offload.tiers, bench.offload.purger.is_purging_any)
+    bench.cache.marks.add("law")
+    invoking = bench.cache.marks.invocation("law", BLOCK_SIZE).marked(tokens(PROMPT))
+    blocks = list(bench.elsewhere.key_blocks(Namespace("fake"), invoking))
+    bench.offload.purge(None, "law", None)
+    assert (stores.names_for(blocks), stores.names_for(blocks[:1])) == ([], ["redis"])

@@ -38,7 +38,7 @@ def made(bench: TieredBench) -> tuple[Transfer, list[tuple[Asker, str]]]:
     mover: Any = FakeMover(bench.runner)
     key_blocks, layers = bench.elsewhere.key_blocks, LayerBytes(1, PAYLOAD_BYTES, 0)
     shared = {name: tier for name, tier in bench.offload.tiers.items() if name == "redis"}
-    stores = SharedStores(shared, bench.offload.purger.is_purging)
+    stores = SharedStores(shared, bench.offload.purger.is_purging_any)
     parts = TransferParts(bench.cache, mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores)
     adapters: Any = Plain()
     transfer = Transfer.of(parts, bench.core.held_leases, adapters, call)
@@ -96,7 +96,10 @@ def test_an_engine_without_the_parts_has_none() -> None:
 def test_no_handle_is_taken_from_a_store_that_has_not_answered_a_purge() -> None:
     bench = TieredBench(16, redis=100)
     transfer, _ = made(bench)
-    ask = lambda tenant: transfer.stores_for(tokens(PROMPT), Caller(tenant)).result()  # noqa: E731
+
+    def ask(tenant: str) -> list[str]:
+        return transfer.stores_for(transfer.wanted(tokens(PROMPT), Caller(tenant)), tenant).result()
+
     assert ask("acme") == ["redis"]
     bench.offload.purge("acme", None, None)
     assert (ask("acme"), ask("other")) == ([], ["redis"])

@@ -37,6 +37,28 @@ def directory_of(path: Path) -> Path:
     return directory
 
 
+class Power:
+    """Power of a machine, whose disk has the index as it was when it was last waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self._path, self._sync, self._synced = path, os.fdatasync, b""
+        monkeypatch.setattr(os, "fdatasync", self._wait)
+
+    @property
+    def index(self) -> Path:
+        return directory_of(self._path) / "index"
+
+    def _wait(self, file: int) -> None:
+        self._sync(file)
+        self._synced = self.index.read_bytes()
+
+    def fail(self, store: DiskStore, first_lines: bytes = b"") -> None:
+        """End a store, and lose what the disk did not have; of the index it had the given lines, if any."""
+        index = self.index.read_bytes() if first_lines else self._synced
+        store.close()
+        self.index.write_bytes(first_lines + index[len(first_lines) :])
+
+
 class Clock:
     now_s = 0.0
 
@@ -79,6 +101,43 @@ def test_a_deleted_block_does_not_come_back_in_an_earlier_generation(tmp_path: P
     again = disk_at(tmp_path, 8)
     assert again.exists([key_of(1)]) == [False]
     again.close()
+
+
+def test_a_deleted_block_does_not_come_back_after_a_power_failure_left_it_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    power = Power(monkeypatch, tmp_path)
+    store = disk_at(tmp_path, 8)
+    store.put([block(1, generation=1)])
+    before = power.index.read_bytes()[:64]
+    loading = store._table.find(key_of(1))
+    assert loading is not None
+    store._table.start_reading(loading)  # so that the next generation has to be written elsewhere
+    store.put([block(1, generation=2)])
+    power.fail(store, first_lines=before)
+    store = disk_at(tmp_path, 8)
+    assert got(store, 1) == [stored(1, 2)]
+    assert store.delete([key_of(1)]) == 1
+    power.fail(store)
+    store = disk_at(tmp_path, 8)
+    assert store.exists([key_of(1)]) == [False]
+    store.close()
+
+
+def test_an_evicted_block_does_not_come_back_once_it_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_at(tmp_path, 1).close()
+    power = Power(monkeypatch, tmp_path)
+    store = disk_at(tmp_path, 1)
+    store.put([block(1)])
+    store.delete([])
+    assert store.put([block(2)]).evicted == (key_of(1),)
+    assert store.delete([key_of(1)]) == 0
+    power.fail(store)
+    store = disk_at(tmp_path, 1)
+    assert store.exists([key_of(1)]) == [False]
+    store.close()
 
 
 def test_the_bound_holds_and_the_directory_shrinks_with_it(tmp_path: Path) -> None:

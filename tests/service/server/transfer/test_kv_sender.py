@@ -99,7 +99,7 @@ class FakeTransfer:
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
         return self._answer(lambda: LeaseBlocks(blocks(), range(NUM_BLOCKS)))
 
-    def stores_for(self, prompt: bytes, caller: Caller) -> Future[list[str]]:
+    def stores_for(self, blocks: Sequence[KeyedBlock], tenant: str) -> Future[list[str]]:
         return ended(self.stores.names())
 
     def objects(
