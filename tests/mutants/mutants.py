@@ -647,7 +647,6 @@ OFFLOAD_MUTANTS = (
         "        self._save()\n        self._delivery.publish(computed)",
     ),
     Mutant("storage/tiers/block_object.py", "memory[-CHECKSUM_BYTES:] =", "_ ="),
-    Mutant("engine/offload/deleter.py", " if key not in self._elsewhere.shelves[name]]", "]"),
     Mutant("engine/offload/own_purger.py", "*self._elsewhere.drop_given_up(name, scope.has), ", ""),
     Mutant("engine/offload/own_purger.py", "(*self._saver.given_up(name), *self", "(*(), *self"),
     Mutant("engine/offload/own_purger.py", ", *self._deleter.unanswered(name))", ",)"),
@@ -655,6 +654,11 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "in_flight"),
     Mutant("engine/offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "[*self._failed.get(name, ())]"),
     Mutant("engine/offload/offload.py", "is_unfinished = self._saver.has_waiting or ", "is_unfinished = "),
+    Mutant("engine/offload/deleter.py", " if key not in shelf]:", "]:"),
+    Mutant("engine/offload/deleter.py", " and not shelf.holds(key)]:", " and shelf.holds(key)]:"),
+    Mutant(
+        "engine/offload/deleter.py", "                self._failed[name] = dict.fromkeys(undecided)\n", "                pass\n"
+    ),
     Mutant("engine/core.py", "lambda: has_news() or offload.has_answers", "has_news"),
     Mutant("engine/offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
     Mutant("engine/offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),

@@ -47,13 +47,20 @@ class Deleter:
         return [*in_flight, *self._failed.get(name, ())]
 
     def retry(self) -> None:
-        """Ask again what could not be asked. Complexity: O(keys of calls that failed since the last time)."""
+        """Ask again what could not be asked, but not for blocks that the store has been given again.
+
+        Of those that are on their way to it nobody knows yet whether it takes them; they are left for the next time.
+
+        Complexity: O(keys of calls that failed since the last time).
+        """
         self._note_ended()
         failed, self._failed = self._failed, {}
         for name, keys in failed.items():
-            useless = [key for key in keys if key not in self._elsewhere.shelves[name]]
-            if useless:
+            shelf = self._elsewhere.shelves[name]
+            if useless := [key for key in keys if key not in shelf]:
                 self.delete(name, useless)
+            if undecided := [key for key in keys if key in shelf and not shelf.holds(key)]:
+                self._failed[name] = dict.fromkeys(undecided)
 
     def _note_ended(self) -> None:
         while not self._ended.empty():

@@ -27,7 +27,8 @@ def test_what_could_not_be_asked_is_asked_again() -> None:
     assert len(store.told) == 2
     for _, told in store.told:
         told.set_result(None)
-    shelf.add(b"b", Namespace("model"))  # stored again meanwhile
+    shelf.add(b"b", Namespace("model"))
+    shelf.note_stored(b"b")  # again, meanwhile
     assert deleter.has_failed
     deleter.retry()
     assert store.told[2][0] == [b"a", b"c"], "one call for all"
@@ -35,3 +36,18 @@ def test_what_could_not_be_asked_is_asked_again() -> None:
     assert not deleter.has_failed
     deleter.retry()
     assert len(store.told) == 3
+
+
+def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_does_not_take_it() -> None:
+    store, shelf = Store(), Shelf("disk", 10)
+    deleter = Deleter(SimpleNamespace(shelves={"disk": shelf}), {"disk": store})  # type: ignore[arg-type, dict-item]
+    deleter.delete("disk", [b"a", b"b"]).set_result(None)
+    for key in (b"a", b"b"):
+        shelf.add(key, Namespace("model"))
+    deleter.retry()
+    assert len(store.told) == 1
+    assert deleter.has_failed, "nobody knows yet whether they are useless"
+    shelf.note_stored(b"a")
+    shelf.remove(b"b")
+    deleter.retry()
+    assert store.told[1][0] == [b"b"]

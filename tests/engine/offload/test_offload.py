@@ -436,6 +436,23 @@ def test_deletions_that_fail_are_tried_once_in_a_second_and_in_one_call() -> Non
     assert len(store.calls) == 1
 
 
+def test_what_is_purged_and_leaves_again_before_the_store_works_is_deleted() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    store.error = StorePaused("paused")
+    purge_at_once(bench.core, tenant="")
+    store.run()
+    bench.submit(PROMPT)
+    bench.core.step()
+    bench.cache.evict(4)
+    bench.clock.now += 2.0
+    bench.core.step()  # asks again, while the blocks are on their way to the store
+    store.run()
+    store.error = None
+    bench.run()
+    assert store.memory.size().num_objects == len(bench.elsewhere.shelves["host"]) == 0
+
+
 def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     bench = TieredBench()
     (store,) = bench.stores.values()
