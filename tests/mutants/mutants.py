@@ -657,7 +657,9 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/deleter.py", " if key not in shelf]:", "]:"),
     Mutant("engine/offload/deleter.py", " and not shelf.holds(key)]:", " and shelf.holds(key)]:"),
     Mutant(
-        "engine/offload/deleter.py", "                self._failed[name] = dict.fromkeys(undecided)\n", "                pass\n"
+        "engine/offload/deleter.py",
+        "            self._failed.setdefault(name, {}).update(dict.fromkeys(undecided))\n",
+        "            pass\n",
     ),
     Mutant("engine/core.py", "lambda: has_news() or offload.has_answers", "has_news"),
     Mutant("engine/offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
@@ -675,7 +677,11 @@ OFFLOAD_MUTANTS = (
     Mutant(
         "engine/offload/last_save.py", "is_whole and self._saver.num_dropped", "is_whole or self._saver.num_dropped"
     ),
-    Mutant("engine/offload/saver.py", " - set(keys) | unasked", " - set(keys)"),
+    Mutant("engine/offload/saver.py", " - set(keys) | absent", " - set(keys)"),
+    Mutant("engine/offload/saver.py", " if not self._elsewhere.shelves[name].may_have(key)}", "}"),
+    Mutant("engine/offload/saver.py", "            self._delete(name, older)\n", ""),
+    Mutant("engine/offload/saver.py", "[key for key in keys if shelf.may_have(key)]", "keys"),
+    Mutant("cache/elsewhere/shelf.py", "        self._rewritten.add(key)\n", ""),
     Mutant(
         "engine/offload/saver.py",
         "        self._drop(departures[:first])\n        return departures[first:]",
@@ -952,7 +958,16 @@ PART_MUTANTS = (
         "            if has_part:",
     ),
     Mutant("cache/elsewhere/elsewhere.py", "            shelf.partless.add(block.key)\n", "            pass\n"),
-    Mutant("cache/elsewhere/elsewhere.py", "        if has_part:\n            return True\n", ""),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "        if has_part:\n            shelf.expect(block.key)\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "            shelf.expect(block.key)\n            return True\n        shelf.note_stored",
+        "            return True\n        shelf.note_stored",
+    ),
     Mutant(
         "cache/elsewhere/shelf.py",
         "        self.partless.discard(key)\n        self._expected.add(key)",

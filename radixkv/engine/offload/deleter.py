@@ -34,9 +34,20 @@ class Deleter:
         deleted.add_done_callback(self._ended.put)
         return deleted
 
+    def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
+        """Tell a store to delete those blocks of which its shelf does not know.
+
+        Of those that are on their way to it nobody knows yet whether it takes them; they are left for `retry`.
+        """
+        shelf = self._elsewhere.shelves[name]
+        if useless := [key for key in keys if key not in shelf]:
+            self.delete(name, useless)
+        if undecided := [key for key in keys if key in shelf and not shelf.holds(key)]:
+            self._failed.setdefault(name, {}).update(dict.fromkeys(undecided))
+
     @property
     def has_failed(self) -> bool:
-        """Whether a store is to be asked again."""
+        """Whether a store may have to be asked again."""
         self._note_ended()
         return bool(self._failed)
 
@@ -49,18 +60,12 @@ class Deleter:
     def retry(self) -> None:
         """Ask again what could not be asked, but not for blocks that the store has been given again.
 
-        Of those that are on their way to it nobody knows yet whether it takes them; they are left for the next time.
-
         Complexity: O(keys of calls that failed since the last time).
         """
         self._note_ended()
         failed, self._failed = self._failed, {}
         for name, keys in failed.items():
-            shelf = self._elsewhere.shelves[name]
-            if useless := [key for key in keys if key not in shelf]:
-                self.delete(name, useless)
-            if undecided := [key for key in keys if key in shelf and not shelf.holds(key)]:
-                self._failed[name] = dict.fromkeys(undecided)
+            self.delete_unknown(name, list(keys))
 
     def _note_ended(self) -> None:
         while not self._ended.empty():

@@ -51,3 +51,16 @@ def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_d
     shelf.remove(b"b")
     deleter.retry()
     assert store.told[1][0] == [b"b"]
+
+
+def test_of_what_a_store_should_not_have_nothing_is_deleted_that_it_has_again() -> None:
+    store, shelf = Store(), Shelf("disk", 10)
+    deleter = Deleter(SimpleNamespace(shelves={"disk": shelf}), {"disk": store})  # type: ignore[arg-type, dict-item]
+    for key in (b"a", b"b"):
+        shelf.add(key, Namespace("model"))
+    shelf.note_stored(b"a")
+    deleter.delete_unknown("disk", [b"a", b"b", b"c"])
+    assert [keys for keys, _ in store.told] == [[b"c"]]
+    shelf.remove(b"b")
+    deleter.retry()
+    assert [keys for keys, _ in store.told] == [[b"c"], [b"b"]]
