@@ -655,6 +655,8 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "[*self._failed.get(name, ())]"),
     Mutant("engine/offload/offload.py", "is_unfinished = self._saver.has_waiting or ", "is_unfinished = "),
     Mutant("engine/offload/deleter.py", " if key not in shelf]:", "]:"),
+    Mutant("engine/offload/deleter.py", "            self._wake()\n", ""),
+    Mutant("engine/offload/purger.py", "            self._wake()\n", "            pass\n"),
     Mutant("engine/offload/deleter.py", " and not shelf.holds(key)]:", " and shelf.holds(key)]:"),
     Mutant(
         "engine/offload/deleter.py",

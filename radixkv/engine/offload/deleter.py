@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
@@ -18,11 +18,15 @@ class Deleter:
     Args:
         elsewhere: knows what stores have been given again.
         tiers: the stores, by name.
+        wake: called on a store's thread when it could not be asked, so that `retry` is called.
     """
 
-    def __init__(self, elsewhere: Elsewhere, tiers: Mapping[str, Tier]) -> None:
+    def __init__(
+        self, elsewhere: Elsewhere, tiers: Mapping[str, Tier], wake: Callable[[], None] = lambda: None
+    ) -> None:
         self._elsewhere = elsewhere
         self._tiers = tiers
+        self._wake = wake
         self._open: dict[Future[int | None], tuple[str, Sequence[bytes]]] = {}  # calls that have not ended
         self._ended: queue.SimpleQueue[Future[int | None]] = queue.SimpleQueue()
         self._failed: dict[str, dict[bytes, None]] = {}
@@ -31,7 +35,7 @@ class Deleter:
         """Tell a store to delete blocks. Returns the number of those that it had, None if it could not be asked."""
         deleted = self._tiers[name].delete(keys)
         self._open[deleted] = name, keys
-        deleted.add_done_callback(self._ended.put)
+        deleted.add_done_callback(self._end)
         return deleted
 
     def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
@@ -66,6 +70,12 @@ class Deleter:
         failed, self._failed = self._failed, {}
         for name, keys in failed.items():
             self.delete_unknown(name, list(keys))
+
+    def _end(self, deleted: Future[int | None]) -> None:
+        """Note the end of a call, on a thread of the store."""
+        self._ended.put(deleted)
+        if deleted.cancelled() or deleted.result() is None:
+            self._wake()
 
     def _note_ended(self) -> None:
         while not self._ended.empty():

@@ -13,7 +13,6 @@ from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredPage
 from radixkv.api.stats import TierStats
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
-from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.deleter import Deleter
@@ -27,6 +26,7 @@ from radixkv.engine.offload.own_purger import OwnPurger
 from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Copies, Saver
 from radixkv.engine.offload.store_stats import stats_of
+from radixkv.engine.offload.stored_grant import grant_stored
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
@@ -36,7 +36,6 @@ from radixkv.scheduling.step_plan import Slice
 from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.tier import Tier
-from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Offload:
     Attributes:
         elsewhere, tiers: see above; the tiers by name.
         purger: of the shared stores.
-        wake: see `Loader`; the engine sets it.
+        wake: called on a store's thread when there is something to do; the engine sets it.
         transfer: to give and take K/V of these blocks; None for neither.
     """
 
@@ -94,11 +93,12 @@ class Offload:
         self._clock = clock
         self._on_close = on_close
         self._choice = choice
-        self._deleter = Deleter(elsewhere, self.tiers)
+        self._deleter = Deleter(elsewhere, self.tiers, lambda: self.wake())
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
-        self.purger, self._own_purger = Purger(shared, keys), OwnPurger(elsewhere, self._saver, self._deleter, keys)
+        self.purger = Purger(shared, keys, lambda: self.wake())
+        self._own_purger = OwnPurger(elsewhere, self._saver, self._deleter, keys)
         self._lookups = Lookups(elsewhere, shared, self.purger, choice, clock, lambda: self.wake(), cache.block_size)
         self._copies: Copies | None = None  # that stores have not got
         self._next_retry_s = clock()
@@ -170,20 +170,8 @@ class Offload:
             What was granted in all.
         """
         self._take_found()
-        size = self._cache.block_size
-        start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
-        cached = end - on_device.uncached_tokens
-        end_kept = start + on_device.granted_tokens if on_device.refused_tokens else end  # no use behind a gap
-        expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
-        num_granted, num_stored = self.elsewhere.retain(
-            namespace, tokens, start // size, -(-end_kept // size), cached // size, Wish(retention.priority, expires_s)
-        )
-        first = max(start // size, cached // size)
-        stored = max(cached, min(end, (first + num_stored) * size)) - cached
-        granted = max(cached, min(end, (first + num_granted) * size)) - cached
-        return on_device._replace(uncached_tokens=0).joined(
-            Grant(granted, stored - granted, end - cached - stored, expires_s if granted else None)
-        )
+        size, now_s = self._cache.block_size, self._clock()
+        return grant_stored(self.elsewhere, size, namespace, tokens, retention, on_device, now_s)
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
         """List the namespaces of which a store holds blocks; see `Shelf.page`. Of shared ones, those known here.

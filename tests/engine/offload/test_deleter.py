@@ -64,3 +64,13 @@ def test_of_what_a_store_should_not_have_nothing_is_deleted_that_it_has_again() 
     shelf.remove(b"b")
     deleter.retry()
     assert [keys for keys, _ in store.told] == [[b"c"], [b"b"]]
+
+
+def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
+    store, shelf, woken = Store(), Shelf("disk", 10), list[bool]()
+    elsewhere = SimpleNamespace(shelves={"disk": shelf})
+    deleter = Deleter(elsewhere, {"disk": store}, lambda: woken.append(deleter.has_failed))  # type: ignore[arg-type, dict-item]
+    deleter.delete("disk", [b"a"]).set_result(1)
+    assert woken == []
+    deleter.delete("disk", [b"a"]).set_result(None)
+    assert woken == [True]
