@@ -680,6 +680,7 @@ OFFLOAD_MUTANTS = (
         "engine/offload/last_save.py", "is_whole and self._saver.num_dropped", "is_whole or self._saver.num_dropped"
     ),
     Mutant("engine/offload/saver.py", " - set(keys) | absent", " - set(keys)"),
+    Mutant("engine/offload/offload.py", "        self._saver.note_ended()\n", ""),
     Mutant("engine/offload/saver.py", " if not self._elsewhere.shelves[name].may_have(key)}", "}"),
     Mutant("engine/offload/saver.py", "            self._delete(name, older)\n", ""),
     Mutant("engine/offload/saver.py", "[key for key in keys if shelf.may_have(key)]", "keys"),

@@ -125,7 +125,7 @@ class Offload:
 
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
-        self._take_found()
+        self._take_news()
         fetched, request.fetched = request.fetched, None
         if not request.params.read_cache:
             return False
@@ -149,12 +149,12 @@ class Offload:
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
         """Count a tenant's blocks in each store, of shared ones those that are known."""
-        self._take_found()
+        self._take_news()
         return {name: shelf.owned.num_by_tenant[tenant] for name, shelf in self.elsewhere.shelves.items()}
 
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
         """Count the tokens after the cached ones that stores are known to have."""
-        self._take_found()
+        self._take_news()
         first_block, found = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
         return max(0, (first_block + len(found)) * self._cache.block_size - cached_tokens) if found else 0
 
@@ -169,7 +169,7 @@ class Offload:
         Returns:
             What was granted in all.
         """
-        self._take_found()
+        self._take_news()
         size, now_s = self._cache.block_size, self._clock()
         return grant_stored(self.elsewhere, size, namespace, tokens, retention, on_device, now_s)
 
@@ -182,7 +182,7 @@ class Offload:
         shelf = self.elsewhere.shelves.get(name)
         if shelf is None:
             raise InvalidRequest(f"store: expected one of {', '.join(self.elsewhere.shelves)}, got {name!r}")
-        self._take_found()
+        self._take_news()
         return shelf.page(start, tenant, max_listed)
 
     @property
@@ -282,6 +282,11 @@ class Offload:
             self._next_retry_s = self._clock() + _RETRY_PERIOD_S
             self._deleter.retry()
             self.purger.retry()
+
+    def _take_news(self) -> None:
+        """Note what stores have taken, and some of what was found on the disk."""
+        self._saver.note_ended()
+        self._take_found()
 
     def _take_found(self) -> None:
         if self._earlier is not None:

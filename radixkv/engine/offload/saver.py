@@ -96,7 +96,7 @@ class Saver:
 
     def copy(self) -> Copies:
         """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`."""
-        self._note_ended()
+        self.note_ended()
         left, given_up = self._elsewhere.take_departures()
         departures = self._within_bound(left)
         payloads = self._read(departures) if departures else []
@@ -120,6 +120,11 @@ class Saver:
             saved = tier.save(objects, given_up)
             self._open[saved] = _Save(name, [each.key for each in objects], given_up)
             saved.add_done_callback(self._ended.put)
+
+    def note_ended(self) -> None:
+        """Note what stores have taken, what they did not take, and what they did not keep."""
+        while not self._ended.empty():
+            self._note_end(self._ended.get())
 
     def wait(self, limit_s: float) -> bool:
         """Wait until stores have taken all that they were given. Returns whether they did."""
@@ -155,11 +160,6 @@ class Saver:
         except (torch.OutOfMemoryError, MemoryError):
             _log.warning("the device has no memory to copy %d blocks for its stores, which are lost", len(departures))
             return None
-
-    def _note_ended(self) -> None:
-        """Note what stores did not take or did not keep."""
-        while not self._ended.empty():
-            self._note_end(self._ended.get())
 
     def _note_end(self, saved: Future[PutResult | None]) -> None:
         name, keys, given_up = self._open.pop(saved)

@@ -89,6 +89,26 @@ def test_a_probe_tells_what_is_stored() -> None:
     assert bench.core.probe(NAMESPACE, tokens(range(6))).stored_tokens == 0
 
 
+def at_rest() -> TieredBench:
+    """A bench whose store has taken a prompt's blocks since the engine has come to rest."""
+    bench = TieredBench()
+    bench.prefill(PROMPT)
+    bench.submit(FLOOD)
+    while bench.core.has_work:
+        bench.core.step()
+    (store,) = bench.stores.values()
+    store.run()
+    return bench
+
+
+def test_the_first_request_after_a_rest_loads_what_was_stored_meanwhile() -> None:
+    assert loaded(at_rest().prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_a_probe_after_a_rest_tells_what_was_stored_meanwhile() -> None:
+    assert at_rest().core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 12
+
+
 def flood(bench: TieredBench, num_prompts: int) -> None:
     """Let other prompts pass through the device and the stores."""
     for seed in range(1, num_prompts + 1):
