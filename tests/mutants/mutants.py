@@ -752,6 +752,11 @@ OFFLOAD_MUTANTS = (
     Mutant("cache/elsewhere/shelf.py", "            self.retained.remove(key)\n", ""),
     Mutant("cache/elsewhere/shelf.py", "oldest is None or own[oldest] > priority", "True"),
     Mutant("cache/elsewhere/stored_retention.py", "in reversed(list(enumerate(path)))", "in enumerate(path)"),
+    Mutant("cache/elsewhere/stored_retention.py", "list(filter(self._is_stored, path)), num_before", "path, start"),
+    Mutant(
+        "cache/elsewhere/stored_retention.py", "            self._retentions.forget(block.key)\n", "            pass\n"
+    ),
+    Mutant("cache/elsewhere/retentions.py", "iter(own if has_its_part else self._wishes)", "iter(self._wishes)"),
     Mutant("cache/elsewhere/stored_retention.py", "not shelf.is_on_device(key) and ", ""),
     Mutant(
         "cache/elsewhere/stored_retention.py",

@@ -145,6 +145,13 @@ def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
     assert grant == Grant(4, 0, 0)
 
 
+def test_a_prompt_that_is_nowhere_is_not_retained_when_it_comes() -> None:
+    bench = TieredBench(host=8)
+    assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
+    flood(emptied(bench), 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
+
+
 def test_what_may_not_be_retained_of_what_is_stored_is_told() -> None:
     bench = TieredBench(host=8)
     bench.elsewhere.shelves["host"].retained_share = 0.25
