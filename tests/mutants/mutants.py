@@ -628,6 +628,9 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/last_save.py", "key=lambda node: (-node.last_used_s", "key=lambda node: (node.last_used_s"),
     Mutant("engine/offload/last_save.py", "            num_left -= len(saved[-1])\n", ""),
     Mutant("engine/offload/earlier_blocks.py", "        while self._reader.is_alive():\n", "        while False:\n"),
+    Mutant("engine/offload/earlier_blocks.py", "        self._reader.join(limit_s)\n", ""),
+    Mutant("engine/offload/earlier_blocks.py", "elif is_read and not self.has_failed:", "elif not self.has_failed:"),
+    Mutant("engine/offload/last_save.py", "            if knows_disk:\n", "            if True:\n"),
     Mutant(
         "cache/elsewhere/elsewhere.py",
         "None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)",

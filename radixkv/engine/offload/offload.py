@@ -256,10 +256,12 @@ class Offload:
 
     def close(self) -> None:
         """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
-        while self._earlier is not None and self._earlier.has_more:
-            self._earlier.take()
+        deadline_s = time.monotonic() + CLOSE_LIMIT_S
+        knows_disk = self._earlier is None or self._earlier.finish(CLOSE_LIMIT_S / 2)
+        if not knows_disk:
+            _log.warning("tier disk: expected to know what it holds, got no end of the list: retention may be lost")
         self._loader.close()
-        if not self._last_save.run(CLOSE_LIMIT_S):
+        if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
             _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
         for tier in self.tiers.values():
             tier.close()
