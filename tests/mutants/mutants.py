@@ -659,6 +659,7 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/offload.py", "is_unfinished = self._saver.has_waiting or ", "is_unfinished = "),
     Mutant("engine/offload/deleter.py", " if key not in shelf]:", "]:"),
     Mutant("engine/offload/deleter.py", "            self._wake()\n", ""),
+    Mutant("engine/offload/deleter.py", "return not open_calls and not self._failed and all(", "return all("),
     Mutant("engine/offload/purger.py", "            self._wake()\n", "            pass\n"),
     Mutant("engine/offload/deleter.py", " and not shelf.holds(key)]:", " and shelf.holds(key)]:"),
     Mutant(

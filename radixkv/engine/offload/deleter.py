@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.storage.tiers.tier import Tier
@@ -71,15 +71,25 @@ class Deleter:
         for name, keys in failed.items():
             self.delete_unknown(name, list(keys))
 
+    def finish(self, limit_s: float) -> bool:
+        """Ask once more what could not be asked, and wait for the stores. Returns whether all of it is deleted."""
+        self.retry()
+        ended, open_calls = wait(list(self._open), limit_s)
+        return not open_calls and not self._failed and all(map(_has_answered, ended))
+
     def _end(self, deleted: Future[int | None]) -> None:
         """Note the end of a call, on a thread of the store."""
         self._ended.put(deleted)
-        if deleted.cancelled() or deleted.result() is None:
+        if not _has_answered(deleted):
             self._wake()
 
     def _note_ended(self) -> None:
         while not self._ended.empty():
             deleted = self._ended.get()
             name, keys = self._open.pop(deleted)
-            if deleted.cancelled() or deleted.result() is None:
+            if not _has_answered(deleted):
                 self._failed.setdefault(name, {}).update(dict.fromkeys(keys))
+
+
+def _has_answered(deleted: Future[int | None]) -> bool:
+    return not deleted.cancelled() and deleted.result() is not None

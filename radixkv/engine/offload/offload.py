@@ -255,14 +255,19 @@ class Offload:
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
-        """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
+        """Write what is on the device to the disk, and delete what is to go, in 10 s at most; close the stores."""
         deadline_s = time.monotonic() + CLOSE_LIMIT_S
         knows_disk = self._earlier is None or self._earlier.finish(CLOSE_LIMIT_S / 2)
         if not knows_disk:
             _log.warning("tier disk: expected to know what it holds, got no end of the list: retention may be lost")
         self._loader.close()
+        self._deleter.retry()  # stores delete before they write
         if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
             _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
+        if not self._deleter.finish(max(0.0, deadline_s - time.monotonic())):
+            _log.error(
+                "tiers: expected to delete what was purged or given up, got fewer: a next process finds the rest"
+            )
         for tier in self.tiers.values():
             tier.close()
         self._on_close()

@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -5,6 +6,7 @@ from types import SimpleNamespace
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.engine.offload.deleter import Deleter
 from radixkv.namespace import Namespace
+from tests.patience import PATIENCE_S
 
 
 class Store:
@@ -74,3 +76,16 @@ def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
     assert woken == []
     deleter.delete("disk", [b"a"]).set_result(None)
     assert woken == [True]
+
+
+def test_the_end_waits_for_what_is_not_deleted_yet() -> None:
+    store, shelf = Store(), Shelf("disk", 10)
+    deleter = Deleter(SimpleNamespace(shelves={"disk": shelf}), {"disk": store})  # type: ignore[arg-type, dict-item]
+    assert deleter.finish(0.0)
+    deleter.delete("disk", [b"a"]).set_result(None)
+    assert not deleter.finish(0.0), "it was asked again, and has not answered"
+    threading.Timer(0.01, store.told[1][1].set_result, [1]).start()
+    assert deleter.finish(PATIENCE_S)
+    deleter.delete("disk", [b"b"])
+    threading.Timer(0.01, store.told[2][1].set_result, [None]).start()
+    assert not deleter.finish(PATIENCE_S)

@@ -491,6 +491,20 @@ def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     assert bench.offload.stats()[0].refused_blocks == 3
 
 
+def test_a_deletion_that_failed_is_tried_once_more_before_the_stores_are_closed() -> None:
+    bench = emptied(TieredBench(disk=100))
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    purge_at_once(bench.core, tenant="")
+    store.run()
+    store.error = None
+    done: Future[int | None] = Future()
+    store._later = lambda call: done.set_result(call()) or done  # type: ignore[method-assign, func-returns-value]
+    bench.offload.close()
+    assert store.memory.size().num_objects == 0
+    assert not bench.offload._deleter.has_failed
+
+
 def test_a_purge_tells_that_a_disk_could_not_be_read() -> None:
     bench = emptied(TieredBench(disk=100))
     bench.offload._earlier = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
