@@ -151,6 +151,8 @@ class Admitter:
     def _start(self, request: Request, lease: PromptLease) -> None:
         """Let a request continue after the cached tokens of its lease, and what was loaded."""
         request.lease, request.num_nodes = lease, lease.num_nodes
+        if not request.has_computed:
+            request.loaded_tokens = {}
         cached_tokens = lease.cached_tokens if self._loads is None else self._loads.fill(request, lease)
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()

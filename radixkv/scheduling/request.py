@@ -107,7 +107,7 @@ class Request:
         num_nodes: nodes of the cache that were passed to find reused tokens, at the last admission.
         cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
         public_tokens: those of them that came from a public prefix.
-        loaded_tokens: those of them that were loaded, by store.
+        loaded_tokens: those of them that were loaded for this admission, by store.
         stored_upto: tokens at its start that were on the device or in stores when it was looked up there.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.

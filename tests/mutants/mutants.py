@@ -690,6 +690,9 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/last_save.py", "key=lambda node: (-node.last_used_s", "key=lambda node: (node.last_used_s"),
     Mutant("engine/offload/last_save.py", "            num_left -= len(saved[-1])\n", ""),
     Mutant("engine/offload/earlier_blocks.py", "        while self._reader.is_alive():\n", "        while False:\n"),
+    Mutant("engine/offload/earlier_blocks.py", "        self._reader.join(limit_s)\n", ""),
+    Mutant("engine/offload/earlier_blocks.py", "elif is_read and not self.has_failed:", "elif not self.has_failed:"),
+    Mutant("engine/offload/last_save.py", "            if knows_disk:\n", "            if True:\n"),
     Mutant(
         "cache/elsewhere/elsewhere.py",
         "None if namespace.tenant == PUBLIC_TENANT else self.trunk_of(namespace)",
@@ -709,7 +712,6 @@ OFFLOAD_MUTANTS = (
         "        self._save()\n        self._delivery.publish(computed)",
     ),
     Mutant("storage/tiers/block_object.py", "memory[-CHECKSUM_BYTES:] =", "_ ="),
-    Mutant("engine/offload/deleter.py", " if key not in self._elsewhere.shelves[name]]", "]"),
     Mutant("engine/offload/own_purger.py", "*self._elsewhere.drop_given_up(name, scope.has), ", ""),
     Mutant("engine/offload/own_purger.py", "(*self._saver.given_up(name), *self", "(*(), *self"),
     Mutant("engine/offload/own_purger.py", ", *self._deleter.unanswered(name))", ",)"),
@@ -717,6 +719,16 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "in_flight"),
     Mutant("engine/offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "[*self._failed.get(name, ())]"),
     Mutant("engine/offload/offload.py", "is_unfinished = self._saver.has_waiting or ", "is_unfinished = "),
+    Mutant("engine/offload/deleter.py", " if key not in shelf]:", "]:"),
+    Mutant("engine/offload/deleter.py", "            self._wake()\n", ""),
+    Mutant("engine/offload/deleter.py", "return not open_calls and not self._failed and all(", "return all("),
+    Mutant("engine/offload/purger.py", "            self._wake()\n", "            pass\n"),
+    Mutant("engine/offload/deleter.py", " and not shelf.holds(key)]:", " and shelf.holds(key)]:"),
+    Mutant(
+        "engine/offload/deleter.py",
+        "            self._failed.setdefault(name, {}).update(dict.fromkeys(undecided))\n",
+        "            pass\n",
+    ),
     Mutant("engine/core.py", "lambda: has_news() or offload.has_answers", "has_news"),
     Mutant("engine/offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
     Mutant("engine/offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),
@@ -733,7 +745,12 @@ OFFLOAD_MUTANTS = (
     Mutant(
         "engine/offload/last_save.py", "is_whole and self._saver.num_dropped", "is_whole or self._saver.num_dropped"
     ),
-    Mutant("engine/offload/saver.py", " - set(keys) | unasked", " - set(keys)"),
+    Mutant("engine/offload/saver.py", " - set(keys) | absent", " - set(keys)"),
+    Mutant("engine/offload/offload.py", "        self._saver.note_ended()\n", ""),
+    Mutant("engine/offload/saver.py", " if not self._elsewhere.shelves[name].may_have(key)}", "}"),
+    Mutant("engine/offload/saver.py", "            self._delete(name, older)\n", ""),
+    Mutant("engine/offload/saver.py", "[key for key in keys if shelf.may_have(key)]", "keys"),
+    Mutant("cache/elsewhere/shelf.py", "        self._rewritten.add(key)\n", ""),
     Mutant(
         "engine/offload/saver.py",
         "        self._drop(departures[:first])\n        return departures[first:]",
@@ -801,6 +818,11 @@ OFFLOAD_MUTANTS = (
     Mutant("cache/elsewhere/shelf.py", "            self.retained.remove(key)\n", ""),
     Mutant("cache/elsewhere/shelf.py", "oldest is None or own[oldest] > priority", "True"),
     Mutant("cache/elsewhere/stored_retention.py", "in reversed(list(enumerate(path)))", "in enumerate(path)"),
+    Mutant("cache/elsewhere/stored_retention.py", "list(filter(self._is_stored, path)), num_before", "path, start"),
+    Mutant(
+        "cache/elsewhere/stored_retention.py", "            self._retentions.forget(block.key)\n", "            pass\n"
+    ),
+    Mutant("cache/elsewhere/retentions.py", "iter(own if has_its_part else self._wishes)", "iter(self._wishes)"),
     Mutant("cache/elsewhere/stored_retention.py", "not shelf.is_on_device(key) and ", ""),
     Mutant(
         "cache/elsewhere/stored_retention.py",
@@ -1046,7 +1068,16 @@ PART_MUTANTS = (
         "            if has_part:",
     ),
     Mutant("cache/elsewhere/elsewhere.py", "            shelf.partless.add(block.key)\n", "            pass\n"),
-    Mutant("cache/elsewhere/elsewhere.py", "        if has_part:\n            return True\n", ""),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "        if has_part:\n            shelf.expect(block.key)\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "cache/elsewhere/elsewhere.py",
+        "            shelf.expect(block.key)\n            return True\n        shelf.note_stored",
+        "            return True\n        shelf.note_stored",
+    ),
     Mutant(
         "cache/elsewhere/shelf.py",
         "        self.partless.discard(key)\n        self._expected.add(key)",

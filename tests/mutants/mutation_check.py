@@ -169,6 +169,7 @@ PART_TESTS = (
     "tests/cache/elsewhere/test_elsewhere.py",
     "tests/storage/test_mover.py",
     "tests/engine/offload/test_loaded_parts.py",
+    "tests/engine/offload/test_saver.py",
 )
 STORE_TESTS = (
     "tests/storage/test_mover.py",

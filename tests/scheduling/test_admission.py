@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.scheduling.admission import Admitter
@@ -28,3 +29,22 @@ def test_who_waits_for_a_store_after_a_pause_is_a_hit_or_a_miss_once_it_is_admit
     assert bench.offload.tiers["host"].counts().loaded, "somebody waited for the store"
     usage = bench.cache.tenants[""]
     assert (usage.num_hit_tokens, usage.num_miss_tokens) == (sum(hits), sum(misses))
+
+
+def test_what_was_loaded_for_an_earlier_admission_is_no_part_of_what_is_reused() -> None:
+    bench = TieredBench(num_blocks=8)
+    bench.runner.is_asynchronous = False
+    bench.prefill(range(15))
+    bench.evict(8)
+    future = bench.generate(range(15), 2)
+    bench.stores["host"].run()
+    bench.runner.fail_next = torch.OutOfMemoryError()
+    bench.core.step()
+    (request,) = bench.core._scheduler.running
+    assert (request.loaded_tokens, request.has_computed) == ({"host": 12}, False)
+    bench.core._growth._pause(request)
+    bench.cache.evict(8)
+    bench.elsewhere.purge(None, None, None)
+    bench.run()
+    usage = future.result(0).usage
+    assert (usage.device_tokens, usage.host_tokens, usage.computed_tokens) == (0, 0, 15)

@@ -291,6 +291,7 @@ class Elsewhere(Listener):
             return True
         del given_up[block.key]  # the store was not told, and still has it, perhaps without its part
         if has_part:
+            shelf.expect(block.key)
             return True
         shelf.note_stored(block.key)
         return False

@@ -38,12 +38,14 @@ class Retentions:
     """Remembers the priority of each block that has another one than the default.
 
     Args:
-        max_keys: blocks to remember. Those of which was heard longest ago are forgotten, and have the default again.
+        max_keys: blocks to remember. Those of which was heard longest ago are forgotten, and have the default again:
+            for a tenant that has its equal part of them, of its own.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._wishes: OrderedDict[bytes, Wish] = OrderedDict()
+        self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}  # in the same order
         self._owned = OwnedKeys()
         self._ends: SortedSet[tuple[float, bytes]] = SortedSet()
 
@@ -70,10 +72,11 @@ class Retentions:
         self.forget(key)
         if wish.priority == DEFAULT_PRIORITY:
             return None
-        oldest = next(iter(self._wishes)) if len(self) == self._max_keys else None
+        oldest = self._oldest(namespace.tenant) if len(self) == self._max_keys else None
         if oldest is not None:
             self.forget(oldest)
         self._wishes[key] = wish
+        self._by_tenant.setdefault(namespace.tenant, OrderedDict())[key] = None
         self._owned.add(key, namespace)
         if wish.expires_s is not None:
             self._ends.add((wish.expires_s, key))
@@ -89,6 +92,10 @@ class Retentions:
         wish = self._wishes.pop(key, None)
         if wish is None:
             return
+        tenant = self._owned[key].tenant
+        del self._by_tenant[tenant][key]
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
         self._owned.remove(key)
         if wish.expires_s is not None:
             self._ends.remove((wish.expires_s, key))
@@ -105,3 +112,9 @@ class Retentions:
         for key in ended:
             self.forget(key)
         return ended
+
+    def _oldest(self, tenant: str) -> bytes:
+        """Return the key that is forgotten for one of a tenant."""
+        own = self._by_tenant.get(tenant, OrderedDict())
+        has_its_part = len(own) * len(self._by_tenant) >= self._max_keys
+        return next(iter(own if has_its_part else self._wishes))

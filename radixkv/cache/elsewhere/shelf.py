@@ -73,6 +73,7 @@ class Shelf:
         self._capped: dict[str, LeavingOrder] = {}  # of tenants with a ceiling; they are in one of the others as well
         self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, the oldest first
         self._expected: set[bytes] = set()
+        self._rewritten: set[bytes] = set()  # those expected ones of which an earlier object may be there
         self._turns = itertools.count()
         self._early_turns = itertools.count(-1, -1)
 
@@ -85,6 +86,10 @@ class Shelf:
     def holds(self, key: bytes) -> bool:
         """Whether a block can be loaded."""
         return key in self.owned and key not in self._expected
+
+    def may_have(self, key: bytes) -> bool:
+        """Whether there is something of a block that is here, perhaps without the part that is on its way."""
+        return self.holds(key) or key in self._rewritten
 
     def __iter__(self) -> Iterator[bytes]:
         """Iterate over the keys of its blocks, from the one that goes first if no floor protects it."""
@@ -132,10 +137,12 @@ class Shelf:
         """Note that a block that is here is written once more, with its part."""
         self.partless.discard(key)
         self._expected.add(key)
+        self._rewritten.add(key)
 
     def note_stored(self, key: bytes) -> None:
         """Note that the store has a block."""
         self._expected.discard(key)
+        self._rewritten.discard(key)
         if key in self:
             self.listener.stored(self.name, key)
 
@@ -192,6 +199,7 @@ class Shelf:
         for order in self._orders_of(tenant):
             order.remove(key)
         self._expected.discard(key)
+        self._rewritten.discard(key)
         self.partless.discard(key)
         self.owned.remove(key)
         if tenant not in self.owned.num_by_tenant:

@@ -58,8 +58,14 @@ class StoredRetention:
         self._give(path, start, wish, self._retentions.raise_to)
 
     def set(self, path: Sequence[KeyedBlock], start: int, wish: Wish) -> None:
-        """Give the blocks from `start` on a priority, whatever it was before; see `note`."""
-        self._give(path, start, wish, self._retentions.set)
+        """Give the stored ones of the blocks from `start` on a priority, whatever it was before; see `note`.
+
+        Others have none here: on the device they have it there, and what is nowhere may never come.
+        """
+        for block in path[start:]:
+            self._retentions.forget(block.key)
+        num_before = sum(self._is_stored(block) for block in path[:start])
+        self._give(list(filter(self._is_stored, path)), num_before, wish, self._retentions.set)
 
     def wishes(self, shelf: Shelf) -> list[tuple[bytes, Wish]]:
         """List the blocks of a store that have another priority than the default, the one that goes first at first."""
@@ -78,7 +84,7 @@ class StoredRetention:
 
     def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
         """Count the blocks that have a priority, up to the first without, and those that are stored, likewise."""
-        stored = list(takewhile(lambda block: any(block.key in shelf for shelf in self._shelves), blocks))
+        stored = list(takewhile(self._is_stored, blocks))
         granted = takewhile(lambda block: self._has(block.key, priority), stored)
         return sum(1 for _ in granted), len(stored)
 
@@ -113,6 +119,9 @@ class StoredRetention:
         for shelf in self._shelves:
             if key in shelf and not shelf.is_on_device(key) and shelf.priority_of(key) != priority:
                 shelf.note_left(key, priority)
+
+    def _is_stored(self, block: KeyedBlock) -> bool:
+        return any(block.key in shelf for shelf in self._shelves)
 
     def _has(self, key: bytes, priority: int) -> bool:
         return any(key in shelf and shelf.priority_of(key) == priority for shelf in self._shelves)

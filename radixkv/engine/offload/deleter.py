@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.storage.tiers.tier import Tier
@@ -18,11 +18,15 @@ class Deleter:
     Args:
         elsewhere: knows what stores have been given again.
         tiers: the stores, by name.
+        wake: called on a store's thread when it could not be asked, so that `retry` is called.
     """
 
-    def __init__(self, elsewhere: Elsewhere, tiers: Mapping[str, Tier]) -> None:
+    def __init__(
+        self, elsewhere: Elsewhere, tiers: Mapping[str, Tier], wake: Callable[[], None] = lambda: None
+    ) -> None:
         self._elsewhere = elsewhere
         self._tiers = tiers
+        self._wake = wake
         self._open: dict[Future[int | None], tuple[str, Sequence[bytes]]] = {}  # calls that have not ended
         self._ended: queue.SimpleQueue[Future[int | None]] = queue.SimpleQueue()
         self._failed: dict[str, dict[bytes, None]] = {}
@@ -31,12 +35,23 @@ class Deleter:
         """Tell a store to delete blocks. Returns the number of those that it had, None if it could not be asked."""
         deleted = self._tiers[name].delete(keys)
         self._open[deleted] = name, keys
-        deleted.add_done_callback(self._ended.put)
+        deleted.add_done_callback(self._end)
         return deleted
+
+    def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
+        """Tell a store to delete those blocks of which its shelf does not know.
+
+        Of those that are on their way to it nobody knows yet whether it takes them; they are left for `retry`.
+        """
+        shelf = self._elsewhere.shelves[name]
+        if useless := [key for key in keys if key not in shelf]:
+            self.delete(name, useless)
+        if undecided := [key for key in keys if key in shelf and not shelf.holds(key)]:
+            self._failed.setdefault(name, {}).update(dict.fromkeys(undecided))
 
     @property
     def has_failed(self) -> bool:
-        """Whether a store is to be asked again."""
+        """Whether a store may have to be asked again."""
         self._note_ended()
         return bool(self._failed)
 
@@ -47,17 +62,34 @@ class Deleter:
         return [*in_flight, *self._failed.get(name, ())]
 
     def retry(self) -> None:
-        """Ask again what could not be asked. Complexity: O(keys of calls that failed since the last time)."""
+        """Ask again what could not be asked, but not for blocks that the store has been given again.
+
+        Complexity: O(keys of calls that failed since the last time).
+        """
         self._note_ended()
         failed, self._failed = self._failed, {}
         for name, keys in failed.items():
-            useless = [key for key in keys if key not in self._elsewhere.shelves[name]]
-            if useless:
-                self.delete(name, useless)
+            self.delete_unknown(name, list(keys))
+
+    def finish(self, limit_s: float) -> bool:
+        """Ask once more what could not be asked, and wait for the stores. Returns whether all of it is deleted."""
+        self.retry()
+        ended, open_calls = wait(list(self._open), limit_s)
+        return not open_calls and not self._failed and all(map(_has_answered, ended))
+
+    def _end(self, deleted: Future[int | None]) -> None:
+        """Note the end of a call, on a thread of the store."""
+        self._ended.put(deleted)
+        if not _has_answered(deleted):
+            self._wake()
 
     def _note_ended(self) -> None:
         while not self._ended.empty():
             deleted = self._ended.get()
             name, keys = self._open.pop(deleted)
-            if deleted.cancelled() or deleted.result() is None:
+            if not _has_answered(deleted):
                 self._failed.setdefault(name, {}).update(dict.fromkeys(keys))
+
+
+def _has_answered(deleted: Future[int | None]) -> bool:
+    return not deleted.cancelled() and deleted.result() is not None

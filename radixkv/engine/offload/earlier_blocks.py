@@ -57,11 +57,12 @@ class EarlierBlocks:
 
     def take(self) -> None:
         """Let the shelf know of some of what was found. Once it knows all, let the record forget what is not there."""
+        is_read = not self._reader.is_alive()  # asked first: what it found may come while we look
         if self._slices is None and not self._found.empty():
             self._slices = self._taking(self._found.get())
         if self._slices is not None:
             next(self._slices, None)
-        elif not self.has_failed and not self._reader.is_alive():
+        elif is_read and not self.has_failed:
             self._record.tidy(self._shelf.owned)
 
     def reading(self) -> Iterator[None]:
@@ -72,6 +73,14 @@ class EarlierBlocks:
         while self.has_more:
             self.take()
             yield
+
+    def finish(self, limit_s: float) -> bool:
+        """Wait until all is found, but no longer than `limit_s`, and take it. Returns whether all is taken."""
+        self._reader.join(limit_s)
+        is_read = not self._reader.is_alive()
+        while self.has_more:
+            self.take()
+        return is_read
 
     def _taking(self, found: EarlierDisk) -> Iterator[None]:
         blocks, wishes = reversed(found.blocks), iter(found.wishes)

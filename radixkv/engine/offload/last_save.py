@@ -34,8 +34,14 @@ class LastSave:
         self._saver = saver
         self._record = record
 
-    def run(self, limit_s: float) -> bool:
-        """Save as much as there is time for. Returns whether stores have taken all that they were given."""
+    def run(self, limit_s: float, *, knows_disk: bool = True) -> bool:
+        """Save as much as there is time for. Returns whether stores have taken all that they were given.
+
+        Args:
+            limit_s: the time.
+            knows_disk: whether it is known what earlier processes left on the disk. If not, the priorities that they
+                noted are left as they are, and none are noted.
+        """
         deadline_s = time.monotonic() + limit_s
         num_dropped_blocks = self._saver.num_dropped_blocks.total()
         self._saver.flush()
@@ -48,7 +54,8 @@ class LastSave:
             self._elsewhere.left("disk", keys)
         if self._record is not None:
             self._record.arrange(list(shelf))
-            self._record.keep(self._elsewhere.retention.wishes(shelf))
+            if knows_disk:
+                self._record.keep(self._elsewhere.retention.wishes(shelf))
         return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks
 
     def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:

@@ -13,7 +13,6 @@ from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredPage
 from radixkv.api.stats import TierStats
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
-from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.deleter import Deleter
@@ -27,6 +26,7 @@ from radixkv.engine.offload.own_purger import OwnPurger
 from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Copies, Saver
 from radixkv.engine.offload.store_stats import stats_of
+from radixkv.engine.offload.stored_grant import grant_stored
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
@@ -36,7 +36,6 @@ from radixkv.scheduling.step_plan import Slice
 from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.tier import Tier
-from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Offload:
     Attributes:
         elsewhere, tiers: see above; the tiers by name.
         purger: of the shared stores.
-        wake: see `Loader`; the engine sets it.
+        wake: called on a store's thread when there is something to do; the engine sets it.
         transfer: to give and take K/V of these blocks; None for neither.
     """
 
@@ -94,11 +93,12 @@ class Offload:
         self._clock = clock
         self._on_close = on_close
         self._choice = choice
-        self._deleter = Deleter(elsewhere, self.tiers)
+        self._deleter = Deleter(elsewhere, self.tiers, lambda: self.wake())
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if elsewhere.shelves[name].is_shared}
-        self.purger, self._own_purger = Purger(shared, keys), OwnPurger(elsewhere, self._saver, self._deleter, keys)
+        self.purger = Purger(shared, keys, lambda: self.wake())
+        self._own_purger = OwnPurger(elsewhere, self._saver, self._deleter, keys)
         self._lookups = Lookups(elsewhere, shared, self.purger, choice, clock, lambda: self.wake(), cache.block_size)
         self._copies: Copies | None = None  # that stores have not got
         self._next_retry_s = clock()
@@ -125,7 +125,7 @@ class Offload:
 
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
-        self._take_found()
+        self._take_news()
         fetched, request.fetched = request.fetched, None
         if not request.params.read_cache:
             return False
@@ -149,12 +149,12 @@ class Offload:
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
         """Count a tenant's blocks in each store, of shared ones those that are known."""
-        self._take_found()
+        self._take_news()
         return {name: shelf.owned.num_by_tenant[tenant] for name, shelf in self.elsewhere.shelves.items()}
 
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
         """Count the tokens after the cached ones that stores are known to have."""
-        self._take_found()
+        self._take_news()
         first_block, found = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
         return max(0, (first_block + len(found)) * self._cache.block_size - cached_tokens) if found else 0
 
@@ -169,21 +169,9 @@ class Offload:
         Returns:
             What was granted in all.
         """
-        self._take_found()
-        size = self._cache.block_size
-        start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
-        cached = end - on_device.uncached_tokens
-        end_kept = start + on_device.granted_tokens if on_device.refused_tokens else end  # no use behind a gap
-        expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
-        num_granted, num_stored = self.elsewhere.retain(
-            namespace, tokens, start // size, -(-end_kept // size), cached // size, Wish(retention.priority, expires_s)
-        )
-        first = max(start // size, cached // size)
-        stored = max(cached, min(end, (first + num_stored) * size)) - cached
-        granted = max(cached, min(end, (first + num_granted) * size)) - cached
-        return on_device._replace(uncached_tokens=0).joined(
-            Grant(granted, stored - granted, end - cached - stored, expires_s if granted else None)
-        )
+        self._take_news()
+        size, now_s = self._cache.block_size, self._clock()
+        return grant_stored(self.elsewhere, size, namespace, tokens, retention, on_device, now_s)
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
         """List the namespaces of which a store holds blocks; see `Shelf.page`. Of shared ones, those known here.
@@ -194,7 +182,7 @@ class Offload:
         shelf = self.elsewhere.shelves.get(name)
         if shelf is None:
             raise InvalidRequest(f"store: expected one of {', '.join(self.elsewhere.shelves)}, got {name!r}")
-        self._take_found()
+        self._take_news()
         return shelf.page(start, tenant, max_listed)
 
     @property
@@ -267,12 +255,19 @@ class Offload:
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
-        """Write what is on the device to the disk, as far as it can be done in 10 s, and close the stores."""
-        while self._earlier is not None and self._earlier.has_more:
-            self._earlier.take()
+        """Write what is on the device to the disk, and delete what is to go, in 10 s at most; close the stores."""
+        deadline_s = time.monotonic() + CLOSE_LIMIT_S
+        knows_disk = self._earlier is None or self._earlier.finish(CLOSE_LIMIT_S / 2)
+        if not knows_disk:
+            _log.warning("tier disk: expected to know what it holds, got no end of the list: retention may be lost")
         self._loader.close()
-        if not self._last_save.run(CLOSE_LIMIT_S):
+        self._deleter.retry()  # stores delete before they write
+        if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
             _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
+        if not self._deleter.finish(max(0.0, deadline_s - time.monotonic())):
+            _log.error(
+                "tiers: expected to delete what was purged or given up, got fewer: a next process finds the rest"
+            )
         for tier in self.tiers.values():
             tier.close()
         self._on_close()
@@ -294,6 +289,11 @@ class Offload:
             self._next_retry_s = self._clock() + _RETRY_PERIOD_S
             self._deleter.retry()
             self.purger.retry()
+
+    def _take_news(self) -> None:
+        """Note what stores have taken, and some of what was found on the disk."""
+        self._saver.note_ended()
+        self._take_found()
 
     def _take_found(self) -> None:
         if self._earlier is not None:

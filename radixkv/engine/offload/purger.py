@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -32,11 +32,13 @@ class Purger:
     Args:
         tiers: the shared stores, by name.
         keys: of the blocks.
+        wake: called on a store's thread when it could not be asked, so that `retry` is called.
     """
 
-    def __init__(self, tiers: Mapping[str, Tier], keys: BlockKeys) -> None:
+    def __init__(self, tiers: Mapping[str, Tier], keys: BlockKeys, wake: Callable[[], None] = lambda: None) -> None:
         self._tiers = tiers
         self._keys = keys
+        self._wake = wake
         self._open: dict[_Purge, int] = {}  # calls that have not ended
         self._failed: set[_Purge] = set()
         self._ended: queue.SimpleQueue[tuple[_Purge, bool]] = queue.SimpleQueue()
@@ -81,7 +83,10 @@ class Purger:
 
     def _end(self, purge: _Purge, purged: Future[int | None]) -> None:
         """Note the end of a call, on a thread of the store."""
-        self._ended.put((purge, not purged.cancelled() and purged.result() is not None))
+        has_answered = not purged.cancelled() and purged.result() is not None
+        self._ended.put((purge, has_answered))
+        if not has_answered:
+            self._wake()
 
     def _note_ended(self) -> None:
         while not self._ended.empty():

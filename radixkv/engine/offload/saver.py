@@ -96,7 +96,7 @@ class Saver:
 
     def copy(self) -> Copies:
         """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`."""
-        self._note_ended()
+        self.note_ended()
         left, given_up = self._elsewhere.take_departures()
         departures = self._within_bound(left)
         payloads = self._read(departures) if departures else []
@@ -121,6 +121,11 @@ class Saver:
             self._open[saved] = _Save(name, [each.key for each in objects], given_up)
             saved.add_done_callback(self._ended.put)
 
+    def note_ended(self) -> None:
+        """Note what stores have taken, what they did not take, and what they did not keep."""
+        while not self._ended.empty():
+            self._note_end(self._ended.get())
+
     def wait(self, limit_s: float) -> bool:
         """Wait until stores have taken all that they were given. Returns whether they did."""
         deadline_s = time.monotonic() + limit_s
@@ -141,10 +146,12 @@ class Saver:
         return departures[first:]
 
     def _drop(self, departures: Sequence[Departure]) -> None:
-        for each in departures:
-            self.num_dropped_blocks.update(each.shelves)
-            for name in each.shelves:
-                self._elsewhere.lost(name, [each.block.key])
+        for name, shelf in self._elsewhere.shelves.items():
+            keys = [each.block.key for each in departures if name in each.shelves]
+            older = [key for key in keys if shelf.may_have(key)]  # was to be written once more, with its part
+            self.num_dropped_blocks[name] += len(keys)
+            self._elsewhere.lost(name, keys)
+            self._delete(name, older)
 
     def _read(self, departures: Sequence[Departure]) -> list[memoryview] | None:
         """Copy blocks; None if the device does not have the memory that it takes meanwhile."""
@@ -153,11 +160,6 @@ class Saver:
         except (torch.OutOfMemoryError, MemoryError):
             _log.warning("the device has no memory to copy %d blocks for its stores, which are lost", len(departures))
             return None
-
-    def _note_ended(self) -> None:
-        """Note what stores did not take or did not keep."""
-        while not self._ended.empty():
-            self._note_end(self._ended.get())
 
     def _note_end(self, saved: Future[PutResult | None]) -> None:
         name, keys, given_up = self._open.pop(saved)
@@ -170,21 +172,19 @@ class Saver:
         outcomes = list(zip(keys, result.outcomes, strict=True))
         there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
         refused = [key for key, outcome in outcomes if outcome not in there]
-        self._elsewhere.stored(name, keys)
+        unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
+        absent = {key for key in unasked if not self._elsewhere.shelves[name].may_have(key)}
+        self._elsewhere.stored(name, [key for key, outcome in outcomes if outcome in there])
         # What is expected again has left the device again: a later save brings it.
         left = filter(self._elsewhere.shelves[name].holds, result.evicted)
         self._elsewhere.lost(name, [*refused, *left])
-        unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
-        gone = {*refused, *result.evicted} - set(keys) | unasked  # others were given up without need, or purged
+        gone = {*refused, *result.evicted} - set(keys) | absent  # others were given up without need, or purged
         self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:
         """Delete the blocks that the store should not have. What is late in a shared one is found there."""
-        if self._elsewhere.shelves[name].is_shared:
-            return
-        useless = [key for key in keys if key not in self._elsewhere.shelves[name]]
-        if useless:
-            self._deleter.delete(name, useless)
+        if not self._elsewhere.shelves[name].is_shared:
+            self._deleter.delete_unknown(name, keys)
 
 
 def _object(departure: Departure, payload: memoryview, tier: Tier) -> BlockObject:

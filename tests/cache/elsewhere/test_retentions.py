@@ -72,3 +72,22 @@ def test_a_purge_forgets_a_tenant() -> None:
     known.purge("acme", None, None)
     assert (known.of(b"a"), known.of(b"b")) == (50, 80)
     assert known.expire(10.0) == [b"b"]
+
+
+def test_a_tenant_with_its_equal_part_makes_others_forget_nothing() -> None:
+    known = Retentions(max_keys=4)
+    for key in (b"a", b"b"):
+        known.set(key, ACME, Wish(80, None))
+    forgotten = [known.set(key, OTHER, Wish(80, None)) for key in (b"p", b"q", b"r", b"s")]
+    assert forgotten == [None, None, b"p", b"q"]
+    assert (known.of(b"a"), known.of(b"b")) == (80, 80)
+
+
+def test_a_tenant_that_had_all_makes_room_for_another() -> None:
+    known = Retentions(max_keys=4)
+    for key in (b"p", b"q", b"r", b"s"):
+        known.set(key, OTHER, Wish(80, None))
+    forgotten = [known.set(key, ACME, Wish(80, None)) for key in (b"a", b"b", b"c")]
+    assert forgotten == [b"p", b"q", b"a"]
+    known.purge("other", None, None)
+    assert [known.set(key, ACME, Wish(80, None)) for key in (b"a", b"d", b"e")] == [None, None, b"b"]

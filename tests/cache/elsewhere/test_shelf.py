@@ -70,6 +70,19 @@ def test_a_namespace_is_forgotten_as_a_whole() -> None:
     assert list(shelf) == [b"c"]
 
 
+def test_a_store_may_have_an_earlier_object_of_what_is_written_once_more() -> None:
+    shelf = Shelf("host", 4)
+    shelf.add(b"a", ACME)
+    assert not shelf.may_have(b"a"), "it is on its way"
+    shelf.note_stored(b"a")
+    assert shelf.may_have(b"a")
+    shelf.expect(b"a")
+    assert (shelf.holds(b"a"), shelf.may_have(b"a")) == (False, True)
+    shelf.remove(b"a")
+    shelf.add(b"a", ACME)
+    assert not shelf.may_have(b"a")
+
+
 def test_what_is_not_there_is_forgotten_without_effect() -> None:
     shelf = shelf_of(b"a")
     shelf.remove(b"b")

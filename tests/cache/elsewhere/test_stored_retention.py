@@ -135,3 +135,13 @@ def test_where_not_all_may_be_kept_the_beginning_is() -> None:
     shelf.retained_share = 0.2  # of ten blocks
     retention.set(PATH, 0, Wish(90, None))
     assert retention.granted(PATH, 90) == (2, 3)
+
+
+def test_a_block_that_is_nowhere_gets_no_priority_and_loses_what_it_had() -> None:
+    retention, shelf = holding(b"a", b"c")
+    retention.note(PATH, 1, Wish(80, None))
+    retention.set(PATH, 1, Wish(90, None))
+    assert [retention.priority_of(block.key) for block in PATH] == [90, 50, 90]
+    retention.set(PATH, 0, Wish(20, None))
+    assert [shelf.priority_of(key) for key in (b"a", b"c")] == [20, 20]
+    assert retention.priority_of(b"b") == 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from radixkv.cache.elsewhere.owned_keys import OwnedKeys
 from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.engine.offload import disk_record
-from radixkv.engine.offload.disk_record import DiskRecord
+from radixkv.engine.offload.disk_record import DiskRecord, EarlierDisk
+from radixkv.engine.offload.earlier_blocks import EarlierBlocks
+from radixkv.engine.offload.last_save import LastSave
 from radixkv.engine.offload.priority_file import KeptPriority, PriorityFile
 from radixkv.errors import StoreUnavailable
 from radixkv.namespace import Namespace
@@ -18,8 +21,9 @@ from radixkv.storage.tiers.block_key import BlockKeys
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.disk import DiskStore
 from tests.fake_runner import tokens
+from tests.patience import PATIENCE_S
 
-from .tiered_bench import FORMAT, OBJECT_BYTES, PAYLOAD_BYTES
+from .tiered_bench import FORMAT, OBJECT_BYTES, PAYLOAD_BYTES, TieredBench
 
 KEYS = BlockKeys(FORMAT)
 ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other", salt="s")
@@ -208,4 +212,29 @@ def test_what_is_stored_while_a_disk_is_read_is_no_block_of_an_earlier_process(
     monkeypatch.setattr(disk.names, "known", known)
     assert len(record.read().blocks) == 2
     assert disk.size().num_objects == 4
+    disk.close()
+
+
+def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tmp_path: Path) -> None:
+    ours, may_list = blocks_of(ACME, range(12)), threading.Event()
+    store(tmp_path, ours, [ACME])
+    disk = disk_at(tmp_path)
+    DiskRecord(disk, KEYS).keep([(each.key, Wish(90, None)) for each in ours])
+    disk.close()
+
+    class SlowRecord(DiskRecord):
+        def read(self) -> EarlierDisk:
+            assert may_list.wait(PATIENCE_S)
+            return super().read()
+
+    disk = disk_at(tmp_path)
+    record, bench = SlowRecord(disk, KEYS), TieredBench(disk=8)
+    offload, shelf = bench.offload, bench.elsewhere.shelves["disk"]
+    offload._earlier = EarlierBlocks(record, shelf, bench.elsewhere.retention, lambda keys: None)
+    offload._last_save = LastSave(bench.cache, bench.elsewhere, offload._saver, record)
+    threading.Timer(0.05, may_list.set).start()
+    offload.close()
+    disk.close()
+    disk = disk_at(tmp_path)
+    assert sorted(DiskRecord(disk, KEYS).read().wishes) == sorted((each.key, Wish(90, None)) for each in ours)
     disk.close()

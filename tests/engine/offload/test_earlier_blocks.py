@@ -116,6 +116,35 @@ def test_names_are_forgotten_only_once_all_is_known(caplog: pytest.LogCaptureFix
     assert broken.tidied == []
 
 
+def test_names_are_kept_of_what_is_found_while_it_is_looked_at() -> None:
+    record = FakeRecord()
+    blocks, _ = earlier(record)
+    is_alive = blocks._reader.is_alive
+
+    def ends_now() -> bool:
+        record.may_answer.set()
+        blocks._reader.join(PATIENCE_S)
+        return is_alive()
+
+    blocks._reader.is_alive = ends_now  # type: ignore[method-assign]
+    blocks.take()
+    assert record.tidied == []
+    while blocks.has_more:
+        blocks.take()
+    blocks.take()
+    assert record.tidied == [[ACME]]
+
+
+def test_the_end_waits_for_what_is_found() -> None:
+    record = FakeRecord()
+    blocks, shelf = earlier(record)
+    assert not blocks.finish(0.0)
+    assert list(shelf) == []
+    threading.Timer(0.01, record.may_answer.set).start()
+    assert blocks.finish(PATIENCE_S)
+    assert list(shelf) == [b"a", b"b"]
+
+
 def test_what_has_no_room_is_deleted() -> None:
     record = FakeRecord()
     blocks, shelf = earlier(record, num_blocks=1)

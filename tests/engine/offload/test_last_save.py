@@ -109,6 +109,18 @@ def test_the_next_process_is_told_what_is_retained() -> None:
     assert record.wishes == [(key, Wish(90, bench.clock() + 60.0)) for key in record.keys[-2:]]
 
 
+def test_priorities_on_a_disk_that_is_not_known_yet_are_left_as_they_are() -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100)
+    bench.core.retain(NAMESPACE, tokens(range(100, 108)), Retention(90))
+    record: Any = FakeRecord()
+    record.wishes = [(b"earlier", Wish(90, None))]
+    save = last_save.LastSave(bench.cache, bench.elsewhere, bench.offload._saver, record)
+    assert save.run(60.0, knows_disk=False)
+    assert record.wishes == [(b"earlier", Wish(90, None))]
+    assert len(record.keys) == 3
+
+
 def test_a_small_disk_gets_what_was_used_last() -> None:
     bench = TieredBench(num_blocks=12, disk=PromptStore(4))
     used(bench, 100, 200)

@@ -89,6 +89,26 @@ def test_a_probe_tells_what_is_stored() -> None:
     assert bench.core.probe(NAMESPACE, tokens(range(6))).stored_tokens == 0
 
 
+def at_rest() -> TieredBench:
+    """A bench whose store has taken a prompt's blocks since the engine has come to rest."""
+    bench = TieredBench()
+    bench.prefill(PROMPT)
+    bench.submit(FLOOD)
+    while bench.core.has_work:
+        bench.core.step()
+    (store,) = bench.stores.values()
+    store.run()
+    return bench
+
+
+def test_the_first_request_after_a_rest_loads_what_was_stored_meanwhile() -> None:
+    assert loaded(at_rest().prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_a_probe_after_a_rest_tells_what_was_stored_meanwhile() -> None:
+    assert at_rest().core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 12
+
+
 def flood(bench: TieredBench, num_prompts: int) -> None:
     """Let other prompts pass through the device and the stores."""
     for seed in range(1, num_prompts + 1):
@@ -123,6 +143,13 @@ def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
     assert grant == Grant(8, 0, 0), "two tokens on the device, six in two stored blocks"
     grant = bench.core.retain(NAMESPACE, tokens(range(4)), Retention(90)).grant
     assert grant == Grant(4, 0, 0)
+
+
+def test_a_prompt_that_is_nowhere_is_not_retained_when_it_comes() -> None:
+    bench = TieredBench(host=8)
+    assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
+    flood(emptied(bench), 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
 
 
 def test_what_may_not_be_retained_of_what_is_stored_is_told() -> None:
@@ -436,6 +463,23 @@ def test_deletions_that_fail_are_tried_once_in_a_second_and_in_one_call() -> Non
     assert len(store.calls) == 1
 
 
+def test_what_is_purged_and_leaves_again_before_the_store_works_is_deleted() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    store.error = StorePaused("paused")
+    purge_at_once(bench.core, tenant="")
+    store.run()
+    bench.submit(PROMPT)
+    bench.core.step()
+    bench.cache.evict(4)
+    bench.clock.now += 2.0
+    bench.core.step()  # asks again, while the blocks are on their way to the store
+    store.run()
+    store.error = None
+    bench.run()
+    assert store.memory.size().num_objects == len(bench.elsewhere.shelves["host"]) == 0
+
+
 def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     bench = TieredBench()
     (store,) = bench.stores.values()
@@ -445,6 +489,20 @@ def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     assert not store.calls
     assert bench.core.seconds_to_rest() is None
     assert bench.offload.stats()[0].refused_blocks == 3
+
+
+def test_a_deletion_that_failed_is_tried_once_more_before_the_stores_are_closed() -> None:
+    bench = emptied(TieredBench(disk=100))
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    purge_at_once(bench.core, tenant="")
+    store.run()
+    store.error = None
+    done: Future[int | None] = Future()
+    store._later = lambda call: done.set_result(call()) or done  # type: ignore[method-assign, func-returns-value]
+    bench.offload.close()
+    assert store.memory.size().num_objects == 0
+    assert not bench.offload._deleter.has_failed
 
 
 def test_a_purge_tells_that_a_disk_could_not_be_read() -> None:

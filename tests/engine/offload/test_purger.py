@@ -101,3 +101,16 @@ def test_what_an_invoked_adapter_computed_is_neither_asked_for_nor_believed_befo
     lookups.ended()
     found = bench.elsewhere.find(NAMESPACE, newer.prompt_tokens, 0)
     assert [each.block for each in found] == blocks[:1], "the base model's"
+
+
+def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
+    first, _, store = two_servers()
+    woken: list[bool] = []
+    first.offload.wake = lambda: woken.append(first.offload.purger.has_failed)
+    purge_at_once(first.core, tenant="acme")
+    store.run()
+    assert woken == []
+    store.error = StoreUnavailable("gone")
+    purge_at_once(first.core, tenant="acme")
+    store.run()
+    assert woken[0]
