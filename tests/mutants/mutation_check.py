@@ -116,6 +116,7 @@ OFFLOAD_TESTS = (
     "tests/engine/offload/test_disk_record.py",
     "tests/engine/offload/test_earlier_blocks.py",
     "tests/engine/offload/test_last_save.py",
+    "tests/engine/offload/test_stored_grant.py",
     "tests/engine/offload/test_offload.py",
     "tests/engine/transfer/test_exports.py",
     "tests/engine/transfer/test_transfer.py",

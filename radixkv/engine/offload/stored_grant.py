@@ -1,4 +1,4 @@
-"""What is granted to a caller that asks to keep what is stored of a prompt."""
+"""Retention of what stores have of a prompt, as its caller is told of it."""
 
 from __future__ import annotations
 

@@ -135,34 +135,11 @@ def test_a_prompt_that_is_retained_no_more_goes_with_the_others() -> None:
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
 
 
-def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
-    bench = TieredBench(num_blocks=6, host=8)
-    bench.prefill(PROMPT)
-    bench.evict(3)  # of four blocks
-    grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90, start=2, end=10)).grant
-    assert grant == Grant(8, 0, 0), "two tokens on the device, six in two stored blocks"
-    grant = bench.core.retain(NAMESPACE, tokens(range(4)), Retention(90)).grant
-    assert grant == Grant(4, 0, 0)
-
-
 def test_a_prompt_that_is_nowhere_is_not_retained_when_it_comes() -> None:
     bench = TieredBench(host=8)
     assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
     flood(emptied(bench), 4)
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
-
-
-def test_what_may_not_be_retained_of_what_is_stored_is_told() -> None:
-    bench = TieredBench(host=8)
-    bench.elsewhere.shelves["host"].retained_share = 0.25
-    bench = emptied(bench)
-    grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant
-    assert grant == Grant(8, 4, 1)
-
-
-def test_what_shared_stores_have_can_not_be_retained() -> None:
-    bench = emptied(TieredBench(redis=100))
-    assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
 
 
 def test_what_a_store_holds_is_listed_by_namespace() -> None:
