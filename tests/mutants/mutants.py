@@ -304,6 +304,8 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/admission.py", " and not request.is_revoked and ", " and "),
     Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search)\n", ""),
     Mutant("scheduling/step_plan.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
+    Mutant("scheduling/step_plan.py", " if each.compression is None or self._compressed_places)", ")"),
+    Mutant("scheduling/step_plan.py", "self._compressed_places -= request.compression is not None", "pass"),
     Mutant("scheduling/step_plan.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),
     Mutant("scheduling/step_plan.py", "                self.blocked = request\n", "                pass\n"),
     Mutant("scheduling/step_plan.py", "(self.blocked is None or self._ends_with(request, left))", "True"),
