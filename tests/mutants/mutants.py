@@ -135,6 +135,7 @@ CACHE_MUTANTS = (
         "cache/public/hung_lease.py", "commit(max(upto_tokens - self._trunk.num_tokens, ", "commit(max(upto_tokens, "
     ),
     Mutant("namespace.py", "self.tenant != PUBLIC_TENANT", "True"),
+    Mutant("cache/tenants.py", "Quota() if tenant == TRIAL_TENANT else self.default_quota", "self.default_quota"),
     Mutant("namespace.py", "namespace if namespace.trunk else namespace[:-1]", "namespace[:-1]"),
     Mutant("namespace.py", '        digest.update(len(data).to_bytes(8, "little"))\n', ""),
     Mutant("namespace.py", '"utf-8", "surrogatepass"', '"ascii", "replace"'),
@@ -304,6 +305,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/admission.py", " and not request.is_revoked and ", " and "),
     Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search)\n", ""),
     Mutant("scheduling/step_plan.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
+    Mutant("engine/core.py", 'Namespace("", TRIAL_TENANT)', 'Namespace("")'),
     Mutant("scheduling/step_plan.py", " if each.compression is None or self._compressed_places)", ")"),
     Mutant("scheduling/step_plan.py", "self._compressed_places -= request.compression is not None", "pass"),
     Mutant("scheduling/step_plan.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),

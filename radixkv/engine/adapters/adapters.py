@@ -19,7 +19,7 @@ from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
 from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
 from radixkv.errors import InvalidRequest, LifecycleError, SwitchedOff
-from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
+from radixkv.namespace import RESERVED_TENANTS, Namespace, PromptKey
 
 _log = logging.getLogger(__name__)
 
@@ -160,8 +160,8 @@ class Adapters:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _keyed(self, caller: Caller, tokens: bytes, found: Found) -> KeyedPrompt:
-        if caller.tenant == PUBLIC_TENANT:
-            raise InvalidRequest(f"tenant: expected any name but {PUBLIC_TENANT}, the owner of public prefixes, got it")
+        if (whose := RESERVED_TENANTS.get(caller.tenant)) is not None:
+            raise InvalidRequest(f"tenant: expected any name but {caller.tenant}, {whose}, got it")
         base, files = Namespace(self._model, caller.tenant, "", caller.salt), found.files
         start = None if files is None else files.own_from(tokens)
         if files is None or start is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,8 @@ from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
-from radixkv.errors import InvalidAdapter, PromptTooLong, SwitchedOff, TooManyAdapters, UnknownAdapter
+from radixkv.errors import InvalidAdapter, InvalidRequest, PromptTooLong, SwitchedOff, TooManyAdapters, UnknownAdapter
+from radixkv.namespace import RESERVED_TENANTS
 from tests.adapter_doubles import FakeDevice
 from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, params
 from tests.fake_runner import next_token, tokens
@@ -262,6 +264,13 @@ def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPat
     engine.adapters.unload("tax").result(PATIENCE_S)
     wait_until_all_free(engine)
     engine.check().result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("tenant", RESERVED_TENANTS)
+def test_no_caller_has_a_reserved_name(engine: Engine, tenant: str) -> None:
+    for call in (engine.prefill, lambda asked: engine.probe(asked.tokens, asked.caller)):
+        with pytest.raises(InvalidRequest, match=f"^tenant: expected any name but {re.escape(tenant)}"):
+            call(params(PROMPT, tenant=tenant))
 
 
 def test_a_prompt_may_leave_nothing_behind_or_take_nothing(engine: Engine) -> None:
