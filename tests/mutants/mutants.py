@@ -306,6 +306,11 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search)\n", ""),
     Mutant("scheduling/step_plan.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
     Mutant("engine/core.py", 'Namespace("", TRIAL_TENANT)', 'Namespace("")'),
+    Mutant(
+        "engine/adapters/adapters.py",
+        "        return loaded\n\n    def load_now",
+        "        return loading\n\n    def load_now",
+    ),
     Mutant("scheduling/step_plan.py", " if each.compression is None or self._compressed_places)", ")"),
     Mutant("scheduling/step_plan.py", "self._compressed_places -= request.compression is not None", "pass"),
     Mutant("scheduling/step_plan.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),

@@ -15,7 +15,15 @@ from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
-from radixkv.errors import InvalidAdapter, InvalidRequest, PromptTooLong, SwitchedOff, TooManyAdapters, UnknownAdapter
+from radixkv.errors import (
+    Draining,
+    InvalidAdapter,
+    InvalidRequest,
+    PromptTooLong,
+    SwitchedOff,
+    TooManyAdapters,
+    UnknownAdapter,
+)
 from radixkv.namespace import RESERVED_TENANTS
 from tests.adapter_doubles import FakeDevice
 from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, params
@@ -251,6 +259,26 @@ def test_reading_does_not_stop_the_engine(engine: Engine, device: FakeDevice) ->
     device.gate.set()
     future.result(PATIENCE_S)
     assert ask(engine, "law") == (answer("one"), 0, "COLD")
+
+
+def test_loads_go_on_if_their_callers_go_away(engine: Engine, device: FakeDevice) -> None:
+    device.gate.clear()
+    loads = [engine.adapters.load(name, f"/{name}") for name in ("one", "two")]
+    for load in loads:
+        load.cancel()
+    device.gate.set()
+    wait_until(lambda: [each.name for each in engine.adapters.loaded()] == ["one", "two"])
+
+
+def test_a_load_that_waits_is_cancelled_when_the_engine_stops(runner: GatedRunner, device: FakeDevice) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(), adapters=device.source(2))
+    engine.start()
+    device.gate.clear()
+    reading, waiting = (engine.adapters.load(name, f"/{name}") for name in ("one", "two"))
+    engine.stop()
+    assert waiting.cancelled()
+    device.gate.set()
+    assert isinstance(reading.exception(PATIENCE_S), Draining)
 
 
 def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
