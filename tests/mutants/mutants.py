@@ -311,6 +311,24 @@ ENGINE_MUTANTS = (
         "        return loaded\n\n    def load_now",
         "        return loading\n\n    def load_now",
     ),
+    Mutant(
+        "engine/engine.py",
+        "            with contextlib.ExitStack() as",
+        "            self._inbox.run_all()\n            with contextlib.ExitStack() as",
+    ),
+    Mutant(
+        "engine/engine.py", "(self._gate.abandon, self._inbox.abandon, self._core", "(self._gate.abandon, self._core"
+    ),
+    Mutant(
+        "engine/engine.py",
+        "        self.adapters.leave(request.adapter)\n        self._gate.leave(request)",
+        "        self._gate.leave(request)\n        self.adapters.leave(request.adapter)",
+    ),
+    Mutant(
+        "engine/calls/inbox.py",
+        "            future.set_exception(error)\n\n    def close",
+        "            pass\n\n    def close",
+    ),
     Mutant("scheduling/step_plan.py", " if each.compression is None or self._compressed_places)", ")"),
     Mutant("scheduling/step_plan.py", "self._compressed_places -= request.compression is not None", "pass"),
     Mutant("scheduling/step_plan.py", "max(equals, key=lambda look: look[1])", "min(equals, key=lambda look: look[1])"),
