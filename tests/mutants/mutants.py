@@ -864,6 +864,11 @@ STATE_MUTANTS = (
     Mutant("cache/states/state_lease.py", "(*self._wanted, *self._pending)", "self._wanted"),
     Mutant("cache/states/state_lease.py", "            self._slots.drop(slot)\n", "            pass\n"),
     Mutant("cache/states/worth.py", "entry.saved_tokens * (1 + entry.num_uses)", "entry.saved_tokens"),
+    Mutant(
+        "cache/states/worth.py",
+        "saved_tokens, 0, self.worth_of(saved_tokens))\n        self._push(slot, entry)",
+        "saved_tokens, 0, self.worth_of(saved_tokens))\n        heapq.heappush(self._heap, (entry.worth, slot))",
+    ),
     Mutant("cache/states/worth.py", "        self.level = max(self.level, self._entries[slot].worth)\n", ""),
     Mutant("cache/parts/part_groups.py", "(*self.pools, states)", "self.pools"),
     Mutant("cache/public/places.py", "                return MissReason.NO_STATE\n", "                pass\n"),
