@@ -419,6 +419,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "in sampling.logit_bias if 0 <= each[0] < num_logits]", "in sampling.logit_bias]"),
     Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    return", "    return"),
     Mutant("engine/sampler.py", "    count = min(count, logits.shape[1])\n    rows", "    rows"),
+    Mutant("engine/sampler.py", "    elif len(stop_ids) == num_logits:\n", "    elif False:\n"),
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),
     Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
     Mutant("engine/steps_ahead.py", " or self._has_news()", ""),
