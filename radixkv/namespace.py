@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 import xxhash
 
-# Owner of the blocks of public prefixes. No caller may have this name.
+# Owner of the blocks of public prefixes.
 PUBLIC_TENANT = "(public)"
+# Owner of the token that the engine computes to learn whether its device works. No quota bounds it.
+TRIAL_TENANT = "(trial)"
+# Names that no caller may have, and whose they are.
+RESERVED_TENANTS = {PUBLIC_TENANT: "the owner of public prefixes", TRIAL_TENANT: "the engine itself"}
 
 
 class Namespace(NamedTuple):

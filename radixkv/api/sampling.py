@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+REPETITION_PENALTIES = (1e-6, 1e6)  # beyond these float32 would not hold what becomes of a logit, or of -inf
 MAX_TOP_LOGPROBS = 100
 MAX_ANSWERS = 64
 _NUM_SEEDS = 2**64
@@ -43,10 +44,11 @@ class Sampling:
             for all.
         min_p: tokens are drawn from those with at least this share of the most likely one's probability, 0 to 1.
         repetition_penalty: divides positive logits of tokens in the prompt or the answer, and multiplies negative ones;
-            more than 0, 1 for none.
+            1e-6 to 1e6, 1 for none.
         presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2.
         frequency_penalty: the same, once for each time that the token is in the answer.
-        min_tokens: stop tokens, the model's own end-of-sequence tokens included, do not come before these many others.
+        min_tokens: stop tokens, the model's own end-of-sequence tokens included, do not come before these many others,
+            unless no other token may come.
         logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
         logprobs: number of most likely tokens whose log probabilities are told with each token, beside the token's own;
             0 for its own alone, None for none.
@@ -117,8 +119,9 @@ class Sampling:
             raise InvalidRequest(f"top_k: expected at least 0, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise InvalidRequest(f"min_p: expected 0 to 1, got {self.min_p}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise InvalidRequest(f"repetition_penalty: expected a finite number above 0, got {self.repetition_penalty}")
+        least, most = REPETITION_PENALTIES
+        if not least <= (penalty := self.repetition_penalty) <= most:
+            raise InvalidRequest(f"repetition_penalty: expected {least:g} to {most:g}, got {penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -MAX_PENALTY <= (penalty := getattr(self, name)) <= MAX_PENALTY:
                 raise InvalidRequest(f"{name}: expected {-MAX_PENALTY:g} to {MAX_PENALTY:g}, got {penalty}")
@@ -126,10 +129,10 @@ class Sampling:
             raise InvalidRequest(
                 f"min_tokens: expected 0 to max_new_tokens, {self.max_new_tokens}, got {self.min_tokens}"
             )
-        most = min(MAX_TOP_LOGPROBS, vocab_size)
+        most_told = min(MAX_TOP_LOGPROBS, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None and not 0 <= count <= most:
-                raise InvalidRequest(f"{name}: expected 0 to {most}, got {count}")
+            if (count := getattr(self, name)) is not None and not 0 <= count <= most_told:
+                raise InvalidRequest(f"{name}: expected 0 to {most_told}, got {count}")
         self._validate_bias(vocab_size)
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise InvalidRequest(f"seed: expected 0 to 2**64 - 1, got {self.seed!r}")

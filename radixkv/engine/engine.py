@@ -40,8 +40,7 @@ from radixkv.scheduling.rates import Rates
 from radixkv.scheduling.request import Generation, Request
 
 # After this many failed steps in a row the engine is not healthy, and tries one of its own each period.
-_MAX_FAILED_STEPS = 3
-_RETRY_PERIOD_S = 1.0
+_MAX_FAILED_STEPS, _RETRY_PERIOD_S = 3, 1.0
 _STOP_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -64,8 +63,7 @@ class Engine:
         offload: the stores below the device; None for none.
 
     Attributes:
-        adapters: loads and unloads adapters.
-        public: registers prefixes that all tenants share.
+        adapters, public: load and unload adapters, and register prefixes that all tenants share.
         limits: what the engine serves and accepts.
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None if nothing listens.
@@ -245,8 +243,8 @@ class Engine:
         return StepHangs(f"engine: a step takes more than {self._watchdog.timeout_s} s")
 
     def _leave(self, request: Request) -> None:
-        self._gate.leave(request)
         self.adapters.leave(request.adapter)
+        self._gate.leave(request)  # last, since the gate answers those whom a bug leaves behind
 
     @contextlib.contextmanager
     def _reporting_refusal(self) -> Iterator[None]:
@@ -282,15 +280,17 @@ class Engine:
                     self._next_try_s = time.monotonic() + _RETRY_PERIOD_S
                     self._core.try_step()
                 self._watchdog.step_ends()
+        except BaseException:
+            _log.critical("the engine's thread ends, and the process with it: this is a bug", exc_info=True)
+            raise
         finally:
             self._watchdog.step_ends()  # also if it raised
             self._gate.close()
             self._inbox.close()
-            self._inbox.run_all()
-            try:
-                self._core.close(Draining("engine: stopped"))
-            finally:
-                self._gate.abandon(Draining("engine: stopped"))
+            with contextlib.ExitStack() as ending:  # the last one first, each whatever the others raise
+                for answer_rest in (self._gate.abandon, self._inbox.abandon, self._core.close):
+                    ending.callback(answer_rest, Draining("engine: stopped"))
+                ending.callback(self._inbox.run_all)
 
     def _read_inbox(self) -> None:
         """Run some of what is in the inbox. While there is nothing to compute, wait for something to run."""

@@ -155,6 +155,8 @@ def penalize(
         logits.masked_fill_(~on_device(allowed, torch.bool), -torch.inf)
         if stop_ids and allowed.sum() == allowed[stop_ids].sum():
             stop_ids = []
+    elif len(stop_ids) == num_logits:
+        stop_ids = []
     if biases := [each for each in sampling.logit_bias if 0 <= each[0] < num_logits]:
         biased, values = zip(*biases, strict=True)
         logits.scatter_add_(0, on_device(biased), on_device(values, torch.float32))

@@ -124,10 +124,7 @@ class NextStep:
 
     def __init__(self, runner: Runner, step: Step) -> None:
         self.slices = [Slice(part.request, part.end, part.end + 1) for part in step.slices]
-        # The step before makes the copy of a block that is needed.
-        self._launch = runner.prepare(
-            [dataclasses.replace(chunk_of(part), copy=None, wants_logits=True) for part in self.slices]
-        )
+        self._launch = runner.prepare([_next_chunk(part) for part in self.slices])
 
     def start(self, computed: Sequence[Computed], now_s: float) -> Step:
         """Start the prepared step after the step before was computed. All its requests go on."""
@@ -166,6 +163,13 @@ def chunk_of(part: Slice) -> Chunk:
         num_dropped=lease.num_dropped_tokens,
         state=_state_of(part),
     )
+
+
+def _next_chunk(part: Slice) -> Chunk:
+    """Return the chunk of a slice that follows a step under way, which copies its block and leaves its state."""
+    chunk, own = chunk_of(part), part.request.state
+    state = None if chunk.state is None or own is None else chunk.state._replace(source=own.slot)
+    return dataclasses.replace(chunk, copy=None, state=state, wants_logits=True)
 
 
 def trial_chunk(lease: PromptLease) -> Chunk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from radixkv.scheduling.admission import Admission, Admitter
@@ -93,6 +93,8 @@ class StepPlan:
         self._granted: dict[Request, int] = {}  # tokens of each request in the step, in the order of the slices
         self._looks: dict[Request, int] = {}  # cached tokens of the waiting requests that were looked at
         self._num_looks, self._looking_s = 0, 0.0  # one for each, and more for deep paths; their work
+        places = max(1, max_running_requests - max_running_requests // _PAUSABLE_SHARE)
+        self._compressed_places = places - sum(each.compression is not None for each in running)  # that are left
         self._search_tokens: dict[Request, int] = {}  # what finding the cached tokens of a request costs, in tokens
 
     def make_slices(self) -> list[Slice]:
@@ -202,12 +204,14 @@ class StepPlan:
 
     def _next_of(self, queue: TenantQueue, left: int) -> Request | None:
         """Choose the tenant's next request to admit, with `left` tokens for it; None if no request may be admitted."""
-        if not self._has_place_for(queue) or not queue.waiting:
+        if not self._has_place_for(queue):
             return None
         if self.blocked is not None:
             return self.blocked if self.blocked in queue.waiting else None
-        first: Request = queue.waiting[0]
-        if len(queue.waiting) == 1 or queue.num_passed_over >= _MAX_PASSED_OVER or self._takes_all(queue, left):
+        first = next(self._candidates(queue), None)
+        if first is None or len(queue.waiting) == 1:
+            return first
+        if queue.num_passed_over >= _MAX_PASSED_OVER or self._takes_all(queue, left):
             return first
         equals = [look for look in self._window(queue) if look[0].params.urgency == first.params.urgency]
         return max(equals, key=lambda look: look[1])[0]  # of equally long prefixes the first
@@ -221,16 +225,17 @@ class StepPlan:
 
     def _admit(self, queue: TenantQueue, request: Request, left: int) -> Admission:
         """Try to admit a waiting request, with `left` tokens for it, and move it where it belongs then."""
-        if request.compression is not None and not self._has_place_for_compressed():
+        if request.compression is not None and not self._compressed_places:
             self.blocked = None if self.blocked is request else self.blocked
             return Admission.OVER_QUOTA
-        is_first = request is queue.waiting[0]
+        is_first = request is next(self._candidates(queue))
         is_passing = self._ends_with(request, left)
         admission = self._admitter.admit(request, self._looks.get(request), self._running, is_passing=is_passing)
         if admission is Admission.ADMITTED:
             queue.waiting.remove(request)
             queue.running.add(request)
             self._running[request] = None
+            self._compressed_places -= request.compression is not None
             queue.num_passed_over = 0 if is_first else queue.num_passed_over + 1
             self._search_tokens[request] = request.num_nodes // _NODES_A_TOKEN
         elif admission is Admission.FOLLOWS:
@@ -240,10 +245,14 @@ class StepPlan:
             self.blocked = None
         return admission
 
+    def _candidates(self, queue: TenantQueue) -> Iterator[Request]:
+        """Yield the waiting requests of a tenant, without compressed generations while no place is left for them."""
+        return (each for each in queue.waiting if each.compression is None or self._compressed_places)
+
     def _window(self, queue: TenantQueue) -> list[tuple[Request, int]]:
-        """List the first waiting requests of a tenant, each with its cached tokens."""
+        """List the first candidates of a tenant, each with its cached tokens."""
         window: list[tuple[Request, int]] = []
-        for request in itertools.islice(queue.waiting, _WINDOW):
+        for request in itertools.islice(self._candidates(queue), _WINDOW):
             if request not in self._looks:
                 if window and (self._num_looks >= _MAX_LOOKS or self._looking_s >= _MAX_LOOKING_S):
                     break
@@ -264,11 +273,6 @@ class StepPlan:
             return num_free > 0
         left_out = (other for other in self._queues if other.is_left_out)
         return len(list(itertools.islice(left_out, num_free))) < num_free
-
-    def _has_place_for_compressed(self) -> bool:
-        """Whether one more generation may run that keeps its place until it ends."""
-        num_running = sum(other.compression is not None for other in self._running)
-        return num_running < max(1, self._max_running_requests - self._max_running_requests // _PAUSABLE_SHARE)
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request that are not in the step yet."""

@@ -86,7 +86,7 @@ class GenerateOptions(PromptOptions, total=False):
         top_k: draw from this number of the most likely tokens; default 0, all of them.
         min_p: draw from tokens with at least this share of the most likely one's probability, 0 to 1; default 0.
         repetition_penalty: divides positive logits of tokens in the prompt or the answer, and multiplies negative ones;
-            default 1.
+            1e-6 to 1e6, default 1.
         presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2; default 0.
         frequency_penalty: the same, once for each time that the token is in the answer, -2 to 2; default 0.
         min_tokens: stop tokens do not come before these many others; default 0.

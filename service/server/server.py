@@ -251,7 +251,8 @@ def run(
 
     Raises:
         ConfigError: the address can't be bound.
-        InvariantViolation: the engine's thread ended by itself. A supervisor should restart the process.
+        InvariantViolation: the engine's thread ended by itself; all calls were answered. A supervisor should restart
+            the process.
     """
     rest = (model_path, tuple(services), gateway_tenant, count_refusal)
     with frozen_survivors(), short_lock_turns():
@@ -284,6 +285,8 @@ async def _serve_until_signal(engine: Engine, config: ServerConfig, make_server:
         _logger.info("stopped")
     else:
         _logger.warning("stopped; not all requests were answered")
+    if not engine.is_alive:
+        raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
 
 
 def _port_of(address: str) -> int:
@@ -291,10 +294,8 @@ def _port_of(address: str) -> int:
 
 
 async def _is_to_stop(engine: Engine, server: Server, stop: asyncio.Event) -> bool:
-    """Wait until a signal or a call asks the server to stop; return whether one did, or else gRPC has ended it."""
+    """Wait until a signal or a call asks the server to stop, its engine ends, or, then False, gRPC has ended it."""
     while not stop.is_set() and engine.is_alive and not server.has_ended:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _HEALTH_PERIOD_S)
-    if not engine.is_alive:
-        raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
-    return stop.is_set()
+    return stop.is_set() or not engine.is_alive

@@ -22,8 +22,10 @@ VOCAB_SIZE = 300
         ({"min_p": -0.1}, "min_p: expected 0 to 1, got -0.1"),
         ({"min_p": 1.1}, "min_p: expected 0 to 1, got 1.1"),
         ({"min_p": math.nan}, "min_p: expected 0 to 1, got nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a finite number above 0, got 0.0"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty: expected a finite number above 0, got inf"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected 1e-06 to 1e\+06, got 0.0"),
+        ({"repetition_penalty": 1e-46}, r"repetition_penalty: expected 1e-06 to 1e\+06, got 1e-46"),
+        ({"repetition_penalty": math.inf}, r"repetition_penalty: expected 1e-06 to 1e\+06, got inf"),
+        ({"repetition_penalty": math.nan}, r"repetition_penalty: expected 1e-06 to 1e\+06, got nan"),
         ({"presence_penalty": 2.5}, "presence_penalty: expected -2 to 2, got 2.5"),
         ({"frequency_penalty": math.nan}, "frequency_penalty: expected -2 to 2, got nan"),
         ({"min_tokens": -1}, "min_tokens: expected 0 to max_new_tokens, 16, got -1"),
@@ -61,7 +63,7 @@ def test_bounds_are_allowed() -> None:
         sampling.validate(VOCAB_SIZE)
         assert sampling.max_new_tokens == 1
     bounds = Sampling(
-        top_k=10**9, min_p=1.0, repetition_penalty=1e-9, presence_penalty=-2.0, frequency_penalty=2.0, min_tokens=16,
+        top_k=10**9, min_p=1.0, repetition_penalty=1e-6, presence_penalty=-2.0, frequency_penalty=2.0, min_tokens=16,
         logit_bias=((0, -100.0), (VOCAB_SIZE - 1, 100.0)),
     )  # fmt: skip
     bounds.validate(VOCAB_SIZE)

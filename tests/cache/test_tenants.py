@@ -7,7 +7,7 @@ import pytest
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import MAX_IDLE_TENANTS, Quota, RecentTenants, Tenants
 from radixkv.errors import OutOfBlocks, QuotaExceeded
-from radixkv.namespace import Namespace
+from radixkv.namespace import TRIAL_TENANT, Namespace
 from tests.fakes import FakeClock, cached, lease_text, publish
 
 ACME, OTHER, THIRD = (Namespace("model", tenant=name) for name in ("acme", "other", "third"))
@@ -169,3 +169,9 @@ def test_the_largest_are_found_among_those_with_a_quota_and_those_used_last(monk
     assert [tenant for tenant, _ in tenants.largest(9)] == ["0", "4", "5", "quota"]
     monkeypatch.setattr("radixkv.cache.tenants._MAX_TOLD", 1)
     assert len(tenants.largest(9)) == 1
+
+
+def test_nothing_bounds_the_engine_itself() -> None:
+    tenants = Tenants({}, Quota(ceiling_blocks=1))
+    assert tenants["acme"].quota.ceiling_blocks == 1
+    assert tenants[TRIAL_TENANT].quota == tenants.quota_of(TRIAL_TENANT) == Quota()

@@ -465,6 +465,17 @@ class TestWaysOut:
         bench.prefill(range(20, 28))
         assert bench.core.num_failed_steps == 0
 
+    def test_a_try_needs_no_room_of_any_caller(self) -> None:
+        bench = Bench(quotas={"": Quota(ceiling_blocks=3)})
+        bench.prefill(range(12), hold_lease=True)
+        bench.runner.fail_next = RuntimeError("no such luck")
+        bench.submit(range(8), tenant="other")
+        bench.run()
+        assert bench.core.num_failed_steps == 1
+        bench.core.try_step()
+        assert bench.core.num_failed_steps == 0
+        assert bench.cache.pool.num_leased + bench.cache.num_pinned_blocks == 3, "those of the held lease"
+
     def test_closing_fails_everything_and_frees_every_lease(self) -> None:
         bench = Bench(max_step_tokens=4)
         bench.prefill(range(100, 108), hold_lease=True)

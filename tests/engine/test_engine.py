@@ -1,7 +1,8 @@
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
 from radixkv.config import EngineConfig
@@ -387,11 +389,42 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     runner.gate.set()
     wait_until(lambda: all(future.done() for future in futures))
     engine._thread.join(PATIENCE_S)
+    assert not engine.is_healthy
     with pytest.raises(Draining):
         engine.prefill(params(range(4)))
     clock.now_s += 2
     time.sleep(0.2)  # the watchdog looks each 0.05 s
-    assert not caplog.records, "the step that raised is over"
+    (record,) = caplog.records  # the step that raised is over
+    assert record.message.startswith("the engine's thread ends")
+    assert "ZeroDivisionError" in caplog.text
+    engine.stop()
+
+
+@pytest.mark.parametrize("where", ["submit", "lease", "leave"])
+def test_a_bug_in_the_engine_leaves_nobody_waiting(
+    runner: GatedRunner, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_running_requests=2))
+    runner.gate.clear()
+    engine.start()
+    futures: list[Future[Any]] = [engine.prefill(params(range(8)))]
+    assert runner.entered.wait(PATIENCE_S)
+    if where == "submit":
+        monkeypatch.setattr(engine._core, "submit", fail)
+    elif where == "lease":
+        monkeypatch.setattr(Lease, "close", fail)
+    else:
+        monkeypatch.setattr(engine.adapters, "leave", fail)
+    futures += [engine.prefill(params(range(start, start + 8))) for start in (20, 40, 60)]
+    futures += [engine.stats(), engine.public.register("p", tokens(range(8)))]
+    runner.gate.set()
+    wait_until(lambda: all(future.done() for future in futures))
+    engine._thread.join(PATIENCE_S)
+    assert not engine.is_alive
     engine.stop()
 
 

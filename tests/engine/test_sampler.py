@@ -19,7 +19,7 @@ from transformers.generation import (
 
 from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.result import GeneratedTokens, TokenLogprobs
-from radixkv.api.sampling import Sampling
+from radixkv.api.sampling import REPETITION_PENALTIES, Sampling
 from radixkv.engine import sampler
 from radixkv.engine.sampler import draw, penalize
 from tests.constraints import Rising
@@ -148,6 +148,21 @@ def test_the_least_length_is_given_up_where_only_a_stop_token_has_a_logit() -> N
     allowed = np.isin(np.arange(40), (7, 35))
     got = penalize(torch.zeros(30), Sampling(min_tokens=3), np.arange(0), [], {7}, allowed)
     assert got.isfinite().nonzero().tolist() == [[7]]
+
+
+def test_the_least_length_is_given_up_where_every_token_is_a_stop_token() -> None:
+    """The model reads more tokens than it writes, so that its vocabulary has others."""
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(penalize(logits, Sampling(min_tokens=3), np.arange(0), [], set(range(30))), logits)
+
+
+@pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
+def test_no_penalty_leaves_a_logit_that_is_not_a_number(penalty: float) -> None:
+    logits = torch.tensor([-1e6, 1e6, 0.0, 1.0])
+    sampling = Sampling(repetition_penalty=penalty, min_tokens=3, temperature=1.0, seed=1)
+    got = penalize(logits, sampling, np.arange(4), [1], {3})
+    assert got.isfinite().tolist() == [True, True, True, False]
+    assert draw(got, sampling, 1).item() in range(3)
 
 
 def test_the_models_logits_are_left_as_they_are() -> None:

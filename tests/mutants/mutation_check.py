@@ -81,6 +81,8 @@ ENGINE_TESTS = (
     "tests/whole/test_generation.py",
     "tests/engine/test_steps_ahead.py",
     "tests/scheduling/test_single_flight.py",
+    "tests/engine/adapters/test_adapters.py",
+    "tests/engine/test_engine.py",
 )
 KERNEL_TESTS = (
     "tests/kernels/test_shared_prefix.py",

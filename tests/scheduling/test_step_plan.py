@@ -9,13 +9,17 @@ from typing import cast
 import pytest
 
 from radixkv.api.caller import Caller
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.params import PrefillParams
+from radixkv.api.sampling import Sampling
 from radixkv.namespace import Namespace
 from radixkv.scheduling.admission import Admission, Admitter
-from radixkv.scheduling.request import Request
+from radixkv.scheduling.request import Generation, Request
 from radixkv.scheduling.step_plan import Slice, StepPlan
 from radixkv.scheduling.tenant_queue import TenantQueues
 from tests.fake_runner import tokens
+
+COMPRESSION = Compression(CompressionPolicy.STREAMING_LLM, 8)
 
 
 class FakeAdmitter:
@@ -66,16 +70,21 @@ class Desk:
         self._max_tokens = max_tokens
         self._max_running_requests = max_running_requests
 
-    def wait(self, num_tokens: int, tenant: str = "") -> Request:
+    def wait(self, num_tokens: int, tenant: str = "", compression: Compression | None = None) -> Request:
         """Add a waiting request."""
-        request = Request(PrefillParams(tokens([7] * num_tokens), Caller(tenant)), Namespace("", tenant), Future(), 0.0)
+        params = PrefillParams(tokens([7] * num_tokens), Caller(tenant))
+        request = Request(params, Namespace("", tenant), Future(), 0.0)
+        if compression is not None:
+            request.generation = Generation(Sampling(9, compression=compression), frozenset(), lambda _: None)
         request.arrival = sum(len(queue.requests()) for queue in self.queues)
         self.queues.open(tenant).waiting.add(request)
         return request
 
-    def run(self, num_tokens: int, computed_upto: int, tenant: str = "") -> Request:
+    def run(
+        self, num_tokens: int, computed_upto: int, tenant: str = "", compression: Compression | None = None
+    ) -> Request:
         """Add a running request; one that has one token left decodes."""
-        request = self.wait(num_tokens, tenant)
+        request = self.wait(num_tokens, tenant, compression)
         queue = self.queues[tenant]
         queue.waiting.remove(request)
         queue.running.add(request)
@@ -133,6 +142,40 @@ def test_tokens_that_prompts_do_not_need_go_to_decoding_requests() -> None:
     desk = Desk(max_tokens=8)
     decoding, short = [desk.run(9, 8) for _ in range(6)], desk.wait(2)
     assert {part.request for part in desk.plan()} == {*decoding, short}
+
+
+class TestNoPlaceForACompressedGeneration:
+    """Of four places two are for those that can be paused."""
+
+    def desk(self) -> Desk:
+        desk = Desk(max_tokens=64, max_running_requests=4)
+        for _ in range(2):
+            desk.run(9, 8, "other", COMPRESSION)
+        return desk
+
+    def test_it_lets_the_others_of_its_tenant_go_ahead(self) -> None:
+        desk = self.desk()
+        compressed, plain = desk.wait(20, "acme", COMPRESSION), desk.wait(5, "acme")
+        assert [part.request for part in desk.plan()][2:] == [plain]
+        assert list(desk.queues["acme"].waiting) == [compressed]
+        assert desk.admitter.tried == [plain]
+
+    def test_those_behind_many_of_its_kind_go_ahead_the_longest_prefix_first(self) -> None:
+        desk = self.desk()
+        for _ in range(20):
+            desk.wait(20, "acme", COMPRESSION)
+        plain = [desk.wait(100, "acme") for _ in range(3)]
+        desk.admitter.cached_tokens[plain[1]] = 8
+        desk.plan()
+        assert desk.admitter.tried == [plain[1]]
+
+    def test_it_has_the_next_one(self) -> None:
+        desk = self.desk()
+        compressed, plain = [desk.wait(2, "acme", COMPRESSION) for _ in range(2)], desk.wait(5, "acme")
+        ended = next(iter(desk.running))
+        desk.queues["other"].running.remove(ended)
+        del desk.running[ended]
+        assert [part.request for part in desk.plan()][1:] == [compressed[0], plain]
 
 
 def test_after_2_ms_of_work_a_turn_admits_one_request_and_no_more() -> None:

@@ -58,7 +58,8 @@ class StateLease:
 
     Attributes:
         slot: its own slot, which holds its state after each step.
-        source: the slot that its next step reads; None at the beginning of a sequence.
+        source: the slot that is read by the first step after the last `advance`, and by no later one; None at the
+            beginning of a sequence.
     """
 
     def __init__(

@@ -55,19 +55,16 @@ class WorthOrder:
         return self._entries[slot].num_uses
 
     def add(self, slot: int, saved_tokens: int) -> None:
-        """Add a snapshot. Complexity: O(log snapshots)."""
+        """Add a snapshot. Complexity: O(log snapshots), amortized."""
         self._entries[slot] = entry = _Entry(saved_tokens, 0, self.worth_of(saved_tokens))
-        heapq.heappush(self._heap, (entry.worth, slot))
+        self._push(slot, entry)
 
     def used(self, slot: int) -> None:
-        """Note a use of a snapshot. Complexity: O(log snapshots)."""
+        """Note a use of a snapshot. Complexity: O(log snapshots), amortized."""
         entry = self._entries[slot]
         entry.num_uses += 1
         entry.worth = self.level + entry.saved_tokens * (1 + entry.num_uses)
-        heapq.heappush(self._heap, (entry.worth, slot))
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [(each.worth, number) for number, each in self._entries.items()]
-            heapq.heapify(self._heap)
+        self._push(slot, entry)
 
     def discard(self, slot: int) -> None:
         """Forget a snapshot. Complexity: O(1)."""
@@ -87,3 +84,10 @@ class WorthOrder:
         """Forget a snapshot for the sake of another one. Complexity: O(1)."""
         self.level = max(self.level, self._entries[slot].worth)
         self.discard(slot)
+
+    def _push(self, slot: int, entry: _Entry) -> None:
+        """Put what a snapshot is worth now into the heap. What is out of date leaves it when there is much of it."""
+        heapq.heappush(self._heap, (entry.worth, slot))
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [(each.worth, number) for number, each in self._entries.items()]
+            heapq.heapify(self._heap)

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
 from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
 from radixkv.errors import InvalidRequest, LifecycleError, SwitchedOff
-from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
+from radixkv.namespace import RESERVED_TENANTS, Namespace, PromptKey
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class Adapters:
     def load(self, name: str, path: str) -> Future[LoadedAdapter]:
         """Read an adapter, and let a name stand for it. Requests that came before keep what the name stood for.
 
+        A load goes on if its future is cancelled.
+
         Args:
             name: not empty.
             path: a directory, as a caller names it; see `AdapterDirectory.find`.
@@ -129,9 +132,12 @@ class Adapters:
         """
         source = self._require_on()
         try:
-            return self._readers.submit(self._read_and_register, source, name, path)
+            loading = self._readers.submit(self._read_and_register, source, name, path)
         except RuntimeError:
             raise self._thread.cancellation() from None
+        loaded: Future[LoadedAdapter] = Future()  # of its own, so that a caller that goes away cancels nothing else
+        loading.add_done_callback(partial(_answer, loaded))
+        return loaded
 
     def load_now(self, name: str, directory: Path) -> LoadedAdapter:
         """Do the same at once with any directory, before the engine's thread is started."""
@@ -160,8 +166,8 @@ class Adapters:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _keyed(self, caller: Caller, tokens: bytes, found: Found) -> KeyedPrompt:
-        if caller.tenant == PUBLIC_TENANT:
-            raise InvalidRequest(f"tenant: expected any name but {PUBLIC_TENANT}, the owner of public prefixes, got it")
+        if (whose := RESERVED_TENANTS.get(caller.tenant)) is not None:
+            raise InvalidRequest(f"tenant: expected any name but {caller.tenant}, {whose}, got it")
         base, files = Namespace(self._model, caller.tenant, "", caller.salt), found.files
         start = None if files is None else files.own_from(tokens)
         if files is None or start is None:
@@ -243,6 +249,17 @@ class Adapters:
         return Adapter(
             name, files.digest, files.rank, files.num_bytes, is_on_device, is_draining, num_unfinished, cached_tokens
         )
+
+
+def _answer(loaded: Future[LoadedAdapter], loading: Future[LoadedAdapter]) -> None:
+    """Pass on what became of a load, unless its caller is gone."""
+    if loading.cancelled():
+        loaded.cancel()
+    elif loaded.set_running_or_notify_cancel():
+        if (error := loading.exception()) is not None:
+            loaded.set_exception(error)
+        else:
+            loaded.set_result(loading.result())
 
 
 _END = object()

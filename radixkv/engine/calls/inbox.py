@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from radixkv.engine.calls.lanes import RETRY_S, Lanes
-from radixkv.errors import Draining, QueueFull
+from radixkv.errors import Draining, QueueFull, RadixKVError
 
 # Calls run this long between two steps, and one call more: 2 ms, or this share of a step that takes longer than 40 ms.
 _MAX_CALLS_S = 0.002
@@ -82,7 +82,7 @@ class Inbox:
     call may be cut into slices, between which others have their turns.
 
     Every call that was accepted is run, or cancelled, or makes room for one of a shorter lane and gets QueueFull:
-    `close` lets no more in, and `run_all` after it empties the inbox.
+    `close` lets no more in, and `run_all` after it empties the inbox. If that raises, `abandon` answers the others.
 
     Args:
         max_waiting_calls: calls of each kind of asker that may wait.
@@ -198,6 +198,13 @@ class Inbox:
             unfinished = list(self._unfinished)
         for future in unfinished:
             future.cancel()
+
+    def abandon(self, error: RadixKVError) -> None:
+        """Cancel all calls that are not begun, and raise `error` for the others. To be called after `close`."""
+        self.cancel_calls()
+        for future in list(self._unfinished):
+            if not future.done():
+                future.set_exception(error)
 
     def close(self) -> None:
         """Accept no more calls."""

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from radixkv.cache.states.worth import WorthOrder
 
 
@@ -64,3 +66,15 @@ def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
         assert (least is None) == (not kept)
         if least is not None:
             assert kept[least][2] == min(worth for _, _, worth in kept.values()) == order.worth(least)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_is_out_of_date_takes_no_more_room_than_what_is_kept(is_used: bool) -> None:
+    order = WorthOrder()
+    for slot in range(1000):
+        order.add(slot % 7, slot)
+        if is_used:
+            order.used(slot % 7)
+        assert len(order._heap) <= 2 * len(order) + 64
+        if not is_used:
+            order.discard(slot % 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,16 @@ from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
-from radixkv.errors import InvalidAdapter, PromptTooLong, SwitchedOff, TooManyAdapters, UnknownAdapter
+from radixkv.errors import (
+    Draining,
+    InvalidAdapter,
+    InvalidRequest,
+    PromptTooLong,
+    SwitchedOff,
+    TooManyAdapters,
+    UnknownAdapter,
+)
+from radixkv.namespace import RESERVED_TENANTS
 from tests.adapter_doubles import FakeDevice
 from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, params
 from tests.fake_runner import next_token, tokens
@@ -251,6 +261,26 @@ def test_reading_does_not_stop_the_engine(engine: Engine, device: FakeDevice) ->
     assert ask(engine, "law") == (answer("one"), 0, "COLD")
 
 
+def test_loads_go_on_if_their_callers_go_away(engine: Engine, device: FakeDevice) -> None:
+    device.gate.clear()
+    loads = [engine.adapters.load(name, f"/{name}") for name in ("one", "two")]
+    for load in loads:
+        load.cancel()
+    device.gate.set()
+    wait_until(lambda: [each.name for each in engine.adapters.loaded()] == ["one", "two"])
+
+
+def test_a_load_that_waits_is_cancelled_when_the_engine_stops(runner: GatedRunner, device: FakeDevice) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(), adapters=device.source(2))
+    engine.start()
+    device.gate.clear()
+    reading, waiting = (engine.adapters.load(name, f"/{name}") for name in ("one", "two"))
+    engine.stop()
+    assert waiting.cancelled()
+    device.gate.set()
+    assert isinstance(reading.exception(PATIENCE_S), Draining)
+
+
 def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.namespaces.purge._MAX_PURGED", 1)
     load(engine, "law", "one")
@@ -262,6 +292,13 @@ def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPat
     engine.adapters.unload("tax").result(PATIENCE_S)
     wait_until_all_free(engine)
     engine.check().result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("tenant", RESERVED_TENANTS)
+def test_no_caller_has_a_reserved_name(engine: Engine, tenant: str) -> None:
+    for call in (engine.prefill, lambda asked: engine.probe(asked.tokens, asked.caller)):
+        with pytest.raises(InvalidRequest, match=f"^tenant: expected any name but {re.escape(tenant)}"):
+            call(params(PROMPT, tenant=tenant))
 
 
 def test_a_prompt_may_leave_nothing_behind_or_take_nothing(engine: Engine) -> None:

@@ -224,3 +224,18 @@ def test_a_call_that_has_begun_is_not_cancelled() -> None:
     inbox.run_all()
     assert sliced.result(0) == "slice"
     assert ran.count("slice") == 2
+
+
+def test_who_is_abandoned_is_cancelled_or_told_why() -> None:
+    def slices() -> Generator[None, None, None]:
+        inbox.put(lambda: 1 / 0)
+        yield
+
+    inbox = make_inbox()
+    begun, waiting = inbox.call(slices), inbox.call(lambda: 1)
+    with pytest.raises(ZeroDivisionError):
+        inbox.run_all()
+    inbox.close()
+    inbox.abandon(Draining("stopped"))
+    assert isinstance(begun.exception(0), Draining)
+    assert waiting.cancelled()

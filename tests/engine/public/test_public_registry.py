@@ -185,7 +185,9 @@ def test_a_name_is_given_once_and_can_be_given_again_later(engine: Engine) -> No
 
 def test_nobody_can_be_the_owner_of_public_prefixes(engine: Engine) -> None:
     register(engine)
-    with pytest.raises(InvalidRequest, match=r"^tenant: expected any name but \(public\)"):
+    with pytest.raises(
+        InvalidRequest, match=r"^tenant: expected any name but \(public\), the owner of public prefixes"
+    ):
         engine.prefill(params(SYSTEM, tenant=PUBLIC_TENANT))
     engine.purge(tenant=PUBLIC_TENANT).result(PATIENCE_S)
     assert ask(engine, "acme", [*SYSTEM, 90])[1] == len(SYSTEM)

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import radixkv.service.server.server as server_module
 from radixkv.config import ServerConfig
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, InvariantViolation
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.server import SERVICES, Server
 from tests.patience import PATIENCE_S
@@ -78,6 +78,35 @@ def test_health_follows_the_engine(monkeypatch):
             return seen
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [{NOT_SERVING}, {SERVING}]
+
+
+def test_an_engine_whose_thread_ends_ends_the_process_after_its_last_answer(monkeypatch):
+    """An error that is not one of configuration: the exit code is 1, after which a supervisor starts it again."""
+    monkeypatch.setattr(server_module, "_HEALTH_PERIOD_S", 0.01)
+
+    async def run():
+        engine, addresses = FakeEngine(is_gated=True), []
+
+        class Noted(Server):
+            async def start(self):
+                addresses.append(await super().start())
+                return addresses[0]
+
+        ending = asyncio.create_task(
+            server_module._serve_until_signal(engine, ServerConfig(), lambda config, stop: Noted(engine, config))
+        )
+        assert await becomes_true(lambda: addresses)
+        async with AsyncClient(addresses[0], timeout_s=PATIENCE_S) as client:
+            waiting = asyncio.create_task(client.prefill([7]))
+            assert await becomes_true(lambda: engine.futures)
+            engine.is_alive = False
+            engine.futures[0].cancel()
+            refusal = await refusal_of(waiting)
+        with pytest.raises(InvariantViolation, match="a thread that ended"):
+            await asyncio.wait_for(ending, PATIENCE_S)
+        return refusal.code()
+
+    assert asyncio.run(run()) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_reflection_lists_and_describes_the_services():
