@@ -251,8 +251,7 @@ def run(
 
     Raises:
         ConfigError: the address can't be bound.
-        InvariantViolation: the engine's thread ended by itself; all calls were answered. A supervisor should restart
-            the process.
+        InvariantViolation: the engine's thread ended, and all calls were answered. The process should be restarted.
     """
     rest = (model_path, tuple(services), gateway_tenant, count_refusal)
     with frozen_survivors(), short_lock_turns():
