@@ -94,6 +94,8 @@ KERNEL_TESTS = (
     "tests/kernels/native/test_attention.py",
     "tests/kernels/native/test_products.py",
     "tests/kernels/native/test_rows.py",
+    "tests/kernels/native/test_layer.py",
+    "tests/model/products/test_native_layers.py",
     "tests/kernels/native/test_copies.py",
 )
 EVENT_TESTS = (

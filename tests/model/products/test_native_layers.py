@@ -21,7 +21,7 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
 from tests.model.exact.checkpoints import VOCAB_SIZE
-from tests.model.products.test_joined_parts import CPU, make
+from tests.model.products.test_joined_parts import CPU, make, scaled, swap_class
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_LAYERS = 2
@@ -88,6 +88,18 @@ def test_a_model_has_the_same_bits(
     assert len(calls) == NUM_LAYERS
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
     assert got[0].isfinite().all()
+
+
+def test_a_step_whose_rows_are_filled_up_is_asked_to_attend(calls: list[int]) -> None:
+    module = make("llama")
+    swap_class(module.model.norm, scaled)  # is left to torch, which computes a lone row otherwise
+    model = Model("padded", module, CPU)
+    calls.clear()
+    got = answers(model, ((100, 1),))
+    assert calls == []
+    assert torch.equal(got[0], answers(model, ((100, 1),), sees_layers=False)[0])
+    answers(model, ((0, 70),))
+    assert calls == [70, 70]
 
 
 def test_a_token_whose_keys_are_not_finite_is_told(calls: list[int]) -> None:
