@@ -44,9 +44,9 @@ _PART = 512  # features, in and out
 # A packing that is behind is not expected to be this many times as fast as the first one for any other number of rows.
 _CATCHING_UP = 1.5
 
-# A packing whose rows are alike may take this much longer than the fastest other one: no rows are filled up for it, and
-# a layer all of whose products are such runs in one call, which saves 0.1 to 0.3 ms.
-LEAD = 1.15
+# A packing whose rows are alike may take this much longer than the fastest other one: no rows are filled up for it, a
+# layer all of whose products are such runs in one call, and a trial on a busy machine is off by as much.
+LEAD = 1.5
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
