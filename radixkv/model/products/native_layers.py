@@ -34,10 +34,11 @@ class LayerInOneCall:
         """Compute the layer of rows `[1, num_tokens, hidden_size]`.
 
         Returns:
-            A new tensor of the same shape; None, with nothing computed, if the step wants to be asked to attend.
+            A new tensor of the same shape; None, with nothing computed, if the step wants to be asked to attend, or
+            numbers do not lie in order.
         """
         view = getattr(step, "view", None)
-        if view is None:
+        if view is None or not all(each.is_contiguous() for each in (rows, *position_embeddings)):
             return None
         own = self._attention
         found = view(own.layer, self._layer.queries(rows.shape[1]), own.num_kv_heads, own.scoring)

@@ -102,6 +102,16 @@ def test_a_step_whose_rows_are_filled_up_is_asked_to_attend(calls: list[int]) ->
     assert calls == [70, 70]
 
 
+def test_rows_that_do_not_lie_in_order_are_left_to_the_parts(calls: list[int]) -> None:
+    model = Model("odd rows", make("llama"), CPU)
+    expected = answers(model, ((20, 4),))
+    embedding = model.module.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, __, rows: rows.transpose(1, 2).contiguous().transpose(1, 2))
+    calls.clear()
+    assert torch.equal(answers(model, ((20, 4),))[0], expected[0])
+    assert calls == []
+
+
 def test_a_token_whose_keys_are_not_finite_is_told(calls: list[int]) -> None:
     model = Model("infinite", make("llama"), CPU)
     model.module.get_input_embeddings().weight.data[7 * 4] = float("inf")
