@@ -140,6 +140,7 @@ def test_stores_and_the_pool_are_given_copies_in_cpp(
     settings = ("tiers.host_bytes=10000000", f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
     for has_host in (True, False):
         with engine(checkpoint, *settings[not has_host :]) as served:
+            settle(served)  # the disk is known
             for seed in range(12 if has_host else 1):
                 ask(served, seed)
                 settle(served)
