@@ -1,6 +1,6 @@
 """Calls the layer of `layer.cpp`: attention between its products and a gated MLP, as one function of rows.
 
-To call each of its dozen parts from Python takes 0.1 to 0.3 ms a layer, most of a decode step of a small model.
+To call each of its dozen parts from Python takes 0.1 to 0.3 ms a layer more.
 """
 
 from __future__ import annotations

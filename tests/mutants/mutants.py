@@ -563,6 +563,7 @@ EVENT_MUTANTS = (
 )
 
 OFFLOAD_MUTANTS = (
+    Mutant("engine/offload/loader.py", "fetched.first_block, run, fetched)", "fetched.first_block, run)"),
     Mutant("engine/transfer/exports.py", "[: num_tokens * TOKEN_BYTES]", ""),
     Mutant("engine/transfer/exports.py", "        if lease.is_revoked:\n", "        if False:\n"),
     Mutant(

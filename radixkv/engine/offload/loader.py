@@ -27,11 +27,15 @@ REMOTE = "remote"  # where blocks were that came with their request
 
 
 class _Wish(NamedTuple):
-    """A run of stored blocks that a request wants, and the load that brings them, or the first of them."""
+    """A run of stored blocks that a request wants, and the load that brings them, or the first of them.
+
+    What was fetched is there as long as its bytes are: whoever fetched it counts them until it is gone.
+    """
 
     load: Load
     first_block: int
     run: Sequence[Found]
+    fetched: Fetched | None = None
 
 
 class Loader:
@@ -142,7 +146,7 @@ class Loader:
         load.end_call(REMOTE, LoadedBlocks(blocks, [], is_timed=False))
         load.requests.add(request)
         request.stored_upto = (fetched.first_block + len(run)) * self._cache.block_size
-        self._wishes[request] = _Wish(load, fetched.first_block, run)
+        self._wishes[request] = _Wish(load, fetched.first_block, run, fetched)
 
     def ready(self) -> list[Request]:
         """Return the requests whose loads ended since the last call."""

@@ -5,7 +5,7 @@
                  in the library), act_fn, down_proj
     attention    q_proj, k_proj, v_proj (joined), o_proj, perhaps norms   two products, one rotation
     layer        input_layernorm, self_attn,                              all of the above, without a module's call
-                 post_attention_layernorm, mlp
+                 post_attention_layernorm, mlp                        in one, if all is in C++ and the step allows it
 
 A call of a module or of torch takes 1 to 5 us, and in exact mode as much again where torch's functions are intercepted:
 most of a decode step of a small model. A part is not recognized by its class. It is tried beside its replacement.

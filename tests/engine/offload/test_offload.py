@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -174,6 +175,22 @@ def test_blocks_that_come_with_a_request_are_not_computed_and_stay() -> None:
     assert result.miss_reason is MissReason.NONE
     assert result.next_token_id == next_token(tokens(PROMPT))
     assert loaded(bench.prefill(PROMPT)) == (12, 0, 0)
+
+
+def test_fetched_blocks_are_there_until_the_engine_copied_them() -> None:
+    """Whoever fetched them counts their bytes as long."""
+    bench, fetched = TieredBench(num_blocks=4), fetched_from(TieredBench())
+    busy, future, kept = bench.generate(range(100, 106), 9), Future(), weakref.ref(fetched)
+    bench.core.step()
+    bench.core.submit(Request(PrefillParams(tokens(PROMPT)), NAMESPACE, future, 0.0, fetched=fetched))
+    del fetched
+    bench.core.step()
+    assert not future.done(), "it waits for blocks"
+    assert kept() is not None
+    bench.run()
+    assert busy.done()
+    assert future.result(0).usage.remote_tokens == 12
+    assert kept() is None
 
 
 def test_blocks_behind_others_that_are_gone_meanwhile_are_of_no_use() -> None:
