@@ -77,8 +77,12 @@ class TokenStream:
         self._mailbox.post(self._add, index, tokens, True)
 
     def keep(self, index: int, tokens: GeneratedTokens) -> None:
-        """Add tokens of an answer that is told as a whole: they are no news. Called on the engine's thread."""
-        self._mailbox.post(self._add, index, tokens, False)
+        """Add tokens of an answer that is told as a whole, if they have log probabilities: the result has all else.
+
+        They are no news. Called on the engine's thread.
+        """
+        if tokens.logprobs:
+            self._mailbox.post(self._add, index, tokens, False)
 
     def end(self, index: int, _: Future[Any]) -> None:
         """End an answer. It is known, with all tokens. Called on any thread."""

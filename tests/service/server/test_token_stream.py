@@ -89,7 +89,8 @@ def test_of_an_answer_that_ended_what_is_unread_stays_to_be_taken():
 def test_tokens_that_are_told_as_a_whole_wake_nobody():
     async def run():
         line = Line()
-        await line.come(0, news(1, 0), news(2, 0), tell=line.stream.keep)
+        without_logprobs = news(3)
+        await line.come(0, news(1, 0), news(2, 0), without_logprobs, tell=line.stream.keep)
         waiting = asyncio.create_task(line.stream.get())
         await asyncio.sleep(0)
         was_woken = waiting.done()
