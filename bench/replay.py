@@ -165,7 +165,8 @@ def choose_baseline(
         return [], "not measured, as asked"
     num_tokens = sum(len(item.token_ids) for item in items)
     all_s = num_tokens / uncached_tokens_per_s if uncached_tokens_per_s else 0.0
-    all_s = max(all_s, items[-1].arrival_s)
+    if options.concurrency is None:  # a closed loop does not wait for arrivals
+        all_s = max(all_s, items[-1].arrival_s)
     num_kept, why = len(items), ""
     if options.baseline_requests is not None:
         num_kept, why = min(len(items), options.baseline_requests), "as asked"

@@ -208,8 +208,15 @@ def test_the_baseline_is_a_sample_when_time_does_not_allow_more() -> None:
     indices, text = choose_baseline(options, items_of([100] * 10), 50.0)
     assert indices == [0, 2, 4, 6, 8]
     assert text.startswith("a sample: 5 of 10 requests, evenly spaced; all would take about 20 s")
-    assert len(choose_baseline(options, items_of([100] * 10, last_arrival_s=40.0), 1e9)[0]) == 2
     assert choose_baseline(options, items_of([100] * 10), 1e-9)[0] == [0]
+
+
+def test_only_an_open_loop_takes_as_long_as_its_arrivals() -> None:
+    items = items_of([100] * 10, last_arrival_s=40.0)
+    open_loop = parse_options([*SMALL, "--baseline-seconds", "10", "--rate", "5"])
+    assert len(choose_baseline(open_loop, items, 1e9)[0]) == 2
+    closed = parse_options([*SMALL, "--baseline-seconds", "10"])
+    assert choose_baseline(closed, items, 1e9) == (list(range(10)), "the same 10 requests")
 
 
 def test_a_server_that_is_not_there_is_told(
