@@ -107,9 +107,10 @@ def _time(block_size: int, prompt_tokens: int, options: argparse.Namespace) -> d
         decisions=options.decisions,
     )
     print(
-        f"decision: {times.replicas} replicas, {times.known_blocks:,} blocks of {block_size}, prompts of "
-        f"{times.prompt_tokens:,} tokens: p50 {times.p50_us:.0f} us, p99 {times.p99_us:.0f} us; noted "
-        f"afterwards in {times.remember_p50_us:.0f} us, p99 {times.remember_p99_us:.0f} us",
+        f"decision: {times.replicas} replicas, {times.known_blocks:,} blocks of {block_size}, at the end "
+        f"{times.end_blocks:,}, {times.refused_blocks:,} refused; prompts of {times.prompt_tokens:,} tokens: "
+        f"p50 {times.p50_us:.0f} us, p99 {times.p99_us:.0f} us; noted afterwards in "
+        f"{times.remember_p50_us:.0f} us, p99 {times.remember_p99_us:.0f} us",
         flush=True,
     )
     return dataclasses.asdict(times) | {"machine_load": os.getloadavg()[0]}

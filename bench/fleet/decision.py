@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.fleet.replica_blocks import ReplicaBlocks
 from radixkv.api.events import HASH_BYTES, AllCleared, BlocksRemoved, BlocksStored, EventBatch, SnapshotPart
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
@@ -24,6 +25,7 @@ _NAMESPACE = Namespace("bench")
 _SYSTEM_TOKENS = 1024  # that all prompts begin with, on all replicas
 _NEW_TOKENS = 512  # of a turn
 _NUM_UNDER_WAY = 256
+_GO_ON = 0.7  # of the requests
 _SNAPSHOT_BLOCKS = 512
 
 
@@ -34,8 +36,10 @@ class DecisionTimes:
     Attributes:
         replicas: number of them.
         known_blocks: distinct blocks that the router knew before the first decision.
+        end_blocks: the same after the last one. Some that were expected, and are no longer, may be among them.
+        refused_blocks: times that a block found no room in the router's view.
         block_size: tokens of one.
-        prompt_tokens: length of each prompt, all but the last turn of which a replica has.
+        prompt_tokens: length of each prompt.
         decisions: number of them.
         p50_us, p99_us, most_us: time to choose.
         remember_p50_us, remember_p99_us: time to note the choice, once the caller has it.
@@ -44,6 +48,8 @@ class DecisionTimes:
 
     replicas: int
     known_blocks: int
+    end_blocks: int
+    refused_blocks: int
     block_size: int
     prompt_tokens: int
     decisions: int
@@ -80,8 +86,9 @@ def time_decisions(
 ) -> DecisionTimes:
     """Fill a router's view by events, then time decisions while events go on.
 
-    Seven of ten requests are the next turn of a conversation that one replica has; the others are new but for the
-    system prompt. After each decision, the events of one request are read, with an eviction of as many blocks.
+    Seven of ten requests go on with a conversation of which a replica has at least all but the last turn, or what is
+    left of it where it is the next to leave; the others are new but for the system prompt. After each decision, the
+    events of one request are read: the blocks that its replica did not have, and as many others that leave it.
 
     Args:
         replicas: number of them.
@@ -93,7 +100,8 @@ def time_decisions(
     """
     conversations, identities = Conversations(prompt_tokens, seed), Identities("")
     router = Router(FleetView(block_size), FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=identities)
-    known = _fill(router, conversations, identities, replicas, num_blocks)
+    held = _fill(router, conversations, identities, replicas, num_blocks)
+    names, known = list(held), sum(len(each.conversations) for each in held.values())
     known_blocks = router.view.index.num_blocks
     gc.collect()
     gc.freeze()
@@ -101,7 +109,8 @@ def time_decisions(
     times_us, remember_us, event_us = [], [], []
     under_way: list[Route] = []
     for turn in range(decisions):
-        conversation = draw.randrange(known) if draw.random() < 0.7 else known + turn
+        goes_on = draw.random() < _GO_ON
+        conversation = draw.choice(held[draw.choice(names)].conversations) if goes_on else known + turn
         tokens = conversations.prompt(conversation, 1)
         start_s = time.thread_time()
         route = router.route(_NAMESPACE, tokens)
@@ -110,7 +119,8 @@ def time_decisions(
         start_s = time.thread_time()
         router.remember()
         remember_us.append((time.thread_time() - start_s) * 1e6)
-        batch = _batch_of(router, route, tokens, identities)
+        hashes = PromptBlocks(_NAMESPACE, tokens, block_size, identities).all()[_SYSTEM_TOKENS // block_size :]
+        batch = _batch_of(router, route.name, held[route.name], conversation, hashes)
         start_s = time.thread_time()
         router.read(route.name, batch)
         event_us.append((time.thread_time() - start_s) * 1e6)
@@ -120,25 +130,31 @@ def time_decisions(
     remember_p50_us, remember_p99_us = np.percentile(remember_us, (50, 99))
     mean_event_us = sum(event_us) / len(event_us)
     return DecisionTimes(
-        replicas, known_blocks, block_size, prompt_tokens + _NEW_TOKENS, decisions,
+        replicas, known_blocks, router.view.index.num_blocks, router.view.index.num_refused,
+        block_size, prompt_tokens + _NEW_TOKENS, decisions,
         float(p50_us), float(p99_us), max(times_us), float(remember_p50_us), float(remember_p99_us), mean_event_us,
     )  # fmt: skip
 
 
-def _fill(router: Router, conversations: Conversations, identities: Identities, replicas: int, num_blocks: int) -> int:
-    """Give each replica a snapshot of conversations of its own. Returns the number of all conversations."""
-    conversation = 0
+def _fill(
+    router: Router, conversations: Conversations, identities: Identities, replicas: int, num_blocks: int
+) -> dict[str, ReplicaBlocks]:
+    """Give each replica a snapshot of conversations of its own, numbered from 0 on. Returns what each holds."""
+    conversation, block_size, held = 0, router.view.block_size, {}
     for index in range(replicas):
         name = f"replica-{index}"
         hashes: list[int] = []
+        held[name] = ReplicaBlocks()
         router.join(name)
         while len(hashes) < num_blocks // replicas:
             tokens = conversations.prompt(conversation)
-            hashes += PromptBlocks(_NAMESPACE, tokens, router.view.block_size, identities).all()
+            blocks = PromptBlocks(_NAMESPACE, tokens, block_size, identities).all()
+            hashes += blocks
+            held[name].hold(conversation, blocks[_SYSTEM_TOKENS // block_size :])
             conversation += 1
-        for batch in _snapshot(hashes, router.view.block_size):
+        for batch in _snapshot(hashes, block_size):
             assert router.read(name, batch)
-    return conversation
+    return held
 
 
 def _snapshot(hashes: Sequence[int], block_size: int) -> Iterator[EventBatch]:
@@ -149,12 +165,11 @@ def _snapshot(hashes: Sequence[int], block_size: int) -> Iterator[EventBatch]:
         yield EventBatch(1, 0.0, events if index else (AllCleared(), *events), SnapshotPart(index, count, len(hashes)))
 
 
-def _batch_of(router: Router, route: Route, tokens: bytes, identities: Identities) -> EventBatch:
-    """Return what a replica tells after a request: the new blocks, and as many others that left."""
-    size = router.view.block_size
-    hashes = PromptBlocks(_NAMESPACE, tokens, size, identities).all()[route.hits.total // size :]
-    gone = BlocksRemoved(np.array([each ^ 1 for each in hashes], "<u8").tobytes(), "")
-    return EventBatch(router.view.number_of(route.name) + 1, 0.0, (gone, _stored(hashes, size)))
+def _batch_of(router: Router, name: str, held: ReplicaBlocks, conversation: int, hashes: Sequence[int]) -> EventBatch:
+    """Return what a replica tells after a request: the blocks that are new there, and as many others that left."""
+    new = held.hold(conversation, hashes)
+    gone = BlocksRemoved(np.array(held.evict(len(new)), "<u8").tobytes(), "")
+    return EventBatch(router.view.number_of(name) + 1, 0.0, (gone, _stored(new, router.view.block_size)))
 
 
 def _stored(hashes: Sequence[int], block_size: int) -> BlocksStored:

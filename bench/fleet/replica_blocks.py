@@ -1,0 +1,46 @@
+"""The blocks that a replica holds, in a fleet whose routing decisions are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ReplicaBlocks:
+    """Holds the blocks of conversations by their hashes, without what all prompts begin with, which never leaves.
+
+    Blocks leave as they do in a cache: the conversation that was used least lately goes first, from its end.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[int]] = {}  # the least lately used conversation comes first
+
+    @property
+    def conversations(self) -> list[int]:
+        """The conversations of which it has a block."""
+        return list(self._held)
+
+    def hold(self, conversation: int, hashes: Sequence[int]) -> list[int]:
+        """Use a conversation, all of whose blocks are held from now on.
+
+        Args:
+            conversation: its number.
+            hashes: of its blocks; those that are held already come first.
+
+        Returns:
+            The blocks that are new.
+        """
+        known = self._held.pop(conversation, [])
+        self._held[conversation] = list(hashes)
+        return list(hashes[len(known) :])
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Give up this many blocks; none of the conversation that was used last. Returns their hashes."""
+        gone: list[int] = []
+        while len(gone) < num_blocks and len(self._held) > 1:
+            conversation, hashes = next(iter(self._held.items()))
+            first = max(0, len(hashes) - (num_blocks - len(gone)))
+            gone += reversed(hashes[first:])
+            del hashes[first:]
+            if not hashes:
+                del self._held[conversation]
+        return gone
