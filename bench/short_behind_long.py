@@ -4,6 +4,8 @@
 
 A short prompt should be answered within the step that ran when it came, the next one, and the time it takes alone. The
 ends of steps are seen from outside: a probe is answered between two steps.
+
+The exit status is 0 if every prompt was, 1 if not, 2 if the long one ended before the first short one was answered.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.parts.environment import describe_run
 from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.errors import ConfigError
 from radixkv.service.client import AsyncClient
+from radixkv.service.commands.argument_types import positive
 
 VOCAB_SIZE = 256
 PROBE_TOKENS = 16
@@ -72,7 +77,11 @@ class StepWatch:
 
 
 async def measure(address: str, long_tokens: int, short_tokens: int, count: int, seed: int) -> list[Sample]:
-    """Send short prompts, one after another, while a long one is computed."""
+    """Send short prompts, one after another, while a long one is computed.
+
+    Raises:
+        ConfigError: the long one ended before the first short one was answered.
+    """
     rng = random.Random(seed)
 
     def fresh(num_tokens: int) -> list[int]:
@@ -90,6 +99,13 @@ async def measure(address: str, long_tokens: int, short_tokens: int, count: int,
             if long.done():
                 break
             timed.append((start_s, seconds))
+        if not timed:
+            watch.stop()
+            await long
+            raise ConfigError(
+                f"--long-tokens: expected a prompt that is computed for longer than the first short one waits, got "
+                f"{long_tokens} tokens, answered before it"
+            )
         await asyncio.sleep(2 * max(seconds for _, seconds in timed))  # the step after the last one must end too
         watch.stop()
         await long
@@ -104,18 +120,24 @@ async def ask(client: AsyncClient, ids: list[int]) -> tuple[float, float]:
     return start_s, time.monotonic() - start_s
 
 
-def main() -> int:
-    """Measure, print a table, write JSON. Returns 1 if a prompt took longer than two steps and its own time."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write JSON. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Measure how long short prompts wait while a long one is computed.")
     parser.add_argument("--long-tokens", type=int, default=32_768)
     parser.add_argument("--short-tokens", type=int, default=64)
-    parser.add_argument("--count", type=int, default=15)
+    parser.add_argument("--count", type=positive, default=15)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", metavar="tiny|DIR")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    with ServerProcess(serve_command(options.model, None, ())) as address:
-        samples = asyncio.run(measure(address, options.long_tokens, options.short_tokens, options.count, options.seed))
+    options = parser.parse_args(arguments)
+    try:
+        with ServerProcess(serve_command(options.model, None, ())) as address:
+            samples = asyncio.run(
+                measure(address, options.long_tokens, options.short_tokens, options.count, options.seed)
+            )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     seconds = sorted(sample.seconds for sample in samples)
     result = {
         "short_requests": len(samples),
@@ -136,7 +158,8 @@ def main() -> int:
         f"{samples[0].alone_s:.2f} s alone: {result['over_two_steps_and_alone']}"
     )
     if options.json:
-        command = shlex.join(["python", "-m", "bench.short_behind_long", *sys.argv[1:]])
+        given = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(["python", "-m", "bench.short_behind_long", *given])
         options.json.write_text(json.dumps({**result, "command": command, **describe_run()}, indent=2) + "\n")
     return 0 if max(sample.ratio for sample in samples) <= 1 else 1
 

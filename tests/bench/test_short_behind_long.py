@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
-from bench.short_behind_long import Sample, StepWatch, ask
+import bench.short_behind_long
+from bench.short_behind_long import Sample, StepWatch, ask, main
 from tests.fakes import FakeClock
 
 
@@ -69,3 +71,33 @@ def test_a_prompt_is_timed_from_call_to_answer(clock: FakeClock) -> None:
         return await ask(Client(clock, []), [1, 2, 3])
 
     assert asyncio.run(call()) == (5, 1)
+
+
+class QuickClient:
+    """Answers every prompt at once, also the long one."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        pass
+
+    async def __aenter__(self) -> QuickClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def prefill(self, ids: list[int], **_: object) -> SimpleNamespace:
+        await asyncio.sleep(0)
+        return SimpleNamespace(usage=SimpleNamespace(computed_tokens=len(ids)))
+
+    async def probe(self, ids: list[int]) -> None:
+        await asyncio.sleep(0.001)
+
+
+def test_a_long_prompt_that_is_too_short_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.short_behind_long, "ServerProcess", lambda _: contextlib.nullcontext("nowhere:1"))
+    monkeypatch.setattr(bench.short_behind_long, "AsyncClient", QuickClient)
+    monkeypatch.setattr(bench.short_behind_long, "SETTLE_S", 0.01)
+    assert main(["--long-tokens", "100"]) == 2
+    assert "error: --long-tokens: expected a prompt that is computed for longer" in capsys.readouterr().err
