@@ -2,10 +2,13 @@
 
 python -m bench.rpc --json bench/results/rpc.json
 
-Each server is a process with the same Python, gRPC options and generated code. Both parse the same requests; the echo
-server answers each with an answer of the service. One client sends bytes that were made before, in short rounds to both
-servers in turn. A hit is a prompt that is cached except its last token. Misses all differ, are published, and evict
-each other.
+Each server is a process with the same Python and generated code. Both parse the same requests; the echo server answers
+each with an answer of the service. It is bare: gRPC's own windows, and bounds on messages and waiting calls alone. The
+service has what `radixkv serve` sets: windows that do not grow, bounds on connections and their calls, freed memory
+that is kept, fewer objects for the garbage collection, short turns of threads.
+
+One client sends bytes that were made before, in short rounds to both servers in turn. A hit is a prompt that is cached
+except its last token. Misses all differ, are published, and evict each other.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from bench.parts.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
 from bench.parts.report import distribution
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
+from radixkv.service.commands.argument_types import positive
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import prefill_pb2
 
@@ -214,12 +218,19 @@ def _line(row: Row) -> str:
     )
 
 
+def _prompt_tokens(text: str) -> int:
+    num_tokens = positive(text)
+    if num_tokens < _COUNTER_TOKENS:
+        raise argparse.ArgumentTypeError(f"expected at least {_COUNTER_TOKENS} tokens, a miss's number, got {text}")
+    return num_tokens
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(
         description="Measure the service over a model that costs nothing, beside an echo server."
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 2048], help="prompt lengths")
+    parser.add_argument("--tokens", type=_prompt_tokens, nargs="+", default=[128, 2048], help="prompt lengths")
     parser.add_argument("--kinds", nargs="+", choices=("hit", "miss"), default=["hit", "miss"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="numbers of calls under way")
     parser.add_argument("--rounds", type=int, default=8)
