@@ -8,13 +8,15 @@ python -m bench.modes [--redis URL] [--mooncake HOST:PORT] [--json FILE] [--plot
     and below it, a store     what leaves the device is kept in host memory, on disk, in Redis, in Mooncake
 
 On the embedded model, engines in one process, without gRPC. Each prompt goes through all modes before the next one;
-answers must be equal.
+answers must be equal. A median of all requests is one of hits and misses together: its quartiles, and those of the last
+round, tell whether two modes differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import shlex
 import statistics
 import sys
@@ -23,24 +25,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.modes.mode import Answer, Mode, all_modes, close, memory_bytes
 from bench.modes.picture import draw_modes
 from bench.modes.traffic import TRAFFICS, Traffic, traffics
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.engine.engine import Engine
+from radixkv.service.commands.argument_types import positive
 
-_HEADER = f"{'':26} {'TTFT p50':>11} {'request':>11} {'hit rate':>9} {'K/V memory':>11}"
+_HEADER = (
+    f"{'':26} {'TTFT p50':>11} {'quartiles':>15} {'last round':>11} {'quartiles':>15} {'request':>11} {'hit rate':>9} "
+    f"{'K/V memory':>11}"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all modes. Returns 1 if answers differ."""
     parser = argparse.ArgumentParser(description="Compare ways of keeping K and V.")
-    parser.add_argument("--documents", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3, help="questions to each document")
-    parser.add_argument("--document-tokens", type=int, default=2048)
-    parser.add_argument("--question-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=4)
+    parser.add_argument("--documents", type=positive, default=12)
+    parser.add_argument("--rounds", type=positive, default=3, help="questions to each document")
+    parser.add_argument("--document-tokens", type=positive, default=2048)
+    parser.add_argument("--question-tokens", type=positive, default=64)
+    parser.add_argument("--new-tokens", type=positive, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--traffic", choices=TRAFFICS, action="append", help="may be repeated; default: all")
@@ -49,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
-    kinds = traffics(
-        options.documents, options.rounds, options.document_tokens, options.question_tokens, options.new_tokens
-    )
-    kinds = [each for each in kinds if each.name in (options.traffic or TRAFFICS)]
+    least = next(number for number in itertools.count(1) if all(each.has_room for each in _kinds(options, number)))
+    if options.documents < least:
+        why = "so that each pool has room for a request"
+        parser.error(f"--documents: expected at least {least}, {why}, got {options.documents}")
     rows = [
         row
-        for traffic in kinds
+        for traffic in _kinds(options, options.documents)
         for row in _measure(traffic, options.device, options.seed, options.redis, options.mooncake)
     ]
     if options.json is not None:
@@ -64,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         draw_modes(options.plot, rows)
     return int(any(row["different_answers"] for row in rows))
+
+
+def _kinds(options: argparse.Namespace, documents: int) -> list[Traffic]:
+    lengths = (options.document_tokens, options.question_tokens, options.new_tokens)
+    kinds = traffics(documents, options.rounds, *lengths)
+    return [each for each in kinds if each.name in (options.traffic or TRAFFICS)]
 
 
 def _measure(
@@ -104,26 +118,37 @@ def _row(
     traffic: Traffic, mode: Mode, answers: Sequence[Answer], first: Sequence[Answer], num_bytes: int
 ) -> dict[str, Any]:
     num_tokens = len(answers) * (traffic.document_tokens + traffic.question_tokens)
+    later = answers[-traffic.documents :]
     return {
         "traffic": traffic.name,
         "mode": mode.name,
         "requests": len(answers),
         "ttft_ms": 1e3 * statistics.median(each.ttft_s for each in answers),
+        "ttft_quartiles_ms": _quartiles_ms(answers),
         "request_ms": 1e3 * statistics.median(each.total_s for each in answers),
         "hit_rate": sum(each.cached_tokens for each in answers) / num_tokens,
         "memory_mb": num_bytes / 1e6,
-        "later_ttft_ms": 1e3 * statistics.median(each.ttft_s for each in answers[-traffic.documents :]),
+        "later_ttft_ms": 1e3 * statistics.median(each.ttft_s for each in later),
+        "later_ttft_quartiles_ms": _quartiles_ms(later),
         "different_answers": sum(
             ours.token_ids != theirs.token_ids for ours, theirs in zip(answers, first, strict=True)
         ),
     }
 
 
+def _quartiles_ms(answers: Sequence[Answer]) -> list[float]:
+    """Return the times to first token between which the middle half lies."""
+    quartiles: list[float] = np.percentile([1e3 * each.ttft_s for each in answers], (25, 75)).tolist()
+    return quartiles
+
+
 def _shown(row: dict[str, Any]) -> str:
+    spreads = (row["ttft_quartiles_ms"], row["later_ttft_quartiles_ms"])
+    of_all, of_last = (f"{low:.1f} to {high:.1f}" for low, high in spreads)
     wrong = f"   {row['different_answers']} answers differ" if row["different_answers"] else ""
     return (
-        f"{row['mode']:26} {row['ttft_ms']:8.1f} ms {row['request_ms']:8.1f} ms {row['hit_rate']:9.1%} "
-        f"{row['memory_mb']:8.1f} MB{wrong}"
+        f"{row['mode']:26} {row['ttft_ms']:8.1f} ms {of_all:>15} {row['later_ttft_ms']:8.1f} ms {of_last:>15} "
+        f"{row['request_ms']:8.1f} ms {row['hit_rate']:9.1%} {row['memory_mb']:8.1f} MB{wrong}"
     )
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from radixkv.config import CacheConfig
+
 TRAFFICS = ("documents fit", "a quarter fits", "each once")
 
 
@@ -28,6 +30,13 @@ class Traffic(NamedTuple):
     question_tokens: int
     new_tokens: int
     pool_tokens: int
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the device has room for one request, and for a copy of the block in which its prompt ends."""
+        block_size = CacheConfig().block_size
+        num_tokens = self.document_tokens + self.question_tokens + self.new_tokens
+        return num_tokens <= (self.pool_tokens // block_size - 1) * block_size
 
     def prompts(self, vocab_size: int, seed: int) -> Iterator[bytes]:
         """Iterate over the prompts, little-endian uint32 bytes: each document once in each round."""
