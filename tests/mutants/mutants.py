@@ -1178,7 +1178,7 @@ STORE_MUTANTS = (
     Mutant("storage/tiers/slot_file.py", "first + rest[:more], rest[more:]", "first + rest[:more], rest"),
     Mutant("storage/tiers/slot_file.py", "return min(count, size), None", "return count, None"),
     Mutant("storage/tiers/slot_file.py", "in (self._heads, self._blocks):", "in (self._blocks,):"),
-    Mutant("storage/tiers/slot_file.py", "_whole(head_bytes + CHECKSUM_BYTES, PAGE", "_whole(head_bytes, PAGE"),
+    Mutant("storage/tiers/slot_file.py", "_whole(head_bytes + CHECKSUM_BYTES), ", "_whole(head_bytes), "),
     Mutant("storage/tiers/slot_file.py", "for each in files[1:]))", "for each in files[2:]))"),
     Mutant("storage/tiers/tier.py", "            self._require_answers(result.outcomes, len(objects))\n", ""),
     Mutant(
