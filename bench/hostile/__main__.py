@@ -1,12 +1,13 @@
 """Attacks a server of its own on loopback, with an innocent caller beside each attack.
 
 python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--apart]
-    [--equal-priority] [--json FILE]
+    [--equal-priority] [--step-ms 20] [--json FILE]
 
 Server, attacker and innocent are three processes. Real attackers have machines of their own, so here the attacker takes
 only what the others leave of the processors; with `--equal-priority` it takes its turns from them. With `--apart` a
-fourth process, another server, is attacked: what the innocent then waits for is the machine, not its server. Exit
-status: 1 if an attack broke a bound.
+fourth process, another server, is attacked: what the innocent then waits for is the machine, not its server. The
+model costs nothing, so the innocent's own time, which bounds what it may wait, is as short as can be; with `--step-ms`
+each step takes so long, as on a GPU. Exit status: 1 if an attack broke a bound.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
     parser.add_argument("--apart", action="store_true", help="attack another server than the innocent's")
     parser.add_argument("--equal-priority", action="store_true", help="attackers run at the priority of the others")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time of each step of the model; default 0")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.hostile", *(sys.argv[1:] if arguments is None else arguments)])
-    asked = {name: vars(options)[name] for name in ("seconds", "settings", "apart", "equal_priority")}
+    asked = {name: vars(options)[name] for name in ("seconds", "settings", "apart", "equal_priority", "step_ms")}
     print(_HEADING)
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
@@ -62,6 +64,7 @@ def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     attack, seconds = ATTACKS[name], options.seconds
     settings = [*attack.settings, *options.settings]
     command = [sys.executable, "-m", "bench.parts.null_service", "engine", "--vocab-size", str(attack.vocab_size)]
+    command += ["--step-ms", str(options.step_ms)]
     command += [word for setting in settings for word in ("--set", setting)]
     process = ServerProcess(command)
     load = os.getloadavg()[0]

@@ -1,6 +1,6 @@
 """Two servers to compare, each in its own process: the service over a model that costs nothing, and an echo server.
 
-python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192] [--vocab-size 151936]
+python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192] [--vocab-size 151936] [--step-ms 20]
 python -m bench.parts.null_service echo ANSWER_IN_HEX
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,13 +33,15 @@ NEXT_TOKEN_ID = 7
 
 
 class NullRunner:
-    """Stands in for `Runner` and answers at once with constant logits.
+    """Stands in for `Runner` and answers with constant logits.
 
     Args:
         vocab_size: of the model, hence the width of its logits.
+        step_s: time of each step, in which it sleeps as if another device computed.
     """
 
-    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(self, vocab_size: int = VOCAB_SIZE, step_s: float = 0.0) -> None:
+        self._step_s = step_s
         self.model = SimpleNamespace(
             name="null",
             device=torch.device("cpu"),
@@ -55,26 +58,32 @@ class NullRunner:
     compression_refusal = "a model without attention"
 
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
-        """Compute nothing."""
+        """Compute nothing, until the time of a step is over."""
+        end_s = time.monotonic() + self._step_s
         num_rows = sum(chunk.wants_logits for chunk in chunks)
         result = StepResult(self._row.expand(num_rows, -1), [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
-        return lambda: result
+
+        def wait() -> StepResult:
+            if self._step_s:
+                time.sleep(max(0.0, end_s - time.monotonic()))
+            return result
+
+        return wait
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Compute nothing, at once."""
+        """Compute nothing, for the time of a step."""
         return self.start(chunks)()
 
 
-def build_null_engine(config: Config, vocab_size: int = VOCAB_SIZE) -> Engine:
+def build_null_engine(config: Config, vocab_size: int = VOCAB_SIZE, step_s: float = 0.0) -> Engine:
     """Build the real engine and cache over a `NullRunner`."""
     cache = PrefixCache(
         config.cache.num_blocks,
         config.cache.block_size,
         policy=make_policy(config.cache.policy, config.cache.num_blocks),
     )
-    return Engine(
-        cast("Runner", NullRunner(vocab_size)), cache, config.engine, rates=Rates(config.tenants, config.default_tenant)
-    )
+    runner = cast("Runner", NullRunner(vocab_size, step_s))
+    return Engine(runner, cache, config.engine, rates=Rates(config.tenants, config.default_tenant))
 
 
 class _Echo(prefill_pb2_grpc.PrefillServiceServicer):
@@ -116,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine = kinds.add_parser("engine")
     engine.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
     engine.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
+    engine.add_argument("--step-ms", type=float, default=0.0, help="time of each step; default 0")
     echo = kinds.add_parser("echo")
     echo.add_argument("answer", metavar="ANSWER_IN_HEX")
     options = parser.parse_args(arguments)
@@ -124,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         keep_freed_memory()  # as `radixkv serve` does
         config = Config.load(None, ["server.port=0", *options.settings])
-        run(build_null_engine(config, options.vocab_size), config.server)
+        run(build_null_engine(config, options.vocab_size, options.step_ms / 1000), config.server)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.by_name import StoreOptions, open_backend
 from radixkv.storage.tiers.host_memory import allocate_arena
+from radixkv.storage.tiers.slot_file import SlotSizes
 
 Buffers = Sequence[memoryview]
 
@@ -87,13 +88,13 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
             xxh3_128_digest(target)
 
     def forget() -> None:
-        for path in (folder / "bare", *folder.glob("*/blocks")):
+        for path in (folder / "bare", *folder.glob("*/heads"), *folder.glob("*/blocks")):
             file = os.open(path, os.O_RDONLY)
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
 
-    room = (object_bytes + 4096) * num_blocks
+    room = SlotSizes.of(object_bytes, size).slot_bytes * num_blocks
     backend = open_backend("disk", StoreOptions(block_format, object_bytes, room, str(folder), native_copies()))
     try:
         yield Place("disk", backend, write, read, forget, copies=False, verify=verify)

@@ -24,11 +24,10 @@ using xxh3::load;
 constexpr int64_t kAhead = 1024;
 // The same where nothing is stored meanwhile.
 constexpr int64_t kFurtherAhead = 4096;
-// A file is read in pieces that stay in the second-level cache.
-constexpr int64_t kPiece = 128 << 10;
-// A file is written in pieces that stay in the third-level cache, in whole pages: of a page that is written in part the
-// rest would first be read. Each piece costs a call.
-constexpr int64_t kWrittenPiece = 1 << 20, kPage = 4096;
+// Files are read and written in pieces that stay in the second-level cache; each costs a call.
+constexpr int64_t kReadPiece = 128 << 10, kWrittenPiece = 512 << 10;
+// Whole pages are written: of a page that is written in part the rest would first be read.
+constexpr int64_t kPage = 4096;
 
 struct Stripe {
   __m256i first, second;
@@ -66,13 +65,35 @@ int64_t read_all(int file, uint8_t* to, int64_t num_bytes, int64_t position) {
   return total;
 }
 
-// Reads an object whose last bytes are a checksum, and takes the checksum that they should be. Returns as `read_all`.
-int64_t read_object(int file, int64_t position, int64_t num_bytes, uint8_t* piece, uint8_t* to, uint8_t* digest) {
-  Checksum checksum;
+// The files of objects: one with what comes first, and each object's checksum behind that; and one with the rest.
+struct Files {
+  int heads, bodies;
+  int64_t head_bytes;  // of each object, whole stripes
+};
+
+// Where an object is, or will be, in each file.
+struct Position {
+  int64_t head, body;
+};
+
+// Reads an object whose last bytes are a checksum, and takes the checksum that they should be. Returns the bytes that
+// there are from its beginning on, or -errno.
+int64_t read_object(const Files& files, const Position& position, int64_t num_bytes, uint8_t* piece, uint8_t* to,
+                    uint8_t* digest) {
+  const int64_t head_bytes = files.head_bytes, recorded = head_bytes + xxh3::kDigestBytes;
+  const int64_t of_record = read_all(files.heads, piece, recorded, position.head);
+  if (of_record < 0) return of_record;
+  memcpy(to, piece, std::min(of_record, head_bytes));
+  if (of_record < recorded) return std::min(of_record, head_bytes);
   const int64_t checked = num_bytes - xxh3::kDigestBytes, before_end = bytes_before_end(checked);
-  int64_t at = 0;
-  while (at < num_bytes) {
-    const int64_t wanted = std::min(kPiece, num_bytes - at), count = read_all(file, piece, wanted, position + at);
+  uint8_t recorded_digest[xxh3::kDigestBytes];
+  memcpy(recorded_digest, piece + head_bytes, xxh3::kDigestBytes);
+  Checksum checksum;
+  for (int64_t i = 0; i < std::min(head_bytes, before_end); i += kStripe)
+    checksum.add_stripe(load(to + i), load(to + i + 32));
+  for (int64_t at = head_bytes; at < checked;) {
+    const int64_t wanted = std::min(kReadPiece, checked - at);
+    const int64_t count = read_all(files.bodies, piece, wanted, position.body + at - head_bytes);
     if (count < 0) return count;
     const int64_t copied = std::max<int64_t>(0, std::min(count / kStripe * kStripe, before_end - at));
     for (int64_t i = 0; i < copied; i += kStripe) copy_stripe(piece + i, to + at + i, checksum);
@@ -81,7 +102,8 @@ int64_t read_object(int file, int64_t position, int64_t num_bytes, uint8_t* piec
     if (count < wanted) return at;
   }
   checksum.finish(to + checked - kStripe, checked, digest);
-  return at;
+  memcpy(to + checked, recorded_digest, xxh3::kDigestBytes);
+  return num_bytes;
 }
 
 // Writes all of some parts, which are changed. Returns 0, or -errno.
@@ -97,36 +119,43 @@ int64_t write_all(int file, iovec* parts, int num_parts, int64_t position) {
   return 0;
 }
 
-// Writes an object, its checksum behind it, and zeros up to the end of the page. Returns as `write_all`.
-int64_t write_object(int file, int64_t position, const uint8_t* head, int64_t head_bytes, const uint8_t* body,
-                     int64_t body_bytes) {
+int64_t whole_pages(int64_t num_bytes) { return (num_bytes + kPage - 1) / kPage * kPage; }
+
+// Writes a body, and zeros up to the end of its last page. `digest` gets the checksum of the head and it. Returns as
+// `write_all`.
+int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head_bytes, const uint8_t* body,
+                   int64_t body_bytes, uint8_t* digest) {
+  static const uint8_t zeros[kPage] = {};
   Checksum checksum;
   const int64_t num_bytes = head_bytes + body_bytes, before_end = bytes_before_end(num_bytes);
-  uint8_t end[xxh3::kDigestBytes + kPage] = {};
-  for (int64_t at = 0; at < num_bytes;) {
-    const bool is_last = num_bytes - at < 2 * kWrittenPiece;
-    const int64_t upto = is_last ? num_bytes : at + kWrittenPiece, checked = std::min(upto, before_end);
-    const int64_t head_upto = std::clamp(head_bytes, at, upto), body_at = head_upto - head_bytes;
-    for (int64_t i = at; i < std::min(head_upto, checked); i += kStripe)
-      checksum.add_stripe(load(head + i), load(head + i + 32));
-    for (int64_t i = body_at; i < checked - head_bytes; i += kStripe) {
+  for (int64_t i = 0; i < std::min(head_bytes, before_end); i += kStripe)
+    checksum.add_stripe(load(head + i), load(head + i + 32));
+  for (int64_t at = 0; at < body_bytes;) {
+    const int64_t upto = body_bytes - at < 2 * kWrittenPiece ? body_bytes : at + kWrittenPiece;
+    for (int64_t i = at; i < std::min(upto, before_end - head_bytes); i += kStripe) {
       ask_for(body + i, kFurtherAhead);
       checksum.add_stripe(load(body + i), load(body + i + 32));
     }
-    iovec parts[] = {{const_cast<uint8_t*>(head) + at, static_cast<size_t>(head_upto - at)},
-                     {const_cast<uint8_t*>(body) + body_at, static_cast<size_t>(upto - head_upto)},
-                     {end, 0}};
-    if (is_last) {
-      uint8_t last[kStripe];  // it may begin in the head
-      for (int64_t i = 0; i < kStripe; ++i) {
-        const int64_t from = num_bytes - kStripe + i;
-        last[i] = from < head_bytes ? head[from] : body[from - head_bytes];
-      }
-      checksum.finish(last, num_bytes, end);
-      parts[2].iov_len = xxh3::kDigestBytes + (kPage - (num_bytes + xxh3::kDigestBytes) % kPage) % kPage;
-    }
-    if (const int64_t failure = write_all(file, parts, 3, position + at)) return failure;
+    iovec parts[] = {{const_cast<uint8_t*>(body) + at, static_cast<size_t>(upto - at)},
+                     {const_cast<uint8_t*>(zeros), static_cast<size_t>(whole_pages(upto) - upto)}};
+    if (const int64_t failure = write_all(file, parts, 2, position + at)) return failure;
     at = upto;
+  }
+  uint8_t last[kStripe];  // it may begin in the head
+  for (int64_t i = 0; i < kStripe; ++i) {
+    const int64_t from = num_bytes - kStripe + i;
+    last[i] = from < head_bytes ? head[from] : body[from - head_bytes];
+  }
+  checksum.finish(last, num_bytes, digest);
+  return 0;
+}
+
+// Writes records of `room` bytes, those of neighbors in one call. Returns as `write_all`.
+int64_t write_records(int file, uint8_t* records, int64_t room, const int64_t* positions, int64_t num_records) {
+  for (int64_t start = 0, end = 1; start < num_records; start = end++) {
+    while (end < num_records && positions[end] == positions[end - 1] + room) ++end;
+    iovec part = {records + start * room, static_cast<size_t>((end - start) * room)};
+    if (const int64_t failure = write_all(file, &part, 1, positions[start])) return failure;
   }
   return 0;
 }
@@ -152,15 +181,20 @@ extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, co
   _mm_sfence();  // whoever is told of the copy sees it
 }
 
-// Reads objects, each of more than 256 bytes into memory aligned to 32 bytes. `counts` gets the bytes there were of
-// each, `digests` the checksums of those that are whole. Returns 0, or -errno of what failed.
-extern "C" int64_t radixkv_read_checked(int file, int64_t num_objects, const int64_t* positions, const int64_t* sizes,
-                                        uint8_t* const* targets, int64_t* counts, uint8_t* digests) {
-  uint8_t* const piece = static_cast<uint8_t*>(aligned_alloc(kStripe, kPiece));
+// Reads objects, each of more than 256 bytes into memory aligned to 32 bytes. `counts` gets the bytes that there are of
+// each from its beginning on, `digests` the checksums of those that are whole. Returns 0, or -errno of what failed.
+extern "C" int64_t radixkv_read_checked(int heads, int bodies, int64_t head_bytes, int64_t num_objects,
+                                        const int64_t* head_positions, const int64_t* body_positions,
+                                        const int64_t* sizes, uint8_t* const* targets, int64_t* counts,
+                                        uint8_t* digests) {
+  const Files files = {heads, bodies, head_bytes};
+  const int64_t room = std::max(kReadPiece, head_bytes + kStripe);
+  uint8_t* const piece = static_cast<uint8_t*>(aligned_alloc(kStripe, room));
   if (piece == nullptr) return -ENOMEM;
   int64_t failure = 0;
   for (int64_t i = 0; i < num_objects && failure == 0; ++i) {
-    counts[i] = read_object(file, positions[i], sizes[i], piece, targets[i], digests + i * xxh3::kDigestBytes);
+    const Position position = {head_positions[i], body_positions[i]};
+    counts[i] = read_object(files, position, sizes[i], piece, targets[i], digests + i * xxh3::kDigestBytes);
     failure = std::min<int64_t>(0, counts[i]);
   }
   free(piece);
@@ -168,15 +202,25 @@ extern "C" int64_t radixkv_read_checked(int file, int64_t num_objects, const int
   return failure;
 }
 
-// Writes objects to a file: heads of whole stripes, bodies behind them, checksums of both and zeros up to the end of the
-// page. A head and its body together have more than 240 bytes. Returns 0, or -errno of what failed.
-extern "C" int64_t radixkv_write_checked(int file, int64_t num_objects, const int64_t* positions,
-                                         const uint8_t* const* heads, const int64_t* head_bytes,
-                                         const uint8_t* const* bodies, const int64_t* body_bytes) {
-  for (int64_t i = 0; i < num_objects; ++i)
-    if (const int64_t failure = write_object(file, positions[i], heads[i], head_bytes[i], bodies[i], body_bytes[i]))
-      return failure;
-  return 0;
+// Writes objects: their bodies, then records of heads, each with the object's checksum behind it; both with zeros up to
+// the ends of pages. Heads are whole stripes, and an object has more than 240 bytes. Returns 0, or -errno of what failed.
+extern "C" int64_t radixkv_write_checked(int heads, int bodies, int64_t head_bytes, int64_t num_objects,
+                                         const int64_t* head_positions, const int64_t* body_positions,
+                                         const uint8_t* const* head_parts, const uint8_t* const* body_parts,
+                                         const int64_t* body_bytes) {
+  const int64_t room = whole_pages(head_bytes + xxh3::kDigestBytes);
+  uint8_t* const records = static_cast<uint8_t*>(aligned_alloc(kPage, std::max(kPage, num_objects * room)));
+  if (records == nullptr) return -ENOMEM;
+  memset(records, 0, num_objects * room);
+  int64_t failure = 0;
+  for (int64_t i = 0; i < num_objects && failure == 0; ++i) {
+    uint8_t* const record = records + i * room;
+    memcpy(record, head_parts[i], head_bytes);
+    failure = write_body(bodies, body_positions[i], record, head_bytes, body_parts[i], body_bytes[i], record + head_bytes);
+  }
+  if (failure == 0) failure = write_records(heads, records, room, head_positions, num_objects);
+  free(records);
+  return failure;
 }
 
 // Copies each source into a block, in pieces that begin `stride` bytes one after the other. Pieces are whole stripes,

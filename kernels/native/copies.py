@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,20 @@ _STRIPE_BYTES, _ALIGNMENT, _MOST_SHORT_BYTES = 64, 32, 240
 # Smaller copies are read again before they leave the caches.
 LEAST_FILLED_BYTES = 4 << 20
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class ObjectFiles(NamedTuple):
+    """The files of objects, which are read and written in two parts.
+
+    Attributes:
+        heads: descriptor of the file with what comes first, and each object's checksum behind that.
+        bodies: descriptor of the file with the rest.
+        head_bytes: bytes of what comes first, without the checksum.
+    """
+
+    heads: int
+    bodies: int
+    head_bytes: int
 
 
 class NativeCopies:
@@ -30,9 +45,10 @@ class NativeCopies:
         self._copy_checked = library.radixkv_copy_checked
         self._copy_checked.argtypes, self._copy_checked.restype = (_POINTER, _INT, _POINTER, _INT, _POINTER), None
         self._read_checked = library.radixkv_read_checked
-        self._read_checked.argtypes, self._read_checked.restype = (ctypes.c_int, _INT, *[_POINTER] * 5), _INT
+        files = (ctypes.c_int, ctypes.c_int, _INT)
+        self._read_checked.argtypes, self._read_checked.restype = (*files, _INT, *[_POINTER] * 6), _INT
         self._write_checked = library.radixkv_write_checked
-        self._write_checked.argtypes, self._write_checked.restype = (ctypes.c_int, _INT, *[_POINTER] * 5), _INT
+        self._write_checked.argtypes, self._write_checked.restype = (*files, _INT, *[_POINTER] * 5), _INT
         self._fill = library.radixkv_fill
         self._fill.argtypes, self._fill.restype = (_INT, _POINTER, _POINTER, *[_INT] * 3), None
 
@@ -61,61 +77,73 @@ class NativeCopies:
         return True
 
     def read_checked(
-        self, file: int, places: Sequence[tuple[int, int]], targets: Sequence[memoryview]
+        self, files: ObjectFiles, places: Sequence[tuple[int, int, int]], targets: Sequence[memoryview]
     ) -> list[tuple[int, bytes | None]] | None:
         """Read objects that end with a checksum.
 
         Args:
-            file: descriptor of an open file.
-            places: position and bytes of each object.
+            files: where they are.
+            places: of each its position in the file of heads, that in the file of bodies, and its bytes, checksum
+                included.
             targets: writable memory for each, at least of its size.
 
         Returns:
-            For each the bytes there were of it, and the checksum that it should end with; None instead of that where
-            it is cut. None if it read nothing: an object is too short, or its target is not aligned to 32.
+            For each the bytes there were of it from its beginning on, and the checksum that it should end with; None
+            instead of that where it is cut. None if it read nothing: an object is too short, or a target is not aligned
+            to 32.
 
         Raises:
             OSError: reading fails.
-            ValueError: a target is too small.
+            ValueError: a target is too small, or heads are not whole stripes of 64 bytes.
         """
-        wanted = np.array(places, np.int64).reshape(-1, 2).T.copy()  # positions, then sizes
+        _require_stripes(files)
+        wanted = np.array(places, np.int64).reshape(-1, 3).T.copy()  # positions, then sizes
+        sizes = wanted[2]
         addresses = np.array([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in targets], np.int64)
-        if any(each.nbytes < size for each, size in zip(targets, wanted[1], strict=True)):
+        if any(each.nbytes < size for each, size in zip(targets, sizes, strict=True)):
             raise ValueError("targets: expected memory of the objects' sizes, got less")
-        if (wanted[1] <= _MOST_SHORT_BYTES + _CHECKSUM_BYTES).any() or (addresses % _ALIGNMENT).any():
+        least_bytes = max(_MOST_SHORT_BYTES + 1, files.head_bytes) + _CHECKSUM_BYTES
+        if (sizes < least_bytes).any() or (addresses % _ALIGNMENT).any():
             return None
         counts, digests = np.zeros(len(places), np.int64), np.zeros((len(places), _CHECKSUM_BYTES), np.uint8)
         given = (each.ctypes.data for each in (*wanted, addresses, counts, digests))
-        if failure := self._read_checked(file, len(places), *given):
+        if failure := self._read_checked(*files, len(places), *given):
             raise OSError(-failure, os.strerror(-failure))
-        is_whole = counts == wanted[1]
+        is_whole = counts == sizes
         digest_of = (digest.tobytes() if whole else None for digest, whole in zip(digests, is_whole, strict=True))
         return list(zip(counts.tolist(), digest_of, strict=True))
 
-    def write_checked(self, file: int, positions: Sequence[int], objects: Sequence[tuple[bytes, memoryview]]) -> bool:
-        """Write objects, each with its checksum behind it and zeros up to the end of its last page.
+    def write_checked(
+        self, files: ObjectFiles, positions: Sequence[tuple[int, int]], objects: Sequence[tuple[bytes, memoryview]]
+    ) -> bool:
+        """Write objects: heads with the object's checksum behind them, and bodies, each with zeros up to the end of its
+        last page.
 
         Args:
-            file: descriptor of an open file.
-            positions: where each begins, at a page.
-            objects: of each what comes first, and contiguous bytes behind it.
+            files: where they go.
+            positions: of each its positions in the file of heads and in that of bodies, at pages.
+            objects: of each its head, and contiguous bytes behind it.
 
         Returns:
-            Whether it did: what comes first must be whole stripes of 64 bytes.
+            Whether it did: an object of 240 bytes or less is declined.
 
         Raises:
             OSError: writing fails. Parts may be written.
+            ValueError: a head has another size, or is not whole stripes of 64 bytes.
         """
+        _require_stripes(files)
         heads = [head for head, _ in objects]
+        if any(len(head) != files.head_bytes for head in heads):
+            raise ValueError(f"objects: expected heads of {files.head_bytes} bytes, got others")
         bodies = [np.frombuffer(body, np.uint8) for _, body in objects]
-        head_bytes, body_bytes = [len(head) for head in heads], [body.size for body in bodies]
-        sizes = zip(head_bytes, body_bytes, strict=True)
-        if any(head % _STRIPE_BYTES or head + body <= _MOST_SHORT_BYTES for head, body in sizes):
+        sizes = [body.size for body in bodies]
+        if any(files.head_bytes + size <= _MOST_SHORT_BYTES for size in sizes):
             return False
         addresses = [body.__array_interface__["data"][0] for body in bodies]
-        numbers = [(_INT * len(each))(*each) for each in (positions, head_bytes, addresses, body_bytes)]
+        of_heads, of_bodies = zip(*positions, strict=True) if positions else ((), ())
+        numbers = [(_INT * len(each))(*each) for each in (of_heads, of_bodies, addresses, sizes)]
         pointers = (ctypes.c_char_p * len(heads))(*heads)
-        if failure := self._write_checked(file, len(objects), numbers[0], pointers, *numbers[1:]):
+        if failure := self._write_checked(*files, len(objects), *numbers[:2], pointers, *numbers[2:]):
             raise OSError(-failure, os.strerror(-failure))
         return True
 
@@ -145,6 +173,11 @@ class NativeCopies:
         sources = np.array([np.frombuffer(each, np.uint8).ctypes.data for each in payloads], np.int64)
         self._fill(len(ids), sources.ctypes.data, targets.ctypes.data, *pieces)
         return True
+
+
+def _require_stripes(files: ObjectFiles) -> None:
+    if files.head_bytes % _STRIPE_BYTES:
+        raise ValueError(f"head_bytes: expected whole stripes of {_STRIPE_BYTES} bytes, got {files.head_bytes}")
 
 
 def _pieces_of(block: npt.NDArray[np.uint8]) -> tuple[int, int, int] | None:

@@ -16,7 +16,7 @@ from radixkv.cache.prompt_lease import PromptLease
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_object import object_bytes
-from radixkv.storage.tiers.slot_file import PAGE_BYTES
+from radixkv.storage.tiers.slot_file import SlotSizes
 from radixkv.tokens import TOKEN_BYTES
 
 _UNBOUNDED_BLOCKS = 2**62
@@ -144,8 +144,11 @@ def room_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) ->
     Raises:
         ConfigError: no block fits.
     """
-    alignment = PAGE_BYTES if name == "disk" else _HOST_ALIGNMENT
-    slot_bytes = -(-object_bytes(block_size, block_size * token_bytes) // alignment) * alignment
+    payload_bytes = block_size * token_bytes
+    num_bytes_each = object_bytes(block_size, payload_bytes)
+    slot_bytes = -(-num_bytes_each // _HOST_ALIGNMENT) * _HOST_ALIGNMENT
+    if name == "disk":
+        slot_bytes = SlotSizes.of(num_bytes_each, payload_bytes).slot_bytes
     if num_bytes < slot_bytes:
         raise ConfigError(f"tier {name}: expected room for a block, {slot_bytes} bytes, got {num_bytes}")
     return num_bytes // slot_bytes * block_size

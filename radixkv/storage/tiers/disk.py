@@ -15,12 +15,12 @@ import numpy as np
 from radixkv.errors import StoreUnavailable
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_key import BlockFormat
-from radixkv.storage.tiers.block_object import HEAD_BYTES, BlockObject
+from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.storage.tiers.buffer_pool import BufferPool
 from radixkv.storage.tiers.disk_directory import DiskDirectory
 from radixkv.storage.tiers.namespace_names import NamespaceNames
-from radixkv.storage.tiers.slot_file import PAGE_BYTES, Line, SlotFile
+from radixkv.storage.tiers.slot_file import Line, SlotFile, SlotSizes
 from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
 
 _log = logging.getLogger(__name__)
@@ -61,20 +61,20 @@ class DiskStore(StoreBackend):
         clock: Callable[[], float] = time.monotonic,
         native: NativeCopies | None = None,
     ) -> None:
-        self._slot_bytes = -(-object_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._max_slots = max_bytes // self._slot_bytes
+        self._sizes = SlotSizes.of(object_bytes, block_format.payload_bytes)
+        self._max_slots = max_bytes // self._sizes.slot_bytes
         if not self._max_slots:
-            raise StoreUnavailable(f"tiers.disk_bytes: expected at least {self._slot_bytes}, got {max_bytes}")
+            raise StoreUnavailable(f"tiers.disk_bytes: expected at least {self._sizes.slot_bytes}, got {max_bytes}")
         self._clock, self._next_growth_s = clock, clock()
         self._lock, self._growth = threading.RLock(), threading.Lock()  # of the books; of who takes more room
         self._is_closed = False
         self._last: Sequence[bytes] = ()
-        self._buffers = BufferPool(self._slot_bytes)
+        self._buffers = BufferPool(self._sizes.buffer_bytes)
         self._directory = DiskDirectory(path, block_format)
         self.path = self._directory.path
         with contextlib.ExitStack() as ends, _failures():
             ends.callback(self._directory.close)
-            self._file = SlotFile(self.path, self._slot_bytes, self._max_slots, native)
+            self._file = SlotFile(self.path, self._sizes, self._max_slots, native)
             ends.callback(self._file.close)
             self._table, self._serial = self._found()
             self.names = NamespaceNames(self.path / _NAMES)
@@ -148,8 +148,8 @@ class DiskStore(StoreBackend):
         """Return slots and their bytes."""
         with self._lock:
             used = self._file.num_slots - self._table.num_free
-            capacity = self._max_slots * self._slot_bytes
-            return StoreSize(len(self._table), used * self._slot_bytes, capacity, self._max_slots)
+            capacity = self._max_slots * self._sizes.slot_bytes
+            return StoreSize(len(self._table), used * self._sizes.slot_bytes, capacity, self._max_slots)
 
     def __iter__(self) -> Iterator[bytes]:
         """Iterate over the keys of what is here now, the one that goes first at first."""
@@ -178,7 +178,7 @@ class DiskStore(StoreBackend):
         """
         batch: dict[bytes, BlockObject] = {}
         for each in objects:
-            most = min(_BATCH_BYTES // self._slot_bytes, self._file.num_slots // 2)
+            most = min(_BATCH_BYTES // self._sizes.slot_bytes, self._file.num_slots // 2)
             if batch and (len(batch) >= most or each.key in batch):
                 yield list(batch.values())
                 batch.clear()
@@ -201,7 +201,7 @@ class DiskStore(StoreBackend):
         """
         outcomes, evicted, useless = list[PutOutcome](), list[bytes](), set[int]()
         for each in batch:
-            if each.num_bytes > self._slot_bytes:
+            if each.num_bytes not in self._sizes.object_bytes:
                 outcomes.append(PutOutcome.TOO_LARGE)
                 continue
             if self._table.has(each.key, each.generation):
@@ -247,13 +247,14 @@ class DiskStore(StoreBackend):
                 self._table.add_slots(new)
             if not new:
                 self._next_growth_s = self._clock() + _FULL_PAUSE_S
-                size = self._file.num_slots * self._slot_bytes
+                size = self._file.num_slots * self._sizes.slot_bytes
                 _log.warning("tiers.disk_path: the disk is full; going on with %d bytes of %s", size, self.path)
 
     def _found(self) -> tuple[SlotTable, int]:
         """Read the index: of two lines with one key the later one counts. Lines that do not count are cleared."""
         lines = self._file.lines()
-        is_there = (lines["serial"] > 0) & (lines["bytes"] >= HEAD_BYTES) & (lines["bytes"] <= self._slot_bytes)
+        sizes = self._sizes.object_bytes
+        is_there = (lines["serial"] > 0) & (lines["bytes"] >= sizes.start) & (lines["bytes"] < sizes.stop)
         slots = np.flatnonzero(is_there)
         slots = slots[np.argsort(lines["serial"][slots], kind="stable")]
         found = lines[slots]

@@ -11,7 +11,7 @@ from pathlib import Path
 from radixkv.errors import StoreUnavailable
 from radixkv.storage.tiers.block_key import BlockFormat
 
-_VERSION = 1
+_VERSION = 2
 _LABEL, _LOCK = "format.json", "lock"
 
 

@@ -1,5 +1,6 @@
 """The copies in C++ are held against the bytes and against the xxhash library."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -15,7 +16,7 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from radixkv.kernels.native import copies
-from radixkv.kernels.native.copies import NativeCopies
+from radixkv.kernels.native.copies import NativeCopies, ObjectFiles
 
 PAST_THE_END = 0xA5
 CHECKSUM_BYTES = 16
@@ -70,58 +71,91 @@ def test_other_memory_is_not_written(native: NativeCopies) -> None:
         assert set(each) == {PAST_THE_END}
 
 
-SIZES = (257, 258, 320, 336, 337, 4096, 131_071, 131_072, 131_073, 131_088, 131_089, 300_000)
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[[int, bytes, bytes], ObjectFiles]]:
+    """Open files of objects with this in them, to read and to write."""
+    with contextlib.ExitStack() as files:
+
+        def open_(head_bytes: int, heads: bytes, bodies: bytes) -> ObjectFiles:
+            descriptors = []
+            for name, data in (("heads", heads), ("bodies", bodies)):
+                (tmp_path / name).write_bytes(data)
+                descriptors.append(os.open(tmp_path / name, os.O_RDWR))
+                files.callback(os.close, descriptors[-1])
+            return ObjectFiles(*descriptors, head_bytes)
+
+        yield open_
 
 
-def test_objects_are_read_with_their_checksums(native: NativeCopies, tmp_path: Path) -> None:
-    data = random.Random(0).randbytes(1_400_000)
-    (tmp_path / "objects").write_bytes(data)
-    places, start = [], 5
-    for size in SIZES:
-        places.append((start, size))
-        start += size + 3
-    rooms = [aligned(size + 16, offset=32) for size in SIZES]
-    with (tmp_path / "objects").open("rb") as file:
-        found = native.read_checked(file.fileno(), places, [room.data for room in rooms])
+Opened = Callable[[int, bytes, bytes], ObjectFiles]
+PIECE_BYTES = 128 << 10
+BODY_BYTES = (0, 1, 63, 64, 65, 4096, *(PIECE_BYTES + more for more in (-1, 0, 1, 15, 16, 17)), 300_000)
+
+
+@pytest.mark.parametrize("head_bytes", [0, 64, 256, 4096, 2 * PIECE_BYTES])
+def test_objects_are_read_with_their_checksums(native: NativeCopies, opened: Opened, head_bytes: int) -> None:
+    draw = random.Random(head_bytes)
+    objects = [(draw.randbytes(head_bytes), draw.randbytes(size)) for size in BODY_BYTES if head_bytes + size > 240]
+    heads, bodies, places, whole = b"12345", b"123", [], []
+    for head, body in objects:
+        recorded = draw.randbytes(CHECKSUM_BYTES)  # it is compared by others
+        places.append((len(heads), len(bodies), len(head) + len(body) + CHECKSUM_BYTES))
+        heads, bodies = heads + head + recorded + b"12", bodies + body + b"1"
+        whole.append(head + body + recorded)
+    rooms = [aligned(len(each) + 16, offset=32) for each in whole]
+    found = native.read_checked(opened(head_bytes, heads, bodies), places, [room.data for room in rooms])
     assert found is not None
-    for (start, size), room, (count, digest) in zip(places, rooms, found, strict=True):
-        assert count == size
-        assert room[:size].tobytes() == data[start : start + size]
-        assert digest == xxh3_128_digest(data[start : start + size - CHECKSUM_BYTES])
-        assert set(room[size:]) == {PAST_THE_END}
+    for each, room, (count, digest) in zip(whole, rooms, found, strict=True):
+        assert count == len(each)
+        assert room[:count].tobytes() == each
+        assert digest == xxh3_128_digest(each[:-CHECKSUM_BYTES])
+        assert set(room[count:]) == {PAST_THE_END}
 
 
-@pytest.mark.parametrize("there", [0, 1, 63, 64, 257, 131_071, 131_072, 131_073, 199_984, 199_999])
+@pytest.mark.parametrize("there", [0, 1, 63, 64, 257, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 199_999])
+@pytest.mark.parametrize("is_head", [False, True])
 def test_of_a_cut_object_there_is_its_beginning_and_no_checksum(
-    native: NativeCopies, tmp_path: Path, there: int
+    native: NativeCopies, opened: Opened, there: int, *, is_head: bool
 ) -> None:
-    data = random.Random(there).randbytes(1000 + there)
-    (tmp_path / "objects").write_bytes(data)
-    rooms = [aligned(300), aligned(200_000)]
-    with (tmp_path / "objects").open("rb") as file:
-        found = native.read_checked(file.fileno(), [(0, 300), (1000, 200_000)], [room.data for room in rooms])
-    assert found == [(300, xxh3_128_digest(data[: 300 - CHECKSUM_BYTES])), (there, None)]
-    assert rooms[1][:there].tobytes() == data[1000:]
-    assert set(rooms[1][there:]) == {PAST_THE_END}
+    head_bytes = 192_000 if is_head else 64
+    draw = random.Random(there)
+    one, other = draw.randbytes(head_bytes + 300), draw.randbytes(head_bytes + 200_000)
+    heads, bodies = one[:head_bytes] + bytes(CHECKSUM_BYTES) + other[:head_bytes], one[head_bytes:] + other[head_bytes:]
+    if is_head:
+        heads, expected = heads[: head_bytes + CHECKSUM_BYTES + there], other[: min(there, head_bytes)]
+    else:
+        heads, bodies, expected = heads + bytes(CHECKSUM_BYTES), bodies[: 300 + there], other[: head_bytes + there]
+    places = [
+        (0, 0, len(one) + CHECKSUM_BYTES),
+        (head_bytes + CHECKSUM_BYTES, 300, len(other) + CHECKSUM_BYTES),
+    ]
+    rooms = [aligned(size) for *_, size in places]
+    found = native.read_checked(opened(head_bytes, heads, bodies), places, [room.data for room in rooms])
+    assert found == [(places[0][2], xxh3_128_digest(one)), (len(expected), None)]
+    assert rooms[1][: len(expected)].tobytes() == expected
+    assert set(rooms[1][len(expected) :]) <= {PAST_THE_END}
 
 
-def test_short_objects_and_other_targets_are_not_read(native: NativeCopies, tmp_path: Path) -> None:
-    (tmp_path / "objects").write_bytes(bytes(1000))
-    with (tmp_path / "objects").open("rb") as file:
-        for size, offset in ((256, 0), (257, 16)):
-            room = aligned(size, offset)
-            assert native.read_checked(file.fileno(), [(0, size)], [room.data]) is None
-            assert set(room) == {PAST_THE_END}
-        with pytest.raises(ValueError, match="got less"):
-            native.read_checked(file.fileno(), [(0, 300)], [aligned(299).data])
+def test_short_objects_and_other_targets_are_not_read(native: NativeCopies, opened: Opened) -> None:
+    files = opened(64, bytes(1000), bytes(1000))
+    for size, offset in ((256, 0), (257, 16)):
+        room = aligned(size, offset)
+        assert native.read_checked(files, [(0, 0, size)], [room.data]) is None
+        assert set(room) == {PAST_THE_END}
+    room = aligned(591)
+    assert native.read_checked(files._replace(head_bytes=576), [(0, 0, 591)], [room.data]) is None
+    assert set(room) == {PAST_THE_END}
+    with pytest.raises(ValueError, match="got less"):
+        native.read_checked(files, [(0, 0, 300)], [aligned(299).data])
 
 
-def test_a_file_that_can_not_be_read_is_an_error(native: NativeCopies, tmp_path: Path) -> None:
-    file = os.open(tmp_path, os.O_RDONLY)
-    with pytest.raises(OSError, match="directory") as raised:
-        native.read_checked(file, [(0, 300)], [aligned(300).data])
-    os.close(file)
-    assert raised.value.errno == errno.EISDIR
+def test_a_file_that_can_not_be_read_is_an_error(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
+    files, folder = opened(64, bytes(1000), bytes(1000)), os.open(tmp_path, os.O_RDONLY)
+    for each in (files._replace(heads=folder), files._replace(bodies=folder)):
+        with pytest.raises(OSError, match="directory") as raised:
+            native.read_checked(each, [(0, 0, 300)], [aligned(300).data])
+        assert raised.value.errno == errno.EISDIR
+    os.close(folder)
 
 
 def pool(*shape: int) -> npt.NDArray[np.uint8]:
@@ -196,55 +230,59 @@ def largest_file() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("head_bytes", [0, 64, 320, 4096])
+@pytest.mark.parametrize("head_bytes", [0, 64, 320, 4032, 4096])
 def test_objects_are_written_with_the_checksum_of_the_library_and_zeros(
-    native: NativeCopies, tmp_path: Path, head_bytes: int
+    native: NativeCopies, opened: Opened, tmp_path: Path, head_bytes: int
 ) -> None:
     mib = 1 << 20
-    sizes = (*BODIES, mib - 64, mib - 1, mib, 2 * mib - 400, 2 * mib - 64, 2 * mib, 2 * mib + 1, 3 * mib + 777)
+    sizes = (*BODIES, mib - 64, mib - 1, mib, mib + 1, 2 * mib - 400, 2 * mib, 3 * mib + 777)
     draw = random.Random(head_bytes)
     written = [(draw.randbytes(head_bytes), draw.randbytes(size + 5)) for size in sizes if head_bytes + size > 240]
     objects = [(head, memoryview(body)[5:]) for head, body in written]
-    positions, end = [], 0
-    for head, body in objects:
-        positions.append(end)
-        end += -(-(len(head) + len(body) + CHECKSUM_BYTES) // PAGE_BYTES) * PAGE_BYTES
-    path = tmp_path / "objects"
-    path.write_bytes(bytes([PAST_THE_END]) * (end + 10))
-    with path.open("r+b") as file:
-        assert native.write_checked(file.fileno(), positions, objects)
-    data = path.read_bytes()
-    for position, upto, (head, body) in zip(positions, [*positions[1:], end], objects, strict=True):
-        whole = head + body
-        found = data[position:upto]
-        assert found[: len(whole)] == whole
-        assert found[len(whole) : len(whole) + CHECKSUM_BYTES] == xxh3_128_digest(whole)
-        assert not any(found[len(whole) + CHECKSUM_BYTES :])
-    assert set(data[end:]) == {PAST_THE_END}
+    expected, positions = (b"", b""), []
+    for number, (head, body) in enumerate(objects):
+        if number % 5 == 4:  # no neighbor of the one before
+            expected = (expected[0] + bytes([PAST_THE_END]) * PAGE_BYTES, expected[1])
+        positions.append((len(expected[0]), len(expected[1])))
+        parts = (head + xxh3_128_digest(head + bytes(body)), bytes(body))
+        expected = tuple(
+            before + part + bytes(-len(part) % PAGE_BYTES) for before, part in zip(expected, parts, strict=True)
+        )
+    beyond = bytes([PAST_THE_END]) * 10
+    files = opened(head_bytes, *(bytes([PAST_THE_END]) * (len(each) + 10) for each in expected))
+    assert native.write_checked(files, positions, objects)
+    for name, data in zip(("heads", "bodies"), expected, strict=True):
+        assert (tmp_path / name).read_bytes() == data + beyond
 
 
-def test_other_heads_and_short_objects_are_not_written(native: NativeCopies, tmp_path: Path) -> None:
-    path = tmp_path / "objects"
-    path.write_bytes(b"")
-    with path.open("r+b") as file:
-        for head_bytes, body_bytes in ((63, 300), (64, 176)):
-            assert not native.write_checked(file.fileno(), [0], [(bytes(head_bytes), memoryview(bytes(body_bytes)))])
-    assert path.read_bytes() == b""
+def test_other_heads_and_short_objects_are_not_written(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
+    files, body = opened(64, b"", b""), memoryview(bytes(300))
+    assert not native.write_checked(files, [(0, 0)], [(bytes(64), body[:176])])
+    with pytest.raises(ValueError, match="expected heads of 64 bytes, got others"):
+        native.write_checked(files, [(0, 0)], [(bytes(128), body)])
+    with pytest.raises(ValueError, match="head_bytes: expected whole stripes of 64 bytes, got 63"):
+        native.write_checked(files._replace(head_bytes=63), [(0, 0)], [(bytes(63), body)])
+    with pytest.raises(ValueError, match="head_bytes: expected whole stripes of 64 bytes, got 63"):
+        native.read_checked(files._replace(head_bytes=63), [(0, 0, 379)], [aligned(379).data])
+    assert not (tmp_path / "heads").read_bytes() + (tmp_path / "bodies").read_bytes()
 
 
 def test_a_file_that_takes_a_part_gets_it_and_the_rest_is_an_error(
-    native: NativeCopies, tmp_path: Path, largest_file: Callable[[int], None]
+    native: NativeCopies, opened: Opened, tmp_path: Path, largest_file: Callable[[int], None]
 ) -> None:
     head, body = bytes(range(64)), random.Random(1).randbytes(3 << 20)
-    path = tmp_path / "objects"
+    files = opened(64, b"", b"")
     largest_file((1 << 20) + 1000)
-    with path.open("w+b") as file, pytest.raises(OSError, match="large") as raised:
-        native.write_checked(file.fileno(), [0], [(head, memoryview(body))])
+    with pytest.raises(OSError, match="large") as raised:
+        native.write_checked(files, [(0, 0)], [(head, memoryview(body))])
     assert raised.value.errno == errno.EFBIG
-    assert path.read_bytes() == (head + body)[: (1 << 20) + 1000]
+    assert (tmp_path / "bodies").read_bytes() == body[: (1 << 20) + 1000]
+    assert (tmp_path / "heads").read_bytes() == b""
 
 
-def test_a_file_that_can_not_be_written_is_an_error(native: NativeCopies, tmp_path: Path) -> None:
-    (tmp_path / "objects").write_bytes(b"")
-    with (tmp_path / "objects").open("rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
-        native.write_checked(file.fileno(), [0], [(bytes(64), memoryview(bytes(300)))])
+def test_a_file_that_can_not_be_written_is_an_error(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
+    files, only_read = opened(64, b"", b""), os.open(tmp_path / "heads", os.O_RDONLY)
+    for each in (files._replace(heads=only_read), files._replace(bodies=only_read)):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            native.write_checked(each, [(0, 0)], [(bytes(64), memoryview(bytes(300)))])
+    os.close(only_read)

@@ -101,9 +101,9 @@ def damaged_files(num_cases: int, seed: int) -> Counter[str]:
 
 def damage_files(folder: Path, chance: random.Random) -> None:
     (directory,) = folder.iterdir()
-    for name in ("blocks", "index"):
+    for name in ("heads", "blocks", "index"):
         data = bytearray((directory / name).read_bytes())
-        pages = NUM_SLOTS * PAGE_BYTES if name == "blocks" else NUM_SLOTS * 64
+        pages = NUM_SLOTS * (64 if name == "index" else PAGE_BYTES)
         for _ in range(chance.randrange(4)):
             data[chance.randrange(pages)] ^= 1 << chance.randrange(8)
         if chance.random() < 0.2:  # two slots, or two lines, in each other's place

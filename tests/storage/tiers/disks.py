@@ -9,8 +9,9 @@ from radixkv.storage.tiers.disk import DiskStore
 
 from .blocks import FORMAT, OBJECT_BYTES
 
-PAGE_BYTES = 4096  # a slot: an object takes less
+PAGE_BYTES = 4096  # more than a payload, or what is beside it
+SLOT_BYTES = 2 * PAGE_BYTES
 
 
 def disk_at(path: Path, num_objects: int, native: NativeCopies | None = None) -> DiskStore:
-    return DiskStore(path, FORMAT, OBJECT_BYTES, num_objects * PAGE_BYTES, native=native)
+    return DiskStore(path, FORMAT, OBJECT_BYTES, num_objects * SLOT_BYTES, native=native)

@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S
 
 from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, key_of, stored, tokens_of
 from .damage import damaged_files, damaged_objects, killed_writers
-from .disks import PAGE_BYTES, disk_at
+from .disks import PAGE_BYTES, SLOT_BYTES, disk_at
 
 
 def got(store: DiskStore, *numbers: int) -> list[bytes | None]:
@@ -35,6 +35,10 @@ def got(store: DiskStore, *numbers: int) -> list[bytes | None]:
 def directory_of(path: Path) -> Path:
     (directory,) = path.iterdir()
     return directory
+
+
+def room_of(path: Path) -> list[int]:
+    return [(directory_of(path) / name).stat().st_size for name in ("heads", "blocks")]
 
 
 class Power:
@@ -143,11 +147,11 @@ def test_an_evicted_block_does_not_come_back_once_it_was_deleted(
 def test_the_bound_holds_and_the_directory_shrinks_with_it(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(number) for number in range(20)])
-    assert (directory_of(tmp_path) / "blocks").stat().st_size == 8 * PAGE_BYTES
-    assert store.size().used_bytes == store.size().capacity_bytes == 8 * PAGE_BYTES
+    assert room_of(tmp_path) == [8 * PAGE_BYTES] * 2
+    assert store.size().used_bytes == store.size().capacity_bytes == 8 * SLOT_BYTES
     store.close()
     smaller = disk_at(tmp_path, 3)
-    assert (directory_of(tmp_path) / "blocks").stat().st_size == 3 * PAGE_BYTES
+    assert room_of(tmp_path) == [3 * PAGE_BYTES] * 2
     assert smaller.size().num_objects == 3
     assert set(got(smaller, *range(20))) <= {None, *(stored(number) for number in range(20))}
     smaller.close()
@@ -244,7 +248,7 @@ def test_a_second_process_is_refused_and_comes_in_after_the_first(tmp_path: Path
 def test_another_model_has_another_directory(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(1)])
-    other = DiskStore(tmp_path, dataclasses.replace(FORMAT, model="other"), OBJECT_BYTES, 8 * PAGE_BYTES)
+    other = DiskStore(tmp_path, dataclasses.replace(FORMAT, model="other"), OBJECT_BYTES, 8 * SLOT_BYTES)
     assert other.exists([key_of(1)]) == [False]
     other.close()
     store.close()
@@ -256,10 +260,10 @@ def test_a_directory_that_was_moved_here_from_another_model_is_refused(tmp_path:
     other = dataclasses.replace(FORMAT, model="other")
     directory_of(tmp_path).rename(tmp_path / other.fingerprint)
     with pytest.raises(StoreUnavailable, match=r"format.json: expected this model's format, got another"):
-        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * PAGE_BYTES)
+        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * SLOT_BYTES)
     (tmp_path / other.fingerprint / "format.json").write_text("{")
     with pytest.raises(StoreUnavailable, match="got something unreadable"):
-        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * PAGE_BYTES)
+        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * SLOT_BYTES)
 
 
 def test_a_label_says_what_a_directory_holds(tmp_path: Path) -> None:
@@ -267,7 +271,7 @@ def test_a_label_says_what_a_directory_holds(tmp_path: Path) -> None:
     label = json.loads((directory_of(tmp_path) / "format.json").read_text())
     assert (label["model"], label["block_size"]) == ("model", 16)
     assert directory_of(tmp_path).stat().st_mode & 0o77 == 0
-    assert (directory_of(tmp_path) / "blocks").stat().st_mode & 0o77 == 0
+    assert all((directory_of(tmp_path) / name).stat().st_mode & 0o77 == 0 for name in ("heads", "blocks"))
 
 
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
@@ -277,14 +281,16 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_bound_below_one_object_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match=r"tiers.disk_bytes: expected at least 4096, got 4095"):
-        DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 4095)
+    with pytest.raises(StoreUnavailable, match=r"tiers.disk_bytes: expected at least 8192, got 8191"):
+        DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 8191)
 
 
 def test_an_object_that_fits_no_slot_is_refused(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 2)
     large = block(1)._replace(payload=memoryview(bytes(5000)))
-    assert store.put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
+    without_tokens = block(3)._replace(tokens=b"", payload=memoryview(b""))
+    outcomes = store.put([large, block(2), without_tokens]).outcomes
+    assert outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED, PutOutcome.TOO_LARGE)
     store.close()
 
 
@@ -301,7 +307,7 @@ def limit() -> Iterator[None]:
 @pytest.mark.usefixtures("limit")
 def test_a_full_disk_is_a_smaller_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    store = DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 64 * PAGE_BYTES, clock)
+    store = DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 64 * SLOT_BYTES, clock)
     for number in range(20):
         assert store.put([block(number)]).outcomes == (PutOutcome.STORED,)
     assert store.size().num_objects == 6
@@ -375,7 +381,7 @@ def _full(*_: object) -> None:
 def test_nothing_that_a_writer_waits_for_makes_loads_wait(
     slow_call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_file, "_GROWTH_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(slot_file, "_GROWTH_BYTES", 4 * SLOT_BYTES)
     store = disk_at(tmp_path, 8)
     store.put([block(number) for number in range(4)])
     loaded, real_call = [], getattr(os, slow_call)

@@ -6,97 +6,141 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from xxhash import xxh3_128_digest
 
-from radixkv.storage.tiers.block_object import open_object
+from radixkv.storage.tiers.block_object import BlockObject, object_bytes, open_object, read_head
 from radixkv.storage.tiers.sealing import BlockCipher
-from radixkv.storage.tiers.slot_file import PAGE_BYTES, Line, SlotFile
+from radixkv.storage.tiers.slot_file import PAGE_BYTES, Line, SlotFile, SlotSizes
 
 from .backends import native_or_skip
-from .blocks import PAYLOAD_BYTES, block, payload_of, wanted
+from .blocks import OBJECT_BYTES, PAYLOAD_BYTES, ROOT, block, payload_of, stored, tokens_of, wanted
 
-SLOT_BYTES = (1 << 20) + PAGE_BYTES
+MIB = 1 << 20
+SIZES = SlotSizes.of(128 + 64 + MIB + 16, MIB)
+SMALL = SlotSizes.of(OBJECT_BYTES + 16, PAYLOAD_BYTES)  # also for sealed ones
 CIPHER = BlockCipher(bytes(range(32)))
+
+
+def buffer_for(sizes: SlotSizes) -> memoryview:
+    return memoryview(mmap.mmap(-1, sizes.buffer_bytes))
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[SlotFile]:
-    file = SlotFile(tmp_path, SLOT_BYTES, 8)
+    file = SlotFile(tmp_path, SIZES, 8)
     while len(file.grow()):
         pass
     yield file
     file.close()
 
 
+def numbered(number: int, payload_bytes: int = 3) -> BlockObject:
+    payload = np.random.default_rng(number).bytes(payload_bytes)
+    return BlockObject(bytes([number]) * 32, ROOT, 0, tokens_of(number), memoryview(payload))
+
+
 def read(file: SlotFile, *slots: int) -> list[int]:
-    """Return the first byte of each slot."""
-    buffers = [memoryview(bytearray(SLOT_BYTES)) for _ in slots]
-    return [data[0] for data, _ in file.read([(slot, 100) for slot in slots], buffers)]
+    """Return the first byte of the key in each slot."""
+    buffers = [buffer_for(SIZES) for _ in slots]
+    found = file.read([(slot, numbered(0).num_bytes) for slot in slots], buffers)
+    return [head.key[0] if (head := read_head(data)) else 0 for data, _ in found]
+
+
+@pytest.mark.parametrize("payload_bytes", [1, 63, 64, 4095, 4096, 4097, MIB])
+def test_slots_have_room_for_plain_and_sealed_objects(payload_bytes: int) -> None:
+    for num_tokens in range(1, 1100):
+        plain, sealed = (object_bytes(num_tokens, payload_bytes, is_sealed=each) for each in (False, True))
+        sizes = SlotSizes.of(max(plain, sealed), payload_bytes)
+        assert plain in sizes.object_bytes
+        assert sealed in sizes.object_bytes
+        assert sizes.object_bytes[0] <= sizes.head_room
+        assert not sizes.head_bytes % 64
+        assert not sizes.slot_bytes % PAGE_BYTES
 
 
 def test_objects_are_read_in_the_order_of_the_disk_and_come_as_they_were_asked_for(
     file: SlotFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for slot in range(4):
-        file.write(slot, [bytes([slot + 1] * 100)])
-    positions: list[int] = []
+    file.write_objects([(slot, numbered(slot + 1)) for slot in range(4)])
+    positions: list[tuple[int, int]] = []
     preadv = os.preadv
 
     def noted(descriptor: int, buffers: Any, position: int) -> int:
-        positions.append(position // SLOT_BYTES)
+        room = SIZES.head_room if descriptor == file._heads else SIZES.body_room
+        positions.append((descriptor, position // room))
         return preadv(descriptor, buffers, position)
 
     monkeypatch.setattr(os, "preadv", noted)
     assert read(file, 3, 1, 2) == [4, 2, 3]
-    assert positions == [1, 2, 3]
+    assert positions == [(descriptor, slot) for slot in (1, 2, 3) for descriptor in (file._heads, file._blocks)]
 
 
-@pytest.mark.parametrize("size", [256, 257])  # C++ reads more than 256 bytes
-def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path, size: int) -> None:
-    file = SlotFile(tmp_path, PAGE_BYTES, 1, native_or_skip())
-    file.grow()
-    data = bytes(range(256)) + bytes(size - 256)
-    file.write(0, [data])
-    assert file.read([(0, size)], [memoryview(mmap.mmap(-1, PAGE_BYTES))]) == [(data, xxh3_128_digest(data[:-16]))]
-    file.close()
+@pytest.mark.parametrize("payload_bytes", [0, 32, 48, 49, 64])  # C++ takes more than 240 bytes without the checksum
+def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path, payload_bytes: int) -> None:
+    each = numbered(1, payload_bytes)
+    data, sizes = b"".join(each.pieces()), SlotSizes.of(each.num_bytes, payload_bytes)
+    for native in (None, native_or_skip()):
+        (directory := tmp_path / str(native is None)).mkdir()
+        file = SlotFile(directory, sizes, 1, native)
+        file.grow()
+        file.write_objects([(0, each)])
+        for reader in (None, native_or_skip()):
+            file._native = reader
+            assert file.read([(0, len(data))], [buffer_for(sizes)]) == [(data, data[-16:])]
+        file.close()
+    one, other = ([(directory / name).read_bytes() for name in ("heads", "blocks")] for directory in tmp_path.iterdir())
+    assert one == other
 
 
 @pytest.mark.parametrize("is_native", [False, True])
-def test_a_cut_object_has_no_checksum(tmp_path: Path, *, is_native: bool) -> None:
-    file = SlotFile(tmp_path, PAGE_BYTES, 2, native_or_skip() if is_native else None)
+@pytest.mark.parametrize(
+    ("name", "num_left", "num_there"),
+    [
+        ("blocks", 700, SMALL.head_bytes + 700),
+        ("blocks", 0, SMALL.head_bytes),
+        ("heads", SMALL.head_bytes + 3, SMALL.head_bytes),
+        ("heads", 100, 100),
+    ],
+)
+def test_a_cut_object_has_no_checksum(
+    tmp_path: Path, name: str, num_left: int, num_there: int, *, is_native: bool
+) -> None:
+    file = SlotFile(tmp_path, SMALL, 2, native_or_skip() if is_native else None)
     file.grow()
-    objects = [bytes([number + 1] * 1000) for number in range(2)]
-    for slot, each in enumerate(objects):
-        file.write(slot, [each])
-    os.truncate(tmp_path / "blocks", PAGE_BYTES + 700)
-    buffers = [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in objects]
-    cut, whole = file.read([(1, 1000), (0, 1000)], buffers)
-    assert cut == (objects[1][:700], None)
-    assert whole == (objects[0], xxh3_128_digest(objects[0][:-16]))
+    objects = [block(number) for number in range(2)]
+    file.write_objects(list(enumerate(objects)))
+    os.truncate(tmp_path / name, {"heads": SMALL.head_room, "blocks": SMALL.body_room}[name] + num_left)
+    places = [(slot, objects[slot].num_bytes) for slot in (1, 0)]
+    cut, whole = file.read(places, [buffer_for(SMALL) for _ in places])
+    assert cut == (stored(1)[:num_there], None)
+    assert whole == (stored(0), stored(0)[-16:])
     file.close()
 
 
 def test_the_disk_is_told_of_strangers_and_not_of_neighbors(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
 
-    def advise(_: int, start: int, size: int, advice: int) -> None:
+    rooms = {file._heads: SIZES.head_room, file._blocks: SIZES.body_room}
+
+    def advise(descriptor: int, start: int, size: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
-        told.append((start // SLOT_BYTES, size // SLOT_BYTES))
+        told.append((start // rooms[descriptor], size // rooms[descriptor]))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     read(file, 2, 1, 3)
     assert told == []
     read(file, 6, 0, 1, 3, 4)
-    assert told == [(3, 2), (6, 1)]
+    assert told == [(3, 2), (3, 2), (6, 1), (6, 1)]
 
 
-@pytest.mark.parametrize("sizes", [(100,), (100, 1 << 20, 16), (384, PAGE_BYTES - 384), (1 << 20, 1 << 20, 1 << 20, 5)])
+@pytest.mark.parametrize("payload_bytes", [1, 4096, MIB - 1, 2 * MIB, 5 * MIB + 7])
 def test_whole_pages_are_written_in_as_few_calls_as_possible(
-    sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    payload_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot_bytes = 4 << 20
-    file = SlotFile(tmp_path, slot_bytes, 2)
+    each = numbered(1, payload_bytes)
+    sizes = SlotSizes.of(each.num_bytes, payload_bytes)
+    file = SlotFile(tmp_path, sizes, 2)
     file.grow()
     written: list[tuple[int, int]] = []
     pwritev = os.pwritev
@@ -106,14 +150,11 @@ def test_whole_pages_are_written_in_as_few_calls_as_possible(
         return count
 
     monkeypatch.setattr(os, "pwritev", noted)
-    pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
-    file.write(1, iter(pieces))
-    data = b"".join(pieces)
-    assert len(written) == 1 + len(data) // (2 << 20)
+    file.write_objects([(1, each)])
+    assert len(written) == 1 + -(-payload_bytes // (2 * MIB))
     assert all(position % PAGE_BYTES == count % PAGE_BYTES == 0 for position, count in written)
-    buffer = memoryview(bytearray(slot_bytes))
-    ((found, _),) = file.read([(1, len(data))], [buffer])
-    assert found == data
+    ((found, _),) = file.read([(1, each.num_bytes)], [buffer_for(sizes)])
+    assert found == b"".join(each.pieces())
     file.close()
 
 
@@ -121,11 +162,11 @@ def test_whole_pages_are_written_in_as_few_calls_as_possible(
 @pytest.mark.parametrize("is_native", [False, True])
 def test_objects_are_those_that_their_pieces_make(tmp_path: Path, *, is_native: bool, has_cipher: bool) -> None:
     cipher = CIPHER if has_cipher else None
-    file = SlotFile(tmp_path, PAGE_BYTES, 8, native_or_skip() if is_native else None)
+    file = SlotFile(tmp_path, SMALL, 8, native_or_skip() if is_native else None)
     file.grow()
     objects = [(slot, block(slot, generation=3, cipher=cipher)) for slot in (4, 0, 5)]
     file.write_objects(objects)
-    buffers = [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in objects]
+    buffers = [buffer_for(SMALL) for _ in objects]
     found = file.read([(slot, each.num_bytes) for slot, each in objects], buffers)
     for (data, checksum), (slot, each) in zip(found, objects, strict=True):
         assert checksum == data[-16:]
