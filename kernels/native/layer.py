@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.attention import Attention, Queries
 from radixkv.kernels.native.library import KINDS
 from radixkv.kernels.native.products import Panels
@@ -86,7 +87,7 @@ class LayerParts:
     Attributes:
         first, second: norms before attention, and before the MLP.
         heads: makes queries, keys and values.
-        query, key: norms of heads; None for none.
+        query, key: norms of a head of queries, and of keys; None for none.
         attended: makes the output of what was attended to.
         gate, up: of the MLP; no `up`: both are in `gate`.
         down: makes the MLP's output.
@@ -148,11 +149,19 @@ class NativeLayer:
             rows: `[..., num_tokens, hidden_size]`, contiguous.
             cos, sin: `[..., num_tokens, head_dim]` in the same dtype, contiguous.
             view: prepared for `queries` of as many tokens.
+
+        Raises:
+            ValueError: rows, `cos` or `sin` have another dtype or shape, or are not contiguous.
         """
+        parts, num_tokens = self._parts, rows.shape[-2]
+        rotated_shape = (*cos.shape[:-2], num_tokens, parts.head_dim)
+        rows_at = address_of("rows", rows, parts.dtype, (*rows.shape[:-1], len(parts.first.weight)))
+        cos_at = address_of("cos", cos, parts.dtype, rotated_shape)
+        sin_at = address_of("sin", sin, parts.dtype, rotated_shape)
         output = torch.empty_like(rows)
         self._call(
-            *(ctypes.addressof(self._layer), ctypes.addressof(view), rows.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-            *(output.data_ptr(), rows.shape[-2], torch.get_num_threads()),
+            *(ctypes.addressof(self._layer), ctypes.addressof(view), rows_at, cos_at, sin_at),
+            *(output.data_ptr(), num_tokens, torch.get_num_threads()),
         )
         return output
 

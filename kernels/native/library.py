@@ -1,7 +1,11 @@
 """Compiles the C++ files of this folder for the processor at hand, once, and loads the result.
 
 There is nothing to load without Linux, AVX2, or GCC as `c++`, `g++` or `$CXX`; then torch and numpy do what it
-would. The library is kept in a folder, under a name that says what it was made of: sources, compiler and processor.
+would. The library is kept in a folder, under a name that says what it was made of, and what is in it:
+
+    native-<digest of sources, compiler and processor>-<digest of the file>.so
+
+To load half a file would end the process, so a file is loaded only if it has the digest that its name says.
 """
 
 from __future__ import annotations
@@ -57,16 +61,18 @@ def load_library(
     if platform.system() != "Linux" or capability not in _LEFT_OUT:
         raise NotCompiled("it needs Linux and a processor with AVX2")
     compiler, flags = _find_compiler(environment), (*_FLAGS, *_LEFT_OUT[capability])
-    file = folder / f"native-{_digest(compiler, flags)}.so"
-    with contextlib.suppress(OSError):  # there is none, or it is damaged
-        return ctypes.CDLL(str(file))
+    name = f"native-{_digest(compiler, flags)}"
+    with contextlib.suppress(OSError):  # a file can't be read or loaded
+        for file in sorted(folder.glob(f"{name}-*.so")):
+            if file.stem == f"{name}-{_digest_of(file)}":
+                return ctypes.CDLL(str(file))
     try:
         start_s = time.perf_counter()
-        _compile(compiler, flags, file)
+        file = _compile(compiler, flags, folder, name)
         _log.info("compiled kernels for this processor in %.1f s: %s", time.perf_counter() - start_s, file)
         return ctypes.CDLL(str(file))
     except OSError as error:
-        raise NotCompiled(f"{file}: {error}") from error
+        raise NotCompiled(f"{folder}: {error}") from error
 
 
 def sources() -> list[str]:
@@ -89,18 +95,34 @@ def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, flags: tuple[str, ...], file: Path) -> None:
+def _digest_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> Path:
     """Make the library. Nobody sees half of it, also where several processes make it at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as name:
-        made = Path(name)
-        objects = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as directory:
+        objects, made = [], Path(directory) / f"{name}.so"
         for source in sorted(_FOLDER.glob("*.cpp")):
-            objects.append(str(made / f"{source.stem}.o"))
+            objects.append(str(made.with_name(f"{source.stem}.o")))
             _run(compiler, *flags, "-c", str(source), "-o", objects[-1])
         # Without `-fopenmp`, which would ask for GCC's own OpenMP beside that of torch.
-        _run(compiler, "-shared", *objects, "-o", str(made / file.name))
-        (made / file.name).replace(file)
+        _run(compiler, "-shared", *objects, "-o", str(made))
+        _sync(made)
+        file = made.replace(folder / f"{name}-{_digest_of(made)}.so")
+    with contextlib.suppress(OSError):  # not every filesystem can, and what is lost is made again
+        _sync(folder)
+    return file
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would outlast a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _run(*command: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.library import KINDS
 from radixkv.kernels.norm_style import NormStyle
 
@@ -55,11 +56,17 @@ class NativeRows:
 
         Returns:
             A new contiguous tensor like `heads`.
+
+        Raises:
+            ValueError: `cos` or `sin` have another dtype or shape, or numbers lie otherwise.
         """
-        turned = heads.new_empty(heads.shape)
+        _require_head_by_head("heads", heads)
         num_tokens, num_heads, head_dim = heads.shape
+        cos_at = address_of("cos", cos, heads.dtype, (num_tokens, head_dim))
+        sin_at = address_of("sin", sin, heads.dtype, (num_tokens, head_dim))
+        turned = heads.new_empty(heads.shape)
         self._rotate(
-            *(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), turned.data_ptr(), num_tokens, num_heads, head_dim),
+            *(heads.data_ptr(), cos_at, sin_at, turned.data_ptr(), num_tokens, num_heads, head_dim),
             *(heads.stride(0), KINDS[heads.dtype], torch.get_num_threads()),
         )
         return turned
@@ -85,12 +92,23 @@ class NativeRows:
         """Compute `reference.write_kv` over a pool that is not quantized.
 
         The heads of a token follow each other in `key` and in `value`; slots and `largest` are contiguous.
+
+        Raises:
+            ValueError: they do not, or have other dtypes or shapes.
         """
+        _require_head_by_head("key", key)
+        if value is not None:
+            _require_head_by_head("value", value)
+            if (value.dtype, value.shape) != (key.dtype, key.shape):
+                expected, got = (f"shape {tuple(each.shape)} in {each.dtype}" for each in (key, value))
+                raise ValueError(f"value: expected {expected}, got {got}")
+        slots_at = address_of("slots", slots, torch.int64, key.shape[:1])
+        largest_at = None if largest is None else address_of("largest", largest, torch.float32, key.shape[:2])
         values = pool.values
         at = values.data_ptr() + layer * values.stride(1) * values.element_size()
         self._write(
-            *(key.data_ptr(), None if value is None else value.data_ptr(), slots.data_ptr(), at),
-            *(at + values.stride(2) * values.element_size(), None if largest is None else largest.data_ptr()),
+            *(key.data_ptr(), None if value is None else value.data_ptr(), slots_at, at),
+            *(at + values.stride(2) * values.element_size(), largest_at),
             *(*key.shape, pool.block_size, key.stride(0), 0 if value is None else value.stride(0)),
             *(values.stride(3), values.stride(0), KINDS[key.dtype], KINDS[pool.dtype]),
         )
@@ -125,4 +143,9 @@ class NativeNorm:
 
 def lies_head_by_head(heads: torch.Tensor) -> bool:
     """Whether the heads of a token, `[num_tokens, num_heads, head_dim]`, follow each other without gaps."""
-    return heads.stride(2) == 1 and heads.stride(1) == heads.shape[2]
+    return heads.stride(2) == 1 and (heads.shape[1] == 1 or heads.stride(1) == heads.shape[2])
+
+
+def _require_head_by_head(name: str, heads: torch.Tensor) -> None:
+    if not lies_head_by_head(heads):
+        raise ValueError(f"{name}: expected heads that follow each other without gaps, got strides {heads.stride()}")

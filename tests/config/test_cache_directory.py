@@ -1,8 +1,11 @@
+import pwd
+import shutil
+import stat
 from pathlib import Path
 
 import pytest
 
-from radixkv.config.cache_directory import cache_directory
+from radixkv.config.cache_directory import _temporary, cache_directory
 
 
 def test_it_is_where_the_system_keeps_such_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -20,3 +23,22 @@ def test_without_an_absolute_folder_it_is_in_the_users(
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", value)
     assert cache_directory() == tmp_path / ".cache" / "radixkv"
+
+
+def test_a_user_without_a_home_has_a_folder_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    removed: list[str] = []
+    monkeypatch.setattr("atexit.register", lambda *call, **_: removed.append(call[1]))
+    try:
+        folder = cache_directory()
+        assert cache_directory() == folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert removed == [str(folder)], "at the end of the process"
+    finally:
+        shutil.rmtree(_temporary())
+        _temporary.cache_clear()

@@ -505,8 +505,11 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/layer.cpp", "    add(rows, normed, output, num_numbers);\n", ""),
     Mutant("kernels/native/layer.cpp", "    norm_heads(layer_.key, ", "    norm_heads(layer_.query, "),
     Mutant("kernels/native/layer.cpp", "add(output, normed, output", "add(rows, normed, output"),
+    Mutant("kernels/native/rows.py", 'address_of("cos", cos, heads.dtype, (num_tokens, head_dim))', "cos.data_ptr()"),
+    Mutant("kernels/native/layer.py", 'address_of("sin", sin, parts.dtype, rotated_shape)', "sin.data_ptr()"),
     Mutant("kernels/product_trial.py", "LEAD if PACKINGS[name].rows_are_alike else 1.0", "1.0"),
     Mutant("model/products/native_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
+    Mutant("model/products/native_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),
     Mutant("model/attention/paged_step.py", " or queries.num_tokens != self._num_tokens", ""),
     Mutant("kernels/native/copies.cpp", "(num_bytes - 1) / kStripe", "num_bytes / kStripe"),
@@ -534,6 +537,18 @@ KERNEL_MUTANTS = (
     Mutant("kernels/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/product_trial.py", "            if not agrees(whole):\n                continue\n", ""),
     Mutant("kernels/product_trial.py", "torch.equal(answer, expected[place])", "torch.equal(answer, answer)"),
+)
+
+LOADING_MUTANTS = (
+    Mutant("kernels/native/library.py", 'file.stem == f"{name}-{_digest_of(file)}"', "True"),
+    Mutant("kernels/native/library.py", "        _sync(made)\n", ""),
+    Mutant("config/cache_directory.py", "    except RuntimeError:", "    except OSError:"),
+    Mutant("model/products/choices.py", "0 < cost_s < math.inf", "0 < cost_s"),
+    Mutant("model/products/choices.py", ", ValueError, OverflowError)", ", ValueError)"),
+    Mutant("model/products/joined_attention.py", "each.dtype == rows.dtype and ", ""),
+    Mutant("model/products/joined_attention.py", " and each.is_contiguous()", ""),
+    Mutant("model/products/joined_parts.py", "attention.takes(rows, rotations)", "True"),
+    Mutant("startup/model_check.py", "contextlib.suppress(UnsupportedModel)", "contextlib.nullcontext()"),
 )
 
 EVENT_MUTANTS = (

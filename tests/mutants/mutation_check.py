@@ -25,6 +25,7 @@ from tests.mutants.mutants import (
     EVENT_MUTANTS,
     FLEET_MUTANTS,
     KERNEL_MUTANTS,
+    LOADING_MUTANTS,
     OFFLOAD_MUTANTS,
     PART_MUTANTS,
     ROUTING_MUTANTS,
@@ -97,6 +98,13 @@ KERNEL_TESTS = (
     "tests/kernels/native/test_layer.py",
     "tests/model/products/test_native_layers.py",
     "tests/kernels/native/test_copies.py",
+)
+LOADING_TESTS = (
+    "tests/config/test_cache_directory.py",
+    "tests/kernels/native/test_library.py",
+    "tests/model/products/test_choices.py",
+    "tests/model/products/test_joined_attention.py",
+    "tests/startup/test_model_check.py",
 )
 EVENT_TESTS = (
     "tests/events/test_block_identity.py",
@@ -200,6 +208,7 @@ SERVICE_TESTS = (
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
+    (LOADING_MUTANTS, LOADING_TESTS),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),
     (ANSWER_MUTANTS, ANSWER_TESTS),

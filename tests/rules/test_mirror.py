@@ -115,7 +115,6 @@ TESTED_IN = {
     "radixkv.model.attention.interface": "startup/test_attention_choice.py",
     "radixkv.model.attention.torch_kernels": "model/test_model.py",
     "radixkv.model.part_trial": "model/test_fused_modules.py",
-    "radixkv.model.products.joined_attention": "model/products/test_joined_parts.py",
     "radixkv.model.refusals": "model/test_loading.py",
     "radixkv.model.replaced_parts": "model/test_fused_modules.py",
     "radixkv.scheduling.held_leases": "engine/test_core.py",

@@ -61,30 +61,45 @@ def test_half_precision_passes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> N
         check_model(model, TorchKernels(), 16)
 
 
+def model_that_is_away(distance: float) -> Model:
+    """In bfloat16, this relative distance from transformers' eager attention."""
+    model = load_model(ModelConfig(dtype="bfloat16", device="cpu"))
+
+    def move(_: object, arguments: object, keywords: dict[str, Any], output: Any) -> None:
+        if keywords.get("radix_step") is not None:
+            output.logits.mul_(1 + distance)
+
+    model.module.register_forward_hook(move, with_kwargs=True)
+    return model
+
+
 @pytest.mark.parametrize(("own", "may_serve"), [(0.02, False), (0.06, True), (10.0, True)])
 @pytest.mark.parametrize("ours", [0.07, 0.12])
 def test_a_model_may_be_as_far_as_transformers_is_from_itself(
     own: float, may_serve: bool, ours: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But never further than twice the tolerance."""
-    model = load_model(ModelConfig(dtype="bfloat16", device="cpu"))
+    model = model_that_is_away(ours)
     own_logits = model_check._own_logits
 
     def moved(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
         logits = own_logits(model, tokens, ends)
         return logits * (1 + own) if attention == "sdpa" else logits
 
-    def move(_: object, arguments: object, keywords: dict[str, Any], output: Any) -> None:
-        if keywords.get("radix_step") is not None:
-            output.logits.mul_(1 + ours)
-
     monkeypatch.setattr(model_check, "_own_logits", moved)
-    model.module.register_forward_hook(move, with_kwargs=True)
     if may_serve and ours < 0.1:
         check_model(model, TorchKernels(), 16)
     else:
         with pytest.raises(UnsupportedModel, match="expected a relative distance"):
             check_model(model, TorchKernels(), 16)
+
+
+def test_a_model_whose_second_way_fails_is_told_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_that_is_away(0.07)
+    monkeypatch.setattr(type(model.module), "_supports_sdpa", False)
+    with pytest.raises(UnsupportedModel, match=r"expected a relative distance of at most 0\.05, got 0\.0[678]"):
+        check_model(model, TorchKernels(), 16)
+    assert model.module.config._attn_implementation == ATTENTION_NAME
 
 
 def test_transformers_second_way_is_computed_where_it_is_needed() -> None:

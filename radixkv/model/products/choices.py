@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import tempfile
@@ -148,9 +149,10 @@ def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> Product
     try:
         packing = entry["packing"]
         costs = tuple((int(size), float(cost_s)) for size, cost_s in entry["costs"])
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return None
-    is_known = packing in packings and packing in PACKINGS and all(size in SIZES and cost > 0 for size, cost in costs)
+    are_costs = all(size in SIZES and 0 < cost_s < math.inf for size, cost_s in costs)
+    is_known = packing in packings and packing in PACKINGS and are_costs
     if not is_known:
         return None
     needs_costs = is_exact and not PACKINGS[packing].rows_are_alike

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ class JoinedAttention:
         product: makes queries, keys and values.
         num_query_heads, num_kv_heads, head_dim: shape.
         norms: of queries and of keys; empty if there are none.
-        rotate: rotates heads `[num_tokens, num_heads, head_dim]`, given cosines and sines `[num_tokens, head_dim]`.
+        rotate: rotates heads `[num_tokens, num_heads, head_dim]`, given cosines and sines `[num_tokens, head_dim]`,
+            contiguous and in the same dtype.
         down: makes the output of what was attended to.
         scoring: see `AttentionStep`.
     """
@@ -36,10 +37,20 @@ class JoinedAttention:
     down: RowFunction
     scoring: Scoring
 
+    def takes(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
+        """Whether cosines and sines are of whole heads, contiguous, and in the dtype of rows.
+
+        Those of OLMo stay in float32, so that products with them are not rounded before they are added.
+        """
+        shape = (1, rows.shape[1], self.head_dim)
+        return all(
+            each.dtype == rows.dtype and each.shape == shape and each.is_contiguous() for each in position_embeddings
+        )
+
     def __call__(
         self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> torch.Tensor:
-        """Return the attention of rows `[1, num_tokens, hidden_size]`, in the same shape."""
+        """Return the attention of rows `[1, num_tokens, hidden_size]`, in the same shape, with what it `takes`."""
         num_tokens = rows.shape[1]
         cos, sin = (each[0] for each in position_embeddings)  # [num_tokens, head_dim]
         heads = self.product(rows).view(num_tokens, -1, self.head_dim)

@@ -242,7 +242,7 @@ def _attended(
     attention: JoinedAttention,
     **kwargs: Any,
 ) -> Any:
-    if args or not _can_join(kwargs, attention) or any(map(has_hooks, inside)):
+    if args or not _can_join(hidden_states, kwargs, attention) or any(map(has_hooks, inside)):
         return type(part).forward(part, hidden_states, *args, **kwargs)
     with torch._C.DisableTorchFunction():
         return attention(hidden_states, kwargs["position_embeddings"], kwargs["radix_step"]), None
@@ -260,7 +260,7 @@ def _added(
     in_one_call: LayerInOneCall | None,
     **kwargs: Any,
 ) -> Any:
-    if args or not _can_join(kwargs, attention) or any(map(has_hooks, inside)):
+    if args or not _can_join(hidden_states, kwargs, attention) or any(map(has_hooks, inside)):
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
     with torch._C.DisableTorchFunction():
@@ -277,13 +277,13 @@ def _layered(
     return rows + mlp(second(rows))
 
 
-def _can_join(kwargs: dict[str, Any], attention: JoinedAttention) -> bool:
-    """Whether a layer is called as for prefill: with a step, rotations of whole heads, and no mask."""
+def _can_join(rows: torch.Tensor, kwargs: dict[str, Any], attention: JoinedAttention) -> bool:
+    """Whether a layer is called as in its trial: with a step, rotations that the attention takes, and no mask."""
     rotations = kwargs.get("position_embeddings")
     return (
         kwargs.get("radix_step") is not None
         and rotations is not None
-        and rotations[0].shape[-1] == attention.head_dim
+        and attention.takes(rows, rotations)
         and kwargs.get("attention_mask") is None
         and all(kwargs.get(name) is None for name in _CACHES)
     )

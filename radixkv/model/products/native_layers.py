@@ -31,22 +31,22 @@ class LayerInOneCall:
     def __call__(
         self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> torch.Tensor | None:
-        """Compute the layer of rows `[1, num_tokens, hidden_size]`.
+        """Compute the layer of rows `[1, num_tokens, hidden_size]`, with cosines and sines that its attention takes.
 
         Returns:
             A new tensor of the same shape; None, with nothing computed, if the step wants to be asked to attend, or
-            numbers do not lie in order.
+            rows do not lie in order.
         """
         view = getattr(step, "view", None)
-        if view is None or not all(each.is_contiguous() for each in (rows, *position_embeddings)):
+        if view is None or not rows.is_contiguous():
             return None
         own = self._attention
         found = view(own.layer, self._layer.queries(rows.shape[1]), own.num_kv_heads, own.scoring)
         return None if found is None else self._layer(rows, *position_embeddings, found)
 
 
-class _InTorch(Exception):
-    """A part of a layer is not in C++."""
+class _NotInOneCall(Exception):
+    """A part of a layer is not in C++, or not as layer.cpp calls it."""
 
 
 def layer_in_one_call(
@@ -56,7 +56,7 @@ def layer_in_one_call(
     attention: JoinedAttention,
     mlp: GatedMLP,
 ) -> LayerInOneCall | None:
-    """Return a layer in one call; None if something that it computes is not in C++.
+    """Return a layer in one call; None if something that it computes is not in C++, or norms several heads at once.
 
     Args:
         library: of `load_library`.
@@ -68,25 +68,33 @@ def layer_in_one_call(
         return None
     try:
         first, second = map(_norm, norms)
-        query, key = map(_norm, attention.norms) if attention.norms else (None, None)
+        heads_norms = [_head_norm(norm, attention.head_dim) for norm in attention.norms]
+        query, key = heads_norms or (None, None)
         parts = LayerParts(
             *(first, second, _weights(attention.product), query, key, _weights(attention.down)),
             *(_weights(mlp.gate), None if mlp.up is None else _weights(mlp.up), _weights(mlp.down)),
             *(attention.num_query_heads, attention.num_kv_heads, attention.head_dim),
         )
-    except _InTorch:
+    except _NotInOneCall:
         return None
     return LayerInOneCall(library, parts, attention)
 
 
 def _norm(norm: RowFunction) -> NativeNorm:
     if not isinstance(norm, NativeNorm):
-        raise _InTorch
+        raise _NotInOneCall
     return norm
+
+
+def _head_norm(norm: RowFunction, head_dim: int) -> NativeNorm:
+    native = _norm(norm)
+    if len(native.weight) != head_dim:  # OLMo 2 norms all heads of a token as one row
+        raise _NotInOneCall
+    return native
 
 
 def _weights(product: RowFunction) -> Weights:
     weights = product.native_weights if isinstance(product, Product) else None
     if weights is None:
-        raise _InTorch
+        raise _NotInOneCall
     return weights

@@ -143,6 +143,20 @@ def test_a_layer_has_the_bits_of_its_parts(
     assert whole.in_one_call(hidden[None])[0].shape == hidden.shape
 
 
+def test_rotations_that_would_be_read_as_others_are_refused(library: ctypes.CDLL) -> None:
+    parts = make_parts(NativeRows(library), torch.bfloat16, "plain")
+    steps = Steps(library, make_step([20], [3], HEADS, head_dim=HEAD_DIM, dtype=torch.bfloat16), parts, Scoring(0.2))
+    hidden = torch.randn(3, HIDDEN).bfloat16()
+    with pytest.raises(ValueError, match=r"^rows: expected .* in torch.bfloat16, got .* in torch.float32$"):
+        steps.in_one_call(hidden.float())
+    own, steps.cos = steps.cos, steps.cos.float()
+    with pytest.raises(ValueError, match=r"^cos: expected .* in torch.bfloat16, got .* in torch.float32$"):
+        steps.in_one_call(hidden)
+    steps.cos, steps.sin = own, steps.sin.mT.contiguous().mT
+    with pytest.raises(ValueError, match=r"^sin: .* got a strided one"):
+        steps.in_one_call(hidden)
+
+
 def test_a_larger_step_follows_a_smaller_one(library: ctypes.CDLL) -> None:
     parts = make_parts(NativeRows(library), torch.float32, "plain")
     for num_tokens in (1, 300, 2, 600):

@@ -1,8 +1,10 @@
 """The library is made once for sources, compiler and processor, and whatever is missing is told."""
 
 import _ctypes
+import ctypes
 import os
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,18 +81,38 @@ def test_vectors_are_as_wide_as_torch_says(tmp_path: Path) -> None:
     assert 3 * sum("-mno-amx-bf16" in call for call in compiled) == 2 * len(compiled)
 
 
-def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda _: b"", lambda whole: whole[: len(whole) // 2], lambda whole: whole + b"x"])
+def test_a_damaged_library_is_not_loaded_but_made_again(
+    damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a file would end the process."""
     environment = compiler(tmp_path / "bin")
     load_library(tmp_path / "kept", environment)
     (file,) = (tmp_path / "kept").iterdir()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / file.name).write_bytes(b"cut off")
-    load_library(tmp_path / "damaged", environment)
+    whole, other = file.read_bytes(), tmp_path / "other"  # the first one is mapped into this process
+    other.mkdir()
+    (other / file.name).write_bytes(damage(whole))
+    loaded = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: loaded.append(Path(name).read_bytes()))
+    load_library(other, environment)
+    assert loaded == [whole]
     assert num_made(tmp_path / "bin") == 2
 
 
+def test_a_library_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, synced = tmp_path / "kept", []
+
+    def sync(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), len(list(kept.glob("*.so")))))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    load_library(kept, compiler(tmp_path / "bin"))
+    (library, num_before), (folder, num_after) = synced
+    assert (library.suffix, num_before, folder, num_after) == (".so", 0, kept, 1)
+
+
 def test_what_can_not_be_loaded_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiled, match=r"native-[0-9a-f]{16}\.so: .*(too short|invalid)"):
+    with pytest.raises(NotCompiled, match=r"native-[0-9a-f]{16}-[0-9a-f]{16}\.so: .*(too short|invalid)"):
         load_library(tmp_path / "kept", compiler(tmp_path / "bin", MAKES_NO_LIBRARY))
 
 

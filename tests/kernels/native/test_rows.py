@@ -74,6 +74,18 @@ def test_rotations_have_the_bits_of_torch(head_dim: int, dtype: torch.dtype, row
     assert torch.equal(rows.rotate(heads, cos, sin), heads * cos[:, None] + turned * sin[:, None])
 
 
+def test_rotations_that_would_be_read_as_others_are_refused(rows: NativeRows) -> None:
+    heads, angles = torch.randn(3, 4, 8).bfloat16(), torch.randn(3, 8).bfloat16()
+    with pytest.raises(ValueError, match=r"^cos: expected .* in torch.bfloat16, got .* in torch.float32$"):
+        rows.rotate(heads, angles.float(), angles)
+    with pytest.raises(ValueError, match=r"^sin: .* got a strided one"):
+        rows.rotate(heads, angles, angles.mT.contiguous().mT)
+    with pytest.raises(ValueError, match=r"^sin: .* of shape \(3, 8\)"):
+        rows.rotate(heads, angles, angles[:2])
+    with pytest.raises(ValueError, match=r"^heads: .* got strides \(32, 16, 1\)"):
+        rows.rotate(heads[:, ::2], angles, angles)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gates_are_those_of_torch(width: int, dtype: torch.dtype, rows: NativeRows) -> None:
@@ -153,9 +165,23 @@ def test_magnitudes_tell_what_is_not_finite(spoiled: float, rows: NativeRows) ->
     assert largest.isfinite().tolist() == [[True, False], [True, True], [False, True]]
 
 
+def test_what_would_be_written_as_something_else_is_refused(rows: NativeRows) -> None:
+    pool, key, slots = poisoned_pool(1), torch.randn(3, 2, 32), torch.arange(3)
+    for value in (key.bfloat16(), key[:2], key.transpose(0, 1)):
+        with pytest.raises(ValueError, match=r"^value: "):
+            rows.write_kv(key, value, slots, pool, 1)
+    with pytest.raises(ValueError, match=r"^key: "):
+        rows.write_kv(torch.randn(3, 4, 32)[:, ::2], key, slots, pool, 1)
+    with pytest.raises(ValueError, match=r"^slots: "):
+        rows.write_kv(key, key, slots.int(), pool, 1)
+    with pytest.raises(ValueError, match=r"^largest: "):
+        rows.write_kv(key, key, slots, pool, 1, torch.zeros(2, 3).mT)
+
+
 def test_heads_with_gaps_are_told(rows: NativeRows) -> None:
     whole = torch.randn(3, 4, 32)
     assert lies_head_by_head(whole[:, 1:3])
+    assert lies_head_by_head(whole[:, ::4]), "one head has no next one"
     assert not lies_head_by_head(whole[:, ::2])
     assert not lies_head_by_head(whole[..., :16])
     assert not lies_head_by_head(whole.transpose(1, 2))

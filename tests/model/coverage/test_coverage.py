@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from radixkv.config import ModelConfig
+from radixkv.model.attention.native_kernels import NativeKernels
+from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.loading import load_model
+from radixkv.model.on_cpu import native_library
+from radixkv.startup.model_check import check_model
+from tests.model.coverage.agreement import BLOCK_SIZE
 from tests.model.coverage.coverage import cover, engines_of
-from tests.model.coverage.small_configs import covered_types
+from tests.model.coverage.small_configs import covered_types, small_config
 from tests.model.coverage.table import FILE, line_of, version
+from tests.model.exact.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[3]
 PAGE = FILE.read_text(encoding="utf-8")
@@ -23,6 +32,9 @@ KINDS = [
     *("deepseek_v2", "longcat_flash", "lfm2", "gemma4_text", "mimo_v2_flash"),
 ]
 REFUSED = ["bloom", "deepseek_v32", "hrm_text", "llama4_text", "mamba2"]
+
+# Types whose cosines and sines are float32 in any dtype, with one that rotates pairs; and one whose are not.
+HALF = ["olmo", "olmo2", "olmo3", "flex_olmo", "ernie4_5", "llama"]
 
 needs_the_version_of_the_page = pytest.mark.skipif(
     f"transformers {version()} " not in PAGE, reason=f"docs/MODELS.md is not of transformers {version()}"
@@ -40,6 +52,25 @@ def test_the_page_says_what_a_trial_says(model_type: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("model_type", sorted(set(LINES) - {*KINDS, *REFUSED}))
 def test_the_rest_of_the_page_says_what_trials_say(model_type: str, tmp_path: Path) -> None:
     assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", HALF)
+@pytest.mark.parametrize("is_native", [True, False], ids=["C++", "torch"])
+def test_half_precision_is_served(
+    model_type: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_native: bool
+) -> None:
+    library = native_library() if is_native else None
+    if is_native and library is None:
+        pytest.skip("there are no kernels in C++ on this machine")
+    monkeypatch.setattr("radixkv.model.model.native_library", lambda: library)
+    packing = "native" if is_native else "plain"
+    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: (packing,))
+    kernels = TorchKernels() if library is None else NativeKernels(library)
+    write_checkpoint(small_config(model_type), tmp_path, max_shard_size="10MB")
+    for exactness in ("exact", "fast"):
+        config = ModelConfig(path=str(tmp_path), device="cpu", dtype=dtype, exactness=exactness)
+        check_model(load_model(config), kernels, BLOCK_SIZE)
 
 
 @needs_the_version_of_the_page

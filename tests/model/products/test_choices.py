@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,9 @@ def test_a_file_that_cannot_be_read_is_written_anew(
         {"packing": "plain", "costs": [[3, 1e-6]]},
         {"packing": "plain", "costs": [[2, -1.0]]},
         {"packing": "plain", "costs": [[2, "x"]]},
+        {"packing": "plain", "costs": [[2, math.inf]]},
+        {"packing": "plain", "costs": [[2, 10**400]]},
+        {"packing": "plain", "costs": [[math.inf, 1e-6]]},
         {"packing": ["plain"], "costs": 3},
         {"packing": "native", "costs": [[2, 1e-6]]},  # its rows are alike for any number
     ],

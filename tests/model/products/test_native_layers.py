@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
@@ -21,7 +22,8 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
 from tests.model.exact.checkpoints import VOCAB_SIZE
-from tests.model.products.test_joined_parts import CPU, make, scaled, swap_class
+from tests.model.products.test_joined_attention import strided_llama
+from tests.model.products.test_joined_parts import CPU, make, replaced, scaled, swap_class
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_LAYERS = 2
@@ -174,6 +176,26 @@ def test_a_layer_with_a_part_that_is_not_in_cpp_is_left_alone(
     calls.clear()
     assert answers(model, ((20, 4),))[0].isfinite().all()
     assert calls == [4]
+
+
+def test_cosines_that_do_not_lie_in_order_are_left_to_the_module(calls: list[int]) -> None:
+    expected = answers(Model("plain", make("llama"), CPU), ((20, 4),))
+    calls.clear()
+    got = answers(Model("strided", strided_llama(), CPU), ((20, 4),))
+    assert calls == []
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_norms_of_all_heads_at_once_are_left_to_the_parts(calls: list[int]) -> None:
+    module = make("llama")
+    module.model.layers[0].self_attn = Olmo2Attention(module.config, 0).eval()
+    model = Model("wide norms", module, CPU)
+    assert "model.layers.0.self_attn" in replaced(model.module)
+    calls.clear()
+    got = answers(model, ((20, 4),))
+    assert calls == [4], "the other layer runs in one call"
+    expected = answers(model, ((20, 4),), sees_layers=False)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
 def test_adapters_may_add_to_all_products(calls: list[int]) -> None:

@@ -1,0 +1,88 @@
+"""Rotations that attention in few calls does not take are left to the module, whose answers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.model import Model
+from radixkv.model.on_cpu import native_library
+from radixkv.model.products.joined_attention import JoinedAttention, rotated
+from tests.model.coverage.small_configs import small_config
+from tests.model.products.test_joined_parts import CPU, answer, make, replaced, swap_class
+
+ATTENTION = JoinedAttention(0, nn.Identity(), 2, 1, 8, (), rotated, nn.Identity(), Scoring(1.0))
+
+
+@pytest.fixture(params=["C++", "torch"], autouse=True)
+def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotations and gates in C++, or by torch; products by torch."""
+    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: ("plain",))
+    if request.param == "torch":
+        monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
+    elif native_library() is None:
+        pytest.skip("there are no kernels in C++ on this machine")
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each attention in few calls."""
+    called: list[int] = []
+    own = JoinedAttention.__call__
+
+    def counted(self: JoinedAttention, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        called.append(rows.shape[1])
+        return own(self, rows, *args)
+
+    monkeypatch.setattr(JoinedAttention, "__call__", counted)
+    return called
+
+
+def test_rotations_are_taken_as_they_were_tried() -> None:
+    rows, angles = torch.zeros(1, 3, 16).bfloat16(), torch.zeros(1, 3, 8).bfloat16()
+    assert ATTENTION.takes(rows, (angles, angles))
+    for other in (angles.float(), angles.half(), angles[..., :4], angles[:, :2], angles.mT.contiguous().mT):
+        assert not ATTENTION.takes(rows, (angles, other))
+        assert not ATTENTION.takes(rows, (other, angles))
+
+
+def half_olmo() -> PreTrainedModel:
+    """A model whose cosines and sines are float32."""
+    torch.manual_seed(0)
+    config = small_config("olmo")
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16).eval()
+
+
+def strided_llama() -> PreTrainedModel:
+    module = make("llama")
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(each.mT.contiguous().mT for each in super(type(self), self).forward(*args, **kwargs))
+
+    swap_class(module.model.rotary_emb, forward)
+    return module
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("make_odd", [half_olmo, strided_llama])
+def test_other_rotations_are_left_to_the_module(
+    make_odd: Callable[[], PreTrainedModel], sizes: list[int], *, is_exact: bool
+) -> None:
+    model = Model("odd", make_odd(), CPU, is_exact=is_exact)
+    assert "model.layers.0.self_attn" in replaced(model.module)
+    sizes.clear()
+    got, step = answer(model, 19)
+    assert sizes == []
+    expected, expected_step = answer(Model("odd", make_odd(), CPU, is_exact=is_exact, is_fused=False), 19)
+    tolerance = 0.05 if got.dtype == torch.bfloat16 else 1e-4
+    for one, other in zip((got, *step.tensors), (expected, *expected_step.tensors), strict=True):
+        assert (one.float() - other.float()).norm() <= tolerance * other.float().norm()
+    if is_exact:
+        assert torch.equal(answer(model, 1)[0][0], got[0])
