@@ -851,7 +851,10 @@ OFFLOAD_MUTANTS = (
     Mutant(
         "cache/elsewhere/stored_retention.py", "            self._retentions.forget(block.key)\n", "            pass\n"
     ),
-    Mutant("cache/elsewhere/retentions.py", "iter(own if has_its_part else self._wishes)", "iter(self._wishes)"),
+    Mutant("cache/elsewhere/retentions.py", "tenant if tenant in largest else next", "next"),
+    Mutant("cache/elsewhere/retentions.py", "self._of_size[self._most]", "self._of_size[min(self._of_size)]"),
+    Mutant("cache/elsewhere/retentions.py", " or self._most not in self._of_size:", ":"),
+    Mutant("cache/elsewhere/retentions.py", "            del self._of_size[before][tenant]\n", "            pass\n"),
     Mutant("cache/elsewhere/stored_retention.py", "not shelf.is_on_device(key) and ", ""),
     Mutant(
         "cache/elsewhere/stored_retention.py",
