@@ -766,6 +766,10 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/offload/earlier_blocks.py", "                self._delete(left_out)\n", "                pass\n"),
     Mutant("engine/offload/earlier_blocks.py", "            self.has_failed = True\n", ""),
+    Mutant("engine/offload/earlier_blocks.py", "_slices, self.has_failed = None, True", "has_failed = True"),
+    Mutant("engine/offload/earlier_blocks.py", "_slices, self.has_failed = None, True", "_slices = None"),
+    Mutant("engine/offload/earlier_blocks.py", " and time.monotonic() < deadline_s:", ":"),
+    Mutant("engine/offload/earlier_blocks.py", " and not self.has_more and not", " and not"),
     Mutant("engine/offload/earlier_blocks.py", "        self._wake()\n", "        pass\n"),
     Mutant(
         "engine/offload/earlier_blocks.py", "            self._record.tidy(self._shelf.owned)\n", "            pass\n"
