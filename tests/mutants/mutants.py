@@ -326,6 +326,12 @@ ENGINE_MUTANTS = (
         "        return loaded\n\n    def load_now",
         "        return loading\n\n    def load_now",
     ),
+    Mutant("engine/adapters/adapters.py", "if not self._room_to_load.acquire(blocking=False):", "if False:"),
+    Mutant(
+        "engine/adapters/adapters.py",
+        "        loading.add_done_callback(lambda _: self._room_to_load.release())\n",
+        "",
+    ),
     Mutant(
         "engine/engine.py",
         "            with contextlib.ExitStack() as",
