@@ -992,6 +992,15 @@ ANSWER_MUTANTS = (
         "                self._num_waiting.give_back(account, 1)\n",
         "                pass\n",
     ),
+    Mutant(
+        "service/structured/grammars.py",
+        "                self._start_thread(text.field)  # it waits for the lock; without it nothing is to wait\n"
+        "                self._is_compiling = True\n",
+        "                self._is_compiling = True\n                self._start_thread(text.field)\n",
+    ),
+    Mutant("service/structured/grammars.py", "        await asyncio.shield(", "        asyncio.shield("),
+    Mutant("service/structured/compilation.py", ".with_traceback(None)", ""),
+    Mutant("service/structured/compilation.py", "self._begun_s.result() + limit_s - self._clock()", "limit_s"),
     Mutant("service/structured/kept_texts.py", "key=lambda each: len(self._by_account[each])", "key=lambda each: 0"),
     Mutant("service/structured/kept_texts.py", "        texts.move_to_end(text)\n", ""),
     Mutant("service/server/intake/answer_bytes.py", "num_tokens * (1 + num_logprobs)", "num_tokens"),
