@@ -9,7 +9,8 @@ import xxhash
 
 # Owner of the blocks of public prefixes.
 PUBLIC_TENANT = "(public)"
-# Owner of the token that the engine computes to learn whether its device works. No quota bounds it.
+# Owner of the token that the engine computes to learn whether its device works. It has no ceiling, but floors of others
+# and held leases may leave it no block.
 TRIAL_TENANT = "(trial)"
 # Names that no caller may have, and whose they are.
 RESERVED_TENANTS = {PUBLIC_TENANT: "the owner of public prefixes", TRIAL_TENANT: "the engine itself"}

@@ -148,7 +148,10 @@ class EngineCore:
         self._save()  # no answer waits for it
 
     def try_step(self) -> None:
-        """Compute a token that nobody asked for, to learn whether steps work again."""
+        """Compute a token that nobody asked for, to learn whether steps work again.
+
+        It takes a block: while floors and held leases leave none for it, steps count as failing.
+        """
         try:
             with self.cache.lease(Namespace("", TRIAL_TENANT), bytes(TOKEN_BYTES), read=False) as lease:
                 self._copy()

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from radixkv.api.sampling import Sampling
 from radixkv.errors import InvalidRequest, QueueFull
@@ -16,6 +16,7 @@ from radixkv.service.missing_package import missing_package
 from radixkv.service.server.intake.account import Account
 from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.structured.compilation import Compilation
 from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.structured.kept_texts import KeptTexts
 
@@ -34,13 +35,6 @@ _STACK_BYTES = 512 * 2**20
 _logger = logging.getLogger(__name__)
 
 
-class _Waiting(NamedTuple):
-    """A text that is not compiled yet, and the future of its constraint."""
-
-    text: GrammarText
-    compiled: Future[GrammarConstraint]
-
-
 class Grammars:
     """Makes constraints for one model, in turn for each account. To be used on one event loop.
 
@@ -55,55 +49,50 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()  # guards what waits
-        self._waiting: OrderedDict[Account, deque[_Waiting]] = OrderedDict()  # the next one first
+        self._waiting: OrderedDict[Account, deque[Compilation]] = OrderedDict()  # the next one first
         self._num_waiting = Shares(MAX_WAITING, "texts that wait to be compiled")
         self._is_compiling = False
         self._vocabulary: Vocabulary | None = None
+        self._is_loaded: Future[None] = Future()  # or could not be
         self._kept = KeptTexts(MAX_KEPT)
 
     async def constrain(self, sampling: Sampling, text: GrammarText | None, account: Account) -> Sampling:
         """Return the same options with what an answer must follow; as they are without a text.
 
-        A text is compiled once for an account, in turn with others, as long as it is among the latest. The first one
-        waits until the tokenizer is loaded.
+        A text is compiled once for an account, in turn with others, as long as it is among the latest. The first ones
+        wait until the tokenizer is loaded, which is not counted: `MAX_COMPILE_S` bounds the time until a text has its
+        turn, and then the time until it is compiled.
 
         Raises:
             InvalidRequest: no answer can follow it, the model has no tokenizer for it, or llguidance is missing. The
                 message names the field.
-            QueueFull: too many texts wait, also of this account; or others took too long.
+            QueueFull: too many texts wait, also of this account; others took too long; or no thread can be started.
         """
         if text is None:
             return sampling
         text.require_short()
-        compiled = self._kept.find(account, text) or self._compile_later(text, account)
-        try:
-            # The caller may go away; others may wait for the same text.
-            constraint = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), MAX_COMPILE_S)
-        except TimeoutError as error:
-            if not compiled.running():
-                raise QueueFull(
-                    f"{text.field}: expected its turn in {MAX_COMPILE_S:g} s, got others before it"
-                ) from error
-            raise InvalidRequest(
-                f"{text.field}: expected one that is compiled in {MAX_COMPILE_S:g} s, got one that takes longer"
-            ) from error
-        return dataclasses.replace(sampling, constraint=constraint)
+        compilation = self._kept.find(account, text) or self._compile_later(text, account)
+        await asyncio.shield(asyncio.wrap_future(self._is_loaded))  # the caller may go away, and others wait
+        return dataclasses.replace(sampling, constraint=await compilation.constraint(MAX_COMPILE_S))
 
-    def _compile_later(self, text: GrammarText, account: Account) -> Future[GrammarConstraint]:
-        future: Future[GrammarConstraint] = Future()
+    def _compile_later(self, text: GrammarText, account: Account) -> Compilation:
+        compilation = Compilation(text)
         with self._lock:
-            self._num_waiting.take(account, 1)
-            self._waiting.setdefault(account, deque()).append(_Waiting(text, future))
             if not self._is_compiling:
+                self._start_thread(text.field)  # it waits for the lock; without it nothing is to wait
                 self._is_compiling = True
-                self._start_thread()
-        self._kept.add(account, text, future)
-        return future
+            self._num_waiting.take(account, 1)
+            self._waiting.setdefault(account, deque()).append(compilation)
+        self._kept.add(account, compilation)
+        return compilation
 
-    def _start_thread(self) -> None:
+    def _start_thread(self, field: str) -> None:
         before_bytes = threading.stack_size(_STACK_BYTES)
         try:  # a daemon: no exit waits for a text that takes long
             threading.Thread(target=self._compile_all, name="radixkv-grammars", daemon=True).start()
+        except RuntimeError as error:
+            _logger.warning("a constraint was asked for, and there is no thread to compile it: %s", error)
+            raise QueueFull(f"{field}: expected a thread that compiles it, got as many as may be") from error
         finally:
             threading.stack_size(before_bytes)
 
@@ -115,36 +104,42 @@ class Grammars:
                     self._is_compiling = False
                     return
                 account, texts = self._waiting.popitem(last=False)
-                text, future = texts.popleft()
+                compilation = texts.popleft()
                 if texts:
                     self._waiting[account] = texts
-            future.set_running_or_notify_cancel()
-            constraint = self._compiled(text)
+            outcome = self._outcome(compilation)
             with self._lock:
                 self._num_waiting.give_back(account, 1)
-            if isinstance(constraint, BaseException):
-                future.set_exception(constraint)
-            else:
-                future.set_result(constraint)
+            compilation.end(outcome)
 
-    def _compiled(self, text: GrammarText) -> GrammarConstraint | BaseException:
+    def _outcome(self, compilation: Compilation) -> GrammarConstraint | BaseException:
         try:
-            return self._compile(text)
+            vocabulary = self._loaded(compilation)
+            return self._compile(compilation.text, vocabulary)
         except BaseException as error:  # noqa: BLE001 - it is the answer to those who wait
             return error
 
-    def _compile(self, text: GrammarText) -> GrammarConstraint:
+    def _loaded(self, compilation: Compilation) -> Vocabulary:
+        """Return the vocabulary, and begin a text once it is loaded, or can't be."""
         try:
-            from radixkv.service.structured.matcher import GrammarConstraint
-        except ModuleNotFoundError as error:
-            raise InvalidRequest(f"{text.field}: {missing_package('llguidance', 'structured')}") from error
-        if self._vocabulary is None:
-            self._vocabulary = self._load_vocabulary(text.field)
-        return GrammarConstraint(text, self._vocabulary)
+            if self._vocabulary is None:
+                self._vocabulary = self._load_vocabulary(compilation.text.field)
+            return self._vocabulary
+        finally:
+            compilation.begin()
+            if not self._is_loaded.done():
+                self._is_loaded.set_result(None)
+
+    def _compile(self, text: GrammarText, vocabulary: Vocabulary) -> GrammarConstraint:
+        from radixkv.service.structured.matcher import GrammarConstraint
+
+        return GrammarConstraint(text, vocabulary)
 
     def _load_vocabulary(self, field: str) -> Vocabulary:
-        from radixkv.service.structured.vocabulary import Vocabulary
-
+        try:
+            from radixkv.service.structured.vocabulary import Vocabulary
+        except ModuleNotFoundError as error:
+            raise InvalidRequest(f"{field}: {missing_package('llguidance', 'structured')}") from error
         try:
             return Vocabulary.of(self._tokenizer.load().definition, self._vocab_size, self._eos_token_ids)
         except ValueError as error:

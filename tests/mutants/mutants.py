@@ -326,6 +326,12 @@ ENGINE_MUTANTS = (
         "        return loaded\n\n    def load_now",
         "        return loading\n\n    def load_now",
     ),
+    Mutant("engine/adapters/adapters.py", "if not self._room_to_load.acquire(blocking=False):", "if False:"),
+    Mutant(
+        "engine/adapters/adapters.py",
+        "        loading.add_done_callback(lambda _: self._room_to_load.release())\n",
+        "",
+    ),
     Mutant(
         "engine/engine.py",
         "            with contextlib.ExitStack() as",
@@ -786,6 +792,10 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("engine/offload/earlier_blocks.py", "                self._delete(left_out)\n", "                pass\n"),
     Mutant("engine/offload/earlier_blocks.py", "            self.has_failed = True\n", ""),
+    Mutant("engine/offload/earlier_blocks.py", "_slices, self.has_failed = None, True", "has_failed = True"),
+    Mutant("engine/offload/earlier_blocks.py", "_slices, self.has_failed = None, True", "_slices = None"),
+    Mutant("engine/offload/earlier_blocks.py", " and time.monotonic() < deadline_s:", ":"),
+    Mutant("engine/offload/earlier_blocks.py", " and not self.has_more and not", " and not"),
     Mutant("engine/offload/earlier_blocks.py", "        self._wake()\n", "        pass\n"),
     Mutant(
         "engine/offload/earlier_blocks.py", "            self._record.tidy(self._shelf.owned)\n", "            pass\n"
@@ -871,7 +881,10 @@ OFFLOAD_MUTANTS = (
     Mutant(
         "cache/elsewhere/stored_retention.py", "            self._retentions.forget(block.key)\n", "            pass\n"
     ),
-    Mutant("cache/elsewhere/retentions.py", "iter(own if has_its_part else self._wishes)", "iter(self._wishes)"),
+    Mutant("cache/elsewhere/retentions.py", "tenant if tenant in largest else next", "next"),
+    Mutant("cache/elsewhere/retentions.py", "self._of_size[self._most]", "self._of_size[min(self._of_size)]"),
+    Mutant("cache/elsewhere/retentions.py", " or self._most not in self._of_size:", ":"),
+    Mutant("cache/elsewhere/retentions.py", "            del self._of_size[before][tenant]\n", "            pass\n"),
     Mutant("cache/elsewhere/stored_retention.py", "not shelf.is_on_device(key) and ", ""),
     Mutant(
         "cache/elsewhere/stored_retention.py",
@@ -999,6 +1012,15 @@ ANSWER_MUTANTS = (
         "                self._num_waiting.give_back(account, 1)\n",
         "                pass\n",
     ),
+    Mutant(
+        "service/structured/grammars.py",
+        "                self._start_thread(text.field)  # it waits for the lock; without it nothing is to wait\n"
+        "                self._is_compiling = True\n",
+        "                self._is_compiling = True\n                self._start_thread(text.field)\n",
+    ),
+    Mutant("service/structured/grammars.py", "        await asyncio.shield(", "        asyncio.shield("),
+    Mutant("service/structured/compilation.py", ".with_traceback(None)", ""),
+    Mutant("service/structured/compilation.py", "self._begun_s.result() + limit_s - self._clock()", "limit_s"),
     Mutant("service/structured/kept_texts.py", "key=lambda each: len(self._by_account[each])", "key=lambda each: 0"),
     Mutant("service/structured/kept_texts.py", "        texts.move_to_end(text)\n", ""),
     Mutant("service/server/intake/answer_bytes.py", "num_tokens * (1 + num_logprobs)", "num_tokens"),

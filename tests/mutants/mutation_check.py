@@ -162,6 +162,7 @@ ANSWER_TESTS = (
     "tests/service/server/test_generate.py",
     "tests/service/server/gateway/test_servicer.py",
     "tests/service/structured/test_kept_texts.py",
+    "tests/service/structured/test_compilation.py",
     "tests/service/structured/test_grammars.py",
 )
 STATE_TESTS = (

@@ -38,14 +38,16 @@ class Retentions:
     """Remembers the priority of each block that has another one than the default.
 
     Args:
-        max_keys: blocks to remember. Those of which was heard longest ago are forgotten, and have the default again:
-            for a tenant that has its equal part of them, of its own.
+        max_keys: blocks to remember. Beyond them, of the tenant that has most the one is forgotten of which was heard
+            longest ago, and has the default again. Of equals it is the one that adds another.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
         self._max_keys = max_keys
-        self._wishes: OrderedDict[bytes, Wish] = OrderedDict()
-        self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}  # in the same order
+        self._wishes: dict[bytes, Wish] = {}
+        self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}  # the latest last
+        self._of_size: dict[int, dict[str, None]] = {}  # tenants by the number of their keys
+        self._most = 0  # keys of one tenant
         self._owned = OwnedKeys()
         self._ends: SortedSet[tuple[float, bytes]] = SortedSet()
 
@@ -76,7 +78,9 @@ class Retentions:
         if oldest is not None:
             self.forget(oldest)
         self._wishes[key] = wish
-        self._by_tenant.setdefault(namespace.tenant, OrderedDict())[key] = None
+        own = self._by_tenant.setdefault(namespace.tenant, OrderedDict())
+        own[key] = None
+        self._resize(namespace.tenant, len(own) - 1, len(own))
         self._owned.add(key, namespace)
         if wish.expires_s is not None:
             self._ends.add((wish.expires_s, key))
@@ -93,8 +97,10 @@ class Retentions:
         if wish is None:
             return
         tenant = self._owned[key].tenant
-        del self._by_tenant[tenant][key]
-        if not self._by_tenant[tenant]:
+        own = self._by_tenant[tenant]
+        del own[key]
+        self._resize(tenant, len(own) + 1, len(own))
+        if not own:
             del self._by_tenant[tenant]
         self._owned.remove(key)
         if wish.expires_s is not None:
@@ -115,6 +121,17 @@ class Retentions:
 
     def _oldest(self, tenant: str) -> bytes:
         """Return the key that is forgotten for one of a tenant."""
-        own = self._by_tenant.get(tenant, OrderedDict())
-        has_its_part = len(own) * len(self._by_tenant) >= self._max_keys
-        return next(iter(own if has_its_part else self._wishes))
+        largest = self._of_size[self._most]
+        loser = tenant if tenant in largest else next(iter(largest))
+        return next(iter(self._by_tenant[loser]))
+
+    def _resize(self, tenant: str, before: int, after: int) -> None:
+        """Note that a tenant has one key more, or one less."""
+        if after:
+            self._of_size.setdefault(after, {})[tenant] = None
+        if before:
+            del self._of_size[before][tenant]
+            if not self._of_size[before]:
+                del self._of_size[before]
+        if after > self._most or self._most not in self._of_size:
+            self._most = after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -19,10 +20,12 @@ from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterFiles
 from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
 from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
-from radixkv.errors import InvalidRequest, LifecycleError, SwitchedOff
+from radixkv.errors import InvalidRequest, LifecycleError, QueueFull, SwitchedOff
 from radixkv.namespace import RESERVED_TENANTS, Namespace, PromptKey
 
 _log = logging.getLogger(__name__)
+
+_LOADS_PER_ADAPTER = 2  # that are unfinished, for each adapter that may be loaded
 
 
 class AdapterSource(NamedTuple):
@@ -76,6 +79,8 @@ class Adapters:
         self._thread = thread
         self._names = AdapterNames(0 if source is None else source.max_adapters)
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="radixkv-adapters")
+        self._max_loads = _LOADS_PER_ADAPTER * self._names.max_adapters
+        self._room_to_load = threading.Semaphore(self._max_loads)
         self._freeing: dict[str, Generator[None, None, Purged]] = {}  # by digest; of the engine's thread
 
     def keyed(self, caller: Caller, tokens: bytes) -> KeyedPrompt:
@@ -120,7 +125,7 @@ class Adapters:
     def load(self, name: str, path: str) -> Future[LoadedAdapter]:
         """Read an adapter, and let a name stand for it. Requests that came before keep what the name stood for.
 
-        A load goes on if its future is cancelled.
+        A load goes on, and counts, if its future is cancelled.
 
         Args:
             name: not empty.
@@ -128,13 +133,18 @@ class Adapters:
 
         Raises:
             SwitchedOff: the engine has no adapters.
+            QueueFull: twice as many loads are unfinished as adapters may be loaded.
             Later, through the future: SwitchedOff, InvalidRequest, InvalidAdapter, TooManyAdapters.
         """
         source = self._require_on()
+        if not self._room_to_load.acquire(blocking=False):
+            raise QueueFull(f"adapters: expected at most {self._max_loads} unfinished loads, got one more")
         try:
             loading = self._readers.submit(self._read_and_register, source, name, path)
         except RuntimeError:
+            self._room_to_load.release()
             raise self._thread.cancellation() from None
+        loading.add_done_callback(lambda _: self._room_to_load.release())
         loaded: Future[LoadedAdapter] = Future()  # of its own, so that a caller that goes away cancels nothing else
         loading.add_done_callback(partial(_answer, loaded))
         return loaded

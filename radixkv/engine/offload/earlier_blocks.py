@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -15,6 +16,7 @@ from radixkv.engine.offload.disk_record import DiskRecord, EarlierDisk
 _log = logging.getLogger(__name__)
 _READING_SLICE_S = 0.001
 _TAKEN_AT_ONCE = 256  # blocks; some milliseconds
+_END = object()
 
 
 class EarlierBlocks:
@@ -28,7 +30,7 @@ class EarlierBlocks:
         wake: called on the other thread when there is something to take.
 
     Attributes:
-        has_failed: whether nobody knows what the disk holds, because it could not be read.
+        has_failed: whether nobody knows all that the disk holds, because it could not be read or not be taken.
     """
 
     def __init__(
@@ -56,12 +58,21 @@ class EarlierBlocks:
         return self._slices is not None or not self._found.empty()
 
     def take(self) -> None:
-        """Let the shelf know of some of what was found. Once it knows all, let the record forget what is not there."""
+        """Let the shelf know of some of what was found. Once it knows all, let the record forget what is not there.
+
+        If it raises, what was not taken by then never is, and `has_failed`.
+        """
         is_read = not self._reader.is_alive()  # asked first: what it found may come while we look
         if self._slices is None and not self._found.empty():
             self._slices = self._taking(self._found.get())
         if self._slices is not None:
-            next(self._slices, None)
+            try:
+                is_over = next(self._slices, _END) is _END
+            except BaseException:
+                self._slices, self.has_failed = None, True  # a generator that raised yields no more
+                raise
+            if is_over:
+                self._slices = None
         elif is_read and not self.has_failed:
             self._record.tidy(self._shelf.owned)
 
@@ -75,12 +86,16 @@ class EarlierBlocks:
             yield
 
     def finish(self, limit_s: float) -> bool:
-        """Wait until all is found, but no longer than `limit_s`, and take it. Returns whether all is taken."""
+        """Wait until all is found, and take it, no longer than `limit_s` in all. Returns whether all is taken."""
+        deadline_s = time.monotonic() + limit_s
         self._reader.join(limit_s)
         is_read = not self._reader.is_alive()
-        while self.has_more:
-            self.take()
-        return is_read
+        try:
+            while self.has_more and time.monotonic() < deadline_s:
+                self.take()
+        except Exception:  # noqa: BLE001 - whatever it is, stores are to be closed after this
+            _log.exception("tier disk: expected to take what it holds")
+        return is_read and not self.has_more and not self.has_failed
 
     def _taking(self, found: EarlierDisk) -> Iterator[None]:
         blocks, wishes = reversed(found.blocks), iter(found.wishes)
@@ -91,7 +106,6 @@ class EarlierBlocks:
         while some_wishes := list(islice(wishes, _TAKEN_AT_ONCE)):
             self._retention.restore(self._shelf, some_wishes)
             yield
-        self._slices = None
 
     def _read(self) -> None:
         try:

@@ -2,7 +2,7 @@ from radixkv.cache.elsewhere import retentions
 from radixkv.cache.elsewhere.retentions import Retentions, Wish
 from radixkv.namespace import Namespace
 
-ACME, OTHER = Namespace("m", "acme"), Namespace("m", "other")
+ACME, OTHER, THIRD = (Namespace("m", tenant) for tenant in ("acme", "other", "third"))
 
 
 def test_a_block_of_which_nothing_is_known_has_the_default() -> None:
@@ -91,3 +91,28 @@ def test_a_tenant_that_had_all_makes_room_for_another() -> None:
     assert forgotten == [b"p", b"q", b"a"]
     known.purge("other", None, None)
     assert [known.set(key, ACME, Wish(80, None)) for key in (b"a", b"d", b"e")] == [None, None, b"b"]
+
+
+def test_of_three_tenants_the_one_that_has_most_makes_room_for_another() -> None:
+    known = Retentions(max_keys=8)
+    for key in (b"p", b"q"):
+        known.set(key, OTHER, Wish(80, None))
+    for key in (b"a", b"b", b"c", b"d", b"e", b"f"):
+        known.set(key, ACME, Wish(80, None))
+    forgotten = [known.set(key, THIRD, Wish(80, None)) for key in (b"x", b"y", b"z", b"w")]
+    assert forgotten == [b"a", b"b", b"c", b"x"]
+    assert [known.of(key) for key in (b"p", b"q", b"y", b"f")] == [80, 80, 80, 80]
+
+
+def test_a_tenant_that_has_fewer_keys_now_makes_no_room() -> None:
+    known = Retentions(max_keys=5)
+    for key in (b"a", b"b", b"c"):
+        known.set(key, ACME, Wish(80, 10.0))
+    for key in (b"p", b"q"):
+        known.set(key, OTHER, Wish(80, None))
+    known.forget(b"a")
+    known.set(b"b", ACME, Wish(50, None))
+    known.set(b"x", THIRD, Wish(80, None))
+    known.set(b"y", THIRD, Wish(80, None))
+    assert known.set(b"r", OTHER, Wish(80, None)) == b"p"
+    assert known.set(b"d", ACME, Wish(80, None)) == b"x"

@@ -20,6 +20,7 @@ from radixkv.errors import (
     InvalidAdapter,
     InvalidRequest,
     PromptTooLong,
+    QueueFull,
     SwitchedOff,
     TooManyAdapters,
     UnknownAdapter,
@@ -268,6 +269,22 @@ def test_loads_go_on_if_their_callers_go_away(engine: Engine, device: FakeDevice
         load.cancel()
     device.gate.set()
     wait_until(lambda: [each.name for each in engine.adapters.loaded()] == ["one", "two"])
+
+
+def test_too_many_unfinished_loads_are_refused_also_if_their_callers_went_away(
+    engine: Engine, device: FakeDevice
+) -> None:
+    device.gate.clear()
+    *gone, last = (engine.adapters.load("law", digest) for digest in ("one", "broken", "two", "one"))
+    for each in gone:
+        each.cancel()
+    with pytest.raises(QueueFull, match=r"^adapters: expected at most 4 unfinished loads, got one more$"):
+        engine.adapters.load("tax", "two")
+    device.gate.set()
+    last.result(PATIENCE_S)
+    for digest in ("two", "one") * 3:
+        load(engine, "tax", digest)
+    assert [(each.name, each.digest) for each in engine.adapters.loaded()] == [("law", "one"), ("tax", "one")]
 
 
 def test_a_load_that_waits_is_cancelled_when_the_engine_stops(runner: GatedRunner, device: FakeDevice) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -143,6 +144,54 @@ def test_the_end_waits_for_what_is_found() -> None:
     threading.Timer(0.01, record.may_answer.set).start()
     assert blocks.finish(PATIENCE_S)
     assert list(shelf) == [b"a", b"b"]
+
+
+def test_the_end_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taking(*_: object) -> Iterator[None]:
+        for _ in range(100):
+            time.sleep(0.01)
+            yield
+
+    monkeypatch.setattr(EarlierBlocks, "_taking", taking)
+    record = FakeRecord()
+    blocks, _ = earlier(record)
+    record.may_answer.set()
+    blocks._reader.join(PATIENCE_S)
+    assert not blocks.finish(0.05)
+    assert blocks.has_more
+
+
+def refusing(record: FakeRecord) -> EarlierBlocks:
+    """Return what was read and can't be taken."""
+
+    def delete(_: object) -> None:
+        raise StoreUnavailable("gone")
+
+    shelf = Shelf("disk", 1)
+    blocks = EarlierBlocks(record, shelf, StoredRetention({"disk": shelf}), delete)  # type: ignore[arg-type]
+    record.may_answer.set()
+    blocks._reader.join(PATIENCE_S)
+    return blocks
+
+
+def test_what_can_not_be_taken_is_told_once_and_nothing_is_forgotten() -> None:
+    record = FakeRecord()
+    blocks = refusing(record)
+    with pytest.raises(StoreUnavailable):
+        blocks.take()
+    assert (blocks.has_more, blocks.has_failed) == (False, True)
+    blocks.take()
+    assert record.tidied == []
+    assert list(blocks.reading()) == []
+    assert not blocks.finish(PATIENCE_S)
+
+
+def test_the_end_tells_what_can_not_be_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        blocks = refusing(FakeRecord())
+        assert not blocks.finish(PATIENCE_S)
+    assert not blocks.has_more
+    assert "tier disk: expected to take what it holds" in caplog.text
 
 
 def test_what_has_no_room_is_deleted() -> None:

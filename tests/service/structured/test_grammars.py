@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import sys
 import threading
 
@@ -30,7 +31,7 @@ def grammars(model_path: str | None = "tiny") -> Grammars:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """Give the first text the time that a busy machine takes to load the tokenizer."""
+    """Give texts the time that a busy machine takes."""
     monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
 
 
@@ -40,10 +41,10 @@ def compiled(monkeypatch):
     texts, gate = [], threading.Lock()
     compile_text = Grammars._compile
 
-    def note(self, text):
+    def note(self, text, vocabulary):
         texts.append(text.text)
         with gate:
-            return compile_text(self, text)
+            return compile_text(self, text, vocabulary)
 
     monkeypatch.setattr(Grammars, "_compile", note)
     return texts, gate
@@ -121,6 +122,73 @@ def test_who_waits_too_long_is_refused_and_the_rest_is_still_compiled(compiled, 
 
     assert None not in asyncio.run(ask())
     assert compiled[0] == ["a+", "b+"]
+
+
+def test_the_tokenizer_is_loaded_outside_the_time_to_compile(monkeypatch):
+    may_load, load = threading.Event(), ModelTokenizer.load
+
+    def load_late(self):
+        assert may_load.wait(PATIENCE_S)
+        return load(self)
+
+    async def ask():
+        made = grammars()
+        monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
+        asked = [asyncio.create_task(made.constrain(SAMPLING, regex(text), MINE)) for text in ("a+", "a+", "b+")]
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
+        may_load.set()
+        return [each.constraint for each in await asyncio.gather(*asked)]
+
+    monkeypatch.setattr(ModelTokenizer, "load", load_late)
+    assert None not in asyncio.run(ask())
+
+
+def test_a_text_that_fails_after_all_who_asked_are_gone_is_not_logged(compiled, monkeypatch):
+    async def ask():
+        told, made = [], grammars()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        with compiled[1]:
+            first = asyncio.create_task(made.constrain(SAMPLING, regex("(a"), MINE))
+            while not compiled[0]:
+                await asyncio.sleep(0.001)
+            monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
+            with pytest.raises(InvalidRequest, match="got one that takes longer"):
+                await made.constrain(SAMPLING, regex("(a"), MINE)
+            first.cancel()
+        monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
+        with pytest.raises(InvalidRequest, match="expected one that llguidance can follow"):
+            await made.constrain(SAMPLING, regex("(a"), MINE)
+        del made, first  # whose texts keep what waited for them
+        await asyncio.sleep(0.01)
+        gc.collect()
+        return told
+
+    assert asyncio.run(ask()) == []
+
+
+def test_without_a_thread_a_text_is_refused_and_the_next_one_is_compiled(monkeypatch, caplog):
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == "radixkv-grammars":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    async def ask():
+        made = grammars()
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for number in range(2 * MAX_WAITING + 1):
+                asked = asyncio.create_task(made.constrain(SAMPLING, regex(f"a{number}"), MINE))
+                await asyncio.sleep(0)
+                assert asked.done()
+                with pytest.raises(QueueFull, match=r"^regex: expected a thread that compiles it, got as many as may"):
+                    await asked
+        return [(await made.constrain(SAMPLING, regex(text), MINE)).constraint for text in ("a0", "b")]
+
+    assert None not in asyncio.run(ask())
+    assert "no thread to compile it: can't start new thread" in caplog.text
 
 
 def test_too_many_that_wait_are_refused(compiled):
@@ -206,7 +274,7 @@ def test_a_model_without_a_tokenizer_is_named_and_no_path(tmp_path, caplog):
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "radixkv.service.structured.matcher", raising=False)
+    monkeypatch.delitem(sys.modules, "radixkv.service.structured.vocabulary", raising=False)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidRequest) as refused:
         asyncio.run(grammars().constrain(SAMPLING, regex("a"), MINE))

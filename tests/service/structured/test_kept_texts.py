@@ -1,6 +1,5 @@
-from concurrent.futures import Future
-
 from radixkv.service.server.intake.account import Account
+from radixkv.service.structured.compilation import Compilation
 from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.structured.kept_texts import KeptTexts
 
@@ -11,11 +10,14 @@ def regex(text):
     return GrammarText("regex", "regex", text)
 
 
-def compiled(text=None):
-    future = Future()
-    if text is not None:
-        future.set_result(text)
-    return future
+def waiting(text):
+    return Compilation(regex(text))
+
+
+def compiled(text):
+    compilation = waiting(text)
+    compilation.end(text)
+    return compilation
 
 
 def kept_with(max_texts, **texts):
@@ -23,7 +25,7 @@ def kept_with(max_texts, **texts):
     kept = KeptTexts(max_texts)
     for name, own in texts.items():
         for text in own:
-            kept.add(Account.of_tenant(name), regex(text), compiled(text))
+            kept.add(Account.of_tenant(name), compiled(text))
     return kept
 
 
@@ -33,7 +35,7 @@ def left(kept, account):
 
 def test_a_text_is_found_by_the_account_that_wrote_it_alone():
     kept = kept_with(4, a="p")
-    assert kept.find(A, regex("p")).result() == "p"
+    assert kept.find(A, regex("p")).text == regex("p")
     assert kept.find(B, regex("p")) is None
     assert kept.find(A, regex("q")) is None
 
@@ -41,33 +43,33 @@ def test_a_text_is_found_by_the_account_that_wrote_it_alone():
 def test_the_oldest_text_goes_first_and_a_found_one_is_the_latest():
     kept = kept_with(3, a="pqr")
     kept.find(A, regex("p"))
-    kept.add(A, regex("s"), compiled("s"))
+    kept.add(A, compiled("s"))
     assert left(kept, A) == "prs"
 
 
 def test_the_account_with_most_texts_loses_one():
     kept = kept_with(4, b="p", a="pqr")
-    kept.add(C, regex("p"), compiled("p"))
+    kept.add(C, compiled("p"))
     assert [left(kept, each) for each in (A, B, C)] == ["qr", "p", "p"]
-    kept.add(B, regex("q"), compiled("q"))
+    kept.add(B, compiled("q"))
     assert (len(kept), left(kept, A)) == (4, "r")
 
 
 def test_of_equals_the_account_that_asked_longest_ago_loses_its_text():
     kept = kept_with(2, a="p", b="p")
     kept.find(A, regex("p"))
-    kept.add(C, regex("p"), compiled("p"))
+    kept.add(C, compiled("p"))
     assert [left(kept, each) for each in (A, B, C)] == ["p", "", "p"]
 
 
 def test_what_is_not_compiled_stays():
     kept = KeptTexts(2)
-    waiting = [compiled() for _ in range(4)]
-    for text, future in zip("pqrs", waiting, strict=True):
-        kept.add(A, regex(text), future)
-    kept.add(B, regex("p"), compiled("p"))
+    unfinished = [waiting(text) for text in "pqrs"]
+    for each in unfinished:
+        kept.add(A, each)
+    kept.add(B, compiled("p"))
     assert (left(kept, A), left(kept, B)) == ("pqrs", "")
-    for future in waiting:
-        future.set_result("")
-    kept.add(B, regex("q"), compiled())
+    for each in unfinished:
+        each.end("")
+    kept.add(B, waiting("q"))
     assert (left(kept, A), left(kept, B)) == ("s", "q")

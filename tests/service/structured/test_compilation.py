@@ -1,0 +1,87 @@
+import asyncio
+
+import pytest
+
+from radixkv.errors import InvalidRequest, QueueFull
+from radixkv.service.structured.compilation import Compilation
+from radixkv.service.structured.grammar_text import GrammarText
+from tests.patience import PATIENCE_S
+
+LIMIT_S = 10.0
+
+
+class Clock:
+    """Stands still."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def compilation(clock):
+    return Compilation(GrammarText("regex", "regex", "a+"), clock)
+
+
+def constraint(compilation, limit_s=LIMIT_S):
+    return asyncio.run(compilation.constraint(limit_s))
+
+
+def test_what_it_ended_with_is_told_each_time_however_late(compilation, clock):
+    compilation.begin()
+    compilation.end("made")
+    clock.now_s += 1000 * LIMIT_S
+    assert [constraint(compilation) for _ in range(2)] == ["made", "made"]
+    assert compilation.is_over
+
+
+def test_who_waits_is_told_when_it_ends(compilation):
+    async def ask():
+        told = [asyncio.create_task(compilation.constraint(PATIENCE_S)) for _ in range(3)]
+        await asyncio.sleep(0)
+        told[0].cancel()
+        await asyncio.to_thread(compilation.begin)
+        await asyncio.to_thread(compilation.end, "made")
+        return await asyncio.gather(*told, return_exceptions=True)
+
+    gone, *others = asyncio.run(ask())
+    assert isinstance(gone, asyncio.CancelledError)
+    assert others == ["made", "made"]
+
+
+def test_an_error_is_raised_each_time_and_does_not_grow(compilation):
+    compilation.begin()
+    compilation.end(InvalidRequest("regex: expected another one"))
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="expected another one") as raised:
+            constraint(compilation)
+        lengths.add(len(raised.traceback))
+    assert len(lengths) == 1
+
+
+def test_a_turn_that_does_not_come_is_not_the_fault_of_the_text(compilation):
+    with pytest.raises(QueueFull, match=r"^regex: expected its turn in 0.01 s, got others before it$"):
+        constraint(compilation, 0.01)
+    assert not compilation.is_over
+
+
+def test_the_time_to_compile_counts_from_its_turn_on(compilation, clock, monkeypatch):
+    waits_s = []
+
+    async def wait(_, timeout):
+        waits_s.append(timeout)
+
+    monkeypatch.setattr(asyncio, "wait", wait)
+    compilation.begin()
+    clock.now_s += 7.0
+    with pytest.raises(InvalidRequest, match=r"^regex: expected one that is compiled in 10 s, got one that takes lon"):
+        constraint(compilation)
+    assert waits_s == [3.0]
