@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from radixkv.kernels.linear_packings import PACKINGS, aligned_rows
 from radixkv.kernels.row_tiles import SIZES, RowTiles, in_tiles
+from radixkv.kernels.stopwatch import Call, Stopwatch
 from radixkv.kernels.sum_order import cancelling_product
 
 # Numbers of rows whose times are weighed: decoding alone, decoding together, a short suffix and a long one.
@@ -29,9 +29,6 @@ _COLD = 2
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _CACHE_BYTES = 128 * 2**20  # where the machine does not tell
 _MOST_COPIES = 32
-
-_FEWEST_CALLS, _MOST_CALLS = 2, 20
-_LEAST_S = 5e-3  # of all calls together but the first one: shorter ones are lost in what else the machine does
 
 # Fewer rows than these can't begin a set of numbers that agree: to compute all rows by them takes too long.
 _FEWEST_TO_BEGIN = 8
@@ -47,8 +44,6 @@ _CATCHING_UP = 1.5
 # A packing whose rows are alike may take this much longer than the fastest other one: no rows are filled up for it, a
 # layer all of whose products are such runs in one call, and a trial on a busy machine is off by as much.
 LEAD = 1.5
-
-Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +71,28 @@ def choose_product(
 ) -> ProductChoice | None:
     """Choose the fastest packing for weights of this shape, dtype and strides.
 
+    While the machine has other work that is not known, and one whose rows are alike is chosen, if it is among them.
+
     Args:
         weight: `[out_features, in_features]`.
         bias: `[out_features]`, or None.
         packings: names of candidates.
         is_exact: whether only numbers of rows with equal bits may be used.
         most_rows: rows of a call at most.
-        clock: seconds; None takes the thread's own time where there is one thread, since nothing else adds to it.
+        clock: seconds; None for those of `Stopwatch.here`.
 
     Returns:
         The choice; None if no candidate treats rows alike.
     """
-    if clock is None:
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    watch = Stopwatch.here() if clock is None else Stopwatch(clock)
     sizes = tuple(size for size in SIZES if size <= most_rows)
     rows, cancelling, small = cancelling_product(weight, bias, sizes[-1])
     weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
-    hopeful = _hopeful(packings, rows[:2], cancelling, small, clock)
-    entrants = sorted(_race(hopeful, rows, cancelling, small, weighed, clock), key=lambda entrant: entrant.score)
+    hopeful = _hopeful(packings, rows[:2], cancelling, small, watch)
+    entrants = sorted(_race(hopeful, rows, cancelling, small, weighed, watch), key=lambda entrant: entrant.score)
+    steady = next((each for each in packings if PACKINGS[each].rows_are_alike), None)
+    if watch.is_busy and steady is not None:
+        return ProductChoice(steady)
     if not is_exact:
         return ProductChoice(entrants[0].name)
     best: ProductChoice | None = None
@@ -105,7 +104,7 @@ def choose_product(
             best_score, best = entrant.score, ProductChoice(entrant.name)
             continue
         calls = entrant.calls or cold_copies(entrant.name, cancelling, small)
-        for costs in _agreeing(calls, rows, sizes, entrant.known, clock):
+        for costs in _agreeing(calls, rows, sizes, entrant.known, watch):
             score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
             if score < best_score:
                 best_score, best = score, ProductChoice(entrant.name, tuple(sorted(costs.items())))
@@ -124,7 +123,7 @@ class _Entrant:
     """
 
     name: str
-    calls: list[Multiply]
+    calls: list[Call]
     known: dict[int, float] = field(default_factory=dict)
     score: float = math.inf
 
@@ -134,12 +133,14 @@ def _hopeful(
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    clock: Callable[[], float],
+    watch: Stopwatch,
 ) -> list[str]:
     """Return the names of packings that are not slower by far with the first features of a weight."""
     part, part_bias = weight[:_PART, :_PART], None if bias is None else bias[:_PART]
     rows = rows[:, :_PART]
-    times = {name: _time(itertools.repeat(_packed(name, part, part_bias)), rows, clock) for name in names}
+    times = {
+        name: watch.shortest(itertools.repeat(_packed(name, part, part_bias)), aligned_rows(rows)) for name in names
+    }
     return [name for name in names if times[name] <= _HOPELESS * min(times.values())]
 
 
@@ -149,7 +150,7 @@ def _race(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     weighed: Sequence[int],
-    clock: Callable[[], float],
+    watch: Stopwatch,
 ) -> list[_Entrant]:
     """Time packings one after the other. One that is too far behind the first gives up."""
     entrants: list[_Entrant] = []
@@ -161,7 +162,7 @@ def _race(
         # What it has not tried yet is as fast as it could be.
         costs = {} if first is None else {num_rows: cost_s / _CATCHING_UP for num_rows, cost_s in first.known.items()}
         for num_rows in dict.fromkeys(weighed):
-            costs[num_rows] = entrant.known[num_rows] = _time(turns, rows[:num_rows], clock)
+            costs[num_rows] = entrant.known[num_rows] = watch.shortest(turns, aligned_rows(rows[:num_rows]))
             if first is not None and _score([costs[each] / lead for each in weighed]) >= first.score:
                 break
         entrant.score = _score([costs[each] / lead for each in weighed])
@@ -172,7 +173,7 @@ def _race(
     return entrants
 
 
-def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Multiply]:
+def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Call]:
     """Lay out a weight as often as it takes to fill more than the cache.
 
     Args:
@@ -197,7 +198,7 @@ def _cache_bytes() -> int:
         return _CACHE_BYTES
 
 
-def _packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
+def _packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
     """Lay out a weight. Returns its product."""
     packing = PACKINGS[name]
     packed = packing.pack(weight)
@@ -210,11 +211,11 @@ def _score(times: Sequence[float]) -> float:
 
 
 def _agreeing(
-    calls: Sequence[Multiply],
+    calls: Sequence[Call],
     rows: torch.Tensor,
     sizes: Sequence[int],
     known: Mapping[int, float],
-    clock: Callable[[], float],
+    watch: Stopwatch,
 ) -> list[dict[int, float]]:
     """Sort numbers of rows into sets whose rows have equal bits. Returns what a call with each number costs.
 
@@ -230,9 +231,9 @@ def _agreeing(
             places.append(slice(size))
         answers, times = [], []
         for place in places:
-            answer, took_s = _timed(next(turns), aligned_rows(rows[place]), clock)
+            answer, took = watch.time(next(turns), aligned_rows(rows[place]))
             answers.append(answer)
-            times.append(took_s)
+            times.append(took)
 
         def agrees(
             expected: torch.Tensor,
@@ -250,25 +251,5 @@ def _agreeing(
                 continue
             costs = {}
             sets.append((whole, costs))
-        costs[size] = known[size] if size in known else _time(turns, rows[:size], clock, times)
+        costs[size] = known[size] if size in known else watch.shortest(turns, aligned_rows(rows[:size]), times)
     return [costs for _, costs in sets]
-
-
-def _time(
-    turns: Iterator[Multiply], rows: torch.Tensor, clock: Callable[[], float], times: Sequence[float] = ()
-) -> float:
-    """Seconds of the shortest call: preparing the first one and other programs only add to it.
-
-    Args:
-        times: of calls that were made already.
-    """
-    rows, times = aligned_rows(rows), list(times)
-    while len(times) < _FEWEST_CALLS or (sum(times[1:]) < _LEAST_S and len(times) < _MOST_CALLS):
-        times.append(_timed(next(turns), rows, clock)[1])
-    return min(times)
-
-
-def _timed(call: Multiply, rows: torch.Tensor, clock: Callable[[], float]) -> tuple[torch.Tensor, float]:
-    start_s = clock()
-    answer = call(rows)
-    return answer, clock() - start_s

@@ -90,6 +90,7 @@ KERNEL_TESTS = (
     "tests/kernels/test_cpu_attention_plan.py",
     "tests/kernels/test_row_tiles.py",
     "tests/kernels/test_product_trial.py",
+    "tests/kernels/test_stopwatch.py",
     "tests/kernels/test_cpu_attention.py",
     "tests/kernels/native/test_attention_work.py",
     "tests/kernels/native/test_attention.py",
