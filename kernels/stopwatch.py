@@ -18,6 +18,7 @@ _MOST_LOST_S = 0.03  # of all calls that waited
 _WAITED_S, _WAITED_SHARE = 2e-4, 0.25
 
 _THREADS = Path("/proc/self/task")
+_SECOND_NS = 1_000_000_000
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,7 +48,7 @@ class Stopwatch:
 
     @property
     def is_busy(self) -> bool:
-        """Whether so many calls waited that times tell little.
+        """Whether calls waited for 30 ms together, so that times tell little.
 
         With two threads a call takes as long as others may have a processor, 8 ms in place of 0.03; one thread wins.
         """
@@ -100,4 +101,4 @@ def waited_s() -> float:
             waited_ns += int((_THREADS / thread / "schedstat").read_bytes().split()[1])
     except (OSError, IndexError, ValueError):  # there is no such file, or a thread has just ended
         return 0.0
-    return waited_ns / 1e9
+    return waited_ns / _SECOND_NS
