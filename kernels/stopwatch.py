@@ -48,7 +48,7 @@ class Stopwatch:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls waited for 30 ms together, so that times tell little.
+        """Whether calls that waited took 30 ms together, so that times tell little.
 
         With two threads a call takes as long as others may have a processor, 8 ms in place of 0.03; one thread wins.
         """
