@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,9 +97,7 @@ def waited_s() -> float:
     0 where Linux does not tell.
     """
     waited_ns = 0
-    try:
-        for thread in os.listdir(_THREADS):
+    for thread in os.listdir(_THREADS) if _THREADS.is_dir() else ():
+        with contextlib.suppress(OSError):  # there is no such file, or the thread has just ended
             waited_ns += int((_THREADS / thread / "schedstat").read_bytes().split()[1])
-    except (OSError, IndexError, ValueError):  # there is no such file, or a thread has just ended
-        return 0.0
     return waited_ns / _SECOND_NS

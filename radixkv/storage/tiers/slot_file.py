@@ -107,7 +107,7 @@ class SlotFile:
         directory: has the files, or will have them.
         sizes: of a slot.
         max_slots: the bound; longer files are cut.
-        native: reads and writes in C++, which take 0.8 and 0.9 of the time; None for none.
+        native: reads and writes in C++, which is faster; None for none.
 
     Raises:
         OSError: the files can't be opened.
