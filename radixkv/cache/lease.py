@@ -23,6 +23,9 @@ class Keeper(Protocol):
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         """Carry out `Lease.reserve`."""
 
+    def give_up(self, lease: Lease, num_blocks: int) -> None:
+        """Carry out `Lease.give_up`."""
+
     def extend(self, lease: Lease, tokens: bytes) -> None:
         """Carry out `Lease.extend`."""
 
@@ -175,7 +178,9 @@ class Lease:
         return self._keeper.commit(self, upto_tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """Take blocks now for tokens that `extend` will add. A call that raises has changed nothing.
+        """Take blocks now for tokens that `extend` will add, or in place of those that were given up.
+
+        A call that raises has changed nothing.
 
         If a commit after this ends inside a block, the copy of that block takes a reserved one.
 
@@ -187,6 +192,17 @@ class Lease:
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
         self._keeper.reserve(self, num_tokens)
+
+    def give_up(self, num_blocks: int) -> None:
+        """Give the last blocks back, until `reserve` takes others in their place. Nothing was written there.
+
+        Args:
+            num_blocks: their number. The tokens that are computed, or are being computed, have others.
+
+        Raises:
+            LeaseClosed: the lease is closed.
+        """
+        self._keeper.give_up(self, num_blocks)
 
     def extend(self, tokens: bytes) -> None:
         """Add tokens to the end of the prompt, and take the blocks they need. A call that raises has changed nothing.

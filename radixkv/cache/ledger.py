@@ -135,7 +135,7 @@ class Ledger:
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         """Take blocks for tokens to come, as `Lease.reserve` describes."""
         self._require_open(lease)
-        if num_tokens <= lease.num_tokens:
+        if num_tokens <= lease.num_tokens and -(-num_tokens // self._block_size) <= lease.block_ids.size:
             return
         usage, kept = lease.usage, lease.block_ids
         # New tokens are not written into a block that belongs to the tree, but into a copy of it.
@@ -159,6 +159,13 @@ class Ledger:
             lease.copy = BlockCopy(int(lease.block_ids[last]), int(block_ids[last]))
             lease.num_published_blocks -= 1
         lease.block_ids = block_ids
+
+    def give_up(self, lease: Lease, num_blocks: int) -> None:
+        """Take a lease's last blocks back, as `Lease.give_up` describes."""
+        self._require_open(lease)
+        lease.block_ids, last = np.split(lease.block_ids, [-num_blocks])
+        self._pool.release(last)
+        lease.usage.num_leased_blocks -= num_blocks
 
     def _room(self, num_expected_tokens: int, num_blocks: int) -> int:
         """Count the blocks that a lease of `num_blocks` will probably take more, with the copy of its prompt's end."""

@@ -31,6 +31,7 @@ from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import TRIAL_TENANT, Namespace, PromptKey
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.scheduling.lending import Lending
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
@@ -102,9 +103,10 @@ class EngineCore:
         self._early_ends = early_ends = EarlyEnds()
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
-        self._admitter = Admitter(cache, flights, held_leases, clock, endings.fail, on_start, offload)
+        lending = Lending(cache.block_size, config.step_tokens)
+        self._admitter = Admitter(cache, flights, held_leases, lending, clock, endings.fail, on_start, offload)
         self._compressions = Compressions(runner, scheduler, endings.fail)
-        self._growth = Growth(scheduler, flights, tally, observer)
+        self._growth = Growth(scheduler, flights, lending, tally, observer)
         is_awaited = has_news if offload is None else lambda: has_news() or offload.has_answers
         self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, is_awaited, clock)
         self._answers = answers = Answers(cache, held_leases, offload)

@@ -1,10 +1,11 @@
-"""Gives generations the blocks for their next tokens, and pauses requests when there are none."""
+"""Gives running requests the blocks for their next tokens, and pauses requests when there are none."""
 
 from __future__ import annotations
 
 from radixkv.engine.observer import Observer
 from radixkv.engine.tally import Tally
 from radixkv.errors import CapacityError, OutOfBlocks
+from radixkv.scheduling.lending import Lending
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
@@ -16,26 +17,34 @@ class Growth:
     Args:
         scheduler: knows the running requests.
         flights: knows who follows whom.
+        lending: gives prompts back what they have lent.
         tally, observer: are told of each pause.
     """
 
-    def __init__(self, scheduler: Scheduler, flights: SingleFlight, tally: Tally, observer: Observer) -> None:
+    def __init__(
+        self, scheduler: Scheduler, flights: SingleFlight, lending: Lending, tally: Tally, observer: Observer
+    ) -> None:
         self._scheduler = scheduler
         self._flights = flights
+        self._lending = lending
         self._tally = tally
         self._observer = observer
 
     def extend_leases(self) -> None:
-        """Give each running generation the block for its next token. If there is none, pause the youngest request.
+        """Give each running generation the block for its next token, and each prompt what it has lent and is free.
+
+        If there are no blocks for what the next step computes, pause the youngest request.
 
         The oldest request can pause all others. If it runs alone and there is still no block, it is paused itself,
         which unpins the blocks that it does not need. It is admitted again with a block, or it is refused because only
         held leases and other tenants' floors are in its way. So it gains at least one token each time.
         """
         for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
-            while request.lease is not None and request.lease.num_tokens < request.num_tokens:
+            while request.lease is not None:
                 try:
+                    self._lending.take_back(request)
                     extend_lease(request)
+                    break
                 except CapacityError as error:
                     self._make_room_for(request, error)
 

@@ -11,8 +11,9 @@ from radixkv.cache.kept_blocks import Path
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.private.private_lease import with_private_blocks
 from radixkv.cache.prompt_lease import PromptLease, close_unused
-from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
+from radixkv.errors import CapacityError, QuotaExceeded
 from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.scheduling.lending import Lending
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.single_flight import SingleFlight
 
@@ -44,6 +45,7 @@ class Admitter:
         cache: gives leases.
         flights: knows which running request computes which tokens.
         held_leases: may be in the way when no request runs.
+        lending: frees blocks of long prompts for short requests.
         clock: seconds, never going back.
         refuse: ends a request for which there is no room.
         on_start: called with each request that got its blocks.
@@ -55,6 +57,7 @@ class Admitter:
         cache: PrefixCache,
         flights: SingleFlight,
         held_leases: HeldLeases,
+        lending: Lending,
         clock: Callable[[], float],
         refuse: Callable[[Request, CapacityError], None],
         on_start: Callable[[Request], None],
@@ -63,6 +66,7 @@ class Admitter:
         self._cache = cache
         self._flights = flights
         self._held_leases = held_leases
+        self._lending = lending
         self._clock = clock
         self._refuse = refuse
         self._on_start = on_start
@@ -84,7 +88,8 @@ class Admitter:
     ) -> Admission:
         """Give a waiting request its blocks, if there are enough and no other request computes the same tokens.
 
-        Leaves one block for each running generation, so that the request need not be paused in the next step.
+        Leaves one block for each running generation, so that the request need not be paused in the next step. If there
+        are too few, a request that is over early enough gets blocks that long prompts need later.
 
         Args:
             request: the waiting request.
@@ -103,15 +108,14 @@ class Admitter:
                 self._held_leases.require_room(request, self._path_of(request), running)
             except CapacityError as error:
                 return self._end(request, error)
-        num_growing = 0 if is_passing else sum(_grows(other) for other in running)
+        num_spared_blocks = 0 if is_passing else sum(map(self._num_awaited_blocks, running))
         try:
-            lease = self._lease(request, num_growing)
-        except QuotaExceeded as error:
-            if any(other.tenant == request.tenant for other in running):
-                return Admission.OVER_QUOTA
-            return self._end(request, error)
-        except OutOfBlocks as error:
-            return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
+            lease = self._lease(request, num_spared_blocks)
+        except CapacityError as error:
+            borrowing = self._borrow(request, cached_tokens, running, error)
+            if borrowing is None:
+                return self._without_room(request, running, error)
+            lease = borrowing
         if request.is_paused and self._loads is not None and self._loads.begin_again(request):
             close_unused(lease)  # others may have the blocks meanwhile
             return Admission.FOLLOWS
@@ -135,6 +139,38 @@ class Admitter:
         if not num_private_tokens:
             return lease
         return with_private_blocks(self._cache.leases, request.namespace, lease, num_private_tokens)
+
+    def _borrow(
+        self, request: Request, cached_tokens: int | None, running: Collection[Request], error: CapacityError
+    ) -> PromptLease | None:
+        """Take all blocks that a request needs until its end, from prompts that need them later; None without any."""
+        if not (lenders := self._lending.lenders(request, running, error)):
+            return None
+        if cached_tokens is None:
+            cached_tokens = self.look(request)[0]
+        if not self._lending.lend(request, cached_tokens, lenders):
+            return None
+        try:
+            lease = self._lease(request, sum(map(_grows, running)))
+        except CapacityError:
+            return None
+        try:
+            lease.reserve(request.num_expected_tokens)
+        except CapacityError:
+            close_unused(lease)
+            return None
+        return lease
+
+    def _num_awaited_blocks(self, request: Request) -> int:
+        """Count the blocks that a running request may want in the next step, and those that it has lent."""
+        return _grows(request) + self._lending.num_lent_blocks(request)
+
+    def _without_room(self, request: Request, running: Collection[Request], error: CapacityError) -> Admission:
+        """Let a request wait, or refuse it if nobody's end will give it room."""
+        if isinstance(error, QuotaExceeded):
+            may_wait = any(other.tenant == request.tenant for other in running)
+            return Admission.OVER_QUOTA if may_wait else self._end(request, error)
+        return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
 
     def _found(self, request: Request, cached_tokens: int) -> int:
         """Count the tokens of a request that are cached, those included from whose end no state lets it go on."""

@@ -274,6 +274,41 @@ class TestReserve:
             lease.reserve(9)
 
 
+class TestGiveUp:
+    def test_the_last_blocks_go_back_and_others_come_in_their_place(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcdefghijkl")
+        lease.commit(4)
+        before = counts(cache)
+        first, *_ = lease.block_ids.tolist()
+        lease.give_up(2)
+        assert lease.block_ids.tolist() == [first]
+        assert counts(cache) == (31, 0, 1, 1)
+        cache.check()
+        lease.reserve(8)
+        assert lease.block_ids.size == 2
+        lease.reserve(12)
+        assert counts(cache) == before
+        assert lease.commit(12) == 8
+        lease.close()
+        assert cached(cache, "abcdefghijklm") == 12
+        cache.check()
+
+    def test_without_blocks_they_do_not_come_back(self) -> None:
+        cache = PrefixCache(2, 4)
+        lease = lease_text(cache, "abcdefgh")
+        lease.give_up(1)
+        with lease_text(cache, "wxyz"), pytest.raises(OutOfBlocks):
+            lease.reserve(8)
+        lease.reserve(8)
+        assert lease.block_ids.size == 2
+
+    def test_a_closed_lease_has_nothing_to_give_up(self, cache: PrefixCache) -> None:
+        lease = lease_text(cache, "abcd")
+        lease.close()
+        with pytest.raises(LeaseClosed):
+            lease.give_up(1)
+
+
 class TestExtend:
     def test_a_whole_last_block_is_followed_by_a_new_one(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcd")

@@ -250,7 +250,9 @@ CACHE_MUTANTS = (
     Mutant("cache/ledger.py", "            lease.num_published_blocks -= 1\n", "            pass\n"),
     Mutant("cache/ledger.py", "            kept = np.delete(kept, last)\n", "            pass\n"),
     Mutant("cache/ledger.py", "lease.num_published_blocks > last", "lease.num_published_blocks == kept.size > last"),
-    Mutant("cache/ledger.py", "        if num_tokens <= lease.num_tokens:\n            return\n", ""),
+    Mutant("cache/ledger.py", "if num_tokens <= lease.num_tokens and -(-", "if False and -(-"),
+    Mutant("cache/ledger.py", " and -(-num_tokens // self._block_size) <= lease.block_ids.size:", ":"),
+    Mutant("cache/ledger.py", "        lease.usage.num_leased_blocks -= num_blocks\n", ""),
     Mutant("cache/ledger.py", "        if not num_new_blocks and not replaces_last:", "        if not num_new_blocks:"),
 )
 
@@ -313,9 +315,9 @@ ENGINE_MUTANTS = (
         "pass",
     ),
     Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
-    Mutant("scheduling/admission.py", "self._lease(request, num_growing)", "self._lease(request, 0)"),
+    Mutant("scheduling/admission.py", "self._lease(request, num_spared_blocks)", "self._lease(request, 0)"),
     Mutant("scheduling/admission.py", "is_resumed=request.has_computed", "is_resumed=False"),
-    Mutant("scheduling/admission.py", "num_growing = 0 if is_passing else sum(", "num_growing = sum("),
+    Mutant("scheduling/admission.py", "num_spared_blocks = 0 if is_passing else sum(", "num_spared_blocks = sum("),
     Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
     Mutant("scheduling/admission.py", " and not request.is_revoked and ", " and "),
     Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search)\n", ""),
@@ -392,6 +394,23 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/step_plan.py", "if num_free <= 0 or not queue.running:", "if True:"),
     Mutant("scheduling/step_plan.py", "if len(decoding) > most:", "if False:"),
     Mutant("scheduling/admission.py", " and self._can_fit(request) else", " else"),
+    Mutant("scheduling/admission.py", "            lease.reserve(request.num_expected_tokens)\n", "            pass\n"),
+    Mutant("scheduling/admission.py", "return _grows(request) + self._lending", "return 0 * self._lending"),
+    Mutant("scheduling/lending.py", "if request.params.hold_lease or request.is_paused or", "if request.is_paused or"),
+    Mutant(
+        "scheduling/lending.py", "request.params.hold_lease or request.is_paused or", "request.params.hold_lease or"
+    ),
+    Mutant("scheduling/lending.py", "not is_own or other.tenant == request.tenant", "True"),
+    Mutant("scheduling/lending.py", " + num_answer_tokens\n", "\n"),
+    Mutant("scheduling/lending.py", "if sum(spare.values()) < num_lacking:", "if False:"),
+    Mutant(
+        "scheduling/lending.py", "            own.reserve(own.num_tokens)\n", '            raise QuotaExceeded("")\n'
+    ),
+    Mutant(
+        "scheduling/lending.py", "            own.reserve(own.num_tokens - num_tokens_after)\n", "            pass\n"
+    ),
+    Mutant("scheduling/lending.py", "if has_more or request", "if request"),
+    Mutant("engine/growth.py", "                    self._lending.take_back(request)\n", ""),
     Mutant("engine/delivery.py", "upto if is_first else ", "upto if request.num_left > 0 else "),
     Mutant("engine/core.py", "0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1", "0"),
     Mutant("engine/steps_ahead.py", "if scheduler.num_running > len(slices):", "if False:"),

@@ -77,6 +77,7 @@ ENGINE_TESTS = (
     "tests/engine/calls/test_inbox.py",
     "tests/engine/test_core.py",
     "tests/scheduling/test_step_plan.py",
+    "tests/scheduling/test_lending.py",
     "tests/scheduling/test_scheduler.py",
     "tests/scheduling/test_shares.py",
     "tests/whole/test_generation.py",
