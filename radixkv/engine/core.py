@@ -103,7 +103,7 @@ class EngineCore:
         self._early_ends = early_ends = EarlyEnds()
         self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
         self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
-        lending = Lending(cache.block_size, config.step_tokens)
+        lending = Lending(cache, config.step_tokens)
         self._admitter = Admitter(cache, flights, held_leases, lending, clock, endings.fail, on_start, offload)
         self._compressions = Compressions(runner, scheduler, endings.fail)
         self._growth = Growth(scheduler, flights, lending, tally, observer)

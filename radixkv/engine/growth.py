@@ -39,6 +39,7 @@ class Growth:
         which unpins the blocks that it does not need. It is admitted again with a block, or it is refused because only
         held leases and other tenants' floors are in its way. So it gains at least one token each time.
         """
+        self._lending.begin_step()
         for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
             while request.lease is not None:
                 try:

@@ -108,11 +108,11 @@ class Admitter:
                 self._held_leases.require_room(request, self._path_of(request), running)
             except CapacityError as error:
                 return self._end(request, error)
-        num_spared_blocks = 0 if is_passing else sum(map(self._num_awaited_blocks, running))
+        num_spared_blocks = 0 if is_passing else sum(map(_grows, running)) + self._lending.num_lent_blocks
         try:
             lease = self._lease(request, num_spared_blocks)
         except CapacityError as error:
-            borrowing = self._borrow(request, cached_tokens, running, error)
+            borrowing = None if isinstance(error, QuotaExceeded) else self._borrow(request, running)
             if borrowing is None:
                 return self._without_room(request, running, error)
             lease = borrowing
@@ -140,30 +140,23 @@ class Admitter:
             return lease
         return with_private_blocks(self._cache.leases, request.namespace, lease, num_private_tokens)
 
-    def _borrow(
-        self, request: Request, cached_tokens: int | None, running: Collection[Request], error: CapacityError
-    ) -> PromptLease | None:
+    def _borrow(self, request: Request, running: Collection[Request]) -> PromptLease | None:
         """Take all blocks that a request needs until its end, from prompts that need them later; None without any."""
-        if not (lenders := self._lending.lenders(request, running, error)):
+        if not self._lending.may_borrow(request, running):
             return None
-        if cached_tokens is None:
-            cached_tokens = self.look(request)[0]
-        if not self._lending.lend(request, cached_tokens, lenders):
+        num_growing = sum(map(_grows, running))
+        if not self._lending.lend(request, self.look(request)[0], num_growing, running):
             return None
+        lease = None
         try:
-            lease = self._lease(request, sum(map(_grows, running)))
+            lease = self._lease(request, num_growing)
+            lease.reserve(self._lending.most_tokens(request))
         except CapacityError:
-            return None
-        try:
-            lease.reserve(request.num_expected_tokens)
-        except CapacityError:
-            close_unused(lease)
-            return None
+            if lease is not None:
+                close_unused(lease)
+                lease = None
+        self._lending.take_all_back()
         return lease
-
-    def _num_awaited_blocks(self, request: Request) -> int:
-        """Count the blocks that a running request may want in the next step, and those that it has lent."""
-        return _grows(request) + self._lending.num_lent_blocks(request)
 
     def _without_room(self, request: Request, running: Collection[Request], error: CapacityError) -> Admission:
         """Let a request wait, or refuse it if nobody's end will give it room."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
+from weakref import WeakSet
 
-from radixkv.errors import CapacityError, QuotaExceeded
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import CapacityError
+from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Request
 
 # Tokens of a prompt that a step computes at least, among up to eight tenants in steps of 512: what a turn has.
 _TURN_TOKENS = 64
+# Waiting requests for which a step looks at what all running ones can spare.
+_MAX_LOOKS = 8
 
 
 class Lending:
@@ -16,64 +22,80 @@ class Lending:
 
         a long prompt   [ computed | what steps can compute until the borrower is over | lent ..... )
 
-    So a prompt as long as the pool lets short requests pass, and loses nothing by it. Each step begins with taking back
-    what is free (`Growth`). A borrower gets all blocks that it will ever need, so it takes no more of them. If others
-    take its turns, so that it is late, and the prompt needs its blocks, the youngest request is paused as ever.
+    So short requests pass a prompt as long as the pool. Each step begins with taking back what is free (`Growth`), and
+    admissions leave what is lent. A borrower gets all blocks that it will ever need. If others take its turns, so that
+    it is late, and the prompt needs its blocks, the youngest request is paused as ever.
+
+    What is lent must come back: nobody borrows whose blocks others can't evict afterwards, and nobody lends whose
+    tenant has a ceiling, since others of the tenant could take the room below it.
 
     Args:
-        block_size: tokens a block.
+        cache: the blocks.
         step_tokens: the most tokens that a step computes.
     """
 
-    def __init__(self, block_size: int, step_tokens: int) -> None:
-        self._block_size = block_size
+    def __init__(self, cache: PrefixCache, step_tokens: int) -> None:
+        self._cache = cache
         self._step_tokens = step_tokens
+        self._lenders: WeakSet[Request] = WeakSet()  # running requests that have lent blocks, and some that had
+        self._num_looks_left = _MAX_LOOKS
 
-    def lenders(self, request: Request, running: Collection[Request], error: CapacityError) -> list[Request]:
-        """List the running requests that could lend a waiting one any blocks at all.
+    @property
+    def num_lent_blocks(self) -> int:
+        """Blocks that running requests have lent and not taken back."""
+        return sum(map(self._num_lent_blocks, self._lenders))
 
-        A request that holds its lease afterwards borrows nothing; nor does one that was paused, which would otherwise
-        compute again and again what it has to give up.
+    def begin_step(self) -> None:
+        """Forget for how many requests the step before has looked for blocks."""
+        self._num_looks_left = _MAX_LOOKS
 
-        Args:
-            request: the waiting request.
-            running: requests that have blocks.
-            error: why there are none for it. If its tenant is at its ceiling, only requests of its tenant can help.
-        """
-        if request.params.hold_lease or request.is_paused or request.compression is not None:
-            return []
-        is_own = isinstance(error, QuotaExceeded)
-        candidates = [other for other in running if not is_own or other.tenant == request.tenant]
-        return [other for other in candidates if self._num_spare_blocks(other, num_steps=2)]
-
-    def lend(self, request: Request, cached_tokens: int, lenders: Collection[Request]) -> bool:
-        """Free the blocks that a waiting request needs until its end.
+    def lend(self, request: Request, cached_tokens: int, num_spared_blocks: int, running: Collection[Request]) -> bool:
+        """Free the blocks that a waiting request needs until its end, of prompts that can spare them.
 
         Args:
             request: the waiting request.
             cached_tokens: tokens that it reuses.
-            lenders: running requests that lend them, those first that can spare the most.
+            num_spared_blocks: blocks that must be free beside those.
+            running: requests that have blocks. Those lend first that can spare the most.
 
         Returns:
-            Whether they are free now; if not, nothing has changed.
+            Whether they are free now, for `most_tokens`; if not, nothing has changed.
         """
-        num_lacking = self._num_blocks(request.num_expected_tokens) + 1 - cached_tokens // self._block_size
+        num_lacking = self._num_blocks(self.most_tokens(request)) - cached_tokens // self._cache.block_size
+        num_lacking += num_spared_blocks
         num_answer_tokens = request.num_expected_tokens - request.num_prompt_tokens
-        num_steps = -(-(request.num_tokens - cached_tokens) // _TURN_TOKENS) + num_answer_tokens
-        spare = {lender: self._num_spare_blocks(lender, num_steps + 1) for lender in lenders}
+        num_turns = -(-(request.num_tokens - cached_tokens) // min(_TURN_TOKENS, self._step_tokens))
+        spare = {each: self._num_spare_blocks(each, num_turns + num_answer_tokens + 1) for each in running}
         if sum(spare.values()) < num_lacking:
             return False
-        for lender in sorted(lenders, key=spare.__getitem__, reverse=True):
+        for lender in sorted(spare, key=spare.__getitem__, reverse=True):
             num_lent = min(num_lacking, spare[lender])
             if num_lent:
                 lender.open_lease.own.give_up(num_lent)
+                self._lenders.add(lender)
                 num_lacking -= num_lent
         return True
 
-    def num_lent_blocks(self, request: Request) -> int:
-        """Count the blocks that a running request has lent and not taken back."""
-        own = request.open_lease.own
-        return max(0, self._num_blocks(own.num_tokens) - own.block_ids.size)
+    def may_borrow(self, request: Request, running: Collection[Request]) -> bool:
+        """Whether a waiting request may borrow at all, and any running request has something to spare.
+
+        One that was paused may not: it would compute again and again what it has to give up.
+
+        Complexity: O(running) for the first eight that ask in a step, O(1) for others.
+        """
+        if not self._num_looks_left:
+            return False
+        if request.params.hold_lease or request.is_paused or request.compression is not None:
+            return False
+        if request.tenant == PUBLIC_TENANT or self._cache.tenants.quota_of(request.tenant).floor_blocks:
+            return False
+        self._num_looks_left -= 1
+        return any(self._num_spare_blocks(other, num_steps=2) for other in running)
+
+    def most_tokens(self, request: Request) -> int:
+        """Tokens for which a borrower needs blocks, with a block for the copy of the one in which its prompt ends."""
+        more = 0 if request.generation is None else self._cache.block_size
+        return request.num_expected_tokens + more
 
     def take_back(self, request: Request) -> None:
         """Take the blocks that a running request has lent, as far as there are any, but at least those for a step.
@@ -81,25 +103,40 @@ class Lending:
         Raises:
             OutOfBlocks, QuotaExceeded: there are none for the tokens of a step.
         """
-        lease = request.open_lease
-        own = lease.own
-        if not self.num_lent_blocks(request):
+        if request not in self._lenders:
             return
-        try:
-            own.reserve(own.num_tokens)
-        except CapacityError:
-            num_tokens_after = max(0, lease.num_tokens - request.computed_upto - self._step_tokens)
-            own.reserve(own.num_tokens - num_tokens_after)
+        cache, lease = self._cache, request.open_lease
+        own, num_free_blocks = lease.own, cache.pool.num_free + cache.num_evictable_blocks
+        with suppress(CapacityError):  # floors of others keep some of them
+            own.reserve(min(own.num_tokens, (own.block_ids.size + num_free_blocks) * cache.block_size))
+        end = request.computed_upto + self._step_tokens
+        own.reserve(own.num_tokens - max(0, lease.num_tokens - end))
+        if not self._num_lent_blocks(request):
+            self._lenders.discard(request)
+
+    def take_all_back(self) -> None:
+        """Take back what is free of all that was lent, the oldest request first."""
+        for lender in sorted(self._lenders, key=lambda request: request.arrival):
+            if lender.lease is None:
+                self._lenders.discard(lender)
+            else:
+                self.take_back(lender)
 
     def _num_spare_blocks(self, request: Request, num_steps: int) -> int:
-        """Count the blocks of a running request that it can't need in the next `num_steps` steps."""
+        """Count the blocks of a running request that it can lend, and can't need in the next `num_steps` steps."""
         lease = request.open_lease
         own, end = lease.own, request.computed_upto + num_steps * self._step_tokens
-        num_own_tokens = own.num_tokens - max(0, lease.num_tokens - end)  # those that steps may compute
-        has_more = own.block_ids.size > self._num_blocks(own.num_tokens)  # for its answer, as it borrowed itself
-        if has_more or request.compression is not None:
+        if end >= lease.num_tokens or request.compression is not None or request.tenant == PUBLIC_TENANT:
             return 0
-        return max(0, own.block_ids.size - self._num_blocks(num_own_tokens))
+        if own.usage.quota.ceiling_blocks is not None or own.block_ids.size > self._num_blocks(own.num_tokens):
+            return 0  # the latter has blocks for its answer, as it borrowed itself
+        return max(0, own.block_ids.size - self._num_blocks(own.num_tokens - (lease.num_tokens - end)))
+
+    def _num_lent_blocks(self, request: Request) -> int:
+        if request.lease is None:
+            return 0
+        own = request.lease.own
+        return max(0, self._num_blocks(own.num_tokens) - own.block_ids.size)
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self._cache.block_size)

@@ -394,22 +394,30 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/step_plan.py", "if num_free <= 0 or not queue.running:", "if True:"),
     Mutant("scheduling/step_plan.py", "if len(decoding) > most:", "if False:"),
     Mutant("scheduling/admission.py", " and self._can_fit(request) else", " else"),
-    Mutant("scheduling/admission.py", "            lease.reserve(request.num_expected_tokens)\n", "            pass\n"),
-    Mutant("scheduling/admission.py", "return _grows(request) + self._lending", "return 0 * self._lending"),
+    Mutant(
+        "scheduling/admission.py",
+        "            lease.reserve(self._lending.most_tokens(request))\n",
+        "            pass\n",
+    ),
+    Mutant("scheduling/admission.py", " + self._lending.num_lent_blocks", ""),
+    Mutant("scheduling/admission.py", "        self._lending.take_all_back()\n", ""),
     Mutant("scheduling/lending.py", "if request.params.hold_lease or request.is_paused or", "if request.is_paused or"),
     Mutant(
         "scheduling/lending.py", "request.params.hold_lease or request.is_paused or", "request.params.hold_lease or"
     ),
-    Mutant("scheduling/lending.py", "not is_own or other.tenant == request.tenant", "True"),
-    Mutant("scheduling/lending.py", " + num_answer_tokens\n", "\n"),
+    Mutant("scheduling/lending.py", " + num_answer_tokens + 1)", " + 1)"),
     Mutant("scheduling/lending.py", "if sum(spare.values()) < num_lacking:", "if False:"),
+    Mutant("scheduling/lending.py", "        num_lacking += num_spared_blocks\n", ""),
+    Mutant("scheduling/lending.py", "if request.tenant == PUBLIC_TENANT or self", "if self"),
+    Mutant("scheduling/lending.py", ".floor_blocks:", ".floor_blocks and False:"),
+    Mutant("scheduling/lending.py", "own.usage.quota.ceiling_blocks is not None or own", "own"),
+    Mutant("scheduling/lending.py", "        own.reserve(own.num_tokens - max(0, lease", "        max(0, max(0, lease"),
     Mutant(
-        "scheduling/lending.py", "            own.reserve(own.num_tokens)\n", '            raise QuotaExceeded("")\n'
+        "scheduling/lending.py",
+        "            own.reserve(min(own.num_tokens, (own",
+        "            max((own.num_tokens, (own",
     ),
-    Mutant(
-        "scheduling/lending.py", "            own.reserve(own.num_tokens - num_tokens_after)\n", "            pass\n"
-    ),
-    Mutant("scheduling/lending.py", "if has_more or request", "if request"),
+    Mutant("scheduling/lending.py", "        self._num_looks_left -= 1\n", ""),
     Mutant("engine/growth.py", "                    self._lending.take_back(request)\n", ""),
     Mutant("engine/delivery.py", "upto if is_first else ", "upto if request.num_left > 0 else "),
     Mutant("engine/core.py", "0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1", "0"),

@@ -6,13 +6,14 @@ The long prompt fills the pool of 64 blocks of 4 tokens, and a step computes 8 t
 from __future__ import annotations
 
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import pytest
 
 from radixkv.api.result import PrefillResult
 from radixkv.cache.tenants import Quota
-from radixkv.errors import QuotaExceeded
-from radixkv.scheduling import lending
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.scheduling.lending import Lending
 from tests.core_bench import Bench
 from tests.fake_runner import next_token, tokens
 
@@ -55,6 +56,18 @@ def test_a_short_prompt_does_not_wait_for_one_as_long_as_the_pool(config: dict[s
     _ends_unhurt(bench, long)
 
 
+def test_what_is_cached_of_a_short_prompt_needs_no_other_blocks() -> None:
+    bench = Bench(num_blocks=85, max_step_tokens=8)
+    bench.prefill(range(80), tenant="short")
+    with bench.cache.lease(Namespace("fake", "short"), tokens(range(80))):  # so that it stays
+        long = bench.submit(_LONG, tenant="long")
+        for _ in range(27):
+            bench.core.step()
+        short = bench.submit([*range(80), 90, 91], tenant="short")
+        assert _steps_until_done(bench, short) <= 2
+    _ends_unhurt(bench, long)
+
+
 def test_nor_does_one_of_the_same_tenant() -> None:
     bench, long = _bench()
     short = bench.submit(range(100, 107), tenant="long")
@@ -82,12 +95,10 @@ def test_many_short_ones_pass_one_after_the_other_and_side_by_side() -> None:
 
 def test_what_is_free_is_taken_back_before_the_next_step() -> None:
     bench, _ = _bench()
-    (long,) = bench.core._scheduler.running
-    short = bench.submit(range(100, 107), tenant="short")
-    _steps_until_done(bench, short)
-    assert bench.core._growth._lending.num_lent_blocks(long) > 0
+    _steps_until_done(bench, bench.submit(range(100, 107), tenant="short"))
+    assert bench.core._growth._lending.num_lent_blocks > 0
     bench.core.step()
-    assert bench.core._growth._lending.num_lent_blocks(long) == 0
+    assert bench.core._growth._lending.num_lent_blocks == 0
     assert bench.cache.pool.num_free == 0
 
 
@@ -123,29 +134,81 @@ def test_a_prompt_that_needs_more_than_is_lent_waits_and_nothing_changes() -> No
     assert other.result(0).usage.computed_tokens == 254
 
 
-def test_a_borrower_that_is_late_is_paused_once_and_borrows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "_TURN_TOKENS", 1000)  # it is expected to end with the step
-    bench, long = _bench()
-    late = bench.submit([*range(100, 220), *range(100)], tenant="short")
+def test_a_borrower_that_is_late_is_paused_once_and_borrows_no_more() -> None:
+    bench, long = _bench(weights={"short": 0.01})  # its second turn comes when the long prompt is computed
+    late = bench.submit(range(100, 112), tenant="short")
     bench.run()
     assert long.result(0).usage.recomputed_tokens == 0
     assert bench.core.tally.load().requests.pauses == 1
-    assert late.result(0).next_token_id == next_token(tokens([*range(100, 220), *range(100)]))
+    assert late.result(0).next_token_id == next_token(tokens(range(100, 112)))
 
 
-def test_at_a_ceiling_only_an_own_prompt_helps() -> None:
-    bench = Bench(num_blocks=64, max_step_tokens=8, quotas={"small": Quota(ceiling_blocks=32)})
-    own, other = bench.submit(range(120), tenant="small"), bench.submit(range(120, 240), tenant="other")
-    for _ in range(2):
-        bench.core.step()
-    (first, second) = sorted(bench.core._scheduler.running, key=lambda request: request.tenant)
-    short = bench.submit(range(100, 111), tenant="small")
+def test_beside_answers_there_are_blocks_for_their_next_tokens() -> None:
+    bench = Bench(num_blocks=84, max_step_tokens=16)
+    answers = [bench.generate([first, *range(3)], 60, tenant="answers") for first in range(100, 108)]
     bench.core.step()
-    lent = bench.core._growth._lending.num_lent_blocks
-    assert (first.tenant, lent(first), lent(second)) == ("other", 0, 4)
-    assert _steps_until_done(bench, short, most=4) <= 4
-    assert not own.done()
+    bench.core.step()
+    long = bench.submit(_LONG, tenant="long")
+    bench.core.step()
+    short = bench.submit(range(120, 124), tenant="short")
+    assert _steps_until_done(bench, short) <= 2
     bench.run()
-    assert own.result(0).usage.recomputed_tokens == other.result(0).usage.recomputed_tokens == 0
-    with pytest.raises(QuotaExceeded):
-        bench.prefill(range(200), tenant="small")
+    assert long.result(0).usage.recomputed_tokens == 0
+    assert all(len(answer.result(0).token_ids) == 60 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("lender", "borrower"), [(Quota(), Quota(floor_blocks=8)), (Quota(ceiling_blocks=64), Quota())]
+)
+def test_nobody_borrows_what_would_not_come_back(lender: Quota, borrower: Quota) -> None:
+    bench, long = _bench(quotas={"long": lender, "short": borrower})
+    short = bench.submit(range(100, 107), tenant="short")
+    while not long.done():
+        assert not short.done()
+        bench.core.step()
+    _ends_unhurt(bench, long)
+    assert short.result(0).usage.computed_tokens == 7
+
+
+def test_a_public_prefix_borrows_nothing() -> None:
+    bench, long = _bench()
+    prefix = bench.submit(range(100, 107), tenant=PUBLIC_TENANT)
+    while not long.done():
+        assert not prefix.done()
+        bench.core.step()
+    _ends_unhurt(bench, long)
+
+
+def test_if_there_are_too_few_after_all_everything_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, long = _bench()
+    (running,) = bench.core._scheduler.running
+    before = running.open_lease.block_ids.size
+    monkeypatch.setattr(Lending, "most_tokens", lambda _, request: request.num_tokens - 4)
+    short = bench.submit(range(100, 112), tenant="short")
+    bench.core.step()
+    assert not short.done()
+    assert running.open_lease.block_ids.size == before
+    _ends_unhurt(bench, long)
+
+
+def test_a_step_looks_for_blocks_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, long = _bench()
+    spare = Mock(return_value=0)
+    monkeypatch.setattr(Lending, "_num_spare_blocks", spare)
+    for tenant in range(40):
+        bench.submit(range(100, 104), tenant=str(tenant))
+    for _ in range(4):
+        bench.core.step()
+    assert 0 < spare.call_count <= 4 * 8
+    _ends_unhurt(bench, long)
+
+
+def test_who_has_ended_is_no_lender_any_more() -> None:
+    bench, _ = _bench()
+    (long,) = bench.core._scheduler.running
+    _steps_until_done(bench, bench.submit(range(100, 107), tenant="short"))
+    assert bench.core._growth._lending.num_lent_blocks > 0
+    long.future.cancel()
+    bench.run()
+    assert bench.core._growth._lending.num_lent_blocks == 0
+    assert bench.prefill(range(200)).usage.computed_tokens == 200

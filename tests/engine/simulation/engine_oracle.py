@@ -216,7 +216,7 @@ class EngineOracle(Observer):
         assert len(running) <= self._world.max_running_requests
         leases = [request.lease for request in running]
         assert all(lease is not None and not lease.own.is_closed for lease in leases)
-        self.events["blocks lent"] += sum(map(self.core._growth._lending.num_lent_blocks, running))
+        self.events["blocks lent"] += self.core._growth._lending.num_lent_blocks
         kept = [held.lease for held in self.core.held_leases._held.values()]
         public = [lease for lease in self._cache.leases if lease.namespace.tenant == PUBLIC_TENANT]
         all_own = {lease.own for lease in (*leases, *kept, *public) if lease is not None}

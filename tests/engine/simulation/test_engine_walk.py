@@ -22,6 +22,7 @@ INTERESTING = {
     "missed as ADAPTER_CHANGED",
     "unknown adapters",
     "answered",
+    "blocks lent",
     "blocks purged in use",
     "cancelled",
     "copies",
