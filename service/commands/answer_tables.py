@@ -23,10 +23,18 @@ _64_BIT = frozenset(
         FieldDescriptor.TYPE_SFIXED64,
     }
 )
+# Numbers of all 64 bits: a reader that takes them for doubles, such as jq, would round them.
+_TEXTS = frozenset({"epoch"})
+# What `Stats` tells of all tenants, and not of one.
+_OF_ALL_TENANTS = frozenset(
+    {"namespaces", "segments", "held_leases", "evicted_blocks", "evicted_probation_blocks", "known_tenants", "tiers"}
+)
 
 
 def json_of(message: Message, *, indent: int | None = 2, **texts: str | None) -> str:
     """Return a message as JSON: names as in the .proto files, every plain field present, numbers as numbers.
+
+    An `epoch` is a string. What a tenant is not told of all tenants' statistics is left out.
 
     Args:
         message: an answer.
@@ -35,6 +43,8 @@ def json_of(message: Message, *, indent: int | None = 2, **texts: str | None) ->
     """
     tree = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     _make_numbers(tree, message.DESCRIPTOR)
+    if isinstance(message, StatsResponse):
+        _leave_out_hidden(tree, message)
     tree.update({name: text for name, text in texts.items() if text is not None})
     return json.dumps(tree, indent=indent)
 
@@ -95,7 +105,7 @@ def stats_table(stats: StatsResponse) -> str:
         ("uptime", f"{stats.uptime_s:.1f} s"),
         ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each, {stats.kv_dtype}"),
     ]
-    if stats.HasField("requests"):
+    if _is_of_all(stats):
         rows += _whole_process_rows(stats)
     for tier in stats.tiers:
         state = "" if tier.is_working else ", left alone after failures"
@@ -169,12 +179,29 @@ def _part_rows(stats: StatsResponse) -> list[tuple[str, str]]:
     ]
 
 
+def _is_of_all(stats: StatsResponse) -> bool:
+    """Return whether these are the counts of all tenants, and not what one tenant may know."""
+    return stats.HasField("requests")
+
+
+def _leave_out_hidden(tree: dict[str, Any], stats: StatsResponse) -> None:
+    """Take out of JSON what a tenant is not told: it would read as 0."""
+    if not _is_of_all(stats):
+        for name in _OF_ALL_TENANTS:
+            del tree[name]
+        if stats.HasField("blocks"):
+            tree["blocks"] = {"total": stats.blocks.total}
+    for part, replica in zip(tree["replicas"], stats.replicas, strict=True):
+        if replica.HasField("stats"):
+            _leave_out_hidden(part["stats"], replica.stats)
+
+
 def _make_numbers(tree: dict[str, Any], descriptor: Any) -> None:  # a Descriptor of either implementation
     for field in descriptor.fields:
         value = tree.get(field.name)
         if value is None:
             continue
-        if field.type in _64_BIT:
+        if field.type in _64_BIT and field.name not in _TEXTS:
             tree[field.name] = [int(item) for item in value] if isinstance(value, list) else int(value)
         elif field.message_type is not None:
             for item in value if isinstance(value, list) else [value]:

@@ -8,6 +8,7 @@ from radixkv.v1.cache_pb2 import (
     DeletedBlocks,
     PartStats,
     PurgeResponse,
+    ReplicaStats,
     RequestStats,
     StateStats,
     StatsResponse,
@@ -35,7 +36,32 @@ def test_64_bit_numbers_are_numbers_and_exact():
     tree = json.loads(json_of(ANSWER))
     assert tree["timing"]["prefill_us"] == 2**53 + 1
     assert tree["usage"]["prompt_tokens"] == 8
-    assert tree["epoch"] == 0
+
+
+def test_an_epoch_is_a_string_wherever_it_is_told():
+    epoch = 5178039562246197298
+    assert json.loads(json_of(PrefillResponse(epoch=epoch)))["epoch"] == str(epoch)
+    stats = StatsResponse(replicas=[ReplicaStats(stats=StatsResponse(epoch=epoch))])
+    tree = json.loads(json_of(stats))
+    assert (tree["epoch"], tree["replicas"][0]["stats"]["epoch"]) == ("0", str(epoch))
+
+
+def test_what_a_tenant_is_not_told_is_missing_and_not_0():
+    mine = StatsResponse(blocks=BlockStats(total=10), tenants=[TenantStats(tenant="acme")], block_size=64)
+    tree = json.loads(json_of(mine))
+    assert tree["blocks"] == {"total": 10}
+    assert set(tree) == {
+        *("model", "device", "epoch", "uptime_s", "block_size", "block_bytes", "kv_dtype", "model_fingerprint"),
+        *("blocks", "tenants", "replicas"),
+    }
+    assert tree["tenants"][0]["cached_blocks"] == 0
+    fleet = StatsResponse(replicas=[ReplicaStats(address="a", stats=mine), ReplicaStats(address="b", error="gone")])
+    parts = json.loads(json_of(fleet))["replicas"]
+    assert parts[0]["stats"]["blocks"] == {"total": 10}
+    assert "known_tenants" not in parts[0]["stats"]
+    assert parts[1] == {"address": "b", "error": "gone"}
+    everything = json.loads(json_of(StatsResponse(requests=RequestStats(), blocks=BlockStats(total=10))))
+    assert (everything["blocks"]["free"], everything["known_tenants"], everything["tiers"]) == (0, 0, [])
 
 
 def test_names_are_those_of_the_proto_and_all_plain_fields_are_there():
