@@ -12,6 +12,7 @@ from radixkv.api.result import Usage
 from radixkv.engine.observer import Observer
 from radixkv.errors import RadixKVError
 from radixkv.scheduling.request import Outcome, Request
+from radixkv.telemetry.named_registry import NamedRegistry
 
 # Callers choose the names of tenants, and each name is a series. Later tenants share one series.
 MAX_UNKNOWN_TENANTS = 64
@@ -41,7 +42,7 @@ class Metrics(Observer):
     """
 
     def __init__(self, tenants: Iterable[str] = ()) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = NamedRegistry()
         ProcessCollector(registry=self.registry)  # memory, CPU time and open files of the process
         self._requests = _RequestCounters(self.registry)
         self._times = _RequestTimes(self.registry)
@@ -219,7 +220,8 @@ class _TenantTokens:
         counters.recomputed.inc(usage.recomputed_tokens)
 
     def _of(self, tenant: str) -> _TokenCounters:
-        label = tenant.encode("utf-8", "replace").decode()  # a lone surrogate would make every scrape fail
+        # A lone surrogate would make every scrape fail, and terminals obey control characters.
+        label = tenant if tenant.isprintable() else tenant.encode("unicode_escape").decode("ascii")
         return _TokenCounters(*(metric.labels(label) for metric in self._metrics))
 
 

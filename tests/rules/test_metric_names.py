@@ -99,6 +99,7 @@ OUR_NAMES = NAMES | ALIASES
 ALL_NAMES = OUR_NAMES | PROCESS_NAMES
 
 # What a sample's name has behind that of its metric.
+HISTOGRAM = ("_bucket", "_sum", "_count")
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_count"}
 
 
@@ -124,6 +125,20 @@ def names_of(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...
     }
 
 
+def created_of(name: str) -> str:
+    return f"{name.removesuffix('_total')}_created"
+
+
+def created_in_a_scrape() -> set[str]:
+    return set(re.findall(r"^# TYPE (\w+_created) gauge", generate_latest(served()).decode(), re.MULTILINE))
+
+
+def listed_below(headings: list[str]) -> set[str]:
+    """Names in the tables of some sections of the document."""
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", DOCUMENT.read_text(), re.MULTILINE))
+    return {name for each in headings for name in re.findall(r"^\| `([\w:]+)` ", sections[each], re.MULTILINE)}
+
+
 def test_no_name_changed() -> None:
     names = names_of(served())
     assert names == (ALL_NAMES if sys.platform == "linux" else OUR_NAMES)
@@ -131,17 +146,17 @@ def test_no_name_changed() -> None:
 
 def test_a_scrape_has_no_other_families_but_when_each_series_began() -> None:
     families = set(re.findall(r"^# TYPE ([\w:]+)", generate_latest(served()).decode(), re.MULTILINE))
-    created = {f"{name.removesuffix('_total')}_created" for name, (kind, _) in NAMES.items() if kind != "gauge"}
+    created = {created_of(name) for name, (kind, _) in NAMES.items() if kind != "gauge"}
     assert families - created <= set(ALL_NAMES)
     assert families & created, "the document tells of them"
 
 
 @pytest.mark.parametrize("name", OUR_NAMES)
 def test_a_scrape_can_ask_for_a_metric_by_its_name(name: str) -> None:
-    series = [name, f"{name}_count"]
-    asked = served().restricted_registry(series)
-    assert {sample.name for family in asked.collect() for sample in family.samples} <= set(series)
-    assert any(family.samples for family in asked.collect())
+    kind, _ = OUR_NAMES[name]
+    asked = served().restricted_registry([name])
+    found = {sample.name for family in asked.collect() for sample in family.samples}
+    assert found == ({f"{name}{suffix}" for suffix in HISTOGRAM} if kind == "histogram" else {name})
 
 
 def test_the_document_lists_exactly_these() -> None:
@@ -157,10 +172,16 @@ def test_the_document_says_what_is_missing_while_the_engine_does_not_answer() ->
     text = DOCUMENT.read_text()
     told_at = r"^\| `radixkv_up` .*those below (.*) are missing, and those below Tiers but `(.*)` \|$"
     (told,) = re.findall(told_at, text, re.MULTILINE)
-    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE))
-    headings = [*re.split(r", | and ", told[0]), "Tiers"]
-    listed = {name for each in headings for name in re.findall(r"^\| `([\w:]+)` ", sections[each], re.MULTILINE)}
+    listed = listed_below([*re.split(r", | and ", told[0]), "Tiers"])
     assert names_of(served()).keys() - names_of(served(is_alive=False)).keys() == listed - {told[1]}
+
+
+def test_the_document_says_which_series_tell_when_they_began() -> None:
+    text = " ".join(DOCUMENT.read_text().split())
+    ((headings, excepted),) = re.findall(r"Counters under (.*?) have none, and under Tiers only `(\w+)` has\.", text)
+    without = listed_below([*re.split(r", | and ", headings), "Tiers"]) - {excepted}
+    counted = {name for name, (kind, _) in NAMES.items() if kind in ("counter", "histogram")}
+    assert created_in_a_scrape() == {created_of(name) for name in counted - without}
 
 
 def test_the_document_says_how_many_tenants_are_told_apart() -> None:
@@ -169,5 +190,5 @@ def test_the_document_says_how_many_tenants_are_told_apart() -> None:
 
 def test_every_metric_that_the_document_asks_for_exists() -> None:
     asked = set(re.findall(r"\bradixkv_\w+", DOCUMENT.read_text()))
-    series = {f"{name}{suffix}" for name in NAMES for suffix in ("", "_bucket", "_sum", "_count")}
-    assert asked <= series
+    series = {f"{name}{suffix}" for name in NAMES for suffix in ("", *HISTOGRAM)}
+    assert asked <= series | created_in_a_scrape()

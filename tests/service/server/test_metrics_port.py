@@ -98,8 +98,12 @@ def test_health_checks_say_whether_the_engine_lives_and_whether_it_takes_request
 def test_a_scrape_can_ask_for_some_metrics_by_name():
     with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
         _, text, _ = get(address, "/metrics?name[]=radixkv_blocks&name[]=radixkv_evicted_blocks_total")
+        _, histogram, _ = get(address, "/metrics?name[]=radixkv_step_seconds")
     names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     assert names == {"radixkv_blocks", "radixkv_evicted_blocks_total"}
+    assert {sample.name for family in text_string_to_metric_families(histogram) for sample in family.samples} == {
+        *("radixkv_step_seconds_bucket", "radixkv_step_seconds_sum", "radixkv_step_seconds_count")
+    }
 
 
 def test_tenants_of_the_configuration_are_known_before_their_first_request():
