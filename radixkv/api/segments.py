@@ -20,7 +20,8 @@ class Segment(NamedTuple):
         num_tokens: its own tokens.
         num_blocks: its own blocks.
         num_children: segments that continue it.
-        num_uses: prompts that found all of it cached.
+        num_uses: prompts that began with all of it, at the length that it had then. One that grows keeps its number;
+            when one is split, both parts keep it, and the prompt that splits it counts for the first.
         idle_s: seconds since a prompt last began or ended here.
         heat: `num_uses + 1`, halved for each `HEAT_HALF_LIFE_S` in `idle_s`. No segment is hotter than its parent.
         num_leases: leases that keep it from eviction.

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -92,7 +93,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix.
+    """
 
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -238,7 +240,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix.
+    """
 
     @staticmethod
     def Stats(request,
