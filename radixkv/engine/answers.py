@@ -145,7 +145,7 @@ def _timing(request: Request, now_s: float) -> Timing:
     return Timing(
         queue_us=_microseconds(request.scheduled_s - request.received_s),
         prefill_us=_microseconds(request.prefilled_s - request.scheduled_s),
-        decode_us=_microseconds(now_s - request.prefilled_s),
+        decode_us=0 if request.generation is None else _microseconds(now_s - request.prefilled_s),
         total_us=_microseconds(now_s - request.received_s),
     )
 
