@@ -110,24 +110,28 @@ class Limits:
         self.require_tokens(tokens)
         retention.range_in(len(tokens) // TOKEN_BYTES)
 
-    def require_tokens(self, tokens: bytes) -> None:
+    def require_tokens(self, tokens: bytes, field: str = "token_ids") -> None:
         """Refuse a prompt that can't be computed.
+
+        Args:
+            tokens: little-endian uint32 ids.
+            field: the caller's name for them, for messages.
 
         Raises:
             InvalidRequest: there are no tokens, or ids beyond the vocabulary.
             PromptTooLong: the model or the pool could never hold it.
         """
         if len(tokens) % TOKEN_BYTES:
-            raise InvalidRequest(f"token_ids: expected little-endian uint32 ids, got {len(tokens)} bytes")
+            raise InvalidRequest(f"{field}: expected little-endian uint32 ids, got {len(tokens)} bytes")
         ids = np.frombuffer(tokens, dtype="<u4")
         if ids.size == 0:
-            raise InvalidRequest("token_ids: expected at least 1 token, got 0")
+            raise InvalidRequest(f"{field}: expected at least 1 token, got 0")
         if ids.size > self.max_prompt_tokens:
-            raise PromptTooLong(f"token_ids: expected at most {self.max_prompt_tokens} tokens, got {ids.size}")
+            raise PromptTooLong(f"{field}: expected at most {self.max_prompt_tokens} tokens, got {ids.size}")
         if ids.max() >= self.vocab_size:
             index = int(np.argmax(ids >= self.vocab_size))
             raise InvalidRequest(
-                f"token_ids[{index}]: expected an id below the vocabulary size {self.vocab_size}, got more"
+                f"{field}[{index}]: expected an id below the vocabulary size {self.vocab_size}, got more"
             )
 
     def most_new_tokens(self, num_tokens: int, tenant: str) -> int:
@@ -157,21 +161,21 @@ class Limits:
         """
         sampling.validate(self.vocab_size)
         params.require_generable()
-        self._require_params(params)
+        self._require_params(params, "prefill.token_ids")
         num_tokens, max_new_tokens = params.num_tokens, sampling.max_new_tokens
         if sampling.compression is not None:
             self._require_compressed(params, max_new_tokens, sampling.compression)
             return
         if num_tokens + max_new_tokens > self.max_sequence_tokens:
             raise PromptTooLong(
-                f"token_ids, max_new_tokens: expected at most {self.max_sequence_tokens} tokens together, got "
+                f"prefill.token_ids, max_new_tokens: expected at most {self.max_sequence_tokens} tokens together, got "
                 f"{num_tokens} and {max_new_tokens}"
             )
         most = self._ceiling_tokens(params.caller.tenant)
         if most is not None and num_tokens + max_new_tokens - 1 > most:  # the last token needs no block
             raise BeyondCeiling(
-                f"token_ids, max_new_tokens: expected at most {most + 1} tokens together, by this tenant's ceiling, "
-                f"got {num_tokens} and {max_new_tokens}"
+                f"prefill.token_ids, max_new_tokens: expected at most {most + 1} tokens together, by this tenant's "
+                f"ceiling, got {num_tokens} and {max_new_tokens}"
             )
 
     def _require_compressed(self, params: PrefillParams, max_new_tokens: int, compression: Compression) -> None:
@@ -181,26 +185,26 @@ class Limits:
         num_tokens, most = params.num_tokens, self.max_model_tokens
         if most is not None and num_tokens + max_new_tokens > most:
             raise PromptTooLong(
-                f"token_ids, max_new_tokens: expected at most {most} tokens together, got {num_tokens} and "
+                f"prefill.token_ids, max_new_tokens: expected at most {most} tokens together, got {num_tokens} and "
                 f"{max_new_tokens}"
             )
         num_entries = compression.most_entries(num_tokens, max_new_tokens)
         needed = sum(-(-count // self.block_size) * self.block_size for count in (num_tokens, num_entries))
         if needed > self.pool_tokens:
             raise PromptTooLong(
-                f"token_ids, compression.max_tokens: expected at most {self.pool_tokens} tokens of K/V beside each "
-                f"other, in whole blocks, got {num_tokens} and {num_entries}"
+                f"prefill.token_ids, compression.max_tokens: expected at most {self.pool_tokens} tokens of K/V beside "
+                f"each other, in whole blocks, got {num_tokens} and {num_entries}"
             )
         ceiling = self._ceiling_tokens(params.caller.tenant)
         if ceiling is not None and needed > ceiling:
             raise BeyondCeiling(
-                f"token_ids, compression.max_tokens: expected at most {ceiling} tokens of K/V beside each other, in "
-                f"whole blocks, by this tenant's ceiling, got {num_tokens} and {num_entries}"
+                f"prefill.token_ids, compression.max_tokens: expected at most {ceiling} tokens of K/V beside each "
+                f"other, in whole blocks, by this tenant's ceiling, got {num_tokens} and {num_entries}"
             )
 
-    def _require_params(self, params: PrefillParams) -> None:
-        """Refuse a wrong prompt or wrong options."""
-        self.require_tokens(params.tokens)
+    def _require_params(self, params: PrefillParams, field: str = "token_ids") -> None:
+        """Refuse a wrong prompt or wrong options; `field` is the prompt's name in messages."""
+        self.require_tokens(params.tokens, field)
         if params.retention is not None:
             params.retention.range_in(params.num_tokens)
         if not 0 <= params.top_logprobs <= self.vocab_size:

@@ -74,7 +74,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[tuple[Routed, prefill_pb2.GenerateResponse], None]:
         """Return the parts of an answer as they come, each with the replica that generates."""
-        question = _question(request.prefill)
+        question = _question(request.prefill, "prefill.token_ids")
         if self._hand_over is not None:
             if not request.HasField("kv_source"):
                 read_sampling(request), read_num_answers(request)  # before anything is computed
@@ -198,11 +198,11 @@ def _ask_a_replica(subject: str) -> SwitchedOff:
     return SwitchedOff(f"{subject}: expected a call to a replica, whose address Route tells, got one to the fleet")
 
 
-def _question(request: _Prompt) -> Question:
+def _question(request: _Prompt, field: str = "token_ids") -> Question:
     require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
     tokens = read_token_ids(request)
     if not tokens:
-        raise InvalidRequest("token_ids: expected at least 1 token, got 0")
+        raise InvalidRequest(f"{field}: expected at least 1 token, got 0")
     return Question(tokens, request.tenant, request.adapter, request.salt)
 
 

@@ -270,6 +270,27 @@ def test_what_a_generation_does_not_have_is_refused(engine: Engine, fields: dict
         engine.generate(params(range(4), **fields), Sampling(), lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], r"^prefill\.token_ids: expected at least 1 token, got 0$"),
+        ([VOCAB_SIZE], r"^prefill\.token_ids\[0\]: expected an id below the vocabulary size 256, got more$"),
+    ],
+)
+def test_a_wrong_prompt_of_a_generation_is_refused_by_its_name_there(
+    engine: Engine, ids: list[int], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        engine.generate(params(ids), Sampling(), lambda _: None)
+
+
+def test_a_prefill_has_no_time_of_decoding(engine: Engine) -> None:
+    timing = engine.prefill(params(range(20))).result(PATIENCE_S).timing
+    assert (timing.decode_us, timing.prefill_us > 0) == (0, True)
+    timing = engine.generate(params(range(20)), Sampling(4), lambda _: None).result(PATIENCE_S).timing
+    assert timing.decode_us > 0
+
+
 def test_a_generation_that_never_fits_is_refused_at_once(engine: Engine) -> None:
     most = (NUM_BLOCKS - 1) * BLOCK_SIZE
     result = engine.generate(params(range(4)), Sampling(most - 4), lambda _: None).result(PATIENCE_S)

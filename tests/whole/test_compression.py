@@ -154,7 +154,7 @@ def test_several_answers_and_the_awaited_client(client: Client, address: str) ->
         (
             Compression(CompressionPolicy.SNAPKV, 900),
             "INVALID_ARGUMENT",
-            "token_ids, compression.max_tokens: expected at most 1024 tokens of K/V",
+            "prefill.token_ids, compression.max_tokens: expected at most 1024 tokens of K/V",
         ),
     ],
 )

@@ -543,7 +543,10 @@ def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant:
         ({"temperature": -1.0}, "temperature: expected a finite number from 0, got -1.0"),
         ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, got 0.0"),
         ({"stop_token_ids": [600]}, "stop_token_ids: expected ids below the vocabulary size 512, got more"),
-        ({"max_new_tokens": 131_072}, "token_ids, max_new_tokens: expected at most 131008 tokens together, got 3 and"),
+        (
+            {"max_new_tokens": 131_072},
+            "prefill.token_ids, max_new_tokens: expected at most 131008 tokens together, got",
+        ),
         ({"urgency": 101}, "priority: expected an urgency of 0 to 100, got 101"),
     ],
 )

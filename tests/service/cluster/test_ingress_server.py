@@ -116,6 +116,22 @@ def test_prompts_are_answered_and_the_replica_is_named() -> None:
     run(test)
 
 
+def test_a_call_without_a_prompt_is_refused_by_its_name_there() -> None:
+    async def test() -> None:
+        async with fleet() as served, grpc.aio.insecure_channel(served.address) as channel:
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+            calls = {
+                "token_ids": stub.Prefill(prefill_pb2.PrefillRequest()),
+                "prefill.token_ids": stub.Generate(prefill_pb2.GenerateRequest()).read(),
+            }
+            for field, call in calls.items():
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                assert refused.value.details() == f"{field}: expected at least 1 token, got 0"
+
+    run(test)
+
+
 def test_a_route_names_a_replica_once() -> None:
     async def test() -> None:
         async with fleet() as served, AsyncClient(served.address) as client:
