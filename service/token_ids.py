@@ -57,7 +57,8 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
     if ids.dtype.kind not in "iu":
         _raise_for_elements(ids)
     if int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID:
-        raise ValueError(f"token_ids: expected 0 to {MAX_TOKEN_ID}, got {ids.min()} to {ids.max()}")
+        wrong = ids.min() if int(ids.min()) < 0 else ids.max()
+        raise ValueError(f"token_ids: expected 0 to {MAX_TOKEN_ID}, got {wrong}")
     return ids.astype("<u4", copy=False).tobytes()
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from radixkv.errors import ConfigError
 
+_TOML_TYPES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -38,7 +40,9 @@ class OneOf:
     def require(self, path: str, value: object) -> None:
         """Refuse a value that is not in the set."""
         if value not in self._values:
-            raise ConfigError(f"{path}: expected one of {', '.join(map(str, self._values))}, got {value}")
+            raise ConfigError(
+                f"{path}: expected one of {', '.join(map(str, self._values))}, got {str(value) or repr(value)}"
+            )
 
 
 def require_fields(path: str, section: Any) -> None:
@@ -60,6 +64,6 @@ def require_fields(path: str, section: Any) -> None:
         kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         kinds = (int, float) if kind is float else (kind,)
         if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kinds):
-            raise ConfigError(f"{path}.{name}: expected {kind.__name__}, got {value!r}")
+            raise ConfigError(f"{path}.{name}: expected {_TOML_TYPES[kind]}, got {value!r}")
         for bound in bounds:
             bound.require(f"{path}.{name}", value)

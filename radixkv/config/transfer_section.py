@@ -59,5 +59,6 @@ class KVSourceConfig:
         """
         require_fields(path, self)
         host, _, port = self.address.rpartition(":")
+        came = repr(self.address) if self.address else "none"
         if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
-            raise ConfigError(f"{path}.address: expected HOST:PORT with a port from 1 to 65535, got {self.address!r}")
+            raise ConfigError(f"{path}.address: expected HOST:PORT with a port from 1 to 65535, got {came}")

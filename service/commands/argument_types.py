@@ -16,14 +16,19 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 _COUNT = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)(|k|m|g|ki|mi|gi)", re.IGNORECASE)
 _MOST = 2**50  # larger numbers are typing errors
 _MOST_PROCESSORS = 10_000
+_MOST_SHOWN = 40  # characters of what came, which may be a file
 
 
 def token_ids(text: str) -> list[int]:
     """Read token ids, separated by commas or white space."""
-    try:
-        token_ids = [int(item) for item in re.split(r"\s*,\s*|\s+", text.strip())]
-    except ValueError:
-        raise argparse.ArgumentTypeError("expected integers, separated by commas or spaces") from None
+    token_ids = []
+    for item in re.split(r"\s*,\s*|\s+", text.strip()):
+        try:
+            token_ids.append(int(item))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"expected integers, separated by commas or spaces, got {item[:_MOST_SHOWN]!r}"
+            ) from None
     try:
         pack_token_ids(token_ids)
     except ValueError as error:

@@ -26,6 +26,9 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # interpreter for seconds over many empty lines.
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 
+# The first rule of a grammar in llama.cpp's syntax.
+_ROOT = re.compile(r"\broot[ \t]*::=")
+
 _MOST_REASON_CHARS = 300
 _EXCERPT = re.compile(r"\n *[0-9]+ \| |\n<non-verbose/>")  # what follows is the grammar again
 
@@ -91,6 +94,10 @@ class GrammarText:
             return f"{grammars[0]['lark_grammar']}{_OPTIONS}"
         if _LARK.search(self.text):
             return f"{self.text}{_OPTIONS}"
+        if not _ROOT.search(self.text):
+            raise InvalidRequest(
+                f"{self.field}: expected a rule `start:` (Lark's syntax) or `root ::=` (llama.cpp's), got neither"
+            )
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
         try:

@@ -121,14 +121,15 @@ def test_an_unknown_key_in_a_file_is_refused_too(toml):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("server.port=abc", "server.port: expected int, got 'abc'"),
-        ("server.port=1.5", "server.port: expected int, got 1.5"),
-        ("server.port=true", "server.port: expected int, got True"),
-        ('server.port="1"', "server.port: expected int, got '1'"),
-        ("engine.cuda_graphs=1", "engine.cuda_graphs: expected bool, got 1"),
-        ("server.drain_timeout_s=true", "server.drain_timeout_s: expected float, got True"),
-        ("model.path=7", "model.path: expected str, got 7"),
-        ("model.path=[1]", r"model.path: expected str, got \[1\]"),
+        ("server.port=abc", "server.port: expected an integer, got 'abc'"),
+        ("server.port=1.5", "server.port: expected an integer, got 1.5"),
+        ("server.port=true", "server.port: expected an integer, got True"),
+        ('server.port="1"', "server.port: expected an integer, got '1'"),
+        ("engine.cuda_graphs=1", "engine.cuda_graphs: expected a boolean, got 1"),
+        ("server.drain_timeout_s=true", "server.drain_timeout_s: expected a number, got True"),
+        ('model.dtype=""', "model.dtype: expected one of auto, float32, bfloat16, float16, got ''"),
+        ("model.path=7", "model.path: expected a string, got 7"),
+        ("model.path=[1]", r"model.path: expected a string, got \[1\]"),
     ],
 )
 def test_a_wrong_type_is_refused(setting, message):
@@ -192,7 +193,7 @@ def test_a_file_that_is_no_utf_8_is_refused_by_name(tmp_path):
 
 def test_a_number_of_too_many_digits_is_refused_by_name(toml):
     digits = "9" * 5000
-    with pytest.raises(ConfigError, match=r"^server\.port: expected int, got '999"):
+    with pytest.raises(ConfigError, match=r"^server\.port: expected an integer, got '999"):
         Config.load(settings=[f"server.port={digits}"])
     file = toml(f"[server]\nport = {digits}\n")
     with pytest.raises(ConfigError, match=rf"^config file {file}: "):
@@ -221,10 +222,10 @@ def test_every_section_refuses_bad_values_made_in_code_too():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ServerConfig(metrics_port="80"), "server.metrics_port: expected int, got '80'"),
-        (lambda: EngineConfig(cuda_graphs=1), "engine.cuda_graphs: expected bool, got 1"),
-        (lambda: ModelConfig(path=None), "model.path: expected str, got None"),
-        (lambda: Config(tenants={"a": TenantConfig(weight="x")}), "tenants.a.weight: expected float, got 'x'"),
+        (lambda: ServerConfig(metrics_port="80"), "server.metrics_port: expected an integer, got '80'"),
+        (lambda: EngineConfig(cuda_graphs=1), "engine.cuda_graphs: expected a boolean, got 1"),
+        (lambda: ModelConfig(path=None), "model.path: expected a string, got None"),
+        (lambda: Config(tenants={"a": TenantConfig(weight="x")}), "tenants.a.weight: expected a number, got 'x'"),
         (lambda: Config(tenants={"a": TenantConfig(5, 4)}), "tenants.a.ceiling_tokens: expected at least 5, got 4"),
     ],
 )
@@ -266,7 +267,7 @@ class TestAdapters:
         ("settings", "message"),
         [
             (["adapters.law.pth=1"], "adapters.law.pth: unknown key; the nearest is adapters.law.path"),
-            (["adapters.law.path=1"], "adapters.law.path: expected str, got 1"),
+            (["adapters.law.path=1"], "adapters.law.path: expected a string, got 1"),
             (['adapters.law.path=""'], "adapters.law.path: expected a directory, got an empty text"),
             (["adapters.law=x"], "adapters.law: expected a table of keys, got 'x'"),
             (["adapters.a.path=x", "model.max_adapters=1", "adapters.b.path=x"], "model.max_adapters: expected at"),

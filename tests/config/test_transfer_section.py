@@ -18,6 +18,11 @@ def test_an_address_without_a_port_is_refused_by_name(address):
         Config.load(None, [f"kv_sources.a.address={address}"])
 
 
+def test_an_address_that_is_missing_is_said_to_be():
+    with pytest.raises(ConfigError, match=r"^kv_sources\.a\.address: expected HOST:PORT with .*, got none$"):
+        Config.load(None, ["kv_sources.a.tls_ca=ca.pem"])
+
+
 def test_room_for_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"transfer\.max_fetching_bytes: expected"):
         Config.load(None, ["transfer.max_fetching_bytes=0"])

@@ -27,9 +27,10 @@ def test_version(capsys):
         (["prefill", "--address", "a", "--tokens", "1", "--text", "a"], "not allowed with"),
         (
             ["prefill", "--address", "a", "--tokens", "1,x"],
-            "--tokens: expected integers, separated by commas",
+            "--tokens: expected integers, separated by commas or spaces, got 'x'",
         ),
         (["prefill", "--address", "a", "--tokens", "-1"], "--tokens"),
+        (["prefill", "--tokens", "99999999999"], "token_ids: expected 0 to 4294967295, got 99999999999; see"),
         (["prefill", "--address", "a", "--tokens=-1"], "token_ids: expected 0 to 4294967295, got -1"),
         (["prefill", "--address", "a", "--tokens", ""], "--tokens: expected integers"),
         (

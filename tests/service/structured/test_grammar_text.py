@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -99,8 +100,15 @@ def test_empty_lines_take_no_longer_than_other_text(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gbnf_to_lark, "is_lark_syntax", lambda _: pytest.fail("takes seconds"))
     empty = "\n" * 16_000
     assert text("grammar", f'{empty}start: "x"').lark().startswith(empty)
-    with pytest.raises(InvalidRequest, match=r"^my_field: expected a grammar, got No 'root' rule found$"):
+    with pytest.raises(InvalidRequest, match=r"got neither$"):
         text("grammar", empty).lark()
+
+
+@pytest.mark.parametrize("grammar", ['begin: "a"', 'begin ::= "a"', 'rooted ::= "a"', 'begin: "a"\nother: begin'])
+def test_a_grammar_without_a_first_rule_is_told_which_one_is_missing(grammar: str) -> None:
+    message = "my_field: expected a rule `start:` (Lark's syntax) or `root ::=` (llama.cpp's), got neither"
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(message)}$"):
+        text("grammar", grammar).lark()
 
 
 @pytest.mark.parametrize("grammar", ["", "root ::= (", "\x00", "(" * 16_384])
