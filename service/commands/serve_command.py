@@ -65,7 +65,8 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="a.b=v",
         action="append",
         default=[],
-        help="one key of the configuration; wins over --config, and the options above win over it (default: none)",
+        help="one key of the configuration; may be repeated; wins over --config, and the options above win over it "
+        "(default: none)",
     )
     serve.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level that is logged"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from importlib.resources import as_file, files
 
+from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
+from radixkv.model.tiny_files import CONFIG
 from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
 from radixkv.service.commands.argument_types import whole
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV, MixedKV
@@ -23,7 +26,9 @@ _NAMES = {
 def add_model_arguments(model: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the flags that a model's K/V follow from."""
     model.add_argument(
-        "--model", metavar="DIR|FILE", help="a directory with a config.json, or that file (default: none)"
+        "--model",
+        metavar="tiny|DIR|FILE",
+        help="the embedded model, a directory with a config.json, or that file (default: none)",
     )
     model.add_argument("--layers", metavar="N", type=whole, help="layers of the model (default: the model's)")
     model.add_argument("--query-heads", metavar="N", type=whole, help="query heads of a layer (default: the model's)")
@@ -52,7 +57,7 @@ def model_of(arguments: argparse.Namespace) -> Checkpoint:
     Raises:
         ConfigError: the model can't be read, or flags name one shape for layers that have two.
     """
-    model = Checkpoint(dtype="bf16") if arguments.model is None else read_checkpoint(arguments.model)
+    model = Checkpoint(dtype="bf16") if arguments.model is None else _checkpoint(arguments.model)
     if model.sliding is not None and (arguments.layers or arguments.kv_heads or arguments.head_dim):
         raise ConfigError(
             "--layers, --kv-heads, --head-dim: expected none beside a --model whose sliding layers store other K/V "
@@ -71,6 +76,25 @@ def model_of(arguments: argparse.Namespace) -> Checkpoint:
     if model.num_kv_heads is None:
         model = dataclasses.replace(model, num_kv_heads=model.num_query_heads)
     return model
+
+
+def _checkpoint(model: str) -> Checkpoint:
+    if model != ModelConfig().path:
+        return read_checkpoint(model)
+    return Checkpoint(
+        num_layers=CONFIG["num_hidden_layers"],
+        num_query_heads=CONFIG["num_attention_heads"],
+        num_kv_heads=CONFIG["num_key_value_heads"],
+        head_dim=CONFIG["head_dim"],
+        dtype="fp32",
+        weights_bytes=_tiny_weights_bytes(),
+    )
+
+
+def _tiny_weights_bytes() -> int:
+    """Return the size of the embedded weights as they are served: in float32, while their file has bfloat16."""
+    with as_file(files("radixkv.model") / "tiny" / "weights.safetensors") as file:
+        return 2 * file.stat().st_size
 
 
 def layout_of(model: Checkpoint, subject: str) -> KVLayout:

@@ -302,6 +302,12 @@ def test_a_model_directory_says_everything(capsys, model):
     assert tree["rank_cache_gib"] == 10.0
 
 
+def test_the_embedded_model_has_a_name(capsys):
+    planned = plan_json(capsys, "--model", "tiny", "--memory-gb", "1")
+    assert planned["token_bytes"] == 2 * 4 * 2 * 32 * 4
+    assert planned["rank_weights_bytes"] == pytest.approx(4 * 3.93e6, rel=0.01)
+
+
 def test_weights_of_8_bits_leave_more_for_users(capsys, model):
     name, shape = "model.layers.0.self_attn.q_proj.weight", (1024, 512)
     header = json.dumps({name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 2 * 1024 * 512]}}).encode()
@@ -436,8 +442,8 @@ def test_small_sizes_are_bytes(capsys):
         ((*LLAMA_8B, "--tier-gb-s", "disk=1"), "--tier-gb-s: expected names of --tier, got disk"),
         ((*LLAMA_8B, "--scales"), "scales: expected a dtype below 16 bits, got bf16"),
         (
-            ("--model", "tiny"),
-            "model: expected a directory with a config.json, or such a file, got tiny: No such file or directory",
+            ("--model", "nowhere"),
+            "model: expected a directory with a config.json, or such a file, got nowhere: No such file or directory",
         ),
     ],
 )
