@@ -7,7 +7,9 @@ import grpc
 
 from radixkv.service.client import Client
 
-ADDRESS, CA_FILE = sys.argv[1:3]
+if len(sys.argv) != 3 or "RADIXKV_TOKEN" not in os.environ:
+    sys.exit(__doc__)
+ADDRESS, CA_FILE = sys.argv[1:]
 
 with Client(ADDRESS, tls_ca=CA_FILE, token=os.environ["RADIXKV_TOKEN"], timeout_s=60) as client:
     print(f"{client.prefill(range(100)).usage.prompt_tokens} tokens as the tenant that the token names")

@@ -44,7 +44,11 @@ def _add_purge(commands: argparse._SubParsersAction[Any]) -> None:
     purge = commands.add_parser("purge", help=about, description=f"{about.capitalize()}, or for all of them.")
     for name in ("tenant", "adapter", "salt"):
         purge.add_argument(f"--{name}", type=argument_types.name, help=f"name of the {name} (default: any)")
-    purge.add_argument("--all", action="store_true", help="forget everything, in place of a name")
+    purge.add_argument(
+        "--all",
+        action="store_true",
+        help="forget everything, in place of a name; with a tenant's token, all of that tenant",
+    )
     add_connection(purge)
     purge.set_defaults(command=_purge)
 

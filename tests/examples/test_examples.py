@@ -85,6 +85,22 @@ def test_the_example_of_tls_is_let_in_as_its_tenant_and_no_other(tmp_path: Path)
     assert printed == ["100 tokens as the tenant that the token names", "PERMISSION_DENIED"]
 
 
+@pytest.mark.parametrize("arguments", [(), ("localhost:50051", "ca.pem")], ids=["no arguments", "no token"])
+def test_the_example_of_tls_says_what_it_needs(arguments: tuple[str, ...]) -> None:
+    without_token = {name: value for name, value in os.environ.items() if name != "RADIXKV_TOKEN"}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "tls_token.py"), *arguments],
+        env=without_token,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("tls_token.py ADDRESS CA_FILE, the token in RADIXKV_TOKEN.")
+    assert "Traceback" not in done.stderr
+
+
 async def statuses_of(address: str) -> dict[str, grpc.StatusCode]:
     """Make the call of each line of grpcurl, as its options say, by what reflection describes."""
     found = {}
