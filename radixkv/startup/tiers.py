@@ -31,9 +31,10 @@ from radixkv.invocation import InvocationMarks
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.model.on_cpu import native_copies
 from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.startup.tier_secrets import ciphers_of, secret_of
 from radixkv.storage.layer_bytes import LayerBytes
 from radixkv.storage.mover import BlockMover, payload_layout
-from radixkv.storage.tiers.block_key import MAX_SECRET_BYTES, BlockFormat, BlockKeys
+from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.by_name import StoreOptions, open_backend
@@ -41,7 +42,7 @@ from radixkv.storage.tiers.disk import DiskStore
 from radixkv.storage.tiers.guard.alarm_clock import AlarmClock
 from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
 from radixkv.storage.tiers.guard.guarded_store import GuardedStore
-from radixkv.storage.tiers.sealing import KEY_BYTES, TenantCiphers
+from radixkv.storage.tiers.sealing import TenantCiphers
 from radixkv.storage.tiers.threaded_store import ThreadedStore
 from radixkv.storage.tiers.tier import Tier
 
@@ -179,7 +180,7 @@ def open_stores(
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
     )
-    keys, ciphers = BlockKeys(block_format, _secret(config.secret_file)), _ciphers(config.encryption_key_file)
+    keys, ciphers = BlockKeys(block_format, secret_of(config)), ciphers_of(config)
     backends: dict[str, StoreBackend] = {}
     for name, options in _wanted(config, others or {}, block_format, native).items():
         try:
@@ -213,34 +214,6 @@ def _wanted(
     for name, store in others.items():
         wanted[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
     return wanted
-
-
-def _secret(path: str | None) -> bytes:
-    """Return a digest of what is in a file; nothing without one."""
-    if path is None:
-        return b""
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"tiers.secret_file: expected a file, got {error.strerror}") from error
-    if not secret:
-        raise ConfigError("tiers.secret_file: expected a secret in the file, got none")
-    return blake2b(secret, digest_size=MAX_SECRET_BYTES).digest()
-
-
-def _ciphers(path: str | None) -> TenantCiphers | None:
-    """Return the ciphers of the key in a file; None without one."""
-    if path is None:
-        return None
-    try:
-        key = bytes.fromhex(Path(path).read_text("ascii").strip())
-    except OSError as error:
-        raise ConfigError(f"tiers.encryption_key_file: expected a file, got {error.strerror}") from error
-    except ValueError:
-        key = b""
-    if len(key) != KEY_BYTES:
-        raise ConfigError("tiers.encryption_key_file: expected 64 hexadecimal digits in the file, got something else")
-    return TenantCiphers(key)
 
 
 def _disk_bytes(config: TiersConfig) -> int:

@@ -421,10 +421,8 @@ def test_a_wrong_password_is_told_and_not_shown(
     ("settings", "message"),
     [
         (["tiers.redis_url=http://x"], "tiers.redis_url: expected redis://HOST:PORT/DB, got something else"),
-        (["tiers.secret_file=/nowhere"], "tiers.secret_file: expected a file, got No such file or directory"),
-        (["tiers.encryption_key_file=/nowhere"], "tiers.encryption_key_file: expected a file, got No such file"),
+        (["tiers.secret_file=/nowhere"], "tiers.secret_file: expected a readable file, got /nowhere"),
         (["tiers.encryption_key_file=/dev/null"], "tiers.encryption_key_file: expected 64 hexadecimal digits"),
-        (["tiers.secret_file=/dev/null"], "tiers.secret_file: expected a secret in the file, got none"),
     ],
 )
 def test_bad_settings_of_shared_stores_are_refused(checkpoint: Path, settings: list[str], message: str) -> None:

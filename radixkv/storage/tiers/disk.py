@@ -72,7 +72,7 @@ class DiskStore(StoreBackend):
         self._buffers = BufferPool(self._sizes.buffer_bytes)
         self._directory = DiskDirectory(path, block_format)
         self.path = self._directory.path
-        with contextlib.ExitStack() as ends, _failures():
+        with contextlib.ExitStack() as ends, _failures(self.path):
             ends.callback(self._directory.close)
             self._file = SlotFile(self.path, self._sizes, self._max_slots, native)
             ends.callback(self._file.close)
@@ -82,16 +82,16 @@ class DiskStore(StoreBackend):
 
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
         """Write objects. They are there for the next process once this returns, and after a power failure perhaps."""
-        with _failures():
+        with _failures(self.path):
             self.names.write()  # without the names of their namespaces blocks are of no use
         left, outcomes, evicted = iter(give_up), list[PutOutcome](), list[bytes]()
         for batch in self._batches(objects):
             self._grow(len(batch))
             claimed: list[tuple[int, BlockObject]] = []
             try:
-                with self._lock, _failures():
+                with self._lock, _failures(self.path):
                     fates, gone = self._claim(batch, left, claimed)
-                with _failures():
+                with _failures(self.path):
                     self._file.write_objects(claimed)
             except BaseException:
                 with self._lock:
@@ -113,7 +113,7 @@ class DiskStore(StoreBackend):
         buffers: list[memoryview] = []
         try:
             buffers.extend(self._buffers.take() for _ in there)
-            with _failures():
+            with _failures(self.path):
                 found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
         except BaseException:
             for buffer in buffers:
@@ -137,10 +137,10 @@ class DiskStore(StoreBackend):
 
         Their bytes stay on the disk until others are written there.
         """
-        with self._lock, _failures():
+        with self._lock, _failures(self.path):
             gone = [entry for key in keys if (entry := self._table.remove(key)) is not None]
             self._file.clear_lines(entry.slot for entry in gone)
-        with _failures():
+        with _failures(self.path):
             self._file.sync_lines()  # loads do not wait for it
         return len(gone)
 
@@ -165,7 +165,7 @@ class DiskStore(StoreBackend):
         if self._is_closed:
             return
         self._is_closed = True
-        with _failures(), contextlib.ExitStack() as ends:  # whatever fails
+        with _failures(self.path), contextlib.ExitStack() as ends:  # whatever fails
             for each in (self._directory, self._file, self.names):
                 ends.callback(each.close)
             self._table.put_last(self._last)
@@ -224,7 +224,7 @@ class DiskStore(StoreBackend):
 
     def _publish(self, written: Sequence[tuple[int, BlockObject]]) -> None:
         """Make objects known, but not those that somebody deleted meanwhile."""
-        with self._lock, _failures():
+        with self._lock, _failures(self.path):
             lines: list[Line] = []
             for slot, each in written:
                 entry = SlotEntry(slot, each.generation, each.num_bytes)
@@ -235,7 +235,7 @@ class DiskStore(StoreBackend):
 
     def _grow(self, num_slots: int) -> None:
         """Take more room if less is free, the bound allows it and the disk was not just full. Loads do not wait."""
-        with self._growth, _failures():
+        with self._growth, _failures(self.path):
             if (
                 self._table.num_free >= num_slots
                 or self._file.num_slots == self._max_slots
@@ -269,9 +269,10 @@ class DiskStore(StoreBackend):
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def _failures(path: Path) -> Iterator[None]:
     """Raise what the system says of the disk as an error of the store."""
     try:
         yield
     except OSError as error:
-        raise StoreUnavailable(f"tiers.disk_path: expected a disk that works, got {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise StoreUnavailable(f"tiers.disk_path: expected a disk that works, got {path}: {reason}") from error

@@ -113,9 +113,8 @@ class MooncakeStore(StoreBackend):
             with socket.create_connection(self._master, _PROBE_S) as probe:
                 host = probe.getsockname()[0]
         except OSError as error:
-            raise StoreUnavailable(
-                f"tiers.mooncake_master: expected a master, got {error.strerror or error}"
-            ) from error
+            reason = f"{self._master[0]}:{self._master[1]}: {error.strerror or error}"
+            raise StoreUnavailable(f"tiers.mooncake_master: expected a master, got {reason}") from error
         client = MooncakeDistributedStore()
         master = f"{self._master[0]}:{self._master[1]}"
         code = client.setup(host, "P2PHANDSHAKE", self._lent_bytes, self._buffer_bytes, "tcp", "", master)

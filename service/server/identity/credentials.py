@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError
 from radixkv.service.server.identity.identity import OPERATORS, Identity, Role
 
@@ -85,9 +86,7 @@ def read_credentials(path: str | Path) -> Credentials:
         ConfigError: it can't be read. The message names the entry and the key, and repeats no value.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"server.tokens_file: expected a readable file, got {error.strerror}") from error
+        text = read_named("server.tokens_file", path).decode()
     except UnicodeDecodeError:
         raise ConfigError("server.tokens_file: expected UTF-8, got something else") from None
     return parse_credentials(text)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 
 from radixkv.config import ServerConfig
+from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError
 from radixkv.service.server.identity.reloaded_files import ReloadedFiles
 
@@ -98,10 +98,7 @@ def _read(config: ServerConfig) -> TlsFiles:
 def _contents(key: str, path: str | None) -> bytes:
     if path is None:
         raise ConfigError(f"server.{key}: expected a file, got none")
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"server.{key}: expected a readable file, got {error.strerror}") from error
+    return read_named(f"server.{key}", path)
 
 
 def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixkv.config import KVSourceConfig
+from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
 from radixkv.service.client.access import Access, is_on_this_machine
 from radixkv.service.client.async_client import AsyncClient
@@ -127,9 +127,9 @@ def _token(name: str, config: KVSourceConfig) -> str | None:
     if config.token_file is None:
         return None
     try:
-        token = Path(config.token_file).read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"kv_sources.{name}.token_file: expected a file with a token, got {error}") from error
+        token = read_named(f"kv_sources.{name}.token_file", config.token_file).decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise ConfigError(f"kv_sources.{name}.token_file: expected a token in the file, got other bytes") from None
     if not token:
         raise ConfigError(f"kv_sources.{name}.token_file: expected a token in the file, got none")
     return token

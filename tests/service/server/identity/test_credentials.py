@@ -89,7 +89,9 @@ def test_what_can_not_be_meant_is_refused_without_its_values(text, message):
 
 
 def test_a_file_that_can_not_be_read_is_named_by_its_key(tmp_path):
-    with pytest.raises(ConfigError, match=r"server\.tokens_file: expected a readable file, got No such file"):
+    with pytest.raises(
+        ConfigError, match=r"server\.tokens_file: expected a readable file, got .*none\.toml: No such file"
+    ):
         read_credentials(tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b"# \xff")
     with pytest.raises(ConfigError, match=r"server\.tokens_file: expected UTF-8"):

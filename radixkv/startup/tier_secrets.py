@@ -1,0 +1,43 @@
+"""Reads the secrets of the stores below the device from the files that a configuration names, without torch."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from radixkv.config import TiersConfig
+from radixkv.config.named_file import read_named
+from radixkv.errors import ConfigError
+from radixkv.storage.tiers.block_key import MAX_SECRET_BYTES
+from radixkv.storage.tiers.sealing import KEY_BYTES, TenantCiphers
+
+
+def secret_of(config: TiersConfig) -> bytes:
+    """Return a digest of the secret in `secret_file`; nothing without one.
+
+    Raises:
+        ConfigError: the file can't be read, or is empty.
+    """
+    if config.secret_file is None:
+        return b""
+    secret = read_named("tiers.secret_file", config.secret_file).strip()
+    if not secret:
+        raise ConfigError("tiers.secret_file: expected a secret in the file, got none")
+    return blake2b(secret, digest_size=MAX_SECRET_BYTES).digest()
+
+
+def ciphers_of(config: TiersConfig) -> TenantCiphers | None:
+    """Return the ciphers of the key in `encryption_key_file`; None without one.
+
+    Raises:
+        ConfigError: the file can't be read or has no key, or a package is missing.
+    """
+    if config.encryption_key_file is None:
+        return None
+    text = read_named("tiers.encryption_key_file", config.encryption_key_file)
+    try:
+        key = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError("tiers.encryption_key_file: expected 64 hexadecimal digits in the file, got something else")
+    return TenantCiphers(key)
