@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from radixkv.config.needed_package import missing_package
+
+__all__ = ["MissingPackage", "missing_package"]
+
 
 class MissingPackage(ModuleNotFoundError):
     """A package of an extra is not installed; the message says how to install it."""
-
-
-def missing_package(package: str, extra: str) -> str:
-    """Say what is missing, and how to install it from a checkout; radixkv is on no package index yet."""
-    return f"the package {package} is missing; install it from a checkout of radixkv: pip install '.[{extra}]'"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.storage.tiers.block_key import BlockFormat
@@ -49,21 +50,49 @@ def open_backend(name: str, options: StoreOptions) -> StoreBackend:
         ConfigError: there is none of this name, it lacks a package, or the options make no sense.
         StoreUnavailable: the store can't be used now.
     """
+    require_backend(name)
     try:
-        return _find(name)(options)
+        opened: OpenBackend = _OURS[name] if name in _OURS else _entry_points(name)[0].load()
+        return opened(options)
     except ImportError as error:
-        raise ConfigError(f"store {name}: expected its packages, got: {error}") from error
+        raise ConfigError(f"{_key_of(name)}: expected its packages, got: {error}") from error
 
 
-def _find(name: str) -> OpenBackend:
-    if name in _OURS:
-        return _OURS[name]
-    found = tuple(entry_points(group=ENTRY_POINTS, name=name))
-    if not found:
-        known = sorted({*_OURS, *entry_points(group=ENTRY_POINTS).names})
-        raise ConfigError(f"store: expected one of {', '.join(known)}, got {name!r}")
-    opened: OpenBackend = found[0].load()
-    return opened
+def require_backend(name: str) -> None:
+    """Refuse the name of no backend, and one whose package is missing. Nothing is imported.
+
+    Raises:
+        ConfigError: the message names the key of the configuration.
+    """
+    if name in _EXTRAS:
+        require_package(_key_of(name), *_EXTRAS[name])
+    elif name not in _OURS and not _entry_points(name):
+        known = ", ".join(sorted(entry_points(group=ENTRY_POINTS).names)) or "none"
+        raise ConfigError(
+            f"{_key_of(name)}: expected the name of an installed package's entry point in the group {ENTRY_POINTS} "
+            f"({known}; our own stores are keys of tiers), got {name!r}"
+        )
+
+
+def require_redis_url(url: str) -> None:
+    """Refuse a URL of no Redis, without connecting.
+
+    Raises:
+        ConfigError: it is none, or the package is missing.
+    """
+    require_backend("redis")
+    from radixkv.storage.tiers.redis import RedisStore  # the package is an extra
+
+    RedisStore(url, object_bytes=1).close()
+
+
+def _key_of(name: str) -> str:
+    """Return the key of the configuration that asks for a backend."""
+    return _KEYS.get(name, f"stores.{name}")
+
+
+def _entry_points(name: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINTS, name=name))
 
 
 def _host(options: StoreOptions) -> StoreBackend:
@@ -93,3 +122,14 @@ def _mooncake(options: StoreOptions) -> StoreBackend:
 
 
 _OURS: dict[str, OpenBackend] = {"host": _host, "disk": _disk, "redis": _redis, "mooncake": _mooncake}
+_KEYS = {
+    "host": "tiers.host_bytes",
+    "disk": "tiers.disk_path",
+    "redis": "tiers.redis_url",
+    "mooncake": "tiers.mooncake_master",
+}
+# What each is imported as, the package, and the extra that installs it.
+_EXTRAS = {
+    "redis": ("redis", "redis", "redis"),
+    "mooncake": ("mooncake", "mooncake-transfer-engine-non-cuda", "mooncake"),
+}

@@ -7,6 +7,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:  # the package is an extra
@@ -62,10 +63,7 @@ class BlockCipher:
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
             raise ConfigError(f"key of a tenant's objects: expected {KEY_BYTES} bytes, got {len(key)}")
-        try:
-            import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
-        except ImportError as error:
-            raise ConfigError("key of a tenant's objects: expected the package cryptography, got none") from error
+        require_package("tiers.encryption_key_file", "cryptography", "cryptography", "encryption")
         self._key = key
 
     def new_salt(self) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from radixkv.errors import ConfigError, StoreUnavailable
 from radixkv.storage.tiers import by_name
 from radixkv.storage.tiers.block_store import PutOutcome, StoreBackend
-from radixkv.storage.tiers.by_name import StoreOptions, open_backend
+from radixkv.storage.tiers.by_name import StoreOptions, open_backend, require_backend, require_redis_url
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
 
 from .blocks import FORMAT, OBJECT_BYTES, block
@@ -45,12 +45,39 @@ def test_a_store_of_another_package_is_opened_by_its_entry_point(monkeypatch: py
     monkeypatch.setattr(by_name, "entry_points", entry_points)
     backend = open_backend("shelf", StoreOptions(FORMAT, OBJECT_BYTES, place="xx"))
     assert backend.put([block(1)]).outcomes == (PutOutcome.STORED,)
-    with pytest.raises(ConfigError, match="store: expected one of disk, host, mooncake, redis, shelf, got 'drawer'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^stores\.drawer: expected the name of an .* radixkv\.stores \(shelf; our own .*, got 'drawer'$",
+    ):
         open_backend("drawer", StoreOptions(FORMAT, OBJECT_BYTES))
 
 
 def test_a_store_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "radixkv.storage.tiers.redis", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match="store redis: expected its packages, got: import of redis halted"):
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    for name, key in (("redis", "tiers.redis_url"), ("mooncake", "tiers.mooncake_master")):
+        message = rf"^{key}: the package {name}[-a-z]* is missing; .*: pip install '\.\[{name}\]'$"
+        with pytest.raises(ConfigError, match=message):
+            open_backend(name, StoreOptions(FORMAT, OBJECT_BYTES, place="redis://127.0.0.1:1/0"))
+
+
+def test_a_package_that_can_not_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "radixkv.storage.tiers.redis", raising=False)
+    monkeypatch.setitem(sys.modules, "redis.backoff", None)
+    with pytest.raises(ConfigError, match=r"^tiers\.redis_url: expected its packages, got: import of redis\.backoff"):
         open_backend("redis", StoreOptions(FORMAT, OBJECT_BYTES, place="redis://127.0.0.1:1/0"))
+
+
+def test_names_and_packages_are_judged_without_opening_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_name, "entry_points", lambda **wanted: EntryPoints([]).select(**wanted))
+    require_backend("host")
+    with pytest.raises(
+        ConfigError, match=r"^stores\.shelf: .* \(none; our own stores are keys of tiers\), got 'shelf'$"
+    ):
+        require_backend("shelf")
+
+
+def test_a_url_is_judged_without_connecting() -> None:
+    require_redis_url("redis://127.0.0.1:1/0")
+    with pytest.raises(ConfigError, match=r"^tiers\.redis_url: expected redis://HOST:PORT/DB, got something else$"):
+        require_redis_url("nope")

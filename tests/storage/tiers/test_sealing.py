@@ -48,8 +48,10 @@ def test_a_key_has_32_bytes() -> None:
 
 
 def test_without_the_package_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(ConfigError, match="expected the package cryptography"):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(
+        ConfigError, match=r"^tiers\.encryption_key_file: the package cryptography is missing; .*\[encryption\]"
+    ):
         BlockCipher(bytes(32))
 
 

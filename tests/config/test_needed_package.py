@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from radixkv.config.needed_package import missing_package, require_package
+from radixkv.errors import ConfigError
+
+
+def test_a_package_that_is_there_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    require_package("a.b", "this", "zen", "poems")
+    assert "this" not in sys.modules
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "this", None)
+    with pytest.raises(ConfigError, match=f"^{re.escape('a.b: ' + missing_package('zen', 'poems'))}$"):
+        require_package("a.b", "this", "zen", "poems")
+    assert missing_package("zen", "poems").endswith("pip install '.[poems]'")
