@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from radixkv.config.address import host_and_port
 from radixkv.config.bounds import OneOf, Range, require_fields
-from radixkv.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,4 @@ class KVSourceConfig:
             ConfigError: the message names the key.
         """
         require_fields(path, self)
-        host, _, port = self.address.rpartition(":")
-        came = repr(self.address) if self.address else "none"
-        if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
-            raise ConfigError(f"{path}.address: expected HOST:PORT with a port from 1 to 65535, got {came}")
+        host_and_port(f"{path}.address", self.address)

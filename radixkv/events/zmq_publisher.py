@@ -53,10 +53,11 @@ class ZmqPublisher:
         self._is_waking = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._publisher, self.endpoint = self._bound(zmq.PUB, "zmq_endpoint", config.zmq_endpoint)
+            self._publisher, self.endpoint = _bound(self._context, zmq.PUB, "zmq_endpoint", config.zmq_endpoint)
             self._replays, self.replay_endpoint = None, config.replay_endpoint
             if config.replay_endpoint is not None:
-                router, self.replay_endpoint = self._bound(zmq.ROUTER, "replay_endpoint", config.replay_endpoint)
+                endpoint = config.replay_endpoint
+                router, self.replay_endpoint = _bound(self._context, zmq.ROUTER, "replay_endpoint", endpoint)
                 self._replays = Replays(router, self._log, self._topic, self._payload)
         except ConfigError:
             self._context.destroy(linger=0)
@@ -76,20 +77,6 @@ class ZmqPublisher:
         with contextlib.suppress(OSError):  # closed before
             self._waking.send(b"!")
         self._thread.join()
-
-    def _bound(self, kind: int, key: str, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
-        made = self._context.socket(kind)
-        try:
-            port = endpoint.rpartition(":")[2]
-            if endpoint.startswith("tcp:") and port.isdigit() and int(port) > _MAX_PORT:  # ZMQ takes it modulo 65536
-                raise zmq.ZMQError(zmq.EINVAL)
-            made.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"events.{key}: expected a ZMQ address that can be bound, such as tcp://127.0.0.1:5557, got "
-                f"{endpoint!r}: {error}"
-            ) from error
-        return made, made.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _wake(self) -> None:
         """Wake the thread. Called on the engine's."""
@@ -139,3 +126,35 @@ class ZmqPublisher:
         batch = self._log.after(number - 1)
         assert isinstance(batch, EventBatch)
         return self._write(batch)
+
+
+def require_addresses(config: EventsConfig) -> None:
+    """Bind the addresses of a configuration for a moment.
+
+    Raises:
+        ConfigError: one can't be bound; the message names the key.
+    """
+    kinds = {"zmq_endpoint": zmq.PUB, "replay_endpoint": zmq.ROUTER}
+    endpoints = {"zmq_endpoint": config.zmq_endpoint, "replay_endpoint": config.replay_endpoint}
+    with zmq.Context() as context, contextlib.ExitStack() as ends:  # whose end waits until the addresses are free again
+        for key, endpoint in endpoints.items():
+            if endpoint is not None:
+                ends.enter_context(_bound(context, kinds[key], key, endpoint)[0])
+
+
+def _bound(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, key: str, endpoint: str
+) -> tuple[zmq.Socket[bytes], str]:
+    made = context.socket(kind)
+    try:
+        port = endpoint.rpartition(":")[2]
+        if endpoint.startswith("tcp:") and port.isdigit() and int(port) > _MAX_PORT:  # ZMQ takes it modulo 65536
+            raise zmq.ZMQError(zmq.EINVAL)
+        made.bind(endpoint)
+    except zmq.ZMQError as error:
+        made.close(linger=0)
+        raise ConfigError(
+            f"events.{key}: expected a ZMQ address that can be bound, such as tcp://127.0.0.1:5557, got "
+            f"{endpoint!r}: {error}"
+        ) from error
+    return made, made.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -12,8 +12,8 @@ from radixkv.config import AdapterConfig, Config
 from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapters import Adapters, AdapterSource
 from radixkv.errors import ConfigError, InvalidAdapter
-from radixkv.model.adapters.adapter_config import CONFIG_FILE
-from radixkv.model.adapters.adapter_files import TENSOR_FILE, AdapterFiles, read_adapter
+from radixkv.model.adapters.adapter_config import CONFIG_FILE, TENSOR_FILE
+from radixkv.model.adapters.adapter_files import AdapterFiles, read_adapter
 from radixkv.model.model import Model
 from radixkv.startup.openmp_threads import end_own_threads
 
@@ -21,19 +21,6 @@ from radixkv.startup.openmp_threads import end_own_threads
 _FILE_BYTES_EACH = 4
 
 _log = logging.getLogger(__name__)
-
-
-def require_adapter_directory(config: Config) -> None:
-    """Refuse a directory below which adapters are to be loaded, if there is none, or they are off.
-
-    Raises:
-        ConfigError: the message names the key.
-    """
-    directory = config.model.adapter_directory
-    if directory and not Path(directory).is_dir():
-        raise ConfigError(f"model.adapter_directory: expected a directory, got {directory!r}")
-    if directory and not config.max_adapters:
-        raise ConfigError("model.max_adapters: expected at least 1 beside model.adapter_directory, got 0")
 
 
 def adapter_source(config: Config, model: Model) -> AdapterSource | None:

@@ -31,7 +31,7 @@ from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.rates import Rates
-from radixkv.startup.adapters import adapter_source, load_adapters, require_adapter_directory
+from radixkv.startup.adapters import adapter_source, load_adapters
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
@@ -39,6 +39,7 @@ from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.openmp_threads import end_own_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
+from radixkv.startup.requirements import require_usable
 from radixkv.startup.states import make_state_slots
 from radixkv.startup.tiers import Transfers, open_stores
 from radixkv.startup.windowed_layers import divide_layers, part_groups
@@ -70,7 +71,7 @@ def build_engine(
     Raises:
         ConfigError: the model or an adapter can't be loaded or served, or the pool does not fit into memory.
     """
-    require_adapter_directory(config)
+    require_usable(config)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     use_huge_pages()

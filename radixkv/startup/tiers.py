@@ -158,8 +158,6 @@ def open_stores(
         UnsupportedModel: transfers of K/V whose layers have different shapes.
         ConfigError: a store has no room for a block, or lacks its packages; an address or the secret is not one.
     """
-    if config.disk_path is None and config.disk_bytes is not None:
-        raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
     model, storage = runner.model, runner.storage

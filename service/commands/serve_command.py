@@ -20,6 +20,7 @@ from radixkv.service.server.identity.requirements import require_secure
 from radixkv.service.server.listen_address import require_free
 from radixkv.service.server.transfer.kv_sources import require_sources
 from radixkv.service.server.transfer.role import require_role
+from radixkv.startup.requirements import require_usable
 
 _logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     require_publishable(config.events)
     require_role(config)
     require_sources(config.kv_sources)
+    require_usable(config)
     _announce(config.model)
     try:
         with _without_collections():

@@ -15,7 +15,7 @@ from radixkv.invocation import MAX_INVOKED_VOCAB
 
 T = TypeVar("T")
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_FILE = 2**20  # bytes
 
 # Fields that say how an adapter was made, trained or named. Tensors show which layers it adapts.
@@ -103,6 +103,22 @@ def read_config(directory: Path, vocab_size: int) -> LoraFields:
     )
 
 
+def require_files(directory: Path) -> None:
+    """Refuse a directory without the files of an adapter, whatever is in them.
+
+    Raises:
+        InvalidAdapter: one is missing.
+    """
+    for name in (CONFIG_FILE, TENSOR_FILE):
+        if not (directory / name).is_file():
+            raise absent(name)
+
+
+def absent(name: str) -> InvalidAdapter:
+    """Return the error of a file that is not there."""
+    return InvalidAdapter(f"{name}: expected a file in the adapter's directory, got none")
+
+
 def _read_tree(file: Path) -> dict[str, Any]:
     try:
         size = file.stat().st_size
@@ -110,7 +126,7 @@ def _read_tree(file: Path) -> dict[str, Any]:
             raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_LARGEST_FILE} bytes, got {size}")
         tree = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InvalidAdapter(f"{CONFIG_FILE}: expected a file in the adapter's directory, got none") from None
+        raise absent(CONFIG_FILE) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidAdapter(f"{CONFIG_FILE}: expected a JSON object, got {type(error).__name__}") from error
     if not isinstance(tree, dict):

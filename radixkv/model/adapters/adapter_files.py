@@ -17,12 +17,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from radixkv.errors import InvalidAdapter
-from radixkv.model.adapters.adapter_config import LoraFields, read_config
+from radixkv.model.adapters.adapter_config import TENSOR_FILE, LoraFields, absent, read_config
 from radixkv.model.adapters.layers import LayerShape, adaptable_layers
 from radixkv.model.attention.latent_heads import absorbed_layers
 from radixkv.tokens import TOKEN_BYTES
 
-TENSOR_FILE = "adapter_model.safetensors"
 _DIGEST_BYTES = 20
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 
@@ -149,7 +148,7 @@ def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Ten
             raise InvalidAdapter(f"{TENSOR_FILE}: expected at most {max_bytes} bytes, got {size}")
         return safetensors.torch.load(file.read_bytes())
     except FileNotFoundError:
-        raise InvalidAdapter(f"{TENSOR_FILE}: expected a file in the adapter's directory, got none") from None
+        raise absent(TENSOR_FILE) from None
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InvalidAdapter(f"{TENSOR_FILE}: expected safetensors, got {type(error).__name__}") from error
 

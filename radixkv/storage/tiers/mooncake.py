@@ -9,7 +9,8 @@ from typing import Any
 
 from mooncake.store import MooncakeDistributedStore
 
-from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.config.address import host_and_port
+from radixkv.errors import StoreUnavailable
 from radixkv.storage.tiers.block_key import KeyScope
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
@@ -38,10 +39,7 @@ class MooncakeStore(StoreBackend):
     def __init__(
         self, master: str, object_bytes: int, *, lent_bytes: int = 1 << 30, buffer_bytes: int = 256 << 20
     ) -> None:
-        host, _, port = master.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"tiers.mooncake_master: expected HOST:PORT, got {master!r}")
-        self._master = (host, int(port))
+        self._master = host_and_port("tiers.mooncake_master", master)
         self._object_bytes = object_bytes
         self._lent_bytes, self._buffer_bytes = lent_bytes, max(buffer_bytes, 4 * object_bytes)
         self._batch = self._buffer_bytes // 2 // object_bytes

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from radixkv.config import EventsConfig
+from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
-from radixkv.service.missing_package import missing_package
 
 if TYPE_CHECKING:  # only where events are published is ZMQ needed
     from radixkv.engine.engine import Engine
@@ -24,15 +23,18 @@ def require_publishable(config: EventsConfig) -> None:
     """Refuse a configuration that can't be served, before a model is loaded.
 
     Raises:
-        ConfigError: a package is missing (the message names the extra), or there is nothing to send again.
+        ConfigError: a package is missing (the message names the extra), an address can't be bound now, or there is
+            nothing to send again.
     """
     if config.zmq_endpoint is None:
         if config.replay_endpoint is not None:
             raise ConfigError("events.zmq_endpoint: expected an address beside events.replay_endpoint, got none")
         return
     for module, package in _PACKAGES.items():
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"events.zmq_endpoint: {missing_package(package, 'events')}")
+        require_package("events.zmq_endpoint", module, package, "events")
+    from radixkv.events.zmq_publisher import require_addresses
+
+    require_addresses(config)
 
 
 @contextlib.contextmanager

@@ -88,6 +88,23 @@ def test_a_wrong_model_directory_is_one_line_before_torch_is_imported(tmp_path, 
     assert (code, out, err) == (2, "", f"radixkv: model.path: {message.format(tmp_path)}\n")
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tiers.redis_url=nope", "tiers.redis_url: expected redis://HOST:PORT/DB, got something else"),
+        ("events.zmq_endpoint=nope", "events.zmq_endpoint: expected a ZMQ address that can be bound"),
+        ("tiers.secret_file=/nowhere", "tiers.secret_file: expected a readable file, got /nowhere: No such file"),
+        ("adapters.law.path=/nowhere", "adapters.law.path: adapter_config.json: expected a file"),
+        ("stores.shelf.place=x", "stores.shelf: expected the name of an installed package's entry point"),
+    ],
+)
+def test_what_a_model_would_be_loaded_for_in_vain_is_refused_before_torch_is_imported(setting, message):
+    program = WITHOUT_TORCH + "sys.exit(main(['serve', '--port', '0', '--set', sys.argv[1]]))"
+    code, out, err = launch("-P", "-c", program, setting)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"radixkv: {message}")
+
+
 def test_serve_says_what_it_loads_before_torch_is_imported(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(20_000_000))

@@ -1,5 +1,6 @@
 import importlib.util
 import logging
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -48,4 +49,17 @@ def test_an_address_that_can_not_be_bound_is_refused():
         pytest.raises(ConfigError, match=r"^events\.zmq_endpoint: expected"),
         publishing(SimpleNamespace(events=FakeSource()), EventsConfig(zmq_endpoint="nowhere")),
     ):
+        pass
+
+
+@pytest.mark.parametrize("key", ["zmq_endpoint", "replay_endpoint"])
+def test_addresses_are_tried_before_a_model_is_loaded_and_are_free_after_it(key):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        for endpoint in ("nope", taken):
+            with pytest.raises(ConfigError, match=rf"^events\.{key}: expected a ZMQ address that can be bound"):
+                require_publishable(EventsConfig(**{"zmq_endpoint": ANYWHERE, key: endpoint}))
+    config = EventsConfig(**{"zmq_endpoint": ANYWHERE, key: taken})
+    require_publishable(config)
+    with publishing(SimpleNamespace(events=FakeSource()), config):
         pass

@@ -1,0 +1,53 @@
+"""Refuses a configuration whose files, packages or addresses can't be used, before a model is loaded; without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from radixkv.config import Config, TiersConfig
+from radixkv.config.address import host_and_port
+from radixkv.errors import ConfigError, InvalidAdapter
+from radixkv.model.adapters.adapter_config import require_files
+from radixkv.startup.tier_secrets import ciphers_of, secret_of
+from radixkv.storage.tiers.by_name import require_backend, require_redis_url
+
+
+def require_usable(config: Config) -> None:
+    """Check what an engine will need of this machine besides the model: directories, files and packages.
+
+    What it asks of other machines is not checked, since the engine starts without them.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    _require_adapter_directory(config)
+    for name, section in config.adapters.items():
+        try:
+            require_files(Path(section.path))
+        except InvalidAdapter as error:
+            raise ConfigError(f"adapters.{name}.path: {error}") from error
+    _require_tiers(config.tiers)
+    for name in config.stores:
+        require_backend(name)
+
+
+def _require_adapter_directory(config: Config) -> None:
+    """Refuse a directory below which adapters are to be loaded, if there is none, or they are off."""
+    directory = config.model.adapter_directory
+    if directory and not Path(directory).is_dir():
+        raise ConfigError(f"model.adapter_directory: expected a directory, got {directory!r}")
+    if directory and not config.max_adapters:
+        raise ConfigError("model.max_adapters: expected at least 1 beside model.adapter_directory, got 0")
+
+
+def _require_tiers(tiers: TiersConfig) -> None:
+    if tiers.disk_path is None and tiers.disk_bytes is not None:
+        raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
+    if tiers.disk_path == "":  # which would be the directory of the process
+        raise ConfigError("tiers.disk_path: expected a directory, got an empty path")
+    _ = secret_of(tiers), ciphers_of(tiers)
+    if tiers.redis_url is not None:
+        require_redis_url(tiers.redis_url)
+    if tiers.mooncake_master is not None:
+        host_and_port("tiers.mooncake_master", tiers.mooncake_master)
+        require_backend("mooncake")
