@@ -210,7 +210,7 @@ class TierStats:
 
     Attributes:
         tier: its name.
-        is_working: False while it is left alone after failures.
+        is_working: False while it is left alone after failures, and if it could not be opened.
         blocks, used_bytes, capacity_bytes: None where only the store's own server knows.
         loaded_blocks: blocks that it gave, whole and verified.
         loaded_bytes: their K and V.

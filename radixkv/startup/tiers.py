@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +49,6 @@ _log = logging.getLogger(__name__)
 # Copies of blocks that wait to be stored, and blocks that were loaded and wait for their request: a share of the pool.
 _WAITING_SHARE = 8
 _LEAST_WAITING_BYTES = 64 << 20
-_STAT_BLOCK_BYTES = 512
 # The prompt that is computed to learn how this process computes.
 _TRIED_BLOCKS = 2
 _STRIDE = 7919
@@ -76,6 +73,7 @@ class Stores:
 
     Attributes:
         backends: by name.
+        closed: names of those that could not be opened.
         keys: of their blocks.
         elsewhere: knows where blocks are; to listen to the cache.
         mover: copies blocks.
@@ -86,6 +84,7 @@ class Stores:
     """
 
     backends: dict[str, StoreBackend]
+    closed: tuple[str, ...]
     keys: BlockKeys
     elsewhere: Elsewhere
     mover: BlockMover
@@ -112,16 +111,18 @@ class Stores:
         alarms = AlarmClock()
         tiers, record = [], None
         for name, backend in self.backends.items():
-            circuit = Circuit(alarms.now_s)
+            is_shared = self.elsewhere.shelves[name].is_shared
+            circuit = Circuit(alarms.now_s, is_known=not is_shared)
             store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, circuit)
-            ciphers = None if name in _IN_PROCESS else self.ciphers
-            is_shared, is_working = self.elsewhere.shelves[name].is_shared, partial(_is_closed, circuit)
+            if is_shared:
+                store.greet()
+            ciphers, is_working = None if name in _IN_PROCESS else self.ciphers, partial(_is_closed, circuit)
             tiers.append(Tier(name, store, self.mover.sizes, is_working, ciphers, is_shared=is_shared))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
         offload = Offload(
             cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, choice, record,
-            on_close=alarms.close,
+            on_close=alarms.close, closed=self.closed,
         )  # fmt: skip
         if self.transfer is not None:
             key_blocks, block_format = self.elsewhere.key_blocks, self.keys.format
@@ -140,9 +141,9 @@ def open_stores(
     others: Mapping[str, StoreConfig] | None = None,
     transfer: Transfers | None = None,
 ) -> Stores | None:
-    """Open the stores. One that can't be used is left out, which is logged. What is in the pool is lost.
+    """Open the stores. One that can't be used is left out, which is logged and told as one that does not work.
 
-    Redis and Mooncake are not asked before the first request: while they are away, the service works without them.
+    What is in the pool is lost. Nothing waits for Redis and Mooncake: while they are away, the service works without.
 
     Args:
         config: our stores.
@@ -180,18 +181,18 @@ def open_stores(
     )
     keys, ciphers = BlockKeys(block_format, secret_of(config)), ciphers_of(config)
     backends: dict[str, StoreBackend] = {}
+    closed: list[str] = []
     for name, options in _wanted(config, others or {}, block_format, native).items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
             _log.error("tier %s is off: %s", name, error)
-    if not backends and transfer is None:
-        return None
+            closed.append(name)
     shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
     elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
     waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
     layer_bytes = LayerBytes.of(storage.pools[0])  # transfers alone ask, and have no other pool
-    return Stores(backends, keys, elsewhere, mover, waiting_bytes, ciphers, transfer, layer_bytes)
+    return Stores(backends, tuple(closed), keys, elsewhere, mover, waiting_bytes, ciphers, transfer, layer_bytes)
 
 
 def _wanted(
@@ -204,7 +205,7 @@ def _wanted(
     if config.host_bytes is not None:
         wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes, native=native)
     if config.disk_path is not None:
-        wanted["disk"] = StoreOptions(block_format, num_bytes, _disk_bytes(config), config.disk_path, native)
+        wanted["disk"] = StoreOptions(block_format, num_bytes, config.disk_bytes, config.disk_path, native)
     if config.redis_url is not None:
         wanted["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
     if config.mooncake_master is not None:
@@ -212,16 +213,6 @@ def _wanted(
     for name, store in others.items():
         wanted[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
     return wanted
-
-
-def _disk_bytes(config: TiersConfig) -> int:
-    """Return the room for blocks on disk: what is configured, or half of what is free, blocks of earlier starts too."""
-    if config.disk_bytes is not None:
-        return config.disk_bytes
-    path = Path(config.disk_path or "")
-    ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
-    parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
-    return (shutil.disk_usage(parent).free + ours) // 2
 
 
 def _shares_of(cache: PrefixCache, tenant: str) -> Shares:

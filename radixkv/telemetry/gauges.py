@@ -154,7 +154,7 @@ def _parts(parts: PartStats) -> Iterable[Metric]:
 def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
     tiers = list(tiers)
     working = {each.tier: int(each.is_working) for each in tiers}
-    yield _by_label("radixkv_tier_working", "0 while a store is left alone after failures.", "tier", working)
+    yield _by_label("radixkv_tier_working", "0 while a store is not used: left alone, or closed.", "tier", working)
     for name, documentation, counts in (
         ("used_bytes", "Bytes of blocks that a store holds.", {each.tier: each.used_bytes for each in tiers}),
         ("capacity_bytes", "Bytes that a store has room for.", {each.tier: each.capacity_bytes for each in tiers}),

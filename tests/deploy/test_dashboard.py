@@ -75,7 +75,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     papers = Papers(folder)
     (folder / "reader.token").write_text(TOKENS["watcher"] + "\n")
     target = f"127.0.0.1:{free_port()}"
-    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()]
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()] + [
+        "tiers.host_bytes=10000000"
+    ]
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--metrics-port", target.split(":")[1]]
     command += [part for setting in settings for part in ("--set", setting)]
     log = (folder / "log").open("w")

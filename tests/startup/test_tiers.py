@@ -32,6 +32,7 @@ from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend, StoreSize
 from radixkv.storage.tiers.by_name import StoreOptions
 from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+from radixkv.telemetry.gauges import EngineGauges
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 from tests.patience import PATIENCE_S, wait_until
@@ -313,13 +314,26 @@ def test_blocks_of_another_format_are_not_found(checkpoint: Path, tmp_path: Path
         assert ask(served, 1).usage.cached_tokens == 0
 
 
+def working_tiers(engine: Engine) -> dict[str, float]:
+    """The metric of the stores that work, by name."""
+    metrics = EngineGauges(engine, PATIENCE_S).collect()
+    (family,) = [each for each in metrics if each.name == "radixkv_tier_working"]
+    return {sample.labels["tier"]: sample.value for sample in family.samples}
+
+
+def test_a_redis_that_was_never_there_does_not_work_before_anybody_asks_it(checkpoint: Path, tmp_path: Path) -> None:
+    stores = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000", "tiers.redis_url=redis://127.0.0.1:1/0")
+    with engine(checkpoint, *stores) as served:
+        wait_until(lambda: working_tiers(served) == {"disk": 1, "redis": 0})
+
+
 def test_a_store_that_cannot_be_opened_is_left_out(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     with caplog.at_level(logging.ERROR), engine(checkpoint, f"tiers.disk_path={tmp_path}/file/below") as served:
         assert ask(served, 1).usage.computed_tokens == PROMPT_TOKENS
-        assert served.offload is None
+        assert working_tiers(served) == {"disk": 0}
     assert "tier disk is off: tiers.disk_path: expected a directory to write to" in caplog.text
 
 

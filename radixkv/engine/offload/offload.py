@@ -25,7 +25,7 @@ from radixkv.engine.offload.lookups import Lookups
 from radixkv.engine.offload.own_purger import OwnPurger
 from radixkv.engine.offload.purger import Purger
 from radixkv.engine.offload.saver import Copies, Saver
-from radixkv.engine.offload.store_stats import stats_of
+from radixkv.engine.offload.store_stats import stats_of, stats_of_closed
 from radixkv.engine.offload.stored_grant import grant_stored
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import InvalidRequest
@@ -64,6 +64,7 @@ class Offload:
         record: of the store `disk`, which outlives the process; None without one.
         clock: seconds, monotonic.
         on_close: called when all stores are closed.
+        closed: names of stores that could not be opened.
 
     Attributes:
         elsewhere, tiers: see above; the tiers by name.
@@ -84,15 +85,14 @@ class Offload:
         record: DiskRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = do_nothing,
+        closed: Sequence[str] = (),
     ) -> None:
         self.elsewhere = elsewhere
         self.tiers = {tier.name: tier for tier in tiers}
         self.transfer: TransferParts | None = None
         self.wake: Callable[[], None] = lambda: None
-        self._cache = cache
-        self._clock = clock
-        self._on_close = on_close
-        self._choice = choice
+        self._cache, self._clock, self._choice, self._on_close = cache, clock, choice, on_close
+        self._closed = [stats_of_closed(name) for name in closed]
         self._deleter = Deleter(elsewhere, self.tiers, lambda: self.wake())
         self._saver = Saver(elsewhere, self.tiers, self._deleter, mover, max_bytes, record)
         self._loader = Loader(cache, elsewhere, self.tiers, mover, self._choice, clock, lambda: self.wake(), max_bytes)
@@ -119,9 +119,9 @@ class Offload:
         return _RETRY_PERIOD_S if is_unfinished else None
 
     def stats(self) -> list[TierStats]:
-        """Count what the stores hold and did, the fastest first. Any thread may ask."""
+        """Count what the stores hold and did, the fastest first, then those that are closed. Any thread may ask."""
         computed, dropped = self._loader.num_computed_blocks, self._saver.num_dropped_blocks
-        return [stats_of(tier, computed[name], dropped[name]) for name, tier in self.tiers.items()]
+        return [*(stats_of(tier, computed[name], dropped[name]) for name, tier in self.tiers.items()), *self._closed]
 
     def begin(self, request: Request) -> bool:
         """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""

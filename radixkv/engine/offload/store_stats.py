@@ -33,3 +33,23 @@ def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> T
         dropped_blocks=num_dropped_blocks,
         evicted_blocks=counts.evicted,
     )
+
+
+def stats_of_closed(name: str) -> TierStats:
+    """Count nothing, of a store that could not be opened."""
+    return TierStats(
+        tier=name,
+        is_working=False,
+        blocks=0,
+        used_bytes=0,
+        capacity_bytes=0,
+        loaded_blocks=0,
+        loaded_bytes=0,
+        load_s=0.0,
+        missed_blocks=0,
+        computed_blocks=0,
+        saved_blocks=0,
+        refused_blocks=0,
+        dropped_blocks=0,
+        evicted_blocks=0,
+    )

@@ -105,7 +105,7 @@ def _disk(options: StoreOptions) -> StoreBackend:
     from radixkv.storage.tiers.disk import DiskStore
 
     return DiskStore(
-        Path(options.place), options.block_format, options.object_bytes, options.max_bytes or 0, native=options.native
+        Path(options.place), options.block_format, options.object_bytes, options.max_bytes, native=options.native
     )
 
 

@@ -18,7 +18,7 @@ from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.storage.tiers.buffer_pool import BufferPool
-from radixkv.storage.tiers.disk_directory import DiskDirectory
+from radixkv.storage.tiers.disk_directory import DiskDirectory, half_of_free
 from radixkv.storage.tiers.namespace_names import NamespaceNames
 from radixkv.storage.tiers.slot_file import Line, SlotFile, SlotSizes
 from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
@@ -36,7 +36,7 @@ class DiskStore(StoreBackend):
         path: `tiers.disk_path`. Each format has a directory of its own below it.
         block_format: format of the blocks.
         object_bytes: size of the largest object.
-        max_bytes: the bound, `tiers.disk_bytes`.
+        max_bytes: the bound, `tiers.disk_bytes`; None for half of what is free, blocks of earlier starts too.
         clock: seconds, monotonic.
         native: see `SlotFile`.
 
@@ -57,14 +57,14 @@ class DiskStore(StoreBackend):
         path: Path,
         block_format: BlockFormat,
         object_bytes: int,
-        max_bytes: int,
+        max_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,
         native: NativeCopies | None = None,
     ) -> None:
         self._sizes = SlotSizes.of(object_bytes, block_format.payload_bytes)
-        self._max_slots = max_bytes // self._sizes.slot_bytes
+        self._max_slots = (half_of_free(path) if max_bytes is None else max_bytes) // self._sizes.slot_bytes
         if not self._max_slots:
-            raise StoreUnavailable(f"tiers.disk_bytes: expected at least {self._sizes.slot_bytes}, got {max_bytes}")
+            raise StoreUnavailable(_no_room(path, self._sizes.slot_bytes, max_bytes))
         self._clock, self._next_growth_s = clock, clock()
         self._lock, self._growth = threading.RLock(), threading.Lock()  # of the books; of who takes more room
         self._is_closed = False
@@ -266,6 +266,14 @@ class DiskStore(StoreBackend):
         is_useless[[entry.slot for _, entry in table]] = False
         self._file.clear_lines(np.flatnonzero(is_useless).tolist())  # or they count once the later ones are deleted
         return table, int(found["serial"][-1]) if len(found) else 0
+
+
+def _no_room(path: Path, slot_bytes: int, max_bytes: int | None) -> str:
+    if max_bytes is not None:
+        return f"tiers.disk_bytes: expected at least {slot_bytes}, got {max_bytes}"
+    return (
+        f"tiers.disk_path: expected a disk with {2 * slot_bytes} bytes free, half of them for blocks, got less: {path}"
+    )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from radixkv.errors import StoreUnavailable
 from radixkv.storage.tiers.block_key import BlockFormat
 
 _VERSION = 2
+_STAT_BLOCK_BYTES = 512
 _LABEL, _LOCK = "format.json", "lock"
 
 
@@ -75,3 +77,13 @@ class DiskDirectory:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def half_of_free(path: Path) -> int:
+    """Return half of the bytes that are free for blocks at a path, those that blocks of earlier starts take too.
+
+    The path need not exist yet.
+    """
+    ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
+    parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    return (shutil.disk_usage(parent).free + ours) // 2

@@ -1,4 +1,4 @@
-from radixkv.engine.offload.store_stats import stats_of
+from radixkv.engine.offload.store_stats import stats_of, stats_of_closed
 from radixkv.errors import StoreUnavailable
 from radixkv.storage.tiers.tier import Tier
 from tests.patience import PATIENCE_S
@@ -25,3 +25,8 @@ def test_a_store_that_did_nothing_has_room() -> None:
     looking = tier.exists([bytes(32)])
     store.run()
     assert looking.result(PATIENCE_S) == [False]
+
+
+def test_a_store_that_could_not_be_opened_does_not_work_and_holds_nothing() -> None:
+    told = stats_of_closed("disk")
+    assert (told.tier, told.is_working, told.blocks, told.capacity_bytes, told.saved_blocks) == ("disk", False, 0, 0, 0)

@@ -32,7 +32,7 @@ def test_a_store_without_a_bound_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="host_bytes"):
         open_backend("host", StoreOptions(FORMAT, OBJECT_BYTES))
     with pytest.raises(StoreUnavailable, match="disk_bytes"):
-        open_backend("disk", StoreOptions(FORMAT, OBJECT_BYTES, place=str(tmp_path)))
+        open_backend("disk", StoreOptions(FORMAT, OBJECT_BYTES, 1, str(tmp_path)))
 
 
 def test_a_store_of_another_package_is_opened_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

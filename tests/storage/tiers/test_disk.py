@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -283,6 +284,21 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 def test_a_bound_below_one_object_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=r"tiers.disk_bytes: expected at least 8192, got 8191"):
         DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 8191)
+
+
+def test_without_a_bound_half_of_what_is_free_is_taken(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "new", FORMAT, OBJECT_BYTES, None)
+    free = shutil.disk_usage(tmp_path).free
+    assert store.size().capacity_bytes == pytest.approx(free / 2, rel=0.1)
+    store.close()
+
+
+def test_a_path_without_room_is_named_and_not_a_bound_that_nobody_set() -> None:
+    message = (
+        r"^tiers\.disk_path: expected a disk with 16384 bytes free, half of them for blocks, got less: /proc/nope$"
+    )
+    with pytest.raises(StoreUnavailable, match=message):
+        DiskStore(Path("/proc/nope"), FORMAT, OBJECT_BYTES, None)
 
 
 def test_an_object_that_fits_no_slot_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ class Circuit:
     Args:
         clock: seconds, monotonic.
         max_failures: failures in a row that open it.
+        is_known: whether the store is known to work. One that is not is left alone after one failure, until it has
+            answered.
         first_pause_s, max_pause_s: the first pause and the longest one.
 
     Attributes:
@@ -35,13 +37,14 @@ class Circuit:
         clock: Callable[[], float],
         *,
         max_failures: int = 3,
+        is_known: bool = True,
         first_pause_s: float = 1.0,
         max_pause_s: float = 60.0,
     ) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._max_failures = max_failures
         self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
-        self._state, self._num_failures = CircuitState.CLOSED, 0
+        self._state, self._num_failures = CircuitState.CLOSED, 0 if is_known else max_failures - 1
         self._pause_s, self._until_s = first_pause_s, 0.0
         self.num_opened = 0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreLate, StorePaused
-from radixkv.storage.tiers.block_key import KeyScope
+from radixkv.storage.tiers.block_key import KEY_BYTES, KeyScope
 from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.storage.tiers.block_store import BlockStore, Loan, PutResult, StoreSize
 from radixkv.storage.tiers.guard.alarm_clock import Alarms
@@ -96,6 +96,10 @@ class GuardedStore:
     def purge(self, scope: KeyScope) -> Future[int]:
         """Forget the objects that have such keys."""
         return self._call(lambda: self._store.purge(scope), self._purge_limit_s)
+
+    def greet(self) -> None:
+        """Ask for a block that nobody has, to learn whether the store answers; nobody waits for it."""
+        self._call(lambda: self._store.exists([bytes(KEY_BYTES)]), self._write_limit_s)
 
     def size(self) -> StoreSize:
         """Return what the store holds, without waiting."""

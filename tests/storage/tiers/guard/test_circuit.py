@@ -82,3 +82,12 @@ def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: Circuit
     circuit.give_back()
     assert not circuit.lets_through()
     assert circuit.num_opened == 1
+
+
+def test_an_unknown_store_is_left_alone_after_one_failure_until_it_has_answered(clock: Clock) -> None:
+    circuit = Circuit(clock, is_known=False)
+    assert circuit.fail()
+    clock.now_s = 1.0
+    assert circuit.lets_through()
+    assert circuit.succeed()
+    assert [circuit.fail() for _ in range(3)] == [False, False, True]

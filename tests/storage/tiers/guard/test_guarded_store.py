@@ -138,6 +138,19 @@ def test_a_store_that_fails_again_and_again_is_left_alone(guarded: Guarded, capl
     assert caplog.text.count("store shared: switched off for a while after failures") == 1
 
 
+def test_a_greeting_tells_at_once_that_a_store_is_away(guarded: Guarded) -> None:
+    circuit = Circuit(guarded.clock.now_s, is_known=False)
+    store = GuardedStore("shared", guarded.inner, guarded.clock, circuit)
+    store.greet()
+    assert circuit.state is CircuitState.CLOSED
+    guarded.inner.calls[0].set_exception(StoreUnavailable("down"))
+    assert circuit.state is CircuitState.OPEN
+    guarded.clock.advance(1.0)
+    store.get([])
+    guarded.inner.calls[1].set_result([])
+    assert circuit.state is CircuitState.CLOSED
+
+
 def test_it_is_tried_with_one_call_after_each_pause_and_pauses_grow(guarded: Guarded) -> None:
     guarded.hang(3)
     for pause_s in (1.0, 2.0, 4.0):
