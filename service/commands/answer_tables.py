@@ -108,7 +108,7 @@ def stats_table(stats: StatsResponse) -> str:
     if _is_of_all(stats):
         rows += _whole_process_rows(stats)
     for tier in stats.tiers:
-        state = "" if tier.is_working else ", left alone after failures"
+        state = "" if tier.is_working else ", out of use"
         moved = f"{tier.loaded_blocks} loaded, {tier.missed_blocks} missed, {tier.saved_blocks} saved"
         held = f"{tier.blocks} blocks, {tier.used_bytes} bytes; " if tier.HasField("blocks") else ""
         rows.append((f"tier {tier.tier}", f"{held}{moved}{state}"))

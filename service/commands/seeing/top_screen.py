@@ -93,7 +93,7 @@ def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
 
 def _store(tier: TierStats) -> str:
     blocks = f"{tier.blocks} blocks" if tier.HasField("blocks") else "shared"
-    state = "" if tier.is_working else "; left alone after failures"
+    state = "" if tier.is_working else "; out of use"
     return f"in {tier.tier}  {blocks}; {tier.loaded_blocks} loaded, {tier.saved_blocks} saved so far{state}"
 
 

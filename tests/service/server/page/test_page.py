@@ -166,7 +166,7 @@ def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
 def test_a_browser_draws_what_stores_hold(address, engine, tmp_path):
     engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", False, 7, 700, 1000, *range(9))])
     page = shown(address, tmp_path)
-    assert "host: 7 blocks, left alone after failures" in page.texts["states"]
+    assert "host: 7 blocks, out of use" in page.texts["states"]
     assert "in host" in page.texts["tenants"]
 
 
