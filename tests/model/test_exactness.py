@@ -179,7 +179,16 @@ def test_no_bit_of_float16_depends_on_the_cache() -> None:
     assert counts["partial hits"] >= 4
 
 
-def test_the_cases_see_what_fast_mode_does() -> None:
+def test_the_cases_see_what_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Model.forward
+
+    def depend_on_the_batch(
+        model: Model, input_ids: torch.Tensor, *arguments: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, is_finite = forward(model, input_ids, *arguments, **options)
+        return logits * (1 + 1e-6 * input_ids.numel()), is_finite
+
+    monkeypatch.setattr(Model, "forward", depend_on_the_batch)
     counts, first_difference = run_cases("llama", "float32", "fast", num_cases=20)
     assert counts["different"] > 0
     assert first_difference.startswith("llama, auto, seed 0, case ")
