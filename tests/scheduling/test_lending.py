@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from radixkv.api.result import PrefillResult
+from radixkv.cache.lease import Lease
 from radixkv.cache.tenants import Quota
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.scheduling.lending import Lending
@@ -123,15 +124,14 @@ def test_a_lease_that_is_held_afterwards_waits() -> None:
     assert held.result(0).held_lease is not None
 
 
-def test_a_prompt_that_needs_more_than_is_lent_waits_and_nothing_changes() -> None:
+def test_a_prompt_that_needs_more_than_is_lent_waits_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, long = _bench()
-    (running,) = bench.core._scheduler.running
-    before = running.open_lease.block_ids.tolist()
-    other = bench.submit([*range(100, 254), *range(100)], tenant="short")
-    bench.core.step()
-    assert running.open_lease.block_ids.tolist() == before
+    give_up = Mock()
+    monkeypatch.setattr(Lease, "give_up", give_up)
+    other = bench.submit(range(100, 240), tenant="short")
     _ends_unhurt(bench, long)
-    assert other.result(0).usage.computed_tokens == 254
+    assert not give_up.called
+    assert other.result(0).usage.computed_tokens == 140
 
 
 def test_a_borrower_that_is_late_is_paused_once_and_borrows_no_more() -> None:
@@ -143,17 +143,31 @@ def test_a_borrower_that_is_late_is_paused_once_and_borrows_no_more() -> None:
     assert late.result(0).next_token_id == next_token(tokens(range(100, 112)))
 
 
-def test_beside_answers_there_are_blocks_for_their_next_tokens() -> None:
-    bench = Bench(num_blocks=84, max_step_tokens=16)
-    answers = [bench.generate([first, *range(3)], 60, tenant="answers") for first in range(100, 108)]
-    bench.core.step()
-    bench.core.step()
+def test_who_was_paused_borrows_no_more() -> None:
+    bench, long = _bench()
+    answer = bench.generate(range(100, 106), 9, tenant="short")
+    for _ in range(3):
+        bench.core.step()
+    (borrower,) = (request for request in bench.core._scheduler.running if request.tenant == "short")
+    bench.core._growth._pause(borrower)
+    while not long.done():
+        assert not answer.done()
+        bench.core.step()
+    bench.run()
+    assert len(answer.result(0).token_ids) == 9
+
+
+def test_blocks_for_the_next_tokens_of_answers_stay_free() -> None:
+    bench = Bench(num_blocks=92, max_step_tokens=16)
     long = bench.submit(_LONG, tenant="long")
     bench.core.step()
+    answers = [bench.generate([first, *range(3)], 60, tenant="answers") for first in range(100, 108)]
+    while bench.cache.pool.num_free:
+        bench.core.step()
     short = bench.submit(range(120, 124), tenant="short")
     assert _steps_until_done(bench, short) <= 2
     bench.run()
-    assert long.result(0).usage.recomputed_tokens == 0
+    assert long.result(0).next_token_id == next_token(tokens(_LONG))
     assert all(len(answer.result(0).token_ids) == 60 for answer in answers)
 
 
