@@ -12,6 +12,7 @@ from radixkv.errors import InvalidRequest, QueueFull
 from radixkv.service.server.intake.account import Account
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.structured import grammars as module
+from radixkv.service.structured.compilation import Compilation
 from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
 from radixkv.service.structured.grammars import MAX_KEPT, MAX_WAITING, Grammars
 from radixkv.service.text.tokenizer import Tokenizer
@@ -48,6 +49,19 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(Grammars, "_compile", note)
     return texts, gate
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Note the limit of each wait that has begun."""
+    limits, constraint = [], Compilation.constraint
+
+    async def note(self, limit_s):
+        limits.append(limit_s)
+        return await constraint(self, limit_s)
+
+    monkeypatch.setattr(Compilation, "constraint", note)
+    return limits
 
 
 def test_without_a_text_nothing_is_loaded(monkeypatch):
@@ -105,12 +119,12 @@ def test_who_goes_away_takes_nothing_from_others(compiled):
     assert compiled[0] == ["a+"]
 
 
-def test_who_waits_too_long_is_refused_and_the_rest_is_still_compiled(compiled, monkeypatch):
+def test_who_waits_too_long_is_refused_and_the_rest_is_still_compiled(compiled, limits, monkeypatch):
     async def ask():
         made = grammars()
         with compiled[1]:
             first = asyncio.create_task(made.constrain(SAMPLING, regex("a+"), MINE))
-            while not compiled[0]:
+            while not (compiled[0] and limits):
                 await asyncio.sleep(0.001)
             monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
             with pytest.raises(InvalidRequest, match=r"^regex: expected one that is compiled in 0.01 s, got"):
@@ -144,13 +158,13 @@ def test_the_tokenizer_is_loaded_outside_the_time_to_compile(monkeypatch):
     assert None not in asyncio.run(ask())
 
 
-def test_a_text_that_fails_after_all_who_asked_are_gone_is_not_logged(compiled, monkeypatch):
+def test_a_text_that_fails_after_all_who_asked_are_gone_is_not_logged(compiled, limits, monkeypatch):
     async def ask():
         told, made = [], grammars()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         with compiled[1]:
             first = asyncio.create_task(made.constrain(SAMPLING, regex("(a"), MINE))
-            while not compiled[0]:
+            while not (compiled[0] and limits):
                 await asyncio.sleep(0.001)
             monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
             with pytest.raises(InvalidRequest, match="got one that takes longer"):
