@@ -21,8 +21,8 @@ from bench.parts.demo.talk import PromptTokens, Talk, num_finished, say
 from bench.parts.gateway.first_tokens import time_first_tokens
 from bench.parts.gateway.gateway_process import GatewayProcess
 from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
-from radixkv.service.missing_package import missing_package
 
 if TYPE_CHECKING:
     from openai import OpenAI

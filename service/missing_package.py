@@ -1,10 +1,6 @@
-"""The error of a package that is not installed."""
+"""The error of a missing package."""
 
 from __future__ import annotations
-
-from radixkv.config.needed_package import missing_package
-
-__all__ = ["MissingPackage", "missing_package"]
 
 
 class MissingPackage(ModuleNotFoundError):

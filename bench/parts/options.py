@@ -17,8 +17,8 @@ from bench.parts.workloads import (
     shared_prefix,
     trace_arrivals,
 )
+from radixkv.config.needed_package import missing_package
 from radixkv.planning.trace import load_trace, tokens_per_scaled_id
-from radixkv.service.missing_package import missing_package
 
 DEFAULT_CONCURRENCY = 4
 DEFAULT_REQUESTS = 1000

@@ -69,7 +69,7 @@ def build_engine(
         An engine that is not started yet.
 
     Raises:
-        ConfigError: the model or an adapter can't be loaded or served, or the pool does not fit into memory.
+        ConfigError: the model, an adapter or a file can't be used, or the pool does not fit into memory.
     """
     require_usable(config)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}

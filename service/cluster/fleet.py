@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from radixkv.config import Config
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.service.cluster.facts import FleetSecrets
-from radixkv.service.missing_package import MissingPackage, missing_package
+from radixkv.service.missing_package import MissingPackage
 
 _log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import grpc
 
 from radixkv import __version__
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.commands.adapters_command import add_adapters_command
 from radixkv.service.commands.client_commands import add_client_commands
@@ -26,7 +27,7 @@ from radixkv.service.commands.seeing.segments_command import add_segments_comman
 from radixkv.service.commands.seeing.top_command import add_top_command
 from radixkv.service.commands.serve_command import add_serve_command
 from radixkv.service.commands.token_command import add_token_command
-from radixkv.service.missing_package import MissingPackage, missing_package
+from radixkv.service.missing_package import MissingPackage
 
 # Top-level modules that the extra `engine` brings.
 _ENGINE_MODULES = frozenset(

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from radixkv.api.sampling import Sampling
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import InvalidRequest, QueueFull
-from radixkv.service.missing_package import missing_package
 from radixkv.service.server.intake.account import Account
 from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.model_tokenizer import ModelTokenizer

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from radixkv.service.missing_package import MissingPackage, missing_package
+from radixkv.config.needed_package import missing_package
+from radixkv.service.missing_package import MissingPackage
 from radixkv.service.text.text_stream import TextStream
 
 _EXTRA = "text"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Any
 
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
-from radixkv.service.missing_package import missing_package
 
 _PERIOD_S = 0.1
 _PAGE_TIMEOUT_S = 5.0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.config import CacheConfig
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
 from radixkv.planning.tiers import TierRoom
@@ -23,7 +24,6 @@ from radixkv.service.commands.planning.model_arguments import add_model_argument
 from radixkv.service.commands.planning.progress_bar import progress_bar
 from radixkv.service.commands.planning.tier_arguments import add_tier_argument, rooms_of
 from radixkv.service.commands.tables import aligned
-from radixkv.service.missing_package import missing_package
 
 
 def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:

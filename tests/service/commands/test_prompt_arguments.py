@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from radixkv.api.retention import Retention
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.commands.cli import main, make_parser
 from radixkv.service.commands.prompt_arguments import prompt_of
-from radixkv.service.missing_package import missing_package
 from tests.service.command_line import launch, run_cli, usage_error
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import WITHOUT_ENGINE, serve_and_call

@@ -9,11 +9,11 @@ from datetime import datetime
 import grpc
 import pytest
 
+from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.service.client import Client
 from radixkv.service.commands.cli import main
 from radixkv.service.commands.serve_command import JsonLines, tells_of_more_than_a_gone_caller
-from radixkv.service.missing_package import missing_package
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 
