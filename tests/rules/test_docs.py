@@ -1,4 +1,4 @@
-"""Documentation stays short, names only what exists, and tells each entry of the log in its index."""
+"""Names, links, tests and commands in the documentation exist."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ OPERATING = (
     Path("proto/STABILITY.md"),
 )
 DOCUMENTS = (Path("README.md"), Path("docs/DESIGN.md"), Path("docs/METRICS.md"), *OPERATING, *PAGES)
-PACKAGES = sorted(path.parent.relative_to(ROOT) for path in (ROOT / "radixkv").glob("*/__init__.py"))
-WITHOUT_PAGE = {
-    Path("radixkv/v1"),
-    Path("radixkv/gateway"),
-    Path("radixkv/config"),
-}  # generated; says all beside its keys
 SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]+$")
 COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -60,11 +54,6 @@ OUTSIDE = ("http://", "https://")
 
 def text_of(document: Path) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
-
-
-def num_words(text: str) -> int:
-    """Words as a reader counts them: lines of a picture and bars of a table are none."""
-    return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
 @cache
@@ -113,32 +102,9 @@ def anchors(text: str) -> list[str]:
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-def test_the_design_is_short() -> None:
-    assert num_words(text_of(Path("docs/DESIGN.md"))) <= 900
-
-
-def test_the_runbook_is_short() -> None:
-    assert num_words(text_of(Path("docs/RUNBOOK.md"))) <= 900
-
-
-def test_the_readme_is_short() -> None:
-    assert len(text_of(Path("README.md")).splitlines()) <= 130
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_a_page_is_short(page: Path) -> None:
-    assert num_words(text_of(page)) <= 500
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_a_document_names_only_what_exists(document: Path) -> None:
     assert missing(document, text_of(document)) == []
-
-
-def test_every_package_has_a_page_that_the_design_links_to() -> None:
-    design = text_of(Path("docs/DESIGN.md"))
-    assert {page.parent for page in PAGES} >= set(PACKAGES) - WITHOUT_PAGE
-    assert [page for page in PAGES if f"(../{page.as_posix()})" not in design] == []
 
 
 def test_the_readme_names_the_extras_that_there_are() -> None:
@@ -147,20 +113,12 @@ def test_the_readme_names_the_extras_that_there_are() -> None:
     assert named == set(extras) - {"dev"}  # a part of `all`
 
 
-def test_the_index_of_the_log_is_complete() -> None:
-    index, *entries = re.split(r"^## ", text_of(Path("docs/LOG.md")), flags=re.MULTILINE)
-    titles = [entry.partition("\n")[0] for entry in entries]
-    rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[(.+)\]\(#(.+)\) \| [^|]+\? \| [^|]+ \|$", index, flags=re.MULTILINE)
-    assert [f"{date}: {name}" for date, name, _ in rows] == titles
-    assert [anchor for _, _, anchor in rows] == anchors("\n".join(f"# {title}" for title in titles))
-
-
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
         ("see `radixkv/errors.py` and `radixkv/cache`", []),
         ("see `radixkv/no_such_file.py`", ["radixkv/no_such_file.py"]),
-        ("`tests/rules/test_docs.py::test_the_readme_is_short`", []),
+        ("`tests/rules/test_docs.py::test_the_readme_names_the_extras_that_there_are`", []),
         ("`tests/rules/test_docs.py::test_of_nothing`", ["tests/rules/test_docs.py::test_of_nothing"]),
         ("`PrefixCache`, `Runner.prepare`, `Retain`, `cache.kv_dtype = 4` and `tenants.NAME.weight`", []),
         ("`PrefixCash`, `Runner.repair`, `cache.dtype`", ["PrefixCash", "Runner.repair", "cache.dtype"]),

@@ -91,16 +91,6 @@ def test_every_room_is_in_the_table_and_is_installed() -> None:
     assert sorted(packages) == sorted(ours)
 
 
-def test_no_folder_is_a_heap() -> None:
-    for path in {path.parent for name, path in modules().items() if not name.startswith("radixkv.kernels")}:
-        assert len([each for each in path.glob("*.py") if each.name != "__init__.py"]) <= 16, path.name
-
-
-def test_no_file_is_long() -> None:
-    counted = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
-    assert {name: lines for name, lines in counted.items() if lines > 300 and not is_generated(name)} == {}
-
-
 def test_only_the_gateway_knows_its_messages() -> None:
     """A process that uses another copy of these messages must be able to import everything else."""
     users = {name for name in modules() if any(each.startswith("radixkv.gateway") for each in imported_names(name))}
