@@ -36,7 +36,6 @@ from tests.mutants.mutants import (
 )
 
 ROOT = Path(__file__).parents[2]
-_AT_TOP = ("kernels", "service")
 _MOST_S = 120
 CACHE_TESTS = (
     "tests/cache/test_block_pool.py",
@@ -224,9 +223,7 @@ CHECKS = (
 
 
 def path_of(mutant: Mutant) -> Path:
-    """Find a mutant's file: the folders of two packages are at the top of the project."""
-    is_at_top = mutant.file.partition("/")[0] in _AT_TOP
-    return ROOT / mutant.file if is_at_top else ROOT / "radixkv" / mutant.file
+    return ROOT / "radixkv" / mutant.file
 
 
 def stale(mutant: Mutant) -> str | None:
@@ -246,8 +243,6 @@ def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
         copy = Path(folder)
         for name in ("radixkv", "tests", "bench"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-        for name in _AT_TOP:
-            shutil.copytree(ROOT / name, copy / "radixkv" / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         path = copy / "radixkv" / mutant.file
         source = path.read_text(encoding="utf-8")

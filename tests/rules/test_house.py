@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Mapping, Set
 from graphlib import CycleError, TopologicalSorter
 
@@ -84,11 +83,8 @@ def test_a_circle_is_seen() -> None:
     assert circle_in({"lease": {"ledger"}, "ledger": {"node", "lease"}}) == ["lease", "ledger", "lease"]
 
 
-def test_every_room_is_in_the_table_and_is_installed() -> None:
+def test_every_room_is_in_the_table() -> None:
     assert set(ROOMS) == {*MAY_IMPORT, *WORDS, "service", "v1", "gateway"}
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
-    ours = {name for name, path in modules().items() if path.name == "__init__.py" and not name.startswith("bench")}
-    assert sorted(packages) == sorted(ours)
 
 
 def test_only_the_gateway_knows_its_messages() -> None:
