@@ -39,8 +39,24 @@ class ServerProcess:
     with SIGTERM.
     """
 
-    def __init__(self, command: Sequence[str], *, start_timeout_s: float = 180.0, stop_timeout_s: float = 40.0) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        start_timeout_s: float = 180.0,
+        stop_timeout_s: float = 40.0,
+        checkout: Path | None = None,
+    ) -> None:
+        """Describe the process; `__enter__` starts it.
+
+        Args:
+            command: for example that of `serve_command`.
+            start_timeout_s: how long the server may take until it listens, in seconds.
+            stop_timeout_s: how long it may take to end after SIGTERM, in seconds.
+            checkout: a checkout of radixkv to run instead of the one that is imported here.
+        """
         self._command = list(command)
+        self._checkout = checkout
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop(); a pipe could fill up
@@ -121,6 +137,8 @@ class ServerProcess:
                 stderr=self._stderr,
                 text=True,
                 start_new_session=True,
+                cwd=self._checkout,
+                env=None if self._checkout is None else {**os.environ, "PYTHONPATH": str(self._checkout)},
             )
         except OSError as error:
             raise ConfigError(f"server: expected to start {self._command[0]}, got: {error.strerror}") from error

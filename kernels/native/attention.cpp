@@ -8,6 +8,7 @@
 // Keys that a row does not see have a weight of 0, which changes nothing.
 
 #include "attention.h"
+#include "threads.h"
 
 namespace {
 
@@ -363,14 +364,12 @@ void attend(const Problem& problem, const Item& item, const char* query, const c
 template <class Arithmetic>
 void attend_all(const Problem& problem, const void* query, const void* key, const void* value, void* output,
                 const float* sinks) {
-#pragma omp parallel num_threads(problem.num_threads) if (problem.num_threads > 1)
-  {
+  share(problem.num_items, problem.num_threads, [&](Items& items) {
     Scratch<Arithmetic> scratch(problem.most_rows, problem.head_dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < problem.num_items; i++)
+    for (int64_t i; items.next(i);)
       attend(problem, problem.items[i], static_cast<const char*>(query), static_cast<const char*>(key),
              static_cast<const char*>(value), static_cast<char*>(output), sinks, scratch);
-  }
+  });
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "buffer.h"
 #include "products.h"
 #include "rows.h"
+#include "threads.h"
 
 #include <memory>
 
@@ -127,11 +128,10 @@ class LayerOfTokens {
     if (norm.weight == nullptr) return;
     const int64_t size = layer_.head_dim, width = layer_.heads.out_features;
     const bool is_shared = num_threads_ > 1 && num_tokens_ * num_heads * size > kNumbersAThread;
-#pragma omp parallel for num_threads(num_threads_) if (is_shared)
-    for (int64_t t = 0; t < num_tokens_; t++) {
+    share_each(num_tokens_, is_shared ? num_threads_ : 1, [&](int64_t t) {
       char* own = heads + t * width * bytes_of(layer_.kind);
       radixkv_norm(own, norm.weight, own, num_heads, size, size, layer_.kind, norm.kind, norm.eps, norm.rounds_first, 1);
-    }
+    });
   }
 
   void multiply(const void* rows, const Weight& weight, const Weight* up, void* output) const {
@@ -143,11 +143,11 @@ class LayerOfTokens {
 
   void add(const void* some, const void* others, void* sums, int64_t num_numbers) const {
     const bool is_shared = num_threads_ > 1 && num_numbers > kNumbersAThread;
-#pragma omp parallel for num_threads(num_threads_) if (is_shared)
-    for (int64_t i = 0; i < num_numbers; i += kLanes) {
+    share_each((num_numbers + kLanes - 1) / kLanes, is_shared ? num_threads_ : 1, [&](int64_t vector) {
+      const int64_t i = vector * kLanes;
       const Lanes lanes = first_lanes(num_numbers - i);
       store(sums, i, layer_.kind, lanes, load(some, i, layer_.kind, lanes) + load(others, i, layer_.kind, lanes));
-    }
+    });
   }
 
   const Layer& layer_;

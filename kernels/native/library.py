@@ -30,8 +30,8 @@ from radixkv.kernels.native.processor import processor_capability, processor_fac
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-# Bits must not depend on what a compiler fuses where. OpenMP's functions are those of torch, which has loaded them.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+# Bits must not depend on what a compiler fuses where.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC")
 # Left out, by what a processor is taken to have.
 _LEFT_OUT = {"AMX": (), "AVX512": ("-mno-amx-bf16",), "AVX2": ("-mno-amx-bf16", "-mno-avx512f")}
 _TIMEOUT_S = 300.0
@@ -107,8 +107,7 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> 
         for source in sorted(_FOLDER.glob("*.cpp")):
             objects.append(str(made.with_name(f"{source.stem}.o")))
             _run(compiler, *flags, "-c", str(source), "-o", objects[-1])
-        # Without `-fopenmp`, which would ask for GCC's own OpenMP beside that of torch.
-        _run(compiler, "-shared", *objects, "-o", str(made))
+        _run(compiler, "-shared", "-pthread", *objects, "-o", str(made))
         _sync(made)
         file = made.replace(folder / f"{name}-{_digest_of(made)}.so")
     with contextlib.suppress(OSError):  # not every filesystem can, and what is lost is made again

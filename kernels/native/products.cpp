@@ -7,6 +7,7 @@
 // between two blocks of words. No operation of a row depends on others, so its bits do not depend on how many there are.
 
 #include "products.h"
+#include "threads.h"
 
 #include <type_traits>
 
@@ -166,18 +167,16 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   const int64_t stride = is_in_place ? product.out_features : tile.panels * kFeatures;
   const Buffer<Row> laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks));
   const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
-#pragma omp parallel num_threads(product.num_threads) if (product.num_threads > 1)
-  {
-    const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
-    for (int64_t block = 0; block < num_blocks; block++) {
-      const int64_t first_word = num_words * block / num_blocks;
-      const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < num_tiles; t++)
-        lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
-                            reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
-#pragma omp for schedule(static)
-      for (int64_t g = 0; g < num_groups; g++) {
+  for (int64_t block = 0; block < num_blocks; block++) {
+    const int64_t first_word = num_words * block / num_blocks;
+    const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
+    share_each(num_tiles, product.num_threads, [&](int64_t t) {
+      lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
+                          reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
+    });
+    share(num_groups, product.num_threads, [&](Items& items) {
+      const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
+      for (int64_t g; items.next(g);) {
         const bool is_whole = g < num_panels / tile.panels;
         const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
         const int64_t panels_here = is_whole ? tile.panels : 1;
@@ -197,7 +196,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
         }
         if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, stride);
       }
-    }
+    });
   }
 }
 
@@ -212,8 +211,8 @@ template <class Word>
 void lay_out_weight(const Word* weight, int64_t num_features, int64_t num_words, int64_t first_feature, Word* panels,
                     int64_t num_threads) {
   const int64_t first_vector = first_feature / kLanes, end_feature = first_feature + num_features;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-  for (int64_t vector = first_vector; vector < (end_feature + kLanes - 1) / kLanes; vector++) {
+  share_each((end_feature + kLanes - 1) / kLanes - first_vector, num_threads, [&](int64_t index) {
+    const int64_t vector = first_vector + index;
     const int64_t first = std::max(first_feature, vector * kLanes), end = std::min(end_feature, (vector + 1) * kLanes);
     const Word* rows = weight + (first - first_feature) * num_words;
     Word* to = panels + first / kFeatures * num_words * kFeatures + first % kFeatures;
@@ -232,7 +231,7 @@ void lay_out_weight(const Word* weight, int64_t num_features, int64_t num_words,
         else store_words(at, first_lanes(end - first), words[i]);
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 // A row is a lane of all vectors, so that none has to be added up across its lanes.
 
 #include "attention.h"
+#include "threads.h"
 #include "buffer.h"
 #include "tiles.h"
 
@@ -313,14 +314,12 @@ class Attention {
 bool attend_in_tiles(const Problem& problem, const void* query, const void* key, const void* value, void* output,
                      const float* sinks) {
   if (problem.query_kind != kBfloat16 || !has_tiles()) return false;
-#pragma omp parallel num_threads(problem.num_threads) if (problem.num_threads > 1)
-  {
+  share(problem.num_items, problem.num_threads, [&](Items& items) {
     const Tiles tiles;
     Attention attention(problem, static_cast<const char*>(query), static_cast<const char*>(key),
                         static_cast<const char*>(value), static_cast<char*>(output), sinks);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < problem.num_items; i++) attention.attend(problem.items[i]);
-  }
+    for (int64_t i; items.next(i);) attention.attend(problem.items[i]);
+  });
   return true;
 }
 #else

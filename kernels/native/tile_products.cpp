@@ -5,6 +5,7 @@
 // A row adds up 16 words after the other, from the first to the last, whatever is in the other lines of its tile.
 
 #include "products.h"
+#include "threads.h"
 #include "tiles.h"
 
 #ifdef RADIXKV_TILES
@@ -102,21 +103,18 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   const int64_t kept_lines = num_blocks > 1 ? num_panels * num_lines : kPairRows;
   const Buffer<uint32_t> laid_out(num_lines * ((num_steps + num_blocks - 1) / num_blocks) * kTileWords);
   const Buffer<float> kept(num_blocks > 1 ? num_weights * kept_lines * kFeatures : 0);
-#pragma omp parallel num_threads(product.num_threads) if (product.num_threads > 1)
-  {
-    const Tiles tiles;
-    alignas(64) float own[2 * kPairRows * kFeatures];
-    for (int64_t block = 0; block < num_blocks; block++) {
-      const int64_t first_word = num_steps * block / num_blocks * kTileWords;
-      const int64_t words_here = num_steps * (block + 1) / num_blocks * kTileWords - first_word;
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < num_pairs; t++) {
-        const int64_t row = t * kPairRows;
-        lay_out(product, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
-                laid_out + row * words_here);
-      }
-#pragma omp for schedule(static)
-      for (int64_t p = 0; p < num_panels; p++)
+  for (int64_t block = 0; block < num_blocks; block++) {
+    const int64_t first_word = num_steps * block / num_blocks * kTileWords;
+    const int64_t words_here = num_steps * (block + 1) / num_blocks * kTileWords - first_word;
+    share_each(num_pairs, product.num_threads, [&](int64_t t) {
+      const int64_t row = t * kPairRows;
+      lay_out(product, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
+              laid_out + row * words_here);
+    });
+    share(num_panels, product.num_threads, [&](Items& items) {
+      const Tiles tiles;
+      alignas(64) float own[2 * kPairRows * kFeatures];
+      for (int64_t p; items.next(p);)
         for (int64_t t = 0; t < num_pairs; t++) {
           const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
           float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
@@ -133,7 +131,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
           if (block == num_blocks - 1)
             finish(product, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
         }
-    }
+    });
   }
 }
 

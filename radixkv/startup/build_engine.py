@@ -41,6 +41,7 @@ from radixkv.startup.openmp_threads import end_own_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
 from radixkv.startup.requirements import require_usable
 from radixkv.startup.states import make_state_slots
+from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores
 from radixkv.startup.windowed_layers import divide_layers, part_groups
 from radixkv.storage.device_pool import KVShape, KVStorage
@@ -72,6 +73,9 @@ def build_engine(
         ConfigError: the model, an adapter or a file can't be used, or the pool does not fit into memory.
     """
     require_usable(config)
+    threads = choose_thread_count(config.model.threads)
+    torch.set_num_threads(threads.count)
+    _log.info("computing with %d %s: %s", threads.count, "thread" if threads.count == 1 else "threads", threads.reason)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     use_huge_pages()
@@ -123,6 +127,13 @@ def build_engine(
     load_adapters(config.adapters, engine.adapters)
     end_own_threads()
     return engine
+
+
+def _set_threads(configured: int | None) -> None:
+    threads = choose_thread_count(configured)
+    if threads.count != torch.get_num_threads():
+        torch.set_num_threads(threads.count)
+    _log.info("computing with %d %s: %s", threads.count, "thread" if threads.count == 1 else "threads", threads.reason)
 
 
 def _log_pool(storage: KVStorage, device: torch.device, groups: LayerGroups | None, num_parts: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 from typing import Any
 
 from radixkv.config import Config, ServerConfig
@@ -14,6 +15,7 @@ from radixkv.service.cluster.doors import replica_doors
 from radixkv.service.cluster.facts import FleetSecrets, ReplicaFacts
 from radixkv.service.server.calls import answer_of
 from radixkv.service.server.mailbox import Mailbox
+from radixkv.startup.openmp_threads import bound_spinning
 
 CALLS = "calls"
 """Name of the number by which a fleet grows and shrinks."""
@@ -40,6 +42,7 @@ class Replica:
     """
 
     async def __init__(self, config: Config, secrets: FleetSecrets, host: str) -> None:  # type: ignore[misc]  # Ray awaits it
+        bound_spinning(os.environ)
         from radixkv.engine.transfer.transfer import FleetAccess
         from radixkv.service.server.garbage.survivors import frozen_survivors
         from radixkv.service.server.optional_services import optional_services

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from radixkv.service.server.identity.requirements import require_secure
 from radixkv.service.server.listen_address import require_free
 from radixkv.service.server.transfer.kv_sources import require_sources
 from radixkv.service.server.transfer.role import require_role
+from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.startup.requirements import require_usable
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +43,13 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     serve.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help=f"auto takes a GPU if there is one (default: {model.device})"
+    )
+    serve.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads that compute on the CPU (default: one per physical core that the process may use, by its CPU "
+        "affinity and cgroup quota)",
     )
     serve.add_argument("--host", help=f"address to listen on (default: {server.host})")
     serve.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")
@@ -107,6 +116,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     _announce(config.model)
     try:
         with _without_collections():
+            bound_spinning(os.environ)
             # Imported only here: clients need neither a model nor a server, and torch takes seconds.
             from radixkv.service.server.metrics_port import Telemetry
             from radixkv.service.server.optional_services import optional_services
@@ -173,6 +183,7 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
     named = {
         "model.path": arguments.model,
         "model.device": arguments.device,
+        "model.threads": arguments.threads,
         "server.host": arguments.host,
         "server.port": arguments.port,
         "server.metrics_port": arguments.metrics_port,

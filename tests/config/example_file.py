@@ -22,6 +22,7 @@ HEAD = """\
 # A value for each key that is absent by default; a new one needs its line here.
 EXAMPLES = {
     "engine.max_step_tokens": 2048,
+    "model.threads": 4,
     "cache.capacity_tokens": 131_072,
     "cache.windowed_tokens": 32_768,
     "cache.state_bytes": 200_000_000,

@@ -31,15 +31,19 @@ assert computed_with() == before + 2  # they start again
 """
 
 _ENGINE = """
-import os
+from pathlib import Path
 import torch
 from radixkv.config import Config, ModelConfig
 from radixkv.startup.build_engine import build_engine
 
+def other_threads():  # than those of our own kernels, which all threads of the process share
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return len([name for name in names if name != "radixkv-compute\\n"])
+
 torch.set_num_threads(3)
-before = len(os.listdir("/proc/self/task"))
-build_engine(Config(model=ModelConfig(path="tiny")))
-assert len(os.listdir("/proc/self/task")) == before, "threads that loaded the model are left"
+before = other_threads()
+build_engine(Config(model=ModelConfig(path="tiny", threads=3)))
+assert other_threads() == before, "threads that loaded the model are left"
 """
 
 _ADAPTER = """
@@ -77,6 +81,22 @@ def test_an_adapter_that_was_read_leaves_no_threads() -> None:
     run(_ADAPTER)
 
 
-def test_without_that_library_nothing_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(openmp_threads.torch, "__file__", str(tmp_path / "__init__.py"))
+def test_without_that_library_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp_threads.importlib.util, "find_spec", lambda _: None)
     assert not openmp_threads.end_own_threads()
+
+
+@pytest.mark.parametrize(("vendor", "count"), [("GenuineIntel", "1500"), ("AuthenticAMD", "5000")])
+def test_spinning_is_bounded_in_time_whatever_a_pause_takes(tmp_path: Path, vendor: str, count: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"vendor_id\t: {vendor}\n")
+    environment = {"PATH": "/bin"}
+    openmp_threads.bound_spinning(environment, cpuinfo)
+    assert environment == {"PATH": "/bin", "GOMP_SPINCOUNT": count}
+
+
+@pytest.mark.parametrize("setting", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_a_setting_of_the_user_wins(setting: dict[str, str]) -> None:
+    environment = dict(setting)
+    openmp_threads.bound_spinning(environment)
+    assert environment == setting

@@ -1,0 +1,216 @@
+"""Measures what a number of threads costs on a quiet machine and on a busy one.
+
+    python -m bench.threads --threads 1 2 --against ../other-checkout --json FILE
+
+A server runs for each model, number of threads and checkout. They answer the same prompts in turn, first on a quiet
+machine, then next to processes that do nothing but use the CPU, so that both conditions and all servers see the same
+drift of the machine. Rows: a prompt that is not cached, 64 new tokens after a cached prefix, and a decoded token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.errors import ConfigError
+from radixkv.service.client import Client
+from radixkv.service.commands.argument_types import positive
+
+PREFIX_TOKENS = 512
+SUFFIX_TOKENS = 64
+ROWS = ("cold", "warm", "decode")
+CONDITIONS = ("quiet", "busy")
+_TINY_IDS = 250
+_SMALL_IDS = 49_000
+_PAUSE_S = 0.05  # between two calls, as between the requests of a person: threads that wait have stopped spinning
+_START_TIMEOUT_S = 600.0
+_CALL_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A server that is measured.
+
+    Attributes:
+        model: `tiny`, or `small`: the shape of SmolLM2-135M with random weights in bfloat16.
+        threads: number of threads that compute.
+        checkout: another checkout of radixkv; None for this one.
+    """
+
+    model: str
+    threads: int
+    checkout: Path | None
+
+    @property
+    def label(self) -> str:
+        """Name in the table."""
+        return f"{self.threads} {'thread' if self.threads == 1 else 'threads'}{', other' if self.checkout else ''}"
+
+
+def save_small_model(folder: Path) -> None:
+    """Save a Llama of the shape of SmolLM2-135M, with random weights in bfloat16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def measure(client: Client, max_id: int, seed: str, new_tokens: int) -> dict[str, float]:
+    """Measure each row once.
+
+    Args:
+        client: of the server.
+        max_id: prompts consist of smaller token ids.
+        seed: equal seeds make equal prompts.
+        new_tokens: tokens that are decoded, at least 3.
+
+    Returns:
+        Milliseconds: per prompt for `cold` and `warm`, per token for `decode`.
+    """
+    numbers = random.Random(seed)
+
+    def ids(count: int) -> list[int]:
+        return [numbers.randrange(max_id) for _ in range(count)]
+
+    def timed(prompt: list[int]) -> float:
+        time.sleep(_PAUSE_S)
+        start_s = time.perf_counter()
+        client.prefill(prompt)
+        return (time.perf_counter() - start_s) * 1e3
+
+    prefix = ids(PREFIX_TOKENS)
+    cold_ms = timed(prefix + ids(SUFFIX_TOKENS))
+    warm_ms = statistics.median(timed(prefix + ids(SUFFIX_TOKENS)) for _ in range(3))
+    time.sleep(_PAUSE_S)
+    arrivals_s: list[float] = []
+    for update in client.generate(prefix + ids(4), max_new_tokens=new_tokens, ignore_eos=True):
+        arrivals_s += [time.perf_counter()] * len(update.token_ids)
+    decode_ms = (arrivals_s[-1] - arrivals_s[0]) / (len(arrivals_s) - 1) * 1e3
+    return {"cold": cold_ms, "warm": warm_ms, "decode": decode_ms}
+
+
+@contextlib.contextmanager
+def other_work(num_processes: int) -> Iterator[None]:
+    """Keep processes busy that have nothing to do with the servers. Each has a session of its own."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run(settings: Sequence[Setting], rounds: int, num_busy: int, new_tokens: int) -> list[dict[str, Any]]:
+    """Measure all settings in turn. Returns a row of medians per setting, condition and kind of work."""
+    samples: dict[tuple[Setting, str, str], list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        small = stack.enter_context(tempfile.TemporaryDirectory())
+        if any(setting.model == "small" for setting in settings):
+            save_small_model(Path(small))
+        clients: dict[Setting, Client] = {}
+        for setting in settings:
+            keys = ("model.dtype=bfloat16", "cache.capacity_tokens=65536")
+            command = serve_command(small if setting.model == "small" else "tiny", "cpu", keys)
+            if setting.checkout is None:
+                command += ["--threads", str(setting.threads)]
+            else:
+                command = ["env", f"OMP_NUM_THREADS={setting.threads}", *command]
+            process = ServerProcess(command, start_timeout_s=_START_TIMEOUT_S, checkout=setting.checkout)
+            address = stack.enter_context(process)
+            clients[setting] = stack.enter_context(Client(address, timeout_s=_CALL_TIMEOUT_S))
+        for round_number in range(-1, rounds):  # the first one warms up
+            for condition in CONDITIONS:
+                with other_work(num_busy if condition == "busy" else 0):
+                    for setting, client in clients.items():
+                        max_id = _TINY_IDS if setting.model == "tiny" else _SMALL_IDS
+                        measured = measure(client, max_id, f"{round_number} {condition} {setting.model}", new_tokens)
+                        for row, milliseconds in measured.items() if round_number >= 0 else ():
+                            samples.setdefault((setting, condition, row), []).append(milliseconds)
+    return [
+        {
+            "model": setting.model,
+            "threads": setting.threads,
+            "checkout": None if setting.checkout is None else "other",
+            "condition": condition,
+            "row": row,
+            "ms": statistics.median(each),
+            "min_ms": min(each),
+            "max_ms": max(each),
+        }
+        for (setting, condition, row), each in samples.items()
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]], settings: Sequence[Setting]) -> str:
+    """Format rows for people: a column per number of threads and checkout, and how busy compares with quiet."""
+    columns = list(dict.fromkeys(setting.label for setting in settings))
+    found = {
+        (row["model"], row["row"], row["condition"], Setting("", row["threads"], row["checkout"]).label): row["ms"]
+        for row in rows
+    }
+    lines = ["model  row     condition" + "".join(f"{column:>18}" for column in columns)]
+    for model, row in itertools.product(dict.fromkeys(setting.model for setting in settings), ROWS):
+        for condition in CONDITIONS:
+            times = [found[model, row, condition, column] for column in columns]
+            lines.append(f"{model:6} {row:7} {condition:9}" + "".join(f"{each:15.1f} ms" for each in times))
+        ratios = [found[model, row, "busy", each] / found[model, row, "quiet", each] for each in columns]
+        lines.append(f"{'':15}busy/quiet" + "".join(f"{each:17.2f}x" for each in ratios))
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write JSON. Returns 2 if a server cannot be started."""
+    parser = argparse.ArgumentParser(description="Measure what threads cost on a quiet and on a busy machine.")
+    parser.add_argument("--models", nargs="+", choices=("small", "tiny"), default=["small", "tiny"])
+    parser.add_argument("--threads", type=positive, nargs="+", default=[1, 2], help="numbers of threads to compare")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of radixkv, to run in turn")
+    parser.add_argument("--busy", type=positive, default=2, help="processes that use the CPU in the busy condition")
+    parser.add_argument("--rounds", type=positive, default=5, help="measurements per row, after one that warms up")
+    parser.add_argument("--new-tokens", type=positive, default=48, help="tokens to decode, at least 3")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    checkouts = [None] if options.against is None else [options.against.resolve(), None]
+    settings = [Setting(*each) for each in itertools.product(options.models, options.threads, checkouts)]
+    try:
+        rows = run(settings, options.rounds, options.busy, options.new_tokens)
+    except ConfigError as error:
+        print(f"bench.threads: {error}", file=sys.stderr)
+        return 2
+    print(table(rows, settings))
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.threads", *(sys.argv[1:] if arguments is None else arguments)])
+        write_json(options.json, {"rows": rows, "command": command, **describe_run()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+// A pool of threads for parallel regions, made for machines that are also busy with other work.
+//
+//   caller   publishes a region ─▶ claims ranges of items ─▶ waits for the ranges that others have claimed
+//   worker   spins for a moment, then sleeps ─▶ sees the region ─▶ claims ranges ─▶ spins again
+//
+// OpenMP's barriers wait for every thread of a team, also for one that the operating system has not scheduled, and
+// GNU's OpenMP spins meanwhile: next to two busy processes a decoded token took 14 times as long as on a quiet machine.
+// Here the caller waits only for ranges that a thread has begun. A worker that is not running costs nothing, since the
+// caller computes its share. Spinning is bounded in time, and nearly off for a while after a thread that was spinning
+// has noticed that it was preempted, because then the machine has other work.
+
+#include "threads.h"
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <csignal>
+#include <ctime>
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int64_t kRangesPerThread = 4;
+constexpr int64_t kQuietSpinNs = 100'000;        // covers what Python does between two layers
+constexpr int64_t kBusySpinNs = 5'000;
+constexpr int64_t kPreemptedNs = 200'000;        // between two readings of the clock: the thread was preempted
+constexpr int64_t kBusyForNs = 100'000'000;      // how long a preemption counts
+constexpr int kPausesPerReading = 8;             // of the clock
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
+}
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word, int num_threads) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, num_threads, nullptr, nullptr, 0);
+}
+
+// A region's ranges in one word, so that claiming one is a single atomic addition: the number of threads that may claim,
+// the number of ranges, and the next range. `next` exceeds `total` by at most one for each thread.
+struct Ticket {
+  uint64_t bits;
+
+  static constexpr int kBits = 24;
+  static constexpr uint64_t kMask = (1u << kBits) - 1;
+  static uint64_t pack(uint64_t num_threads, uint64_t total) { return num_threads << 2 * kBits | total << kBits; }
+  int64_t num_threads() const { return bits >> 2 * kBits; }
+  int64_t total() const { return bits >> kBits & kMask; }
+  int64_t next() const { return bits & kMask; }
+  bool has_range() const { return next() < total(); }
+};
+
+class Pool {
+ public:
+  static Pool& get();
+
+  void share(int64_t num_items, int64_t num_threads, Work work, void* context) {
+    if (is_taken_.test_and_set(std::memory_order_acquire)) {  // by another thread, or by a caller of this one
+      Items items(num_items);
+      return work(context, items);
+    }
+    add_workers(num_threads - 1);
+    const int64_t num_ranges = std::min(num_items, num_threads * kRangesPerThread);
+    work_ = work, context_ = context, num_items_ = num_items;
+    num_left_.store(static_cast<uint32_t>(num_ranges), std::memory_order_relaxed);
+    ticket_.store(Ticket::pack(num_threads, num_ranges), std::memory_order_release);
+    epoch_.fetch_add(1);
+    if (num_sleeping_.load() > 0) futex_wake(epoch_, INT_MAX);
+    compute();
+    wait_until_done();
+    is_taken_.clear(std::memory_order_release);
+  }
+
+  // Claims a range. Returns its number, or -1 if none is left.
+  int64_t claim() {
+    if (!Ticket{ticket_.load(std::memory_order_relaxed)}.has_range()) return -1;
+    const Ticket ticket{ticket_.fetch_add(1, std::memory_order_acq_rel)};
+    return ticket.has_range() ? ticket.next() : -1;
+  }
+
+ private:
+  // Computes ranges of the current region, if any is left. A thread that comes late claims nothing.
+  void compute() {
+    const int64_t range = claim();
+    if (range < 0) return;
+    // The region lasts until this range is counted below, so its fields are those that belong to the range.
+    const int64_t num_ranges = Ticket{ticket_.load(std::memory_order_relaxed)}.total();
+    Items items(range, num_ranges, num_items_);
+    work_(context_, items);
+    const uint32_t num_claimed = static_cast<uint32_t>(items.num_claimed());
+    if (num_left_.fetch_sub(num_claimed) == num_claimed && is_caller_asleep_.load()) futex_wake(num_left_, 1);
+  }
+
+  void wait_until_done() {
+    if (spin_until([&] { return num_left_.load(std::memory_order_acquire) == 0; })) return;
+    is_caller_asleep_.store(true);
+    for (uint32_t left; (left = num_left_.load()) != 0;) futex_wait(num_left_, left);
+    is_caller_asleep_.store(false);
+  }
+
+  void serve(int64_t index) {
+    for (uint32_t seen = 0;;) {
+      const auto has_changed = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
+      if (!spin_until(has_changed)) {
+        num_sleeping_.fetch_add(1);
+        while (epoch_.load() == seen) futex_wait(epoch_, seen);
+        num_sleeping_.fetch_sub(1);
+      }
+      seen = epoch_.load(std::memory_order_acquire);
+      if (Ticket{ticket_.load(std::memory_order_acquire)}.num_threads() > index) compute();
+    }
+  }
+
+  // Spins until a condition holds. Returns false if it does not hold within the time for which spinning pays.
+  template <class Condition>
+  bool spin_until(Condition&& holds) {
+    if (holds()) return true;
+    int64_t last = now_ns();
+    const int64_t start = last;
+    const int64_t limit = start < busy_until_.load(std::memory_order_relaxed) ? kBusySpinNs : kQuietSpinNs;
+    while (last - start < limit) {
+      for (int i = 0; i < kPausesPerReading; i++) {
+        _mm_pause();
+        if (holds()) return true;
+      }
+      const int64_t now = now_ns();
+      if (now - last > kPreemptedNs) busy_until_.store(now + kBusyForNs, std::memory_order_relaxed);
+      last = now;
+    }
+    return false;
+  }
+
+  void add_workers(int64_t num_wanted) {
+    for (; num_workers_ < num_wanted; num_workers_++) {
+      struct Start {
+        Pool* pool;
+        int64_t index;
+      };
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are handled by the program's own threads
+      pthread_t thread;
+      Start* start = new Start{this, num_workers_ + 1};
+      const auto run = [](void* argument) -> void* {
+        const Start start = *static_cast<Start*>(argument);
+        delete static_cast<Start*>(argument);
+        start.pool->serve(start.index);
+        return nullptr;
+      };
+      const int error = pthread_create(&thread, nullptr, run, start);
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      if (error != 0) {
+        delete start;
+        return;  // there are fewer threads, and the others compute everything
+      }
+      pthread_setname_np(thread, "radixkv-compute");
+      pthread_detach(thread);
+    }
+  }
+
+  std::atomic_flag is_taken_ = ATOMIC_FLAG_INIT;
+  int64_t num_workers_ = 0;
+  Work work_ = nullptr;  // of the current region, as are the next two
+  void* context_ = nullptr;
+  int64_t num_items_ = 0;
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // regions so far
+  std::atomic<int32_t> num_sleeping_{0};
+  alignas(64) std::atomic<uint32_t> num_left_{0};  // ranges that are not computed
+  std::atomic<bool> is_caller_asleep_{false};
+  alignas(64) std::atomic<int64_t> busy_until_{0};
+};
+
+// Never destroyed: workers wait in it until the process ends.
+std::atomic<Pool*> the_pool{nullptr};
+
+Pool& Pool::get() {
+  Pool* pool = the_pool.load(std::memory_order_acquire);
+  if (pool != nullptr) return *pool;
+  Pool* made = new Pool;
+  if (the_pool.compare_exchange_strong(pool, made)) {
+    static std::atomic_flag is_registered = ATOMIC_FLAG_INIT;
+    // A forked process has none of the threads, so it begins with a pool of its own.
+    if (!is_registered.test_and_set()) pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); });
+    return *made;
+  }
+  delete made;
+  return *pool;
+}
+
+}  // namespace
+
+Items::Items(int64_t first_range, int64_t num_ranges, int64_t num_items)
+    : num_ranges_(num_ranges), num_items_(num_items) {
+  take(first_range);
+}
+
+bool Items::claim() {
+  if (num_ranges_ == 0) return false;
+  const int64_t range = Pool::get().claim();
+  if (range < 0) return false;
+  num_claimed_++;
+  take(range);
+  return true;
+}
+
+void Items::take(int64_t range) {
+  next_ = num_items_ * range / num_ranges_;
+  end_ = num_items_ * (range + 1) / num_ranges_;
+}
+
+void share_items(int64_t num_items, int64_t num_threads, Work work, void* context) {
+  Pool::get().share(num_items, num_threads, work, context);
+}

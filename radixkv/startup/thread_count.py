@@ -1,0 +1,109 @@
+"""Chooses how many threads compute on the CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+_SYSTEM = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCount:
+    """A number of threads, and where it comes from.
+
+    Attributes:
+        count: at least 1.
+        reason: for the log.
+    """
+
+    count: int
+    reason: str
+
+
+def choose_thread_count(
+    configured: int | None,
+    environment: Mapping[str, str] = os.environ,
+    cpus: Set[int] | None = None,
+    system: Path = _SYSTEM,
+) -> ThreadCount:
+    """Choose the number of threads that compute on the CPU.
+
+    In this order: the configuration, the environment variable `OMP_NUM_THREADS`, and the machine. On the machine one
+    thread computes per physical core that the process may run on, as its CPU affinity says, but not more than the CPU
+    quotas of its cgroup and of the cgroups above allow, rounded down: a process that exceeds its quota is stopped for
+    the rest of each period, in the middle of a step.
+
+    Args:
+        configured: `model.threads`; None for no choice.
+        environment: of the process.
+        cpus: numbers of the CPUs that the process may run on; None asks the operating system.
+        system: root of the file system with `/proc` and `/sys`.
+    """
+    if configured is not None:
+        return ThreadCount(configured, "as model.threads says")
+    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if wanted.isdecimal() and int(wanted) > 0:
+        return ThreadCount(int(wanted), "as OMP_NUM_THREADS says")
+    if cpus is None:
+        cpus = available_cpus()
+    num_cores = _num_cores(cpus, system)
+    quota = _quota(system)
+    cores = f"{num_cores} {'core' if num_cores == 1 else 'cores'} in the CPU affinity"
+    if quota is not None and quota < num_cores:
+        return ThreadCount(max(1, math.floor(quota)), f"a CPU quota of {quota:g} and {cores}")
+    return ThreadCount(num_cores, f"{cores}, and no smaller CPU quota")
+
+
+def available_cpus() -> Set[int]:
+    """Return the numbers of the CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return frozenset(range(os.cpu_count() or 1))  # macOS
+
+
+def _num_cores(cpus: Set[int], system: Path) -> int:
+    """Count physical cores. Two hardware threads of a core share the units that multiply, and gain nothing."""
+    cores = set()
+    for cpu in cpus:
+        siblings = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            cores.add(siblings.read_text(encoding="ascii").strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def _quota(system: Path) -> float | None:
+    """Return the smallest CPU quota of the process's cgroups in CPUs, or None if there is none."""
+    try:
+        lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = system / "sys/fs/cgroup"
+        roots = [root] if not controllers else [root / controllers, root / "cpu"]
+        # A container often sees its own cgroup at the root, whatever the path says, so the root is read as well.
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            quotas += [_read_quota(each / folder, is_version_2=not controllers) for each in roots]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _read_quota(folder: Path, *, is_version_2: bool) -> float | None:
+    try:
+        if is_version_2:
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
