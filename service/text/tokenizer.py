@@ -91,7 +91,8 @@ class Tokenizer:
         try:
             model = load_with_transformers(directory)
         except ModuleNotFoundError as error:
-            message = f"the tokenizer has no tokenizer.json; to read it, {missing_package('transformers', 'engine')}"
+            other = missing_package("transformers", "engine")
+            message = f"there is no tokenizer.json in {directory}; for a tokenizer in other files, {other}"
             raise MissingPackage(message, name=error.name) from error
         templates = getattr(model, "chat_template", None) or {}
         backend = getattr(model, "backend_tokenizer", None)

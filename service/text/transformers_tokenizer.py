@@ -31,7 +31,7 @@ def converted_files(directory: Path) -> Mapping[str, bytes] | None:
     """Convert a tokenizer to `tokenizer.json` and the files that belong to it.
 
     Returns:
-        Their contents by name; None if the tokenizer has no such form.
+        Their contents by name, some in a folder; None if the tokenizer has no such form.
 
     Raises:
         ModuleNotFoundError, ValueError: as `load_with_transformers`.
@@ -41,7 +41,8 @@ def converted_files(directory: Path) -> Mapping[str, bytes] | None:
         return None
     with tempfile.TemporaryDirectory(prefix="radixkv-") as name:
         tokenizer.save_pretrained(name)
-        return {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
+        files = [path for path in Path(name).rglob("*") if path.is_file()]
+        return {path.relative_to(name).as_posix(): path.read_bytes() for path in files}
 
 
 @dataclass(frozen=True, slots=True)

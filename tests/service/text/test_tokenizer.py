@@ -8,7 +8,7 @@ from radixkv.service.missing_package import MissingPackage
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.transformers_tokenizer import SlowBackend, converted_files
 from tests.service.command_line import launch
-from tests.service.text.tokenizers import byte_fallback, byte_level, write_tiny
+from tests.service.text.tokenizers import byte_fallback, byte_level, write_tiny, write_without_json
 
 
 def test_text_becomes_tokens_and_text_again():
@@ -96,21 +96,6 @@ def test_a_model_with_several_templates_has_one_for_tools(tmp_path):
 def test_text_that_utf_8_can_not_express_is_refused_without_it():
     with pytest.raises(ValueError, match=r"^expected text in Unicode, got lone surrogates$"):
         byte_level().encode("secret\ud800")
-
-
-def write_without_json(directory):
-    """A tokenizer in the files of GPT-2, from before there was `tokenizer.json`."""
-    tree = json.loads((write_tiny(directory) / "tokenizer.json").read_text())
-    model, added = tree["model"], {token.pop("id"): token for token in tree["added_tokens"]}
-    (directory / "tokenizer.json").unlink()
-    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]))
-    (directory / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": added})
-    )
-    return directory
 
 
 def test_files_without_tokenizer_json_are_read_by_transformers_and_converted(tmp_path):

@@ -175,6 +175,21 @@ def write_legacy(directory: Path) -> Path:
     )
 
 
+def write_without_json(directory: Path) -> Path:
+    """A tokenizer in the files of GPT-2, from before there was `tokenizer.json`."""
+    tree = json.loads((write_tiny(directory) / "tokenizer.json").read_text())
+    model, added = tree["model"], {token.pop("id"): token for token in tree["added_tokens"]}
+    (directory / "tokenizer.json").unlink()
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model["merges"])]))
+    (directory / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": added})
+    )
+    return directory
+
+
 WRITERS = {
     "tiny": write_tiny,
     "llama3": write_llama3_like,
