@@ -37,11 +37,16 @@ def defined_in(package: str) -> set[str]:
 def test_the_names_that_clients_import_are_pinned() -> None:
     assert radixkv.service.client.__all__ == [
         "AsyncClient",
+        "AsyncTextAnswer",
         "Client",
         "Compression",
         "CompressionPolicy",
+        "FinishReason",
         "KVSource",
+        "MissReason",
         "Retention",
+        "TextAnswer",
+        "TextChunk",
         "Tokenizer",
         "logits_of",
     ]
