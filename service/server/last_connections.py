@@ -21,6 +21,8 @@ import termios
 from collections.abc import Collection
 
 _PERIOD_S = 0.005
+# A thread of gRPC that was accepting a connection as the listening socket closed has finished after this time.
+_LAST_ACCEPT_S = 0.1
 
 
 async def end_connections(ports: Collection[int], timeout_s: float) -> None:
@@ -39,15 +41,18 @@ async def end_connections(ports: Collection[int], timeout_s: float) -> None:
     if sys.platform != "linux":
         return
     with contextlib.ExitStack() as stack:
-        for fd, each in _sockets(stack, ports).items():
+        finder = _SocketFinder(ports, stack)
+        unsent: dict[int, socket.socket] = {}
+        for fd, each in finder.new_sockets():
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 _stop_listening(fd, each)
-        # gRPC accepts no connection from here on, so none is missed.
-        unsent = {each.fileno(): each for each in _sockets(stack, ports).values()}
+            else:
+                unsent[each.fileno()] = each
         unclosed: dict[int, socket.socket] = {}
         poll = select.poll()
-        end_s = asyncio.get_running_loop().time() + timeout_s
-        while unsent or unclosed:
+        start_s = asyncio.get_running_loop().time()
+        while True:
+            unsent.update((each.fileno(), each) for _, each in finder.new_sockets())
             for fd in [fd for fd, each in unsent.items() if _num_unacknowledged_bytes(each) == 0]:
                 unclosed[fd] = unsent.pop(fd)
                 _shut(unclosed[fd], socket.SHUT_WR)
@@ -55,43 +60,59 @@ async def end_connections(ports: Collection[int], timeout_s: float) -> None:
             for fd, _ in poll.poll(0):
                 poll.unregister(fd)
                 del unclosed[fd]
-            if asyncio.get_running_loop().time() >= end_s:
+            past_s = asyncio.get_running_loop().time() - start_s
+            if past_s >= _LAST_ACCEPT_S and (past_s >= timeout_s or not (unsent or unclosed)):
                 break
             await asyncio.sleep(_PERIOD_S)
         for each in (*unsent.values(), *unclosed.values()):
             _shut(each, socket.SHUT_RDWR)
 
 
-def _sockets(stack: contextlib.ExitStack, ports: Collection[int]) -> dict[int, socket.socket]:
-    """Return the TCP sockets of this process that are bound to these ports, by the file descriptors of gRPC.
+class _SocketFinder:
+    """Finds the TCP sockets of this process that are bound to some ports.
 
-    They are duplicates, which are closed with `stack`. Connections for which the process has no file descriptor left
-    are missing; gRPC ends those.
+    Args:
+        ports: local ports.
+        stack: closes the duplicates.
     """
-    found: dict[int, socket.socket] = {}
-    own: set[int] = set()  # a connection may close, and its number be that of a duplicate
-    for fd in _socket_fds():
-        with contextlib.suppress(OSError):  # it was closed, or there is no descriptor left
-            if fd in own:
+
+    def __init__(self, ports: Collection[int], stack: contextlib.ExitStack) -> None:
+        self._ports = ports
+        self._stack = stack
+        self._known: set[int] = set()  # inodes
+
+    def new_sockets(self) -> list[tuple[int, socket.socket]]:
+        """Return the file descriptor and a duplicate of each socket that was not found before.
+
+        Connections for which the process has no file descriptor left are missing; gRPC ends those.
+        """
+        found = []
+        for fd, inode in _socket_fds():
+            if inode in self._known:
                 continue
-            each = socket.socket(fileno=os.dup(fd))
-            is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
-            if is_tcp and each.getsockname()[1] in ports:
-                found[fd] = stack.enter_context(each)
-                own.add(each.fileno())
-            else:
-                each.close()
-    return found
+            with contextlib.suppress(OSError):  # it was closed, or there is no descriptor left
+                each = socket.socket(fileno=os.dup(fd))
+                if os.fstat(each.fileno()).st_ino != inode:  # another one has its number
+                    each.close()
+                    continue
+                self._known.add(inode)
+                is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+                if is_tcp and each.getsockname()[1] in self._ports:
+                    found.append((fd, self._stack.enter_context(each)))
+                else:
+                    each.close()
+        return found
 
 
-def _socket_fds() -> list[int]:
-    """Return the file descriptors of this process that are sockets; none if the process has no descriptor left."""
+def _socket_fds() -> list[tuple[int, int]]:
+    """Return the file descriptors of this process that are sockets, with their inodes; none if none can be opened."""
     fds = []
     with contextlib.suppress(OSError):
         for fd in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):  # it was closed
-                if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                    fds.append(fd)
+                status = os.fstat(fd)
+                if stat.S_ISSOCK(status.st_mode):
+                    fds.append((fd, status.st_ino))
     return fds
 
 
