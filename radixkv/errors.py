@@ -41,6 +41,7 @@
     │   ├── StorePaused
     │   └── StoreUnavailable
     ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
+    │   └── NotFinite
     └── InvariantViolation           a bug of ours
 
 `radixkv.service.server.status` maps each to a gRPC status. Messages name the field, what was expected and what came;
@@ -245,6 +246,10 @@ class StoreUnavailable(StoreError):
 
 class StepFailed(RadixKVError):
     """A forward pass raised. The requests in it failed; the engine goes on."""
+
+
+class NotFinite(StepFailed):
+    """The model computed NaN or infinite values for a request. It failed, and nothing of the step was published."""
 
 
 class InvariantViolation(RadixKVError):

@@ -26,6 +26,7 @@ from radixkv.service.server.intake.bounds import bounded_server
 from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
+from radixkv.service.server.last_connections import end_connections
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
@@ -80,6 +81,7 @@ class IngressServer:
         self._doors = Doors(config)
         self._unfinished = UnfinishedCalls()
         self._health = HealthServicer()
+        self._port: int | None = None
         limits = _limits(facts)
         self._intake = Intake(config, limits, self._unfinished)
         entry = Entry(Gate(self._doors.requests), self._intake)
@@ -111,6 +113,7 @@ class IngressServer:
                 port = self._grpc.add_secure_port(address, self._doors.tls.grpc_credentials())
         except RuntimeError as error:
             raise not_free("server.port", self._config.host, self._config.port) from error
+        self._port = port
         await self._grpc.start()
         self._termination = asyncio.ensure_future(self._grpc.wait_for_termination())
         self._health.set(_SERVICES, is_serving=True)
@@ -128,6 +131,9 @@ class IngressServer:
         await self._unfinished.finish(self._config.drain_timeout_s)
         if self._hand_over is not None:
             await self._hand_over.finish()
+        if self._port is not None:
+            await end_connections({self._port}, _FLUSH_S)
+            self._port = None
         await self._grpc.stop(_FLUSH_S)
 
 

@@ -125,19 +125,21 @@ def _serve(arguments: argparse.Namespace) -> None:
 
         _logger.info("imported the libraries in %.1f s", time.monotonic() - start_s)
         telemetry = Telemetry(config)
-        engine = build_engine(config, telemetry.observers)
-        limits = engine.limits
-        _logger.info(
-            "ready after %.1f s: model %s on %s, %d tokens of K/V in blocks of %d",
-            time.monotonic() - start_s,
-            limits.model,
-            limits.device,
-            limits.pool_tokens,
-            limits.block_size,
-        )
-        with telemetry.serving(engine), publishing(engine, config.events):
-            services = optional_services(engine, config)
-            run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
+        with telemetry.serving():  # from now on, so that a start that takes minutes passes checks of its liveness
+            engine = build_engine(config, telemetry.observers)
+            telemetry.watch(engine)
+            limits = engine.limits
+            _logger.info(
+                "ready after %.1f s: model %s on %s, %d tokens of K/V in blocks of %d",
+                time.monotonic() - start_s,
+                limits.model,
+                limits.device,
+                limits.pool_tokens,
+                limits.block_size,
+            )
+            with publishing(engine, config.events):
+                services = optional_services(engine, config)
+                run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
     finally:
         gc.unfreeze()  # as `run` does, also if there is nothing to run
 

@@ -1,6 +1,7 @@
 """The gRPC server: services, health, reflection and drain.
 
-bind -> serving -> draining (health NOT_SERVING, new requests UNAVAILABLE, running ones finish) -> stopped
+bind -> serving -> draining (health NOT_SERVING, new requests UNAVAILABLE, running ones finish)
+     -> connections end -> stopped
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.intake.lock_turns import short_lock_turns
+from radixkv.service.server.last_connections import end_connections
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer
@@ -109,6 +111,7 @@ class Server:
         self._health = HealthServicer()
         self._health_watch: asyncio.Task[None] | None = None
         self._terminations: list[asyncio.Future[Any]] = []
+        self._ports: set[int] = set()
         self._unfinished = UnfinishedCalls()
         self._intake = Intake(config, engine.limits, self._unfinished)
         self._grpc = self._made(self._doors.requests)
@@ -183,11 +186,10 @@ class Server:
         """Refuse new requests, let running ones finish, then stop.
 
         Health turns NOT_SERVING before the first refusal. Requests still running after `drain_timeout_s` are cancelled.
+        Calls of other kinds are answered until the last request is; then everything but health checks is refused.
 
-        Answers leave before connections end: a socket that is closed while the caller still sends, if only a window
-        update, is reset and loses the bytes that it holds. gRPC closes a connection after it sent GOAWAY and the last
-        call is over. So GOAWAY is sent after the last answer, and its acknowledgement says that the caller has read
-        everything before it.
+        Connections end after the last answer, in TCP and not by gRPC: see `last_connections`. So a client reads all
+        answers, and a call that arrives too late is UNAVAILABLE.
 
         Returns:
             Whether every request finished in time, and every answer left.
@@ -201,8 +203,11 @@ class Server:
         end = asyncio.get_running_loop().time() + self._config.drain_timeout_s
         try:
             are_over = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
+            self._intake.refuse_new()
             have_left = await self._unfinished.finish(max(_FLUSH_S, end - asyncio.get_running_loop().time()))
         finally:
+            await end_connections(self._ports, _FLUSH_S)
+            self._ports.clear()
             await asyncio.gather(*(each.stop(_FLUSH_S) for each in (self._grpc, self._admin_grpc) if each is not None))
         return are_over and have_left
 
@@ -216,10 +221,13 @@ class Server:
         address = host_port(self._config.host, port)
         try:
             if self._doors.tls is None:
-                return server.add_insecure_port(address)
-            return server.add_secure_port(address, self._doors.tls.grpc_credentials())
+                taken = server.add_insecure_port(address)
+            else:
+                taken = server.add_secure_port(address, self._doors.tls.grpc_credentials())
         except RuntimeError as error:
             raise not_free(key, self._config.host, port) from error
+        self._ports.add(taken)
+        return taken
 
     async def _watch_health(self) -> None:
         while True:
