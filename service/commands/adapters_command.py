@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from radixkv.service.commands import argument_types
 from radixkv.service.commands.answer_tables import json_of
@@ -16,12 +15,9 @@ _HEAD = ("adapter", "digest", "rank", "MB", "memory", "requests", "cached tokens
 _DIGEST_CHARS = 12
 
 
-def add_adapters_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `adapters` to the commands of a parser."""
-    about = "load, unload or list adapters (LoRA)"
-    adapters: argparse.ArgumentParser = commands.add_parser(
-        "adapters", help=about, description=f"{about.capitalize()}."
-    )
+def add_adapters_command(adapters: argparse.ArgumentParser) -> None:
+    """Add the actions of `adapters` to its parser."""
+    adapters.description = "Load, unload or list adapters (LoRA)."
     actions = adapters.add_subparsers(required=True, metavar="ACTION", help="load, unload or list")
     load: argparse.ArgumentParser = actions.add_parser(
         "load",

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
 
 from radixkv.config import Config, ServerConfig
 from radixkv.config.model_directory import check_servable
@@ -31,14 +30,12 @@ _OF_ONE_SERVER = (
 )
 
 
-def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `fleet` to the commands of a parser."""
+def add_fleet_command(fleet: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fleet` to its parser."""
     server = ServerConfig()
-    fleet: argparse.ArgumentParser = commands.add_parser(
-        "fleet",
-        help="serve a model by several engines on Ray until SIGTERM",
-        description="Serve a model by several engines on Ray until SIGTERM or SIGINT. Each request goes to the engine "
-        "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready.",
+    fleet.description = (
+        "Serve a model by several engines on Ray until SIGTERM or SIGINT. Each request goes to the engine "
+        "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready."
     )
     fleet.add_argument(
         "--replicas", metavar="N|N:M", help="engines; N:M for as many as their load asks for (default: 2)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS
 from radixkv.service.commands import argument_types
@@ -18,13 +17,11 @@ from radixkv.service.text.answer_text import AnswerText
 from radixkv.v1.prefill_pb2 import GenerateResponse
 
 
-def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `generate` to the commands of a parser."""
-    generate = commands.add_parser(
-        "generate",
-        help="continue a prompt; prints the answer as it comes",
-        description="Continue a prompt; prints the answer as it comes: text after text, token ids after token ids. "
-        f"{argument_types.COUNTS}",
+def add_generate_command(generate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `generate` to its parser."""
+    generate.description = (
+        "Continue a prompt; prints the answer as it comes: text after text, token ids after token ids. "
+        f"{argument_types.COUNTS}"
     )
     add_prompt(generate)
     add_chat(generate)

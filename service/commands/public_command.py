@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from radixkv.service.commands import argument_types
 from radixkv.service.commands.answer_tables import json_of
@@ -16,11 +15,10 @@ from radixkv.v1.cache_pb2 import PublicPrefix
 _HEAD = ("public prefix", "tokens", "blocks", "adapter", "users", "uses", "state")
 
 
-def add_public_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `public` to the commands of a parser."""
-    about = "make prefixes public, such as system prompts: computed once, and used by the prompts of all tenants"
-    public: argparse.ArgumentParser = commands.add_parser(
-        "public", help=about, description=f"{about[0].upper()}{about[1:]}."
+def add_public_command(public: argparse.ArgumentParser) -> None:
+    """Add the actions of `public` to its parser."""
+    public.description = (
+        "Make prefixes public, such as system prompts: computed once, and used by the prompts of all tenants."
     )
     actions = public.add_subparsers(required=True, metavar="ACTION", help="add, remove or list")
     add: argparse.ArgumentParser = actions.add_parser(

@@ -21,10 +21,9 @@ TOKEN_PREFIX = "rkv_"  # so that scanners for secrets find a token that lies whe
 _NUM_RANDOM_BYTES = 32
 
 
-def add_token_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `token` to the commands of a parser."""
-    about = "make tokens for the file that server.tokens_file names"
-    token = commands.add_parser("token", help=about, description=f"{about.capitalize()}.")
+def add_token_command(token: argparse.ArgumentParser) -> None:
+    """Add the actions of `token` to its parser."""
+    token.description = "Make tokens for the file that server.tokens_file names."
     verbs = token.add_subparsers(required=True, metavar="VERB", help="what to do")
     new: argparse.ArgumentParser = verbs.add_parser(
         "new",

@@ -251,11 +251,15 @@ def run(
     services: Iterable[AddService] = (),
     gateway_tenant: str = "",
     count_refusal: CountRefusal | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
 
     Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
     Until the end, objects that live long are exempt from garbage collection, and threads take short turns.
+
+    Args:
+        on_ready: is called once, just before that line is printed.
 
     Raises:
         ConfigError: the address can't be bound.
@@ -265,12 +269,16 @@ def run(
     with frozen_survivors(), short_lock_turns():
         engine.start()
         try:
-            asyncio.run(_serve_until_signal(engine, config, lambda own, **kept: Server(engine, own, *rest, **kept)))
+            asyncio.run(
+                _serve_until_signal(engine, config, lambda own, **kept: Server(engine, own, *rest, **kept), on_ready)
+            )
         finally:
             engine.stop()
 
 
-async def _serve_until_signal(engine: Engine, config: ServerConfig, make_server: Callable[..., Server]) -> None:
+async def _serve_until_signal(
+    engine: Engine, config: ServerConfig, make_server: Callable[..., Server], on_ready: Callable[[], None]
+) -> None:
     stop = asyncio.Event()
     # Files that can't be used when another server takes over leave what was.
     make_server = partial(make_server, stop=stop, doors=Doors(config), sources=sources_of(engine))
@@ -279,6 +287,7 @@ async def _serve_until_signal(engine: Engine, config: ServerConfig, make_server:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     server = make_server(config)
     address = await server.start()
+    on_ready()
     print(f"listening on {address}", flush=True)
     while not await _is_to_stop(engine, server, stop):
         _logger.error("gRPC has ended its server, perhaps after a call with a broken path; another one takes over")

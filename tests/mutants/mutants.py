@@ -552,7 +552,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/stopwatch.py", "if not each.has_waited), default", "), default"),
     Mutant("kernels/stopwatch.py", "not (self.is_busy or _is_enough(took))", "not _is_enough(took)"),
-    Mutant("kernels/product_trial.py", "LEAD if PACKINGS[name].rows_are_alike else 1.0", "1.0"),
+    Mutant("kernels/product_trial.py", "LEAD if PACKINGS[entrant.name].rows_are_alike else 1.0", "1.0"),
     Mutant("model/products/native_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
     Mutant("model/products/native_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
@@ -32,13 +31,11 @@ _DISK_GB_S = 3.0  # a drive on PCIe 3.0 or 4.0 x4
 _NETWORK_GB_S = 1.25  # 10 Gbit/s
 
 
-def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `plan` to the commands of a parser."""
-    plan: argparse.ArgumentParser = commands.add_parser(
-        "plan",
-        help="memory and concurrency of a K/V cache",
-        description=f"Memory and concurrency of a K/V cache. {COUNTS} GB is 10^9 bytes and GiB is 2^30. "
-        "The model comes from --model, from the flags, or from both: a flag wins.",
+def add_plan_command(plan: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan` to its parser."""
+    plan.description = (
+        f"Memory and concurrency of a K/V cache. {COUNTS} GB is 10^9 bytes and GiB is 2^30. "
+        "The model comes from --model, from the flags, or from both: a flag wins."
     )
     model = plan.add_argument_group("the model", "Sizes that are not given are those of --model.")
     add_model_arguments(model)

@@ -26,12 +26,9 @@ from radixkv.service.commands.planning.tier_arguments import add_tier_argument, 
 from radixkv.service.commands.tables import aligned
 
 
-def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `simulate` to the commands of a parser."""
-    about = "replay a trace without a model: which hit rate does a capacity buy?"
-    simulate: argparse.ArgumentParser = commands.add_parser(
-        "simulate", help=about, description=f"{about.capitalize()} {COUNTS}"
-    )
+def add_simulate_command(simulate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `simulate` to its parser."""
+    simulate.description = f"Replay a trace without a model: which hit rate does a capacity buy? {COUNTS}"
     simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format, plain or gzip")
     simulate.add_argument(
         "--capacity-tokens", metavar="N[,N...]", type=capacities, required=True, help="tokens that the cache holds"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
@@ -19,13 +18,9 @@ _STORED_HEAD = ("tenant", "namespace", "blocks", "tokens", "retained")
 _HEAD = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")
 
 
-def add_segments_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `segments` to the commands of a parser."""
-    segments: argparse.ArgumentParser = commands.add_parser(
-        "segments",
-        help="list what is cached: how large, how hot, how old, pinned or retained",
-        description="List cached segments, the runs of tokens that prompts share. Their tokens are not told.",
-    )
+def add_segments_command(segments: argparse.ArgumentParser) -> None:
+    """Add the arguments of `segments` to its parser."""
+    segments.description = "List cached segments, the runs of tokens that prompts share. Their tokens are not shown."
     segments.add_argument("--tenant", type=argument_types.name, help="whose segments (default: everybody's)")
     segments.add_argument(
         "--page-size", metavar="N", type=argument_types.count, default=_DEFAULT_PAGE_SIZE, help="segments of a page"

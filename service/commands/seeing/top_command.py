@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from radixkv.service.client import Client
 from radixkv.service.commands import argument_types
@@ -25,13 +24,11 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def add_top_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `top` to the commands of a parser."""
-    top: argparse.ArgumentParser = commands.add_parser(
-        "top",
-        help="watch blocks, hit rate, time to first token, tenants and the hottest segments",
-        description="Watch what the cache holds and how it is used, until Ctrl-C. A terminal is redrawn; elsewhere "
-        "screens follow each other, and with --json each is one line.",
+def add_top_command(top: argparse.ArgumentParser) -> None:
+    """Add the arguments of `top` to its parser."""
+    top.description = (
+        "Watch what the cache holds and how it is used, until Ctrl-C. A terminal is redrawn; elsewhere "
+        "screens follow each other, and with --json each is one line."
     )
     top.add_argument("--tenant", type=argument_types.name, help="whose segments are listed (default: everybody's)")
     top.add_argument(

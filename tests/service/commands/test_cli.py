@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from radixkv import __version__
-from radixkv.service.commands.cli import main, make_parser
+from radixkv.service.commands.cli import COMMANDS, main, make_parser
 from tests.patience import PATIENCE_S
 from tests.service.command_line import launch, usage_error
 
@@ -56,6 +56,39 @@ def test_version(capsys):
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, arguments, words):
     assert words in usage_error(capsys, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["nothing"], ["serve", "--help"], ["serve", "--x"]])
+def test_help_and_wrong_arguments_do_not_wait_for_imports(arguments):
+    program = (
+        "import atexit, sys\n"
+        "heavy = {'grpc', 'google', 'numpy', 'torch', 'transformers', 'asyncio'}\n"
+        "atexit.register(lambda: print(sorted(heavy & sys.modules.keys())))\n"
+        "from radixkv.service.commands.cli import main\n"
+        "main(sys.argv[1:])"
+    )
+    _, out, err = launch("-P", "-c", program, *arguments)
+    assert out.splitlines()[-1] == "[]"
+    assert "Traceback" not in err
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, command in COMMANDS.items():
+        assert f" {name} {command.help}" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_parsed_alike_whichever_others_are_imported(name):
+    alone, whole = (make_parser(names) for names in ({name}, COMMANDS))
+    assert _help_of(alone, name) == _help_of(whole, name)
+
+
+def _help_of(parser, name):
+    (commands,) = (each for each in parser._actions if each.nargs == argparse.PARSER)
+    return commands.choices[name].format_help()
 
 
 def parsers():
