@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 def native_library() -> ctypes.CDLL | None:
     """Return the kernels in C++ for this machine, compiled where that was not done before; None if there are none.
 
-    The log says why, once. From then on products can be theirs.
+    Then one warning says why, what it costs and what to do. From then on products can be theirs.
     """
     try:
         library = load_library(cache_directory())
     except NotCompiled as reason:
-        _log.info("kernels in C++ are not used: %s", reason)
+        _log.warning("no compiled kernels: models on the CPU are 2 to 3 times slower, in torch alone; %s", reason)
         return None
     products.use(library)
     return library
