@@ -20,8 +20,8 @@ from radixkv.kernels.native.variants import Variant
 
 _FOLDER = Path(__file__).parent
 _STAMP = "stamp.cpp"
-# Plain x86-64 first, whatever the compiler's default: a variant's own options follow, and nothing else is used. Bits must
-# not depend on what a compiler fuses where.
+# Plain x86-64, whatever the compiler's default, plus a variant's own options. -ffp-contract=off: the bits of a result
+# must not depend on which multiplications and additions a compiler decides to fuse.
 _OPTIONS = ("-std=c++17", "-O3", "-march=x86-64", "-mtune=generic", "-ffp-contract=off", "-fopenmp", "-fPIC")
 _TIMEOUT_S = 300.0
 

@@ -1,12 +1,12 @@
-"""Loads the C++ kernels that fit the processor: those that were installed, or else compiled ones from the cache directory.
+"""Loads the C++ kernels that fit the processor: the installed ones, or else those in the cache directory.
 
-Where there are neither, they are compiled into the cache directory, once, under a name that says what the library was
-made of, and what is in it:
+Where neither has them, they are compiled into the cache directory, once, under a name that says what the library was
+compiled from and what it contains:
 
     kernels/<variant>-<digest of options and sources>-<digest of the file>.so
 
-To load half a file would end the process, so a file is loaded only if it has the digest that its name says. Without
-Linux, AVX2 or GCC there is nothing to load; then torch and numpy do what the kernels would.
+Loading half a file would end the process, so a file is loaded only if it has the digest in its name. Without Linux,
+AVX2 or GCC there is nothing to load, and torch and numpy compute instead.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def runnable_variants() -> list[Variant]:
 def load_library(
     directory: Path, environment: Mapping[str, str] = os.environ, *, variants: Sequence[Variant] | None = None
 ) -> ctypes.CDLL:
-    """Load the kernels of the first variant that there are any of, and compile it first where that was not done before.
+    """Load the kernels of the first variant that can be had, compiling them where that was not done before.
 
-    To compile takes 9 to 14 s on one idle core, and uses all cores. The log says so before, and which library is used.
+    Compiling takes 9 to 14 CPU seconds on all cores; the log announces it. The log names the library that is loaded.
 
     Args:
-        directory: the cache directory. Compiled libraries are kept in `kernels` of it, the last eight that were used.
+        directory: the cache directory. Its subdirectory `kernels` keeps the eight compiled libraries used last.
         environment: names the compiler, `CXX`, and where to look for one, `PATH`.
-        variants: what may be used, the preferred ones first; None takes `runnable_variants`.
+        variants: the variants to choose from, the preferred ones first; None takes `runnable_variants`.
 
     Raises:
-        NotCompiled: no variant can be found, compiled or loaded here.
+        NotCompiled: no variant can be found, compiled or loaded.
     """
     reasons = []
     for variant in runnable_variants() if variants is None else variants:
@@ -68,14 +68,14 @@ def load_library(
             reasons.append(reason)
             continue
         if reasons:
-            _log.warning("kernels for %s are used, which are slower than others would be: %s", variant.name, reasons[0])
-        _log.info("kernels for %s are used: %s", variant.name, library._name)
+            _log.warning("using kernels for %s, although the processor has faster ones: %s", variant.name, reasons[0])
+        _log.info("using kernels for %s: %s", variant.name, library._name)
         return library
-    raise reasons[0] if reasons else NotCompiled("there are some for Linux on x86-64 processors with AVX2 only")
+    raise reasons[0] if reasons else NotCompiled("they exist for Linux on x86-64 processors with AVX2 only")
 
 
 def _installed(variant: Variant) -> ctypes.CDLL | None:
-    """Load what installation compiled; None if there is none, or it is older than the sources, or can't be loaded."""
+    """Load what the installation compiled; None if it is missing, outdated or can't be loaded."""
     file = _INSTALLED / library_name(variant)
     if not is_current(file, variant):
         return None
@@ -97,8 +97,8 @@ def _compiled(variant: Variant, folder: Path, environment: Mapping[str, str]) ->
             return _kept(variant, folder) or _compile(variant, folder, environment)
     except OSError as error:
         raise NotCompiled(
-            f"{folder} can't keep compiled kernels ({error}); set XDG_CACHE_HOME to a folder that can be written to and "
-            f"is not mounted noexec, or install radixkv where there is GCC"
+            f"{folder} can't hold compiled kernels ({error}); set XDG_CACHE_HOME to a directory that is writable and "
+            f"not mounted noexec, or install radixkv where there is GCC, so that the installation compiles them"
         ) from error
 
 

@@ -121,9 +121,7 @@ def imports_of_the_readme() -> str:
 
 
 @pytest.mark.parametrize("is_inside", [True, False], ids=["inside the checkout", "outside"])
-def test_the_readmes_snippets_import_everywhere(
-    is_inside: bool, python: Path, checkout: Path, tmp_path: Path
-) -> None:
+def test_the_readmes_snippets_import_everywhere(is_inside: bool, python: Path, checkout: Path, tmp_path: Path) -> None:
     statements = imports_of_the_readme()
     assert "radixkv" in statements
     program = f"{statements}\nimport radixkv\nprint(radixkv.__file__)"
@@ -154,7 +152,8 @@ def test_the_command_is_a_module(module: str, python: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_type_checkers_see_types(python: Path, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(
-        "from radixkv.service.client import Client\nreveal_type(Client('127.0.0.1:1').prefill([1]).usage.cached_tokens)\n"
+        "from radixkv.service.client import Client\n"
+        "reveal_type(Client('127.0.0.1:1').prefill([1]).usage.cached_tokens)\n"
     )
     result = subprocess.run(
         [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", tmp_path / "cache", "user.py"],

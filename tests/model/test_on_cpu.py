@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from radixkv.kernels.native.library import NotCompiled
+from radixkv.kernels.native.compiler import NotCompiled
 from radixkv.model import on_cpu
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.on_cpu import cpu_candidates
@@ -53,7 +53,6 @@ def test_one_warning_tells_why_there_are_no_kernels_and_what_it_costs(
     assert [(record.levelname, record.message) for record in caplog.records] == [
         (
             "WARNING",
-            "no compiled kernels: models on the CPU are 2 to 3 times slower, in torch alone; "
-            "there is no g++ or c++; install GCC",
+            "no compiled kernels, so models on the CPU run 2 to 3 times slower: there is no g++ or c++; install GCC",
         )
     ]

@@ -53,7 +53,7 @@ def num_made(folder: Path) -> int:
 
 
 def install(folder: Path, variant: Variant, digest: str) -> None:
-    """Put a library that can be loaded where installation would; what follows the end of its tables is not looked at."""
+    """Put a library that can be loaded where an installation would. Loaders ignore what follows the ELF tables."""
     stamp = f"radixkv kernels {variant.name} {digest}"
     (folder / library_name(variant)).write_bytes(Path(_ctypes.__file__).read_bytes() + stamp.encode())
 
@@ -67,7 +67,7 @@ class TestWhatTheProcessorCanRun:
         ("capability", "missing", "runnable"),
         [
             ("AMX", [], ["amx", "avx512_bf16", "avx512", "avx2"]),
-            ("AVX512", [], ["avx512_bf16", "avx512", "avx2"]),  # torch was told to do with less, or Linux gives no tiles
+            ("AVX512", [], ["avx512_bf16", "avx512", "avx2"]),  # ATEN_CPU_CAPABILITY, or Linux gives no tiles
             ("AMX", ["amx_bf16"], ["avx512_bf16", "avx512", "avx2"]),
             ("AVX512", ["avx512_bf16"], ["avx512", "avx2"]),
             *(("AVX512", [each], ["avx2"]) for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl")),
@@ -111,7 +111,7 @@ class TestInstalledKernels:
             loaded = load_library(tmp_path / "cache", {"PATH": str(tmp_path)})
         file = installed / "kernels_avx512.so"
         assert loaded._name == str(file)
-        assert caplog.messages == [f"kernels for avx512 are used: {file}"]
+        assert caplog.messages == [f"using kernels for avx512: {file}"]
         assert not (tmp_path / "cache").exists()
 
     def test_outdated_ones_are_not_used(self, installed: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ class TestInstalledKernels:
         loaded = load_library(tmp_path / "cache", {"PATH": str(tmp_path)})
         assert loaded._name == str(installed / library_name(AVX2))
         (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert warning.startswith("kernels for avx2 are used, which are slower than others would be: there is no g++")
+        assert warning.startswith("using kernels for avx2, although the processor has faster ones: there is no g++")
 
 
 class TestMissing:
@@ -159,7 +159,7 @@ class TestMissing:
         ("says", "told"),
         [
             ("echo no space left", "no space left"),
-            ("echo 'a.cpp:1:2: error: no such option'; echo compilation terminated.", "a.cpp:1:2: error: no such option"),
+            ("echo 'a.cpp:1: error: no such option'; echo stopped.", "a.cpp:1: error: no such option"),
         ],
     )
     def test_the_error_of_a_failing_compiler_is_told(self, says: str, told: str, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ class TestMissing:
 
     def test_a_folder_that_can_not_be_written_is_told_with_the_remedy(self, tmp_path: Path) -> None:
         (tmp_path / "cache").write_text("a file")
-        with pytest.raises(NotCompiled, match=r"cache/kernels can't keep .*; set XDG_CACHE_HOME to a folder"):
+        with pytest.raises(NotCompiled, match=r"cache/kernels can't hold .*; set XDG_CACHE_HOME to a directory"):
             load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
 
     def test_a_folder_that_nothing_can_be_loaded_from_is_known_before_minutes_of_compiling(
@@ -182,7 +182,7 @@ class TestMissing:
             raise OSError(f"{name}: failed to map segment from shared object")
 
         monkeypatch.setattr(ctypes, "CDLL", load)
-        with pytest.raises(NotCompiled, match=r"failed to map segment .*; set XDG_CACHE_HOME to a folder .* noexec"):
+        with pytest.raises(NotCompiled, match=r"failed to map segment .*; set XDG_CACHE_HOME to a directory .* noexec"):
             load_library(tmp_path / "cache", compiler(tmp_path / "bin"), variants=[AVX512])
         assert [call.split("-o ")[0].split()[-1].rpartition("/")[2] for call in calls(tmp_path / "bin")] == [
             "stamp.cpp",
@@ -206,7 +206,7 @@ class TestCompiledOnce:
             load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
         assert [record.levelname for record in caplog.records] == ["INFO"] * 3
         assert caplog.messages[1].startswith("compiled kernels for avx512 in ")
-        assert caplog.messages[2].startswith(f"kernels for avx512 are used: {tmp_path}/cache/kernels/avx512-")
+        assert caplog.messages[2].startswith(f"using kernels for avx512: {tmp_path}/cache/kernels/avx512-")
 
     def test_what_was_made_is_not_made_again_and_needs_no_compiler(self, tmp_path: Path) -> None:
         environment = compiler(tmp_path / "bin")
