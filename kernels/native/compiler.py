@@ -22,7 +22,7 @@ _FOLDER = Path(__file__).parent
 _STAMP = "stamp.cpp"
 # Plain x86-64, whatever the compiler's default, plus a variant's own options. -ffp-contract=off: the bits of a result
 # must not depend on which multiplications and additions a compiler decides to fuse.
-_OPTIONS = ("-std=c++17", "-O3", "-march=x86-64", "-mtune=generic", "-ffp-contract=off", "-fopenmp", "-fPIC")
+_OPTIONS = ("-std=c++17", "-O3", "-march=x86-64", "-mtune=generic", "-ffp-contract=off", "-pthread", "-fPIC")
 _TIMEOUT_S = 300.0
 
 
@@ -84,9 +84,8 @@ def compile_kernels(
             _run(*compiler, *options, "-c", str(source), "-o", target)
             return target
 
-        # Without `-fopenmp`, which would ask for GCC's own OpenMP beside that of torch.
         def linked(objects: list[str], name: str) -> Path:
-            _run(*compiler, "-shared", *objects, "-o", str(folder / name))
+            _run(*compiler, "-shared", "-pthread", *objects, "-o", str(folder / name))
             return folder / name
 
         stamp = compiled(_FOLDER / _STAMP)
