@@ -59,7 +59,7 @@ def compile_kernels(
     environment: Mapping[str, str] = os.environ,
     *,
     num_jobs: int = 1,
-    try_to_load: Callable[[Path], object] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Compile a variant: 9 to 14 s on one idle core. The file appears whole, or not at all.
 
@@ -68,11 +68,12 @@ def compile_kernels(
         file: the library; its folder must exist.
         environment: names the compiler, `CXX`, and where to look for one, `PATH`.
         num_jobs: how many files are compiled at a time.
-        try_to_load: is called first, with a small library that is compiled in the same way into the same folder.
+        check: is called once the compiler has proved to work, with a small library from the same folder, before the
+            kernels are compiled.
 
     Raises:
         NotCompiled: there is no GCC, or it fails.
-        OSError: the folder can't be written, or what `try_to_load` raises.
+        OSError: the folder can't be written, or what `check` raises.
     """
     compiler = _find_compiler(environment)
     options = (*_OPTIONS, *variant.options, f'-DRADIXKV_STAMP="{_stamp(variant)}"')
@@ -89,8 +90,8 @@ def compile_kernels(
             return folder / name
 
         stamp = compiled(_FOLDER / _STAMP)
-        if try_to_load is not None:
-            try_to_load(linked([stamp], "trial.so"))
+        if check is not None:
+            check(linked([stamp], "trial.so"))
         others = [source for source in sorted(_FOLDER.glob("*.cpp")) if source.name != _STAMP]
         with ThreadPoolExecutor(num_jobs) as pool:
             made = linked([stamp, *pool.map(compiled, others)], "kernels.so")

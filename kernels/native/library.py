@@ -115,14 +115,18 @@ def _kept(variant: Variant, folder: Path) -> ctypes.CDLL | None:
 
 def _compile(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     """Compile a variant. The folder is locked, so that what an interrupted process left can be removed."""
-    cores, start_s = len(os.sched_getaffinity(0)), time.perf_counter()
-    _log.info("compiling kernels for %s, 5 to 60 s; once", variant.name)
+
+    def check(file: Path) -> None:
+        ctypes.CDLL(str(file))
+        _log.info("compiling kernels for %s, 5 to 60 s; once", variant.name)
+
+    num_cores, start_s = len(os.sched_getaffinity(0)), time.perf_counter()
     scratch = folder / "unfinished"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
         made = scratch / library_name(variant)
-        compile_kernels(variant, made, environment, num_jobs=cores, try_to_load=lambda file: ctypes.CDLL(str(file)))
+        compile_kernels(variant, made, environment, num_jobs=num_cores, check=check)
         file = made.replace(folder / f"{variant.name}-{digest_of(variant)}-{_content_digest(made)}.so")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
