@@ -77,9 +77,7 @@ def build_engine(
     """
     progress = progress or StartProgress()
     require_usable(config)
-    threads = choose_thread_count(config.model.threads)
-    torch.set_num_threads(threads.count)
-    _log.info("computing with %d %s: %s", threads.count, "thread" if threads.count == 1 else "threads", threads.reason)
+    _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     use_huge_pages()

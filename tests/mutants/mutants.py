@@ -585,8 +585,13 @@ KERNEL_MUTANTS = (
 )
 
 LOADING_MUTANTS = (
-    Mutant("kernels/native/library.py", 'file.stem == f"{name}-{_digest_of(file)}"', "True"),
-    Mutant("kernels/native/library.py", "        _sync(made)\n", ""),
+    Mutant("kernels/native/library.py", 'file.stem.endswith(f"-{_content_digest(file)}")', "True"),
+    Mutant("kernels/native/library.py", "flags.issuperset(each.features)", "True"),
+    Mutant("kernels/native/library.py", "    if not is_current(file, variant):\n        return None\n", ""),
+    Mutant("kernels/native/library.py", "[:-_MAX_KEPT]", "[:0]"),
+    Mutant(
+        "kernels/native/library.py", "                    os.utime(file)  # it was used\n", "                    pass\n"
+    ),
     Mutant("config/cache_directory.py", "    except RuntimeError:", "    except OSError:"),
     Mutant("model/products/choices.py", "0 < cost_s < math.inf", "0 < cost_s"),
     Mutant("model/products/choices.py", ", ValueError, OverflowError)", ", ValueError)"),

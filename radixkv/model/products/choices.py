@@ -18,8 +18,9 @@ import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.linear_packings import PACKINGS, packings_for
-from radixkv.kernels.native.library import sources
+from radixkv.kernels.native.compiler import digest_of
 from radixkv.kernels.native.processor import processor_facts
+from radixkv.kernels.native.variants import VARIANTS
 from radixkv.kernels.product_trial import LEAD, ProductChoice, choose_product
 from radixkv.kernels.row_tiles import SIZES
 from radixkv.kernels.stopwatch import Stopwatch
@@ -236,6 +237,6 @@ def _machine() -> str:
     parts = (
         *(platform.machine(), platform.processor(), *processor_facts(), *settings),
         *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), f"{SIZES} {LEAD}"),
-        *sources(),
+        *map(digest_of, VARIANTS),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
