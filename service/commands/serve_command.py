@@ -23,6 +23,7 @@ from radixkv.service.server.transfer.kv_sources import require_sources
 from radixkv.service.server.transfer.role import require_role
 from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.startup.requirements import require_usable
+from radixkv.telemetry.otlp import exported_spans, require_exportable
 
 _logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     require_role(config)
     require_sources(config.kv_sources)
     require_usable(config)
+    require_exportable(config.telemetry)
     _announce(config.model)
     try:
         with _without_collections():
@@ -124,20 +126,21 @@ def _serve(arguments: argparse.Namespace) -> None:
             from radixkv.startup.build_engine import build_engine
 
         _logger.info("imported the libraries in %.1f s", time.monotonic() - start_s)
-        telemetry = Telemetry(config)
-        engine = build_engine(config, telemetry.observers)
-        limits = engine.limits
-        _logger.info(
-            "ready after %.1f s: model %s on %s, %d tokens of K/V in blocks of %d",
-            time.monotonic() - start_s,
-            limits.model,
-            limits.device,
-            limits.pool_tokens,
-            limits.block_size,
-        )
-        with telemetry.serving(engine), publishing(engine, config.events):
-            services = optional_services(engine, config)
-            run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
+        with exported_spans(config.telemetry) as tracing:
+            telemetry = Telemetry(config, tracing)
+            engine = build_engine(config, telemetry.observers)
+            limits = engine.limits
+            _logger.info(
+                "ready after %.1f s: model %s on %s, %d tokens of K/V in blocks of %d",
+                time.monotonic() - start_s,
+                limits.model,
+                limits.device,
+                limits.pool_tokens,
+                limits.block_size,
+            )
+            with telemetry.serving(engine), publishing(engine, config.events):
+                services = optional_services(engine, config)
+                run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
     finally:
         gc.unfreeze()  # as `run` does, also if there is nothing to run
 
