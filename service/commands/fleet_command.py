@@ -19,6 +19,7 @@ from radixkv.service.commands import argument_types
 from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
 from radixkv.service.server.listen_address import host_port, not_free, require_free
 from radixkv.service.server.transfer.kv_sources import require_sources
+from radixkv.telemetry.otlp import require_exportable
 
 _DEFAULT_REPLICAS = "2"
 # Keys of ports and sockets that a single server has, and a fleet has not.
@@ -79,6 +80,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     require_free(config.server)
     _require_private(arguments.replica_host, config)
     require_sources(config.kv_sources)
+    require_exportable(config.telemetry)
     config = with_port(config, config.server.port or _free_port(config.server.host))
     plan = FleetPlan(
         config,

@@ -121,25 +121,28 @@ def _run(config: Config, progress: StartProgress) -> None:
         from radixkv.service.server.metrics_port import Telemetry
         from radixkv.service.server.optional_services import optional_services
         from radixkv.service.server.server import run
+        from radixkv.telemetry.otlp import exported_spans
 
         progress.begin("importing PyTorch and transformers")
         from radixkv.startup.build_engine import build_engine
 
-    telemetry = Telemetry(config)
-    with telemetry.serving():  # from now on, so that a start that takes minutes passes checks of its liveness
+    with contextlib.ExitStack() as resources:
+        telemetry = Telemetry(config, resources.enter_context(exported_spans(config.telemetry)))
+        # The port is open from now on, so that a start that takes minutes passes liveness probes.
+        resources.enter_context(telemetry.serving())
         engine = build_engine(config, telemetry.observers, progress=progress)
         telemetry.watch(engine)
         progress.begin("starting to listen")
-        with publishing(engine, config.events):
-            run(
-                engine,
-                config.server,
-                config.model.path,
-                optional_services(engine, config),
-                config.gateway.tenant,
-                telemetry.count_refusal,
-                progress.ready,
-            )
+        resources.enter_context(publishing(engine, config.events))
+        run(
+            engine,
+            config.server,
+            config.model.path,
+            optional_services(engine, config),
+            config.gateway.tenant,
+            telemetry.count_refusal,
+            progress.ready,
+        )
 
 
 @contextlib.contextmanager

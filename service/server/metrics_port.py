@@ -40,19 +40,25 @@ _logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Watches one engine: with metrics if the configuration has a port for them, with spans if OpenTelemetry is set up.
+    """Watches one engine: with metrics if the configuration has a port for them, with spans if there is a tracer.
+
+    Args:
+        config: of the service.
+        tracing: makes spans. Without it, they are made where the process has set OpenTelemetry up itself.
 
     Attributes:
         observers: for the engine; none if nothing is counted or traced.
         count_refusal: counts a call that is refused before the engine knows of it; None if nothing is counted.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tracing: Observer | None = None) -> None:
         self._config = config.server
         self._metrics = None if config.server.metrics_port is None else Metrics(config.tenants)
         self._app = None if self._metrics is None else MetricsApp(self._metrics.registry)
         self.count_refusal = None if self._metrics is None else RefusedCalls(self._metrics.registry).count
-        self.observers = [observer for observer in (self._metrics, _tracing()) if observer is not None]
+        self.observers = [
+            observer for observer in (self._metrics, tracing or _process_tracing()) if observer is not None
+        ]
 
     def watch(self, engine: Engine) -> None:
         """Tell the port which engine it is about. To be called once."""
@@ -284,12 +290,12 @@ class _Handler(WSGIRequestHandler):
         """Write nothing."""
 
 
-def _tracing() -> Observer | None:
-    """Make an observer for spans, if OpenTelemetry is installed and set up, as `opentelemetry-instrument` does."""
-    try:
-        from opentelemetry import trace
-    except ModuleNotFoundError:
+def _process_tracing() -> Observer | None:
+    """Make an observer for spans if the process has set OpenTelemetry up, as `opentelemetry-instrument` does."""
+    if "opentelemetry.trace" not in sys.modules:
         return None
+    from opentelemetry import trace
+
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):
         return None

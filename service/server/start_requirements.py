@@ -9,6 +9,7 @@ from radixkv.service.server.listen_address import require_free
 from radixkv.service.server.transfer.kv_sources import require_sources
 from radixkv.service.server.transfer.role import require_role
 from radixkv.startup.requirements import require_usable
+from radixkv.telemetry.otlp import require_exportable
 
 
 def require_startable(config: Config) -> None:
@@ -23,3 +24,4 @@ def require_startable(config: Config) -> None:
     require_role(config)
     require_sources(config.kv_sources)
     require_usable(config)
+    require_exportable(config.telemetry)
