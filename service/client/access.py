@@ -90,10 +90,21 @@ def is_on_this_machine(address: str) -> bool:
     """
     if address.startswith("unix:"):
         return True
-    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+    host = host_of(address)
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def host_of(address: str) -> str:
+    """Return the host of an address with a port.
+
+    >>> [host_of(each) for each in ("kv-1:50051", "[::1]:1", "dns:///kv-1:50051")]
+    ['kv-1', '::1', 'kv-1']
+    """
+    for scheme in ("ipv4:", "ipv6:", "dns:", "xds:"):
+        address = address.removeprefix(scheme)
+    return address.rpartition("/")[2].rpartition(":")[0].strip("[]")
