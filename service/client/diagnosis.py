@@ -65,7 +65,7 @@ _REASONS_WITHOUT_CONNECTION = tuple(
             "use the file with the authority that signed it",
         ),
         (
-            r"peer name .* is not in peer|not match SSL server name",
+            r"peer name .* is not in peer|not match SSL server name|hostname verification",
             "the certificate of {address} is for another name; use the name or IP address that it was issued for",
         ),
         (

@@ -97,7 +97,12 @@ class ServiceError(grpc.aio.AioRpcError):
         return f"{type(self).__name__}({self.args[0]!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, self.__dict__
+        # gRPC's own entries of metadata can't be pickled.
+        sent = {
+            name: tuple((key, value) for key, value in self.__dict__[name] or ())
+            for name in ("_initial_metadata", "_trailing_metadata")
+        }
+        return type(self), self.args, {**self.__dict__, **sent}
 
 
 # Code for the blocking API asks `isinstance(error, grpc.Call)` before it reads a status. gRPC's own exceptions are such
