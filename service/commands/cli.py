@@ -1,11 +1,14 @@
 """The `radixkv` command: its parser, its exit codes, and one line on stderr for every error.
 
+Answers go to stdout; statistics about an answer, progress and errors go to stderr.
+
 Exit codes: 0 done, 1 the service refused or can't be reached, 2 the command line or the configuration is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
@@ -178,9 +181,15 @@ def _call_failure(error: Exception) -> str | None:
     grpc = sys.modules.get("grpc")
     if grpc is None or not isinstance(error, grpc.RpcError):
         return None
-    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+    if not isinstance(error, grpc.Call):
+        return str(error)
+    errors = sys.modules.get("radixkv.service.client.errors")
+    is_explained = errors is not None and isinstance(error, errors.ServiceError)
+    return f"{error.code().name}: {error if is_explained else error.details()}"
 
 
 def _complain(code: int, message: str) -> int:
+    with contextlib.suppress(OSError):  # what was printed comes first, where both streams are one
+        sys.stdout.flush()
     print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -135,29 +135,27 @@ def _compare(
     probation_share: float,
 ) -> list[Result]:
     total_tokens = fleet.replicas * fleet.capacity_tokens
-    advance, finish = progress_bar(f"{policy} at {total_tokens:,}", len(requests))
-    single = simulate(
-        requests,
-        policy=policy,
-        capacity_tokens=total_tokens,
-        block_size=block_size,
-        probation_share=probation_share,
-        on_request=advance,
-    )
-    finish()
-    results = []
-    for routing in routings:
-        advance, finish = progress_bar(f"{routing}, {fleet.replicas} x {fleet.capacity_tokens:,}", len(requests))
-        simulated = simulate_fleet(
+    with progress_bar(f"{policy} at {total_tokens:,}", len(requests)) as advance:
+        single = simulate(
             requests,
-            fleet,
-            routing=routing,
             policy=policy,
+            capacity_tokens=total_tokens,
             block_size=block_size,
             probation_share=probation_share,
             on_request=advance,
         )
-        finish()
+    results = []
+    for routing in routings:
+        with progress_bar(f"{routing}, {fleet.replicas} x {fleet.capacity_tokens:,}", len(requests)) as advance:
+            simulated = simulate_fleet(
+                requests,
+                fleet,
+                routing=routing,
+                policy=policy,
+                block_size=block_size,
+                probation_share=probation_share,
+                on_request=advance,
+            )
         results.append(Result(simulated, single))
     return results
 

@@ -181,19 +181,18 @@ def _simulate_all(
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
-        advance, finish = progress_bar(f"{policy} at {capacity_tokens:,}", len(requests))
-        simulations.append(
-            simulate(
-                requests,
-                policy=policy,
-                capacity_tokens=capacity_tokens,
-                block_size=block_size,
-                probation_share=probation_share,
-                tiers=tiers,
-                on_request=advance,
+        with progress_bar(f"{policy} at {capacity_tokens:,}", len(requests)) as advance:
+            simulations.append(
+                simulate(
+                    requests,
+                    policy=policy,
+                    capacity_tokens=capacity_tokens,
+                    block_size=block_size,
+                    probation_share=probation_share,
+                    tiers=tiers,
+                    on_request=advance,
+                )
             )
-        )
-        finish()
     return simulations
 
 
