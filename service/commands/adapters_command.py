@@ -58,8 +58,8 @@ def _load(arguments: argparse.Namespace) -> None:
         print(json_of(answer))
         return
     digest = answer.adapter.digest[:_DIGEST_CHARS]
-    was = answer.replaced_digest[:_DIGEST_CHARS] if answer.HasField("replaced_digest") else "nothing"
-    print(f"{arguments.name} is {digest}, before {was}")
+    replaced = answer.replaced_digest[:_DIGEST_CHARS] if answer.HasField("replaced_digest") else ""
+    print(f"{arguments.name} is loaded: {digest}" + (f", in place of {replaced}" if replaced else ""))
 
 
 def _unload(arguments: argparse.Namespace) -> None:

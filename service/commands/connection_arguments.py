@@ -55,7 +55,10 @@ def client_of(arguments: argparse.Namespace) -> Client:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{error.filename}: expected a readable file, got {error.strerror}") from error
+        options = ("tls_ca", "token_file", "certificate", "key")
+        named = (name for name in options if getattr(arguments, name) == error.filename)
+        option = f"--{next(named, 'file').replace('_', '-')}"
+        raise ConfigError(f"{option}: expected a readable file, got {error.filename}: {error.strerror}") from error
 
 
 def _token(arguments: argparse.Namespace) -> str | None:

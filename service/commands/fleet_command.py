@@ -127,8 +127,12 @@ def _require_private(host: str, config: Config) -> None:
     if has_tls:
         try:
             tls_credentials(str(config.fleet.tls_ca))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {error}") from error
+        except OSError as error:
+            reason = f"{config.fleet.tls_ca}: {error.strerror}"
+            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
+        except ValueError as error:
+            reason = f"{config.fleet.tls_ca}, which has none"
+            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
     if is_on_this_machine(host):
         return
     if not has_tls and server.tokens_file is not None:

@@ -94,7 +94,7 @@ def add_generate_command(generate: argparse.ArgumentParser) -> None:
     followed.add_argument(
         "--json-schema",
         metavar="FILE|TEXT",
-        type=argument_types.text_or_file,
+        type=argument_types.json_schema,
         help="a JSON schema that it follows, or the file of one (default: none)",
     )
     followed.add_argument("--json-object", action="store_true", help="it is a JSON object")
@@ -107,7 +107,7 @@ def add_generate_command(generate: argparse.ArgumentParser) -> None:
     followed.add_argument(
         "--grammar",
         metavar="FILE|TEXT",
-        type=argument_types.text_or_file,
+        type=argument_types.grammar,
         help="a grammar that it follows, or the file of one, in the syntax of Lark or llama.cpp (default: none)",
     )
     add_compression(generate)

@@ -34,7 +34,7 @@ def add_tokens(command: argparse.ArgumentParser) -> None:
     )
     prompt = group.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--text", metavar="T|-", type=_text, help="text, for the tokenizer of the served model")
-    prompt.add_argument("--text-file", metavar="F", dest="text", type=_read, help="a file with the text")
+    prompt.add_argument("--text-file", metavar="F", dest="text", type=_read_text, help="a file with the text")
     prompt.add_argument("--tokens", metavar="1,2,3|-", type=_tokens, help="token ids, separated by commas or spaces")
     prompt.add_argument("--tokens-file", metavar="F", dest="tokens", type=_read_tokens, help="a file with token ids")
     text = group.add_mutually_exclusive_group()
@@ -176,7 +176,18 @@ def _decoded(text: bytes) -> str:
 
 
 def _text(text: str) -> bytes:
-    return _read("-") if text == "-" else text.encode("utf-8", "surrogateescape")  # the bytes of the command line
+    if text == "-":
+        return _read_text("-")
+    if not text:
+        raise argparse.ArgumentTypeError("expected text, got an empty string")
+    return text.encode("utf-8", "surrogateescape")  # the bytes of the command line
+
+
+def _read_text(path: str) -> bytes:
+    text = _read(path)
+    if not text:
+        raise argparse.ArgumentTypeError(f"expected text, got none from {'stdin' if path == '-' else path}")
+    return text
 
 
 def _tokens(text: str) -> list[int]:

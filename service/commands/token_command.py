@@ -94,4 +94,5 @@ def _add(path: Path, entry: str) -> None:
     except UnicodeDecodeError as error:
         raise ConfigError("--file: expected UTF-8, got something else") from error
     except OSError as error:
-        raise ConfigError(f"--file: expected a file that can be read and written, got {error.strerror}") from error
+        reason = f"{path}: {error.strerror}"
+        raise ConfigError(f"--file: expected a file that can be read and written, got {reason}") from error
