@@ -22,8 +22,8 @@ from radixkv.v1.prefill_pb2 import GenerateResponse
 def add_generate_command(generate: argparse.ArgumentParser) -> None:
     """Add the arguments of `generate` to its parser."""
     generate.description = (
-        "Continue a prompt. Prints the answer on stdout as it arrives, text for a prompt of text and token ids for a "
-        f"prompt of token ids, and then statistics on stderr. {argument_types.COUNTS}"
+        "Generate from a prompt. Prints the answer on stdout as it arrives, text for a prompt of text and token ids "
+        f"for a prompt of token ids, and then statistics on stderr. {argument_types.COUNTS}"
     )
     add_prompt(generate)
     add_chat(generate)
@@ -33,82 +33,90 @@ def add_generate_command(generate: argparse.ArgumentParser) -> None:
         metavar="N",
         type=argument_types.positive,
         default=DEFAULT_MAX_NEW_TOKENS,
-        help="tokens to generate at most",
+        help="maximum number of tokens to generate",
     )
     sampling.add_argument(
-        "--temperature", metavar="T", type=float, default=0.0, help="divides the logits; 0 takes the most likely token"
+        "--temperature", metavar="T", type=float, default=0.0, help="sampling temperature; 0 is greedy"
     )
     sampling.add_argument(
         "--top-p",
         metavar="P",
         type=float,
-        help="draw from the fewest tokens whose probability is P together (default: 1)",
+        help="sample from the smallest set of tokens whose cumulative probability reaches P (default: 1)",
     )
     sampling.add_argument(
         "--top-k",
         metavar="K",
         type=argument_types.count,
         default=0,
-        help="draw from the K most likely tokens; 0 for all",
+        help="sample from the K most likely tokens; 0 for all",
     )
     sampling.add_argument(
-        "--min-p", metavar="P", type=float, default=0.0, help="draw from tokens at least P times as likely as the first"
+        "--min-p",
+        metavar="P",
+        type=float,
+        default=0.0,
+        help="sample from tokens at least P times as likely as the top one",
     )
     sampling.add_argument(
         "--repetition-penalty",
         metavar="X",
         type=float,
-        help="makes tokens of prompt and answer less likely if above 1 (default: 1)",
+        help="above 1, makes tokens of the prompt and the answer less likely (default: 1)",
     )
-    for name, when in (("presence", "if they are in the answer"), ("frequency", "each time they are in the answer")):
+    for name, when in (("presence", "that are in the answer"), ("frequency", "for each time they are in the answer")):
         sampling.add_argument(
-            f"--{name}-penalty", metavar="X", type=float, default=0.0, help=f"taken from logits of tokens {when}"
+            f"--{name}-penalty",
+            metavar="X",
+            type=float,
+            default=0.0,
+            help=f"subtracted from the logits of tokens {when}",
         )
     sampling.add_argument(
         "--min-tokens",
         metavar="N",
         type=argument_types.count,
         default=0,
-        help="tokens before which no stop token comes",
+        help="minimum number of tokens to generate before a stop token",
     )
     sampling.add_argument(
-        "--seed", metavar="N", type=argument_types.seed, help="equal seeds draw equal tokens (default: random)"
+        "--seed", metavar="N", type=argument_types.seed, help="seed of the sampling (default: random)"
     )
     sampling.add_argument(
         "--stop-tokens",
         metavar="1,2,3",
         type=argument_types.token_ids,
         default=[],
-        help="token ids that end it (default: none)",
+        help="token ids that end the answer (default: none)",
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the model's end of sequence")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     sampling.add_argument(
         "--stop",
-        metavar="T",
+        metavar="TEXT",
         type=argument_types.name,
         action="append",
         default=[],
-        help="text that ends it and is not printed; may be given more than once (default: none)",
+        help="text that ends the answer and is not printed; may be repeated (default: none)",
     )
     followed = sampling.add_mutually_exclusive_group()
     followed.add_argument(
         "--json-schema",
         metavar="FILE|TEXT",
         type=argument_types.json_schema,
-        help="a JSON schema that it follows, or the file of one (default: none)",
+        help="JSON schema that the answer follows (default: none)",
     )
-    followed.add_argument("--json-object", action="store_true", help="it is a JSON object")
+    followed.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
     followed.add_argument(
         "--regex",
-        metavar="R",
+        metavar="REGEX",
         type=argument_types.name,
-        help="a regular expression that all of it matches (default: none)",
+        help="regular expression that the whole answer matches (default: none)",
     )
     followed.add_argument(
         "--grammar",
         metavar="FILE|TEXT",
         type=argument_types.grammar,
-        help="a grammar that it follows, or the file of one, in the syntax of Lark or llama.cpp (default: none)",
+        help="grammar that the answer follows, in the syntax of Lark or llama.cpp (default: none)",
     )
     add_compression(generate)
     add_connection(generate)

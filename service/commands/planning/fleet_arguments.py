@@ -42,15 +42,17 @@ class Result:
 
 def add_fleet_arguments(parser: argparse._ArgumentGroup) -> None:
     """Add `--replicas`, `--routing` and `--tokens-per-s` to a command."""
-    parser.add_argument("--replicas", metavar="N", type=positive, help="servers (default: a cache alone, no queues)")
     parser.add_argument(
-        "--routing", metavar="R[,R...]", type=names, help=f"of {', '.join(ROUTINGS)} (default: {PREFIX})"
+        "--replicas", metavar="N", type=positive, help="number of servers (default: one cache without queues)"
+    )
+    parser.add_argument(
+        "--routing", metavar="R[,R...]", type=names, help=f"routing policies: {', '.join(ROUTINGS)} (default: {PREFIX})"
     )
     parser.add_argument(
         "--tokens-per-s",
         metavar="X",
         type=whole,
-        help=f"tokens that a server computes in a second, one prompt after the other (default: {_TOKENS_PER_S:g})",
+        help=f"tokens that a server computes per second, one prompt at a time (default: {_TOKENS_PER_S:g})",
     )
 
 

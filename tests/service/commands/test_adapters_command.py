@@ -23,7 +23,7 @@ def test_load_list_and_unload_print_what_happened(capsys: pytest.CaptureFixture[
     head, row, summary = run_cli(capsys, engine, "adapters", "list")[1].splitlines()
     assert head.split() == ["adapter", "digest", "rank", "MB", "memory", "requests", "cached", "tokens", "state"]
     assert row.split() == ["law", "two", "8", "0.0", "device", "0", "0"]
-    assert summary == "1 of at most 4 different ones"
+    assert summary == "1 of at most 4 different adapters"
     assert run_cli(capsys, engine, "adapters", "unload", "law")[1] == "law is unloaded\n"
     assert engine.device.held == set()
 

@@ -1,5 +1,6 @@
 import argparse
 import os
+import re
 import subprocess
 import sys
 
@@ -109,6 +110,7 @@ def parsers():
 def test_help_says_what_every_option_does_and_its_default(command):
     parser = parsers()[command]
     shown = " ".join(parser.format_help().split())
+    assert not re.search(r"\(default: \)|\bsigterm\b|\blora\b|\bjson\b(?!\.)|\bNone\b", shown.replace("--json", ""))
     for action in parser._actions:
         assert action.help, action.dest
         required = (
