@@ -47,8 +47,9 @@
 `radixkv.service.server.status` maps each to a gRPC status. Messages name the field, what was expected and what came;
 they never carry token ids or another tenant's name.
 
-Not in this tree: a missing package is a ModuleNotFoundError (`radixkv.service.missing_package`), wrong arguments of a
-client are a ValueError or a TypeError, and modules have exceptions of their own for what is caught nearby.
+Not in this tree: the exceptions of the clients (`radixkv.service.client.errors`), one for each gRPC status. A missing
+package is a ModuleNotFoundError (`radixkv.service.missing_package`), wrong arguments of a client are a ValueError or a
+TypeError, and modules have exceptions of their own for what is caught nearby.
 """
 
 from __future__ import annotations

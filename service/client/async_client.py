@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
+import grpc
 from google.protobuf.message import Message
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
-from radixkv.service.client.channel import Options, async_channel_to, channel_options, stubs, target, timeout
+from radixkv.service.client.channel import Options, async_channel_to, call_of, channel_options, stubs, target, timeout
+from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import AsyncPublicPrefixes
 from radixkv.service.client.requests import (
@@ -79,10 +81,17 @@ class AsyncClient(AsyncRouteCalls):
             key=key,
             prefix_key=PrefixKey(prefix_key_tokens),
         )
+        self._diagnosis = Diagnosis(
+            address,
+            has_tls=tls_ca is not None,
+            has_certificate=certificate is not None,
+            proxy=proxy_variable(address, options),
+        )
+        self._is_closed = False
         self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._served = AsyncServedTokenizer(self._model, self._ask)
+        self._served = AsyncServedTokenizer(self._model, self._chunks)
         self.public = AsyncPublicPrefixes(self._cache, self._ask, self._served)
 
     async def __aenter__(self) -> Self:
@@ -95,6 +104,7 @@ class AsyncClient(AsyncRouteCalls):
 
     async def close(self) -> None:
         """Close the connection and cancel calls in flight. Closing again does nothing."""
+        self._is_closed = True
         await self._channel.close(None)
 
     async def prefill(
@@ -221,13 +231,11 @@ class AsyncClient(AsyncRouteCalls):
     ) -> AsyncIterator[EventBatch]:
         """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
         request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
-        return AsyncAnswerStream(
-            self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata)
-        )
+        return self._stream(self._events.Subscribe, request, timeout(timeout_s))
 
     def _generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncAnswerStream:
         metadata = self._access.metadata_of(request.prefill)
-        return AsyncAnswerStream(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        return self._stream(self._prefill.Generate, request, self._timeout(timeout_s), metadata)
 
     def _answer(
         self, encode: Callable[[Tokenizer], list[int]], timeout_s: float | None, options: GenerateOptions
@@ -242,8 +250,26 @@ class AsyncClient(AsyncRouteCalls):
 
         return AsyncTextAnswer(start)
 
-    def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
-        return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
+    async def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        self._require_open()
+        timeout_s = self._timeout(timeout_s)
+        try:
+            return await call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        except grpc.RpcError as error:
+            raise self._diagnosis.error_of(error, call_of(request), timeout_s) from None
+
+    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AsyncAnswerStream:
+        """Make a call with several answers. `timeout_s` is its deadline, whatever that of the client is."""
+        self._require_open()
+        answers = call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        return AsyncAnswerStream(answers, lambda error: self._diagnosis.error_of(error, call_of(request), timeout_s))
+
+    def _chunks(self, call: Any, request: Message, timeout_s: float | None) -> AsyncAnswerStream:
+        return self._stream(call, request, self._timeout(timeout_s))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("client: it has been closed; make another one")

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
+import grpc
 from google.protobuf.message import Message
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
-from radixkv.service.client.channel import Options, channel_options, channel_to, stubs, target, timeout
+from radixkv.service.client.channel import Options, call_of, channel_options, channel_to, stubs, target, timeout
+from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import PublicPrefixes
 from radixkv.service.client.requests import (
@@ -99,10 +101,17 @@ class Client(RouteCalls):
             key=key,
             prefix_key=PrefixKey(prefix_key_tokens),
         )
+        self._diagnosis = Diagnosis(
+            address,
+            has_tls=tls_ca is not None,
+            has_certificate=certificate is not None,
+            proxy=proxy_variable(address, options),
+        )
+        self._is_closed = False
         self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._served = ServedTokenizer(self._model, self._ask)
+        self._served = ServedTokenizer(self._model, self._chunks)
         self.public = PublicPrefixes(self._cache, self._ask, self._served)
 
     def __enter__(self) -> Self:
@@ -115,6 +124,7 @@ class Client(RouteCalls):
 
     def close(self) -> None:
         """Close the connection and cancel calls in flight. Closing again does nothing."""
+        self._is_closed = True
         self._channel.close()
 
     def prefill(
@@ -133,7 +143,7 @@ class Client(RouteCalls):
             MissingPackage: the prompt is text, and the extra `text` is not installed.
             TypeError, ValueError: `prompt` is neither text nor uint32 numbers, or an option is unknown, has a wrong
                 type or does not fit; no prompt was sent.
-            grpc.RpcError: the service refused, or can't be reached.
+            ServiceError: the service refused the request, or can't be reached; the subclass says which.
         """
         request = prefill_request(self._served.token_ids(prompt, timeout_s), options)
         answer: PrefillResponse = self._ask(
@@ -168,7 +178,7 @@ class Client(RouteCalls):
 
         Raises:
             TypeError, ValueError: as `prefill`; nothing was sent.
-            grpc.RpcError: the service refused, or can't be reached; also while tokens are read.
+            ServiceError: as `prefill`, also while tokens are read.
         """
         if not isinstance(prompt, str):
             return self._generate(prompt, timeout_s, options)
@@ -200,7 +210,7 @@ class Client(RouteCalls):
             MissingPackage: the extra `text` is not installed.
             TypeError, ValueError: the model has no chat template, the template refuses the messages, or an option does
                 not fit; no prompt was sent.
-            grpc.RpcError: as `generate`.
+            ServiceError: as `generate`.
         """
         tokenizer = self._served.get(timeout_s)
         prompt = tokenizer.encode_chat(
@@ -234,7 +244,7 @@ class Client(RouteCalls):
 
         Raises:
             ValueError: neither a name nor `everything` is given, or both are.
-            grpc.RpcError: the service refused, or can't be reached.
+            ServiceError: the service refused the request, or can't be reached.
         """
         request = purge_request(tenant, adapter, salt, everything=everything)
         answer: PurgeResponse = self._ask(self._cache.Purge, request)
@@ -276,9 +286,10 @@ class Client(RouteCalls):
         """Let a name stand for an adapter in a directory of the server. Requests before keep what it stood for.
 
         Raises:
-            grpc.RpcError: INVALID_ARGUMENT: the name, the path or a file there is wrong. RESOURCE_EXHAUSTED: as many
-                are loaded, or drain, as may. UNIMPLEMENTED: the server has no adapters, or no directory for them.
-                PERMISSION_DENIED: the caller is no admin.
+            InvalidArgument: the name, the path or a file there is wrong.
+            ResourceExhausted: `model.max_adapters` are loaded or draining.
+            Unimplemented: the server has no adapters, or no directory for them.
+            PermissionDenied: the caller is not an admin.
         """
         answer: LoadAdapterResponse = self._ask(self._cache.LoadAdapter, LoadAdapterRequest(name=name, path=path))
         return answer
@@ -287,7 +298,8 @@ class Client(RouteCalls):
         """Let a name stand for nothing. What was cached with its adapter is freed, unless another name has it.
 
         Raises:
-            grpc.RpcError: NOT_FOUND: the name stands for no adapter. PERMISSION_DENIED: the caller is no admin.
+            NotFound: no adapter has this name.
+            PermissionDenied: the caller is not an admin.
         """
         self._ask(self._cache.UnloadAdapter, UnloadAdapterRequest(name=name))
 
@@ -295,7 +307,7 @@ class Client(RouteCalls):
         """List the adapters: what each name stands for, its memory, its requests and cached tokens; and what drains.
 
         Raises:
-            grpc.RpcError: PERMISSION_DENIED: the caller is neither an admin nor a reader.
+            PermissionDenied: the caller is neither an admin nor a reader.
         """
         answer: ListAdaptersResponse = self._ask(self._cache.ListAdapters, ListAdaptersRequest())
         return answer
@@ -304,7 +316,7 @@ class Client(RouteCalls):
         """End the service as SIGTERM does: it refuses new requests, finishes running ones and exits. Returns at once.
 
         Raises:
-            grpc.RpcError: PERMISSION_DENIED: the caller is no admin.
+            PermissionDenied: the caller is not an admin.
         """
         self._ask(self._cache.Drain, DrainRequest())
 
@@ -318,7 +330,7 @@ class Client(RouteCalls):
         Raises:
             MissingPackage: the extra `text` is not installed.
             ValueError: the answer is no zip of tokenizer files with the digest that it has, or can't be loaded.
-            grpc.RpcError: the service can't be reached, or has no tokenizer (NOT_FOUND).
+            NotFound: the served model has no tokenizer.
         """
         return self._served.load()
 
@@ -334,15 +346,16 @@ class Client(RouteCalls):
 
         Raises:
             ValueError: the number is out of range.
-            grpc.RpcError: OUT_OF_RANGE or DATA_LOSS: begin again from 0; UNAVAILABLE: the service ended.
+            OutOfRange, DataLoss: begin again from 0.
+            Unavailable: the service ended.
         """
         request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
-        return AnswerStream(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
+        return self._stream(self._events.Subscribe, request, timeout(timeout_s))
 
     def _generate(self, token_ids: TokenIds, timeout_s: float | None, options: GenerateOptions) -> AnswerStream:
         request = generate_request(token_ids, options)
         metadata = self._access.metadata_of(request.prefill)
-        return AnswerStream(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        return self._stream(self._prefill.Generate, request, self._timeout(timeout_s), metadata)
 
     def _answer(
         self, tokenizer: Tokenizer, prompt_ids: list[int], timeout_s: float | None, options: GenerateOptions
@@ -351,7 +364,25 @@ class Client(RouteCalls):
         return TextAnswer(responses, new_text(tokenizer, prompt_ids, options))
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
-        return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
+        self._require_open()
+        timeout_s = self._timeout(timeout_s)
+        try:
+            return call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        except grpc.RpcError as error:
+            raise self._diagnosis.error_of(error, call_of(request), timeout_s) from None
+
+    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AnswerStream:
+        """Make a call with several answers. `timeout_s` is its deadline, whatever that of the client is."""
+        self._require_open()
+        answers = call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        return AnswerStream(answers, lambda error: self._diagnosis.error_of(error, call_of(request), timeout_s))
+
+    def _chunks(self, call: Any, request: Message, timeout_s: float | None) -> AnswerStream:
+        return self._stream(call, request, self._timeout(timeout_s))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("client: it has been closed; make another one")

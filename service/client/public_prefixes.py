@@ -42,7 +42,7 @@ class PublicPrefixes:
 
         Raises:
             TypeError, ValueError: an argument does not fit; nothing was sent.
-            grpc.RpcError: the service refused, or can't be reached.
+            ServiceError: the service refused the request, or can't be reached.
         """
         request = register_request(name, self._served.token_ids(prefix), adapter)
         answer: PublicPrefix = self._ask(self._cache.RegisterPublicPrefix, request).public_prefix

@@ -35,7 +35,8 @@ class RouteCalls(LeaseCalls):
         Raises:
             TypeError, ValueError: `prompt` is neither text nor uint32 numbers, or another argument does not fit;
                 nothing was sent.
-            grpc.RpcError: UNAVAILABLE: no replica is left. UNIMPLEMENTED: it is a single server.
+            Unavailable: no replica is left.
+            Unimplemented: the service is a single server, not a fleet.
         """
         request = route_request(self._served.token_ids(prompt), tenant, adapter, salt, avoid)
         answer: RouteResponse = self._ask(self._fleet.Route, request)

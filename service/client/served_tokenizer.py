@@ -19,12 +19,12 @@ class ServedTokenizer:
 
     Args:
         model: the calls of the service.
-        ask: makes one, with a message, metadata and a timeout in seconds.
+        stream: makes one with several answers, with a message and a timeout in seconds.
     """
 
-    def __init__(self, model: ModelServiceStub, ask: Callable[..., Any]) -> None:
+    def __init__(self, model: ModelServiceStub, stream: Callable[..., Any]) -> None:
         self._model = model
-        self._ask = ask
+        self._stream = stream
         self._lock = threading.Lock()
         self._loaded: Tokenizer | None = None
         self._digest = ""
@@ -56,7 +56,7 @@ class ServedTokenizer:
     def _read(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
         reader = ArchiveReader()
         request = GetTokenizerRequest(digest_only=digest_only)
-        for chunk in self._ask(self._model.GetTokenizer, request, None, timeout_s):
+        for chunk in self._stream(self._model.GetTokenizer, request, timeout_s):
             reader.put(chunk)
         return reader
 
@@ -64,9 +64,9 @@ class ServedTokenizer:
 class AsyncServedTokenizer:
     """The same for event loops; see `ServedTokenizer`. Files are read, and text is encoded, on other threads."""
 
-    def __init__(self, model: ModelServiceStub, ask: Callable[..., Any]) -> None:
+    def __init__(self, model: ModelServiceStub, stream: Callable[..., Any]) -> None:
         self._model = model
-        self._ask = ask
+        self._stream = stream
         self._lock = asyncio.Lock()
         self._loaded: Tokenizer | None = None
         self._digest = ""
@@ -99,6 +99,6 @@ class AsyncServedTokenizer:
     async def _read(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
         reader = ArchiveReader()
         request = GetTokenizerRequest(digest_only=digest_only)
-        async for chunk in self._ask(self._model.GetTokenizer, request, None, timeout_s):
+        async for chunk in self._stream(self._model.GetTokenizer, request, timeout_s):
             reader.put(chunk)
         return reader

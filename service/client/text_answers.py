@@ -98,7 +98,7 @@ class TextAnswer(Iterator[TextChunk]):
         """Wait for the rest, and return the whole text; with `n` > 1, that of the first answer, see `texts`.
 
         Raises:
-            grpc.RpcError: as while iterating.
+            ServiceError: as while iterating.
         """
         for _ in self:
             pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import shutil
 import tempfile
@@ -80,7 +81,7 @@ def kept(digest: str) -> Path | None:
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"tokenizer: expected a digest of 64 hexadecimal digits, got {len(digest)} characters")
     directory = _folder() / digest
-    return directory if directory.is_dir() else None
+    return directory if os.path.isdir(directory) else None  # also False where the home may not be entered
 
 
 def _install(data: bytes, digest: str, folder: Path) -> Path:

@@ -1,11 +1,14 @@
 """The `radixkv` command: its parser, its exit codes, and one line on stderr for every error.
 
+Answers go to stdout; statistics about an answer, progress and errors go to stderr.
+
 Exit codes: 0 done, 1 the service refused or can't be reached, 2 the command line or the configuration is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
@@ -37,35 +40,35 @@ COMMANDS = {
     "serve": Command("serve_command", "add_serve_command", "serve a model until SIGTERM"),
     "fleet": Command("fleet_command", "add_fleet_command", "serve a model with several engines on Ray until SIGTERM"),
     "prefill": Command("client_commands", "add_prefill_command", "prefill one prompt"),
-    "generate": Command("generate_command", "add_generate_command", "continue a prompt; prints the answer as it comes"),
-    "purge": Command(
-        "client_commands", "add_purge_command", "forget what is cached for a tenant, an adapter or a salt"
+    "generate": Command("generate_command", "add_generate_command", "generate from a prompt"),
+    "purge": Command("client_commands", "add_purge_command", "drop what is cached for a tenant, an adapter or a salt"),
+    "stats": Command(
+        "client_commands", "add_stats_command", "show what the cache holds and the counters of the service"
     ),
-    "stats": Command("client_commands", "add_stats_command", "show what the cache holds and what the service did"),
-    "drain": Command("client_commands", "add_drain_command", "end a service as SIGTERM does: running requests finish"),
-    "adapters": Command("adapters_command", "add_adapters_command", "load, unload or list adapters (LoRA)"),
+    "drain": Command("client_commands", "add_drain_command", "shut a service down after its running requests"),
+    "adapters": Command("adapters_command", "add_adapters_command", "load, unload or list LoRA adapters"),
     "public": Command(
         "public_command",
         "add_public_command",
-        "make prefixes public, such as system prompts: computed once, and used by the prompts of all tenants",
+        "share prefixes, such as system prompts, between all tenants",
     ),
     "segments": Command(
         "seeing.segments_command",
         "add_segments_command",
-        "list what is cached: how large, how hot, how old, pinned or retained",
+        "list what is cached, with size, heat, age, pins and retention",
     ),
     "top": Command(
         "seeing.top_command",
         "add_top_command",
         "watch blocks, hit rate, time to first token, tenants and the hottest segments",
     ),
-    "token": Command("token_command", "add_token_command", "make tokens for the file that server.tokens_file names"),
+    "token": Command("token_command", "add_token_command", "make tokens for the credentials in server.tokens_file"),
     "simulate": Command(
         "planning.simulate_command",
         "add_simulate_command",
-        "replay a trace without a model: which hit rate does a capacity buy?",
+        "replay a trace without a model to find the hit rate of a cache",
     ),
-    "plan": Command("planning.plan_command", "add_plan_command", "memory and concurrency of a K/V cache"),
+    "plan": Command("planning.plan_command", "add_plan_command", "compute the memory and concurrency of a K/V cache"),
 }
 
 # Top-level modules that the extra `engine` brings.
@@ -178,9 +181,15 @@ def _call_failure(error: Exception) -> str | None:
     grpc = sys.modules.get("grpc")
     if grpc is None or not isinstance(error, grpc.RpcError):
         return None
-    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+    if not isinstance(error, grpc.Call):
+        return str(error)
+    errors = sys.modules.get("radixkv.service.client.errors")
+    is_explained = errors is not None and isinstance(error, errors.ServiceError)
+    return f"{error.code().name}: {error if is_explained else error.details()}"
 
 
 def _complain(code: int, message: str) -> int:
+    with contextlib.suppress(OSError):  # what was printed comes first, where both streams are one
+        sys.stdout.flush()
     print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -1,5 +1,6 @@
 import argparse
 import os
+import re
 import subprocess
 import sys
 
@@ -33,6 +34,14 @@ def test_version(capsys):
         (["prefill", "--tokens", "99999999999"], "token_ids: expected 0 to 4294967295, got 99999999999; see"),
         (["prefill", "--address", "a", "--tokens=-1"], "token_ids: expected 0 to 4294967295, got -1"),
         (["prefill", "--address", "a", "--tokens", ""], "--tokens: expected integers"),
+        (["prefill", "--text", ""], "--text: expected text, got an empty string"),
+        (["generate", "--chat", "--text", ""], "--text: expected text, got an empty string"),
+        (["prefill", "--text-file", "/dev/null"], "--text-file: expected text, got none from /dev/null"),
+        (["prefill", "--text-file", "/none.txt"], "--text-file: expected a file, got /none.txt: No such file or"),
+        (["prefill", "--tokens-file", "/none.txt"], "--tokens-file: expected a file, got /none.txt: No such file or"),
+        (["generate", "--tokens", "1", "--json-schema", "/none.json"], "got '/none.json': no such file"),
+        (["generate", "--tokens", "1", "--grammar", "/none.lark"], "got '/none.lark': no such file"),
+        (["prefill", "--tokens", "1", "--urgency", ""], "--urgency: expected 0 to 100, got an empty string"),
         (
             ["prefill", "--address", "a", "--tokens", "1", "--top-logprobs=-1"],
             "expected a whole number from 0, such as",
@@ -101,6 +110,7 @@ def parsers():
 def test_help_says_what_every_option_does_and_its_default(command):
     parser = parsers()[command]
     shown = " ".join(parser.format_help().split())
+    assert not re.search(r"\(default: \)|\bsigterm\b|\blora\b|\bNone\b", shown)
     for action in parser._actions:
         assert action.help, action.dest
         required = (
