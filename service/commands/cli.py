@@ -35,8 +35,6 @@ _ENGINE_MODULES = frozenset(
         "torch",
         "transformers",
         "safetensors",
-        "grpc_health",
-        "grpc_reflection",
         "prometheus_client",
         "tokenizers",
     }
