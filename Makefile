@@ -4,7 +4,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo demo-intro gateway-demo fleet-demo test stress exact campaign mutants check bench gpu proto clean
+.PHONY: help demo demo-intro gateway-demo fleet-demo test install-matrix stress exact campaign mutants check bench gpu proto clean
 
 help:
 	@echo "The first target installs about 3 GB into $(VENV), more where torch comes with CUDA."
@@ -14,6 +14,8 @@ help:
 	@echo "make fleet-demo  a fleet of two on Ray, which it installs (0.4 GB), and a replica that is killed; 2 minutes"
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
+	@echo "make install-matrix  install each set of extras that the docs name into a clean environment, and use it; about an"
+	@echo "               hour, or some of them: SETS=\"'' engine engine,text oldest\""
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
 	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
@@ -51,6 +53,10 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 # threads that spin while they wait would take three times as long.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet -m "not slow" --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
+
+# '' in SETS is the package without extras, `oldest` is the engine with the oldest versions that pyproject.toml allows.
+install-matrix:
+	$(PYTHON) -m tests.install.matrix $(SETS)
 
 STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000
