@@ -9,10 +9,12 @@ from typing import Any, Self, Unpack
 
 import numpy.typing as npt
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
 from radixkv.service.client.channel import Options, async_channel_to, channel_options, stubs, target, timeout
+from radixkv.service.client.health import ServingStatus, health_check
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import AsyncPublicPrefixes
 from radixkv.service.client.requests import (
@@ -85,6 +87,7 @@ class AsyncClient(AsyncRouteCalls):
         self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._check_health = health_check(self._channel)
         self.public = AsyncPublicPrefixes(self._cache, self._ask)
 
     async def __aenter__(self) -> Self:
@@ -183,6 +186,11 @@ class AsyncClient(AsyncRouteCalls):
     async def drain(self) -> None:
         """End the service as SIGTERM does; see `Client.drain`."""
         await self._ask(self._cache.Drain, DrainRequest())
+
+    async def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
+        """Ask whether the service accepts requests; see `Client.health`."""
+        status: ServingStatus = await self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
+        return status
 
     async def tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the served model, on a thread of its own; see `Client.tokenizer`."""

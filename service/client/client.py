@@ -8,10 +8,12 @@ from typing import Any, Self, Unpack
 
 import numpy.typing as npt
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
 from radixkv.service.client.channel import Options, channel_options, channel_to, stubs, target, timeout
+from radixkv.service.client.health import ServingStatus, health_check
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import PublicPrefixes
 from radixkv.service.client.requests import (
@@ -102,6 +104,7 @@ class Client(RouteCalls):
         self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._check_health = health_check(self._channel)
         self.public = PublicPrefixes(self._cache, self._ask)
 
     def __enter__(self) -> Self:
@@ -258,6 +261,20 @@ class Client(RouteCalls):
             grpc.RpcError: PERMISSION_DENIED: the caller is no admin.
         """
         self._ask(self._cache.Drain, DrainRequest())
+
+    def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
+        """Ask whether the service accepts requests. Needs no credential.
+
+        Args:
+            service: name of one gRPC service, such as `radixkv.v1.PrefillService`; empty for the server.
+            timeout_s: deadline of this call.
+
+        Raises:
+            grpc.RpcError: the server can't be reached, has no such service (NOT_FOUND), or was installed without gRPC's
+                health service (UNIMPLEMENTED).
+        """
+        status: ServingStatus = self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
+        return status
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the served model. Its files are asked for once, and kept for later processes by digest.

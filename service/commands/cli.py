@@ -20,6 +20,7 @@ from radixkv.errors import ConfigError, RadixKVError
 from radixkv.service.commands.adapters_command import add_adapters_command
 from radixkv.service.commands.client_commands import add_client_commands
 from radixkv.service.commands.fleet_command import add_fleet_command
+from radixkv.service.commands.health_command import add_health_command
 from radixkv.service.commands.planning.plan_command import add_plan_command
 from radixkv.service.commands.planning.simulate_command import add_simulate_command
 from radixkv.service.commands.public_command import add_public_command
@@ -114,6 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_serve_command(commands)
     add_fleet_command(commands)
     add_client_commands(commands)
+    add_health_command(commands)
     add_adapters_command(commands)
     add_public_command(commands)
     add_segments_command(commands)
