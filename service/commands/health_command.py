@@ -42,9 +42,10 @@ def _health(arguments: argparse.Namespace) -> None:
             is_unreachable = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
             if arguments.tls_ca is not None or not is_unreachable or not is_on_this_machine(arguments.address):
                 raise
-            status = _status_over_tls(arguments)
-            if status is None:
+            unverified = _status_over_tls(arguments)
+            if unverified is None:
                 raise
+            status = unverified
     print(json.dumps({"status": status.name}) if arguments.json else status.name)
     if status is not ServingStatus.SERVING:
         sys.exit(1)
