@@ -21,8 +21,8 @@ _PAGES = (
     "bench/**/*.md",
 )
 _DEPLOY = ("docs/deploy/Dockerfile", "docs/deploy/radixkv.service")
-# '.[engine,text]' as an argument of pip, '/tmp/radixkv.whl[engine]', and `EXTRAS_demo := engine,plot` of the Makefile
-_ARGUMENT = re.compile(r"(?:\.|\.whl|/src|\$wheel)\[([a-z]+(?:,[a-z]+)*)\]")
+# '.[engine,text]' as an argument of pip, "$(echo *.whl)[engine]", and `EXTRAS_demo := engine,plot` of the Makefile
+_ARGUMENT = re.compile(r"(?:\.|\.whl\)?)\[([a-z]+(?:,[a-z]+)*)\]")
 _VARIABLE = re.compile(r"^EXTRAS_\S+\s*:?=\s*([a-z]+(?:,[a-z]+)*)\s*$", re.MULTILINE)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[([a-z,]+)\])?\s*([^;]*)")
 

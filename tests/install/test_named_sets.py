@@ -15,6 +15,7 @@ _FOR_DEVELOPERS = {"dev", "all"}
 
 def test_sets_of_all_kinds_of_files_are_found() -> None:
     assert sets_in("RUN pip install --no-cache-dir '.[engine,text]' && x") == {("engine", "text")}
+    assert sets_in('pip install "$(echo /wheels/radixkv-*.whl)[engine]"') == {("engine",)}
     assert sets_in("EXTRAS_demo         := engine,plot\nEXTRAS_all := all") == {("engine", "plot"), ("all",)}
     assert sets_in("`.[ray]` and `.[text]`, `[engine]`") == {("ray",), ("text",)}
 
