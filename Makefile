@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed-all
 # The most minutes that `make demo` takes once everything is installed.
 DEMO_MINUTES ?= 5
 
-.PHONY: help demo gateway-demo fleet-demo test stress exact campaign mutants check bench gpu proto clean
+.PHONY: help demo gateway-demo fleet-demo test install-matrix stress exact campaign mutants check bench gpu proto clean
 
 help:
 	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png;"
@@ -19,6 +19,8 @@ help:
 	@echo "The targets below install $(SIZE_all)."
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
+	@echo "make install-matrix  install each set of extras that the docs name into a clean environment, and use it; about an"
+	@echo "               hour, or some of them: SETS=\"'' engine engine,text oldest\""
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
 	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
@@ -79,6 +81,10 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 # threads that spin while they wait would take three times as long.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet -m "not slow" --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
+
+# '' in SETS is the package without extras, `oldest` is the engine with the oldest versions that pyproject.toml allows.
+install-matrix:
+	$(PYTHON) -m tests.install.matrix $(SETS)
 
 STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000

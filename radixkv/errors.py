@@ -128,7 +128,7 @@ class UnknownTokenizer(RequestError):
 
 
 class SwitchedOff(RequestError):
-    """The service's configuration leaves out what the request needs."""
+    """The service does not implement what the request needs, or its configuration leaves it out."""
 
 
 class CapacityError(RadixKVError):

@@ -9,11 +9,17 @@ from typing import Any, Self, Unpack, overload
 
 import grpc
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
+<<<<<<< HEAD
 from radixkv.service.client.channel import Options, async_channel_to, call_of, channel_options, stubs, target, timeout
 from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
+=======
+from radixkv.service.client.channel import Options, async_channel_to, channel_options, stubs, target, timeout
+from radixkv.service.client.health import ServingStatus, health_check
+>>>>>>> install
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import AsyncPublicPrefixes
 from radixkv.service.client.requests import (
@@ -91,8 +97,13 @@ class AsyncClient(AsyncRouteCalls):
         self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
+<<<<<<< HEAD
         self._served = AsyncServedTokenizer(self._model, self._chunks)
         self.public = AsyncPublicPrefixes(self._cache, self._ask, self._served)
+=======
+        self._check_health = health_check(self._channel)
+        self.public = AsyncPublicPrefixes(self._cache, self._ask)
+>>>>>>> install
 
     async def __aenter__(self) -> Self:
         return self
@@ -221,6 +232,11 @@ class AsyncClient(AsyncRouteCalls):
     async def drain(self) -> None:
         """End the service as SIGTERM does; see `Client.drain`."""
         await self._ask(self._cache.Drain, DrainRequest())
+
+    async def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
+        """Ask whether the service accepts requests; see `Client.health`."""
+        status: ServingStatus = await self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
+        return status
 
     async def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the served model; see `Client.tokenizer`."""

@@ -8,11 +8,17 @@ from typing import Any, Self, Unpack, overload
 
 import grpc
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
+<<<<<<< HEAD
 from radixkv.service.client.channel import Options, call_of, channel_options, channel_to, stubs, target, timeout
 from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
+=======
+from radixkv.service.client.channel import Options, channel_options, channel_to, stubs, target, timeout
+from radixkv.service.client.health import ServingStatus, health_check
+>>>>>>> install
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import PublicPrefixes
 from radixkv.service.client.requests import (
@@ -111,8 +117,13 @@ class Client(RouteCalls):
         self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
+<<<<<<< HEAD
         self._served = ServedTokenizer(self._model, self._chunks)
         self.public = PublicPrefixes(self._cache, self._ask, self._served)
+=======
+        self._check_health = health_check(self._channel)
+        self.public = PublicPrefixes(self._cache, self._ask)
+>>>>>>> install
 
     def __enter__(self) -> Self:
         return self
@@ -319,6 +330,20 @@ class Client(RouteCalls):
             PermissionDenied: the caller is not an admin.
         """
         self._ask(self._cache.Drain, DrainRequest())
+
+    def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
+        """Ask whether the service accepts requests. Needs no credential.
+
+        Args:
+            service: name of one gRPC service, such as `radixkv.v1.PrefillService`; empty for the server.
+            timeout_s: deadline of this call.
+
+        Raises:
+            grpc.RpcError: the server can't be reached, has no such service (NOT_FOUND), or was installed without gRPC's
+                health service (UNIMPLEMENTED).
+        """
+        status: ServingStatus = self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
+        return status
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the served model.

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 from radixkv.service.cluster.census.cache_calls import FleetCacheCalls, RollCall
@@ -19,7 +16,7 @@ from radixkv.service.cluster.servicers import (
     partial_handler,
 )
 from radixkv.service.cluster.split.hand_over import HandOver
-from radixkv.service.server.health.servicer import HealthServicer
+from radixkv.service.server.health.health_status import HealthStatus
 from radixkv.service.server.identity.doors import Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import bounded_server
@@ -28,6 +25,7 @@ from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.last_connections import end_connections
 from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.standard_services import add_standard_services
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from radixkv.v1 import (
@@ -80,8 +78,12 @@ class IngressServer:
         self._hand_over = hand_over
         self._doors = Doors(config)
         self._unfinished = UnfinishedCalls()
+<<<<<<< HEAD
         self._health = HealthServicer()
         self._port: int | None = None
+=======
+        self._health = HealthStatus()
+>>>>>>> install
         limits = _limits(facts)
         self._intake = Intake(config, limits, self._unfinished)
         entry = Entry(Gate(self._doors.requests), self._intake)
@@ -93,8 +95,7 @@ class IngressServer:
         lines.add_generic_rpc_handlers(
             (partial_handler(_CACHE, FleetCacheCalls(roll_call).methods), partial_handler(_EVENTS))
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, lines)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        add_standard_services(self._grpc, self._health, _SERVICES)
 
     async def start(self) -> str:
         """Bind and serve.

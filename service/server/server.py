@@ -16,8 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from radixkv.config import ServerConfig
 from radixkv.errors import Draining, InvariantViolation, RadixKVError
@@ -25,7 +23,7 @@ from radixkv.events.readers import EventReaders
 from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
 from radixkv.service.server.events.servicer import EventServicer
 from radixkv.service.server.garbage.survivors import frozen_survivors
-from radixkv.service.server.health.servicer import HealthServicer
+from radixkv.service.server.health.health_status import HealthStatus
 from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import bounded_server
@@ -41,11 +39,20 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.servicer import CacheServicer, PrefillServicer
 from radixkv.service.server.shared_parts import SharedParts
+from radixkv.service.server.standard_services import add_standard_services, log_missing_services
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.transfer.kv_sources import KVSources, sources_of
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from radixkv.service.structured.grammars import Grammars
-from radixkv.v1 import cache_pb2, cache_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from radixkv.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    events_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
@@ -108,7 +115,7 @@ class Server:
         self._sources = sources or sources_of(engine)
         self._gateway_tenant = gateway_tenant
         self._count_refusal = count_refusal
-        self._health = HealthServicer()
+        self._health = HealthStatus()
         self._health_watch: asyncio.Task[None] | None = None
         self._terminations: list[asyncio.Future[Any]] = []
         self._ports: set[int] = set()
@@ -117,11 +124,11 @@ class Server:
         self._grpc = self._made(self._doors.requests)
         cache_servicer = CacheServicer(engine, self.stop.set)
         self._services = self._add_services(cache_servicer, model_path, services)
-        _add_descriptions(self._grpc, self._health, self._services)
+        add_standard_services(self._grpc, self._health, self._services)
         self._admin_grpc = None if self._doors.admins is None else self._made(self._doors.admins)
         if self._admin_grpc is not None:
             cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, CallLines(self._admin_grpc))  # type: ignore[no-untyped-call]
-            _add_descriptions(self._admin_grpc, self._health, ADMIN_SERVICES)
+            add_standard_services(self._admin_grpc, self._health, ADMIN_SERVICES)
 
     def _add_services(
         self, cache_servicer: CacheServicer, model_path: str | None, services: Iterable[AddService]
@@ -139,7 +146,7 @@ class Server:
         names = [*SERVICES]
         if self._readers is not None:
             events = EventServicer(self._readers, engine.limits.epoch)
-            lines.add_generic_rpc_handlers((events.handler(),))
+            events_pb2_grpc.add_EventServiceServicer_to_server(events, lines)  # type: ignore[no-untyped-call]
             names.append(EVENT_SERVICE)
         return (*names, *(add(lines, shared) for add in services))
 
@@ -238,12 +245,6 @@ class Server:
         self._health.set(self._services, is_serving=self._engine.is_healthy)
 
 
-def _add_descriptions(server: grpc.aio.Server, servicer: HealthServicer, services: Iterable[str]) -> None:
-    """Add health and reflection to a server of these services."""
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, CallLines(server))
-    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-
-
 def run(
     engine: Engine,
     config: ServerConfig,
@@ -285,6 +286,7 @@ async def _serve_until_signal(
     for number in (signal.SIGTERM, signal.SIGINT):
         # further signals change nothing: the drain ends by itself
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log_missing_services()
     server = make_server(config)
     address = await server.start()
     on_ready()
