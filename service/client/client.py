@@ -12,13 +12,9 @@ from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
-<<<<<<< HEAD
 from radixkv.service.client.channel import Options, call_of, channel_options, channel_to, stubs, target, timeout
 from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
-=======
-from radixkv.service.client.channel import Options, channel_options, channel_to, stubs, target, timeout
 from radixkv.service.client.health import ServingStatus, health_check
->>>>>>> install
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import PublicPrefixes
 from radixkv.service.client.requests import (
@@ -117,13 +113,9 @@ class Client(RouteCalls):
         self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
-<<<<<<< HEAD
         self._served = ServedTokenizer(self._model, self._chunks)
         self.public = PublicPrefixes(self._cache, self._ask, self._served)
-=======
         self._check_health = health_check(self._channel)
-        self.public = PublicPrefixes(self._cache, self._ask)
->>>>>>> install
 
     def __enter__(self) -> Self:
         return self

@@ -78,12 +78,8 @@ class IngressServer:
         self._hand_over = hand_over
         self._doors = Doors(config)
         self._unfinished = UnfinishedCalls()
-<<<<<<< HEAD
-        self._health = HealthServicer()
-        self._port: int | None = None
-=======
         self._health = HealthStatus()
->>>>>>> install
+        self._port: int | None = None
         limits = _limits(facts)
         self._intake = Intake(config, limits, self._unfinished)
         entry = Entry(Gate(self._doors.requests), self._intake)

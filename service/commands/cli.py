@@ -18,20 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from radixkv import __version__
 from radixkv.errors import ConfigError, RadixKVError
-<<<<<<< HEAD
-=======
-from radixkv.service.commands.adapters_command import add_adapters_command
-from radixkv.service.commands.client_commands import add_client_commands
-from radixkv.service.commands.fleet_command import add_fleet_command
-from radixkv.service.commands.health_command import add_health_command
-from radixkv.service.commands.planning.plan_command import add_plan_command
-from radixkv.service.commands.planning.simulate_command import add_simulate_command
-from radixkv.service.commands.public_command import add_public_command
-from radixkv.service.commands.seeing.segments_command import add_segments_command
-from radixkv.service.commands.seeing.top_command import add_top_command
-from radixkv.service.commands.serve_command import add_serve_command
-from radixkv.service.commands.token_command import add_token_command
->>>>>>> install
 from radixkv.service.missing_package import MissingPackage
 
 
@@ -55,6 +41,7 @@ COMMANDS = {
     "fleet": Command("fleet_command", "add_fleet_command", "serve a model with several engines on Ray until SIGTERM"),
     "prefill": Command("client_commands", "add_prefill_command", "prefill one prompt"),
     "generate": Command("generate_command", "add_generate_command", "generate from a prompt"),
+    "health": Command("health_command", "add_health_command", "check whether a service accepts requests"),
     "purge": Command("client_commands", "add_purge_command", "drop what is cached for a tenant, an adapter or a salt"),
     "stats": Command(
         "client_commands", "add_stats_command", "show what the cache holds and the counters of the service"
@@ -178,24 +165,10 @@ def make_parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     parser = _Parser(prog="radixkv", description="A prefix-caching prefill service for large language models.")
     parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-<<<<<<< HEAD
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help)
         if name in names:
             getattr(importlib.import_module(f"radixkv.service.commands.{command.module}"), command.add)(own)
-=======
-    add_serve_command(commands)
-    add_fleet_command(commands)
-    add_client_commands(commands)
-    add_health_command(commands)
-    add_adapters_command(commands)
-    add_public_command(commands)
-    add_segments_command(commands)
-    add_top_command(commands)
-    add_token_command(commands)
-    add_simulate_command(commands)
-    add_plan_command(commands)
->>>>>>> install
     return parser
 
 

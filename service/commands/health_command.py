@@ -20,14 +20,12 @@ from radixkv.service.commands.connection_arguments import add_connection, client
 _TIMEOUT_S = 5.0
 
 
-def add_health_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `health` to the commands of a parser."""
-    health = commands.add_parser(
-        "health",
-        help="check whether a service accepts requests",
-        description="Check whether a service accepts requests. Prints SERVING and exits with 0 if it does; prints "
+def add_health_command(health: argparse.ArgumentParser) -> None:
+    """Add the arguments of `health` to its parser."""
+    health.description = (
+        "Check whether a service accepts requests. Prints SERVING and exits with 0 if it does; prints "
         "NOT_SERVING and exits with 1 if it does not, and exits with 1 if it can't be reached. Needs no credential. "
-        "A service on this machine may have TLS: without --tls-ca its certificate is not verified.",
+        "A service on this machine may have TLS: without --tls-ca its certificate is not verified."
     )
     health.add_argument("--service", default="", help="name of one gRPC service (default: the whole server)")
     add_connection(health)
