@@ -160,19 +160,21 @@ def _log_pool(storage: KVStorage, device: torch.device, groups: LayerGroups | No
     )
     if groups is not None:
         _log.info(
-            "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB",
+            "%d of %d layers have windows of at most %d tokens: the pool holds %d tokens for them in %.1f MB, and %d "
+            "tokens for the other layers in %.1f MB",
             groups.num_windowed,
             len(groups.are_windowed),
             groups.window,
             num_parts * storage.block_size,
-            num_blocks * storage.block_size,
             num_parts * storage.part_bytes / 1e6,
+            num_blocks * storage.block_size,
             num_blocks * storage.block_bytes / 1e6,
         )
     available = available_bytes() if device.type == "cpu" else None
     if available is not None and available < storage.num_bytes:
         _log.warning(
-            "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
+            "only %.1f MB of memory are available for the pool, which takes its memory as it fills: lower "
+            "cache.capacity_tokens",
             available / 1e6,
         )
 

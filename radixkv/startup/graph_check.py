@@ -60,7 +60,7 @@ def drop_wrong_graphs(
             reason = "there is no memory to check it"
         if reason:
             graphs.drop(shape)
-            _log.warning("a recorded step is not used, %s: %s", reason, shape)
+            _log.warning("a recorded step is not used, because %s: %s", reason, shape)
 
 
 def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int) -> str:

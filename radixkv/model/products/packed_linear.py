@@ -248,7 +248,11 @@ class _Shares:
 
 
 def _num_weights(layer: nn.Module) -> int:
-    return layer.weight.numel() if type(layer) in (nn.Linear, Conv1D) else 0
+    if type(layer) not in (nn.Linear, Conv1D):
+        return 0
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.numel()
 
 
 @cache
