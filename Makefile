@@ -1,19 +1,26 @@
-# Every target makes the virtual environment if it is missing.
+# Every target makes the virtual environment if it is missing, and installs what it needs there.
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
-STAMP  := $(VENV)/.installed
+STAMP  := $(VENV)/.installed-all
 
-.PHONY: help demo demo-intro gateway-demo fleet-demo test stress exact campaign mutants check bench gpu proto clean
+# The most minutes that `make demo` takes once everything is installed.
+DEMO_MINUTES ?= 5
+
+.PHONY: help demo gateway-demo fleet-demo test install-matrix stress exact campaign mutants check bench gpu proto clean
 
 help:
-	@echo "The first target installs about 3 GB into $(VENV), more where torch comes with CUDA."
+	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png;"
+	@echo "               at most $(DEMO_MINUTES) minutes (DEMO_MINUTES=N), after installing $(SIZE_demo)"
+	@echo "make gateway-demo  two servers behind the SMG gateway, OpenAI's client, and a server that is killed; 20 seconds,"
+	@echo "               after installing $(SIZE_gateway-demo)"
+	@echo "make fleet-demo  a fleet of two on Ray, and a replica that is killed; 2 minutes, after installing $(SIZE_fleet-demo)"
 	@echo
-	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png; about 3 minutes"
-	@echo "make gateway-demo  two servers behind the SMG gateway, OpenAI's client, and a server that is killed; 20 seconds"
-	@echo "make fleet-demo  a fleet of two on Ray, which it installs (0.4 GB), and a replica that is killed; 2 minutes"
+	@echo "The targets below install $(SIZE_all)."
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
+	@echo "make install-matrix  install each set of extras that the docs name into a clean environment, and use it; about an"
+	@echo "               hour, or some of them: SETS=\"'' engine engine,text oldest\""
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
 	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
@@ -21,27 +28,50 @@ help:
 	@echo "make bench     replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and the trace's replay"
 	@echo "make gpu       on a GPU, into build/gpu/: PART=look (30 seconds), then prefill, kernels, peers (nine minutes each)"
 	@echo "make proto     regenerate radixkv/v1 and radixkv/gateway from proto/"
+	@echo
 	@echo "make clean     remove build/ and $(VENV)"
+	@echo
+	@echo "Sizes are those with PyTorch's CPU build. On Linux pip's default build brings several GB of CUDA libraries;"
+	@echo "TORCH_INDEX_URL=URL, the index that PyTorch's installation page names for CPUs, avoids them."
+	@echo "PIP_ARGS=... passes other arguments to pip install."
 
-$(STAMP): pyproject.toml
-	@echo "installing into $(VENV): about 3 GB, more where torch comes with CUDA; once, for some minutes"
+# What a target installs: extras of pyproject.toml, and the size of the whole environment with them (du -sh).
+EXTRAS_demo         := engine,plot
+EXTRAS_gateway-demo := engine,gateway
+EXTRAS_fleet-demo   := ray
+EXTRAS_all          := all
+SIZE_demo         := 1.3 GB
+SIZE_gateway-demo := 1.4 GB
+SIZE_fleet-demo   := 1.7 GB
+SIZE_all          := 3 GB
+
+PIP_INSTALL = PIP_ROOT_USER_ACTION=ignore $(PY) -m pip install --disable-pip-version-check --no-warn-script-location \
+	$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) $(PIP_ARGS)
+
+# pip shows its progress; its warnings are kept in a file, and shown where it fails. The kernels are compiled here, so that the first server starts as quickly as the next ones.
+$(VENV)/.installed-%: pyproject.toml
+	@echo "installing radixkv[$(EXTRAS_$*)] into $(VENV), once, for some minutes:"
+	@echo "$(SIZE_$*) with PyTorch's CPU build (see make help)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[all]'
+	@$(PIP_INSTALL) --editable '.[$(EXTRAS_$*)]' 2> $@.log || { cat $@.log >&2; exit 1; }
+	@echo "compiling kernels for this processor, where it has a compiler: about a minute"
+	@$(PY) -c 'from radixkv.model.on_cpu import native_library; native_library()'
 	@touch $@
 
-demo-intro:
-	@echo "demo: 1,000 requests with the cache, then a sample without it; about 3 minutes on 2 cores"
+# `all` has what the demos of one machine need.
+installed = $(or $(wildcard $(STAMP)),$(VENV)/.installed-$(1))
 
-demo: demo-intro $(STAMP)
+demo: $(call installed,demo)
+	@echo "demo: 1,000 requests with the cache, then a sample without it: at most $(DEMO_MINUTES) minutes"
 	@mkdir -p build/demo
 	@$(PY) -m bench.replay --workload shared-prefix --requests 1000 --prefix-tokens 2048 --suffix-tokens 64 \
+		--time-limit-s $$(( $(DEMO_MINUTES) * 60 )) \
 		--progress --json build/demo/replay.json --plot build/demo/ttft.png
 
-gateway-demo: $(STAMP)
+gateway-demo: $(call installed,gateway-demo)
 	@$(PY) -m bench.gateway_demo
 
-fleet-demo: $(STAMP)
-	@$(PY) -c "import ray" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
+fleet-demo: $(VENV)/.installed-fleet-demo
 	@$(PY) -m bench.fleet.demo
 
 # One more than there are cores, since tests wait for servers, and four at most.
@@ -51,6 +81,10 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 # threads that spin while they wait would take three times as long.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet -m "not slow" --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
+
+# '' in SETS is the package without extras, `oldest` is the engine with the oldest versions that pyproject.toml allows.
+install-matrix:
+	$(PYTHON) -m tests.install.matrix $(SETS)
 
 STEPS ?= 1000000
 ENGINE_SEEDS ?= 2000

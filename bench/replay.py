@@ -2,7 +2,9 @@
 
 Three passes on one server: a short warm-up under its own tenant; the traffic under a tenant that is new for this run,
 so that it starts cold also on a running server; the same traffic with the cache switched off. Every answer is checked.
-The exit status is 0 if all answers came and were right, 1 if not, 2 if nothing could be measured.
+Time limits, SIGINT and SIGTERM end a pass early; the report then covers the requests that were answered, and says so.
+The exit status is 0 if all answers came and were right, 1 if not, 2 if too little was measured to compare, and 130
+(SIGINT) or 143 (SIGTERM) after an interruption.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import secrets
 import shlex
 import signal
@@ -25,19 +28,37 @@ import grpc.aio
 
 from bench.parts.adapters.reusable_tokens import count_reusable_tokens
 from bench.parts.environment import describe_run
-from bench.parts.load_generator import OK, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
+from bench.parts.interruption import Interruption
+from bench.parts.load_generator import (
+    Ending,
+    Pass,
+    PrefillCall,
+    Traffic,
+    build_message,
+    limit_within,
+    prefill_call,
+    replay,
+)
 from bench.parts.options import DEFAULT_CONCURRENCY, Options, parse_options
 from bench.parts.progress import progress
 from bench.parts.public.registration import PublicTokens, made_public, public_tokens
-from bench.parts.report import Summary, compare_answers, format_table, speedup, summarize, ttft_ms
+from bench.parts.report import MIN_COMPARED, Summary, build_comparison, format_table, summarize
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
-from bench.parts.workloads import WorkItem, evenly_spaced, median_prompt_tokens, sample, unrelated_prompts
+from bench.parts.time_budget import TimeBudget
+from bench.parts.workloads import WorkItem, median_prompt_tokens, spread_order, unrelated_prompts
 from radixkv.errors import ConfigError, RadixKVError
 from radixkv.v1 import cache_pb2, prefill_pb2
 
 _CONNECT_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 180.0
 _MAX_WARM_UP_TOKENS = 4096
+
+# Shares of the time that is left of --time-limit-s when a part begins. Tables and pictures get what remains.
+_START_SHARE = 0.6
+_WARM_UP_SHARE = 0.15
+_WITH_CACHE_SHARE = 0.35
+_WITHOUT_CACHE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,100 +68,134 @@ class Measured:
     Attributes:
         tenant: of the pass with the cache.
         with_cache: the pass over all requests.
-        without_cache: the pass over `baseline_indices`; None if it was not asked for.
-        baseline_indices: requests that the pass without the cache replayed.
-        baseline_text: `baseline_indices` for people, with the reason.
+        without_cache: the pass over requests of `with_cache`; None if it was not asked for or not begun.
         stats_before, stats_after: server statistics around the pass with the cache; None if the server has none.
+        interrupted_by: the signal that ended the run early; None if none did.
     """
 
     tenant: str
     with_cache: Pass
     without_cache: Pass | None
-    baseline_indices: list[int]
-    baseline_text: str
     stats_before: cache_pb2.StatsResponse | None
     stats_after: cache_pb2.StatsResponse | None
+    interrupted_by: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print a table. Returns the exit status."""
     options = parse_options(arguments)
     command = shlex.join(["python", "-m", "bench.replay", *(sys.argv[1:] if arguments is None else arguments)])
-    # Unwinds the stack as Ctrl-C does, so that the server started here is stopped.
-    previous_handler = signal.signal(signal.SIGTERM, _exit_on_signal)
+    # SIGTERM unwinds the stack as Ctrl-C does, so that the server started here is stopped. A shell's background jobs
+    # would ignore Ctrl-C.
+    handlers = {signal.SIGTERM: _exit_on_signal, signal.SIGINT: signal.default_int_handler}
+    previous_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        report = run(options, command)
+        return run(options, command)
     except RadixKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, previous_handler)
-    print(format_table(report))
-    if options.plot is not None:
-        print(f"picture: {options.plot}")
-    failures = report["errors"] + (report["without_cache"] or {"errors": 0})["errors"] + report["answers"]["different"]
-    return 1 if failures else 0
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
-def run(options: Options, command: str) -> Summary:
-    """Measure, write the JSON file and the picture that were asked for, and return the report.
+def run(options: Options, command: str) -> int:
+    """Measure, print the table, write the JSON file and the picture that were asked for, and return the exit status.
 
     Raises:
-        ConfigError: the trace can't be read, or the server can't be started or reached.
+        ConfigError: the trace can't be read, the server can't be started or reached, or no request was answered or
+            failed before the run ended.
     """
+    budget = TimeBudget(options.time_limit_s)
     environment: Summary = {"command": command, **describe_run()}
     items = options.build_items()
     # Everything is built before anything is timed.
     messages = [build_message(item.token_ids) for item in items]
-    with _server(options) as address:
-        measured = asyncio.run(measure(address, options, items, messages))
+    if options.time_limit_s is not None:
+        _note(options, f"this run ends within {options.time_limit_s:,.0f} s, whatever it has measured by then")
+    with _server(options, budget) as address:
+        measured = asyncio.run(measure(address, options, items, messages, budget))
+    status = 0 if measured.interrupted_by is None else 128 + signal.Signals[measured.interrupted_by]
+    if not measured.with_cache.outcomes:
+        if status:
+            print("interrupted before the first answer: nothing to report", file=sys.stderr)
+            return status
+        raise ConfigError(
+            f"no request was answered in time: expected a longer --time-limit-s, got {options.time_limit_s:g}"
+        )
     report = build_report(options, items, measured) | environment
     if options.json is not None:
         write_json(options.json, report)
+    print(format_table(report), flush=True)
     if options.plot is not None:
         from bench.parts.picture import draw_ttft  # imports matplotlib: slow, and needed here only
 
-        draw_ttft(options.plot, report, measured.with_cache, measured.without_cache, measured.baseline_indices)
-    return report
+        draw_ttft(options.plot, report, measured.with_cache, measured.without_cache)
+        print(f"picture: {options.plot}")
+    return status or exit_status(options, report)
+
+
+def exit_status(options: Options, report: Summary) -> int:
+    """Return the exit status of a run that was not interrupted."""
+    without_cache = report["without_cache"] or {"errors": 0}
+    if report["errors"] + without_cache["errors"] + report["answers"]["different"]:
+        return 1
+    return 2 if options.baseline_requests != 0 and report["speedup"] is None else 0
 
 
 async def measure(
-    address: str, options: Options, items: Sequence[WorkItem], messages: Sequence[prefill_pb2.PrefillRequest]
+    address: str,
+    options: Options,
+    items: Sequence[WorkItem],
+    messages: Sequence[prefill_pb2.PrefillRequest],
+    budget: TimeBudget,
 ) -> Measured:
-    """Run all passes against a server."""
+    """Run all passes against a server, as far as the time allows and until a signal comes."""
     channel_options = [
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.enable_http_proxy", 0),  # a proxy's latency is not what is measured
     ]
+    interruption = Interruption()
+    show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
+
+    def traffic_of(tenant: str, *, use_cache: bool, most_s: float) -> Traffic:
+        limit_s = None if math.isinf(most_s) else most_s
+        return Traffic(tenant, use_cache, options.concurrency, options.timeout_s, limit_s)
+
     async with grpc.aio.insecure_channel(address, options=channel_options) as channel:
         try:
             await asyncio.wait_for(channel.channel_ready(), _CONNECT_TIMEOUT_S)
         except TimeoutError:
             raise ConfigError(f"server {address}: expected a connection within {_CONNECT_TIMEOUT_S:g} s") from None
         call = prefill_call(channel)
-        uncached_tokens_per_s = await _warm_up(call, options, items)
-        public = public_tokens_of(options, items)
-        stats_before = await _read_stats(channel)
-        tenant = f"replay-{secrets.token_hex(4)}"
-        cached = Traffic(tenant, True, options.concurrency, options.timeout_s)
-        _note(options, f"{options.describe_workload(items)}; {options.describe_traffic()}")
-        show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
-        async with made_public(channel, public, options.timeout_s):
-            with show("with cache", len(items)) as on_answer:
-                with_cache = await replay(call, items, messages, cached, on_answer)
-            stats_after = await _read_stats(channel)
-        indices, text = choose_baseline(options, items, uncached_tokens_per_s)
-        without_cache = None
-        if indices:
-            uncached = Traffic(tenant, False, options.concurrency, options.timeout_s)
-            sampled = sample(items, indices)
-            with show("without cache", len(indices)) as on_answer:
-                without_cache = await replay(call, sampled, [messages[i] for i in indices], uncached, on_answer)
-    return Measured(tenant, with_cache, without_cache, indices, text, stats_before, stats_after)
+        with interruption.awaited():
+            await _warm_up(call, options, items, budget, interruption.event)
+            public = public_tokens_of(options, items)
+            stats_before = await _read_stats(channel)
+            tenant = f"replay-{secrets.token_hex(4)}"
+            _note(options, f"{options.describe_workload(items)}; {options.describe_traffic()}")
+            async with made_public(channel, public, options.timeout_s):
+                most_s = limit_within(budget.share_s(1 if options.baseline_requests == 0 else _WITH_CACHE_SHARE))
+                traffic = traffic_of(tenant, use_cache=True, most_s=most_s)
+                with show("with cache", len(items), limit_s=traffic.limit_s) as on_answer:
+                    with_cache = await replay(call, items, messages, traffic, on_answer, stop=interruption.event)
+                stats_after = await _read_stats(channel)
+            without_cache = None
+            order = choose_baseline(options, with_cache)
+            if order and not interruption.event.is_set():
+                most_s = min(limit_within(budget.share_s(_WITHOUT_CACHE_SHARE)), options.baseline_seconds)
+                traffic = traffic_of(tenant, use_cache=False, most_s=most_s)
+                with show("without cache", len(order), limit_s=traffic.limit_s) as on_answer:
+                    without_cache = await replay(
+                        call, items, messages, traffic, on_answer, order=order, stop=interruption.event
+                    )
+    if interruption.name is not None:
+        print(f"{interruption.name}: reporting what was measured until now", file=sys.stderr)
+    return Measured(tenant, with_cache, without_cache, stats_before, stats_after, interruption.name)
 
 
 def public_tokens_of(options: Options, items: Sequence[WorkItem]) -> PublicTokens:
@@ -148,71 +203,79 @@ def public_tokens_of(options: Options, items: Sequence[WorkItem]) -> PublicToken
     return public_tokens(items, options.prefix_tokens) if options.public_prefix else {}
 
 
-def choose_baseline(
-    options: Options, items: Sequence[WorkItem], uncached_tokens_per_s: float | None
-) -> tuple[list[int], str]:
-    """Choose which requests the pass without cache replays.
+def choose_baseline(options: Options, with_cache: Pass) -> list[int]:
+    """Return the indices of the requests that the pass without the cache sends, in the order of sending.
 
-    Args:
-        options: `baseline_requests` and `baseline_seconds` bound the pass.
-        items: the whole workload.
-        uncached_tokens_per_s: measured rate of computing prompts; None if unknown.
-
-    Returns:
-        Indices, evenly spaced, and a sentence that says how many there are and why.
+    They are those that came back with the cache. However few of them time allows, in a closed loop they are spread
+    evenly over the traffic; in an open loop they are its beginning, so that requests come as often in both passes.
     """
+    indices = [outcome.index for outcome in with_cache.outcomes]
+    if options.concurrency is not None:
+        indices = [indices[place] for place in spread_order(len(indices))]
+    return indices[: options.baseline_requests]
+
+
+def describe_baseline(options: Options, measured: Measured) -> str:
+    """Say how many requests the pass without the cache replayed, which, and why not all."""
     if options.baseline_requests == 0:
-        return [], "not measured, as asked"
-    num_tokens = sum(len(item.token_ids) for item in items)
-    all_s = num_tokens / uncached_tokens_per_s if uncached_tokens_per_s else 0.0
-    if options.concurrency is None:  # a closed loop does not wait for arrivals
-        all_s = max(all_s, items[-1].arrival_s)
-    num_kept, why = len(items), ""
-    if options.baseline_requests is not None:
-        num_kept, why = min(len(items), options.baseline_requests), "as asked"
-    elif all_s > options.baseline_seconds:
-        num_kept = max(1, int(len(items) * options.baseline_seconds / all_s))
-        why = f"all would take about {all_s:,.0f} s, more than --baseline-seconds {options.baseline_seconds:g}"
-    if num_kept == len(items):
-        return list(range(num_kept)), f"the same {num_kept:,} requests"
+        return "not measured, as asked"
+    replayed = measured.without_cache
+    if replayed is None or not replayed.outcomes:
+        return f"not measured: {measured.interrupted_by or 'the time limit'} came before an answer"
+    num_replayed, num_cached = len(replayed.outcomes), len(measured.with_cache.outcomes)
+    num_all = measured.with_cache.num_planned
+    if num_replayed == num_all:
+        return f"the same {num_all:,} requests"
+    text = f"a sample: {num_replayed:,} of {num_all:,} requests, "
+    text += "the first ones" if options.concurrency is None else "spread evenly"
+    if num_cached < num_all:
+        text += f" over the {num_cached:,} that came back with the cache"
+    if replayed.ended_by is Ending.INTERRUPTED:
+        text += "; interrupted"
+    elif replayed.ended_by is Ending.TIME_LIMIT:
+        text += "; its time was over"
+    elif options.baseline_requests is not None:
+        text += "; as asked"
     if options.concurrency is None:
-        why += "; in an open loop so short a pass queues less than the whole would"
-    indices = evenly_spaced(len(items), num_kept)
-    return indices, f"a sample: {num_kept:,} of {len(items):,} requests, evenly spaced; {why}"
+        text += "; so short a pass queues less than the whole would"
+    return text
 
 
 def build_report(options: Options, items: Sequence[WorkItem], measured: Measured) -> Summary:
     """Collect the numbers of a run; the environment is added by `run`."""
-    with_cache = summarize(measured.with_cache)
-    without_cache = None if measured.without_cache is None else summarize(measured.without_cache)
-    sampled = [measured.with_cache.outcomes[i] for i in measured.baseline_indices]
-    answers = {"compared": 0, "different": 0}
-    if measured.without_cache is not None:
-        answers = compare_answers(sampled, measured.without_cache.outcomes)
+    num_enough = min(MIN_COMPARED, len(items), options.baseline_requests or MIN_COMPARED)
+    comparison = build_comparison(measured.with_cache, measured.without_cache, num_enough)
+    replayed = [items[outcome.index] for outcome in measured.with_cache.outcomes]
     before, after = measured.stats_before, measured.stats_after
     return {
         "workload": options.workload,
-        **with_cache,
-        "without_cache": without_cache,
-        "speedup": None if without_cache is None else speedup(with_cache, without_cache),
+        "partial": measured.interrupted_by is not None or measured.with_cache.ended_by is not Ending.FINISHED,
+        "interrupted_by": measured.interrupted_by,
+        **summarize(measured.with_cache),
+        "without_cache": None if measured.without_cache is None else summarize(measured.without_cache),
+        "speedup": comparison.speedup,
         "model": after.model if after else options.model,
         "device": after.device if after else options.device,
-        "answers": answers,
+        "answers": {"compared": comparison.compared, "different": comparison.different, "required": num_enough},
         "baseline_sample": {
-            "requests": len(measured.baseline_indices),
+            "planned": options.baseline_requests != 0,
+            "requests": len(measured.without_cache.outcomes) if measured.without_cache else 0,
             "of": len(items),
-            "text": measured.baseline_text,
-            "with_cache_ttft_ms": ttft_ms(sampled),  # of the same requests
+            "text": describe_baseline(options, measured),
+            # Of the same requests.
+            "with_cache_ttft_ms": comparison.with_cache_ttft_ms,
+            "with_cache_server_prefill_ms": comparison.with_cache_server_prefill_ms,
         },
         "workload_text": options.describe_workload(items),
         "traffic_text": options.describe_traffic(),
         "concurrency": options.concurrency,
+        "time_limit_s": options.time_limit_s,
         "seed": options.seed,
         "adapters": options.adapters,
         "tenants": options.tenants,
         "public_prefixes": len(public_tokens_of(options, items)),
         # Of an infinite cache, namespace by namespace, in this order.
-        "reusable_tokens": count_reusable_tokens(items, public_tokens_of(options, items)),
+        "reusable_tokens": count_reusable_tokens(replayed, public_tokens_of(options, items)),
         "tenant": measured.tenant,
         "server": {
             "started_here": options.address is None,
@@ -226,8 +289,10 @@ def build_report(options: Options, items: Sequence[WorkItem], measured: Measured
     }
 
 
-async def _warm_up(call: PrefillCall, options: Options, items: Sequence[WorkItem]) -> float | None:
-    """Send unrelated prompts, cached and uncached. Returns prompt tokens/s without cache; None if a request failed."""
+async def _warm_up(
+    call: PrefillCall, options: Options, items: Sequence[WorkItem], budget: TimeBudget, stop: asyncio.Event
+) -> None:
+    """Send unrelated prompts, cached and uncached, as far as the time allows."""
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
     num_tokens = min(median_prompt_tokens(items), _MAX_WARM_UP_TOKENS)
     prompts = unrelated_prompts(concurrency, num_tokens, options.vocab_size)
@@ -237,17 +302,10 @@ async def _warm_up(call: PrefillCall, options: Options, items: Sequence[WorkItem
     grafted[half:] = prompts[-1][::-1][half:]
     cached = [WorkItem(0.0, prompts[0]), WorkItem(0.0, prompts[0]), WorkItem(0.0, grafted)]
     uncached = [WorkItem(0.0, prompt) for prompt in prompts]
-
-    async def send(batch: list[WorkItem], use_cache: bool, concurrency: int) -> Pass:
-        traffic = Traffic("warmup", use_cache, concurrency, options.timeout_s)
-        return await replay(call, batch, [build_message(item.token_ids) for item in batch], traffic)
-
-    await send(cached, True, 1)
-    await send(uncached, False, concurrency)
-    timed = await send(uncached, False, concurrency)
-    if any(outcome.status != OK for outcome in timed.outcomes):
-        return None
-    return concurrency * num_tokens / timed.wall_s
+    for batch, use_cache, num_at_once in ((cached, True, 1), (uncached, False, concurrency)):
+        most_s = limit_within(budget.share_s(_WARM_UP_SHARE / 2))
+        traffic = Traffic("warmup", use_cache, num_at_once, options.timeout_s, None if math.isinf(most_s) else most_s)
+        await replay(call, batch, [build_message(item.token_ids) for item in batch], traffic, stop=stop)
 
 
 async def _read_stats(channel: grpc.aio.Channel) -> cache_pb2.StatsResponse | None:
@@ -265,7 +323,7 @@ async def _read_stats(channel: grpc.aio.Channel) -> cache_pb2.StatsResponse | No
 
 
 @contextlib.contextmanager
-def _server(options: Options) -> Iterator[str]:
+def _server(options: Options, budget: TimeBudget) -> Iterator[str]:
     if options.address is not None:
         yield options.address
         return
@@ -276,7 +334,8 @@ def _server(options: Options) -> Iterator[str]:
             from bench.parts.adapters.adapter_files import write_adapters  # imports torch: slow, and needed here only
 
             settings += tuple(write_adapters(options.model or "tiny", Path(folder), options.adapters))
-        server = ServerProcess(serve_command(options.model, options.device, settings))
+        start_timeout_s = budget.share_s(_START_SHARE, _START_TIMEOUT_S)
+        server = ServerProcess(serve_command(options.model, options.device, settings), start_timeout_s=start_timeout_s)
         with server as address:
             yield address
     if status := server.stop():

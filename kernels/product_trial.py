@@ -2,13 +2,16 @@
 
 The order in which a library adds up a row does not depend on the numbers, so the numbers of `cancelling_product` show
 it: every number of rows that is used later is tried, with rows at the beginning, at the end, and in another order.
+
+A trial may have a time limit. It cuts what is timed, and never what is checked: a library is used with those numbers of
+rows alone whose bits were seen to agree, with the whole weight.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,8 +33,15 @@ _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _CACHE_BYTES = 128 * 2**20  # where the machine does not tell
 _MOST_COPIES = 32
 
+# Places of rows at which bits are compared: the beginning, the end, and another order.
+_NUM_PLACES = 3
+
 # Fewer rows than these can't begin a set of numbers that agree: to compute all rows by them takes too long.
 _FEWEST_TO_BEGIN = 8
+
+# Weights with more numbers are timed by their first features. One of 640 by 262,144 has twenty times as many: with all
+# of them, a trial took 24 s.
+_MAX_TIMED_NUMBERS = 2**23
 
 # A packing whose calls with a part of the weight take this many times the fastest one's is dropped at once. Without the
 # instructions for it, a convolution in bfloat16 to more than 256 features takes 150 times as long.
@@ -67,11 +77,17 @@ def choose_product(
     *,
     is_exact: bool,
     most_rows: int = SIZES[-1],
+    limit_s: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> ProductChoice | None:
     """Choose the fastest packing for weights of this shape, dtype and strides.
 
     While the machine has other work that is not known, and one whose rows are alike is chosen, if it is among them.
+
+    Packings whose rows are alike are timed first, then the others in the order of `packings`. When the time limit is
+    reached, the fastest of those that were timed is chosen; with no time at all, the first one. A packing whose rows
+    are not alike is called only with numbers of rows whose bits were seen to agree: those up to 8 are always checked,
+    and as many larger ones as there is time for.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -79,35 +95,42 @@ def choose_product(
         packings: names of candidates.
         is_exact: whether only numbers of rows with equal bits may be used.
         most_rows: rows of a call at most.
+        limit_s: seconds after which nothing more is timed. Checks may take longer.
         clock: seconds; None for those of `Stopwatch.here`.
 
     Returns:
-        The choice; None if no candidate treats rows alike.
+        The choice; None if no candidate treats rows alike, whatever the limit.
     """
     watch = Stopwatch.here() if clock is None else Stopwatch(clock)
+    end_s = watch.now() + limit_s
+
+    def left_s() -> float:
+        return end_s - watch.now()
+
     sizes = tuple(size for size in SIZES if size <= most_rows)
-    rows, cancelling, small = cancelling_product(weight, bias, sizes[-1])
+    num_timed = max(_PART, _MAX_TIMED_NUMBERS // weight.shape[1])
+    rows, part, part_bias = cancelling_product(
+        weight[:num_timed], None if bias is None else bias[:num_timed], sizes[-1]
+    )
     weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
-    hopeful = _hopeful(packings, rows[:2], cancelling, small, watch)
-    entrants = sorted(_race(hopeful, rows, cancelling, small, weighed, watch), key=lambda entrant: entrant.score)
+    hopeful = _hopeful(packings, rows[:2], part, part_bias, watch)
+    entrants = [_Entrant(hopeful[0])]
+    if len(hopeful) > 1:
+        entrants = _race(hopeful, rows, part, part_bias, weighed, watch, left_s)
     steady = next((each for each in packings if PACKINGS[each].rows_are_alike), None)
     if watch.is_busy and steady is not None:
         return ProductChoice(steady)
     if not is_exact:
         return ProductChoice(entrants[0].name)
-    best: ProductChoice | None = None
-    best_score = math.inf
-    for entrant in entrants:
-        if entrant.score >= best_score:
-            break  # where it may be called with some numbers of rows only, it hardly gets faster
-        if PACKINGS[entrant.name].rows_are_alike:
-            best_score, best = entrant.score, ProductChoice(entrant.name)
-            continue
-        calls = entrant.calls or cold_copies(entrant.name, cancelling, small)
-        for costs in _agreeing(calls, rows, sizes, entrant.known, watch):
-            score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
-            if score < best_score:
-                best_score, best = score, ProductChoice(entrant.name, tuple(sorted(costs.items())))
+    whole = rows, part, part_bias
+    if len(part) < len(weight):
+        for entrant in entrants:
+            entrant.scale(len(weight) / len(part))
+        if not PACKINGS[entrants[0].name].rows_are_alike:  # or it is chosen without a check
+            whole = cancelling_product(weight, bias, sizes[-1])
+    best = _fastest_exact(entrants, whole, sizes, weighed, watch, left_s)
+    if best is None and limit_s < math.inf:  # bits may agree for larger numbers of rows than there was time for
+        best = _fastest_exact(entrants, whole, sizes, weighed, watch, lambda: math.inf)
     return best
 
 
@@ -117,15 +140,23 @@ class _Entrant:
 
     Attributes:
         name: of the packing.
-        calls: products with copies of the weight, while it is in front.
+        calls: products with copies of the weight, in turn, while it is in front.
         known: what numbers of rows cost, in seconds.
-        score: of these costs. Where it gave up, the best that it might have reached.
+        costs: the same, and what the numbers that were not timed are expected to cost.
+        score: of the costs. Where it gave up, the best that it might have reached; infinite if it was not timed.
     """
 
     name: str
-    calls: list[Call]
+    calls: Iterator[Call] | None = None
     known: dict[int, float] = field(default_factory=dict)
+    costs: dict[int, float] = field(default_factory=dict)
     score: float = math.inf
+
+    def scale(self, factor: float) -> None:
+        """Turn what was timed with a part of a weight into what the whole one is expected to take."""
+        self.calls = None
+        self.known = {num_rows: factor * cost_s for num_rows, cost_s in self.known.items()}
+        self.score += len(_WEIGHED) * math.log(factor)
 
 
 def _hopeful(
@@ -136,6 +167,8 @@ def _hopeful(
     watch: Stopwatch,
 ) -> list[str]:
     """Return the names of packings that are not slower by far with the first features of a weight."""
+    if len(names) == 1:
+        return list(names)
     part, part_bias = weight[:_PART, :_PART], None if bias is None else bias[:_PART]
     rows = rows[:, :_PART]
     times = {
@@ -151,26 +184,85 @@ def _race(
     bias: torch.Tensor | None,
     weighed: Sequence[int],
     watch: Stopwatch,
+    left_s: Callable[[], float],
 ) -> list[_Entrant]:
-    """Time packings one after the other. One that is too far behind the first gives up."""
-    entrants: list[_Entrant] = []
+    """Time packings one after the other. One that is too far behind the first gives up.
+
+    Returns:
+        All of them, the fastest first; those that the time did not suffice for at the end.
+    """
+    entrants = [_Entrant(name) for name in sorted(names, key=lambda name: not PACKINGS[name].rows_are_alike)]
     first: _Entrant | None = None
-    for name in names:
-        entrant = _Entrant(name, cold_copies(name, weight, bias))
-        entrants.append(entrant)
-        turns, lead = itertools.cycle(entrant.calls), LEAD if PACKINGS[name].rows_are_alike else 1.0
+    for entrant in entrants:
+        if left_s() <= 0:
+            break
+        entrant.calls = cold_calls(entrant.name, weight, bias)
+        lead = LEAD if PACKINGS[entrant.name].rows_are_alike else 1.0
         # What it has not tried yet is as fast as it could be.
-        costs = {} if first is None else {num_rows: cost_s / _CATCHING_UP for num_rows, cost_s in first.known.items()}
+        costs = {} if first is None else {num_rows: cost_s / _CATCHING_UP for num_rows, cost_s in first.costs.items()}
         for num_rows in dict.fromkeys(weighed):
-            costs[num_rows] = entrant.known[num_rows] = watch.shortest(turns, aligned_rows(rows[:num_rows]))
+            expected_s = 0.0 if num_rows <= _FEWEST_TO_BEGIN else _expected_s(entrant.known, num_rows)
+            if 2 * expected_s > left_s():
+                costs[num_rows] = expected_s
+            else:
+                costs[num_rows] = entrant.known[num_rows] = watch.shortest(entrant.calls, aligned_rows(rows[:num_rows]))
             if first is not None and _score([costs[each] / lead for each in weighed]) >= first.score:
                 break
-        entrant.score = _score([costs[each] / lead for each in weighed])
+        entrant.costs, entrant.score = costs, _score([costs[each] / lead for each in weighed])
+        behind = entrant
         if first is None or entrant.score < first.score:
-            first, entrant = entrant, first or entrant
-        if entrant is not first:
-            entrant.calls = []  # it is packed again in the rare case that it is needed
-    return entrants
+            first, behind = entrant, first or entrant
+        if behind is not first:
+            behind.calls = None  # it is packed again in the rare case that it is needed
+    return sorted(entrants, key=lambda entrant: entrant.score)
+
+
+def _fastest_exact(
+    entrants: Sequence[_Entrant],
+    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    sizes: Sequence[int],
+    weighed: Sequence[int],
+    watch: Stopwatch,
+    left_s: Callable[[], float],
+) -> ProductChoice | None:
+    """Choose the fastest packing with numbers of rows that give equal bits.
+
+    Args:
+        entrants: packings, the fastest first.
+        whole: rows, weight and bias of the checks.
+        sizes: numbers of rows, in ascending order.
+        weighed: numbers of rows whose costs count.
+        watch: times calls.
+        left_s: returns the seconds that are left.
+
+    Returns:
+        The choice; None if no packing has equal bits for any of the numbers of rows that there was time to check.
+    """
+    rows, weight, bias = whole
+    best: ProductChoice | None = None
+    best_score = math.inf
+    for entrant in entrants:
+        if best is not None and (entrant.score >= best_score or left_s() <= 0):
+            break  # where it may be called with some numbers of rows only, it hardly gets faster
+        if PACKINGS[entrant.name].rows_are_alike:
+            best_score, best = entrant.score, ProductChoice(entrant.name)
+            continue
+        calls = entrant.calls or cold_calls(entrant.name, weight, bias)
+        affordable = _affordable(sizes, calls, rows, entrant.known, watch, left_s)
+        for costs in _agreeing(calls, rows, affordable, entrant.known, watch):
+            score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
+            if score < best_score:
+                best_score, best = score, ProductChoice(entrant.name, tuple(sorted(costs.items())))
+    return best
+
+
+def cold_calls(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Call]:
+    """Yield products with the copies of `cold_copies` in turn, for ever. A copy is made when it is first needed."""
+    made: list[Call] = []
+    for index in range(_num_copies(weight)):
+        made.append(_packed(name, weight if not index else weight.clone(), bias))
+        yield made[-1]
+    yield from itertools.cycle(made)
 
 
 def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Call]:
@@ -184,9 +276,12 @@ def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> l
     Returns:
         The product with each copy: a function of rows `[num_rows, in_features]`.
     """
+    return list(itertools.islice(cold_calls(name, weight, bias), _num_copies(weight)))
+
+
+def _num_copies(weight: torch.Tensor) -> int:
     weight_bytes = max(1, weight.numel() * weight.element_size())
-    num_copies = min(_MOST_COPIES, -(-_COLD * _cache_bytes() // weight_bytes))
-    return [_packed(name, weight if not index else weight.clone(), bias) for index in range(num_copies)]
+    return min(_MOST_COPIES, -(-_COLD * _cache_bytes() // weight_bytes))
 
 
 @cache
@@ -210,8 +305,40 @@ def _score(times: Sequence[float]) -> float:
     return sum(math.log(max(each, 1e-9)) for each in times)
 
 
+def _affordable(
+    sizes: Sequence[int],
+    calls: Iterator[Call],
+    rows: torch.Tensor,
+    known: Mapping[int, float],
+    watch: Stopwatch,
+    left_s: Callable[[], float],
+) -> tuple[int, ...]:
+    """Return the smallest numbers of rows, as many as there is time to check: at least those up to 8.
+
+    Args:
+        sizes: numbers of rows, in ascending order.
+        calls: products with the weight.
+        rows: to multiply.
+        known: what some numbers cost.
+    """
+    few = tuple(size for size in sizes if size <= _FEWEST_TO_BEGIN)
+    costs = dict(known)
+    for size in {few[0], few[-1]} - known.keys():
+        costs[size] = watch.shortest(calls, aligned_rows(rows[:size]))
+    expected_s = itertools.accumulate(_NUM_PLACES * _expected_s(costs, size) for size in sizes)
+    time_s = left_s()
+    return tuple(size for size, cost_s in zip(sizes, expected_s, strict=True) if size in few or cost_s <= time_s)
+
+
+def _expected_s(costs: Mapping[int, float], num_rows: int) -> float:
+    """Estimate the cost of a number of rows on the line through the costs of few rows."""
+    few, more = min(costs), max(size for size in costs if size <= _FEWEST_TO_BEGIN)
+    row_s = max(0.0, costs[more] - costs[few]) / max(1, more - few)
+    return costs[few] + (num_rows - few) * row_s
+
+
 def _agreeing(
-    calls: Sequence[Call],
+    calls: Iterator[Call],
     rows: torch.Tensor,
     sizes: Sequence[int],
     known: Mapping[int, float],
@@ -222,7 +349,7 @@ def _agreeing(
     Args:
         known: what some numbers cost.
     """
-    turns = itertools.cycle(calls)
+    rows = rows[: sizes[-1]]
     order = torch.randperm(sizes[-1], generator=torch.Generator().manual_seed(0))
     sets: list[tuple[torch.Tensor, dict[int, float]]] = []  # what all rows give, and costs
     for size in reversed(sizes):
@@ -231,7 +358,7 @@ def _agreeing(
             places.append(slice(size))
         answers, times = [], []
         for place in places:
-            answer, took = watch.time(next(turns), aligned_rows(rows[place]))
+            answer, took = watch.time(next(calls), aligned_rows(rows[place]))
             answers.append(answer)
             times.append(took)
 
@@ -246,10 +373,10 @@ def _agreeing(
         if costs is None:
             if size < min(_FEWEST_TO_BEGIN, sizes[-1]):
                 continue
-            whole = answers[0] if size == sizes[-1] else in_tiles(calls[0], rows, RowTiles({size: 1.0}))
+            whole = answers[0] if size == sizes[-1] else in_tiles(next(calls), rows, RowTiles({size: 1.0}))
             if not agrees(whole):
                 continue
             costs = {}
             sets.append((whole, costs))
-        costs[size] = known[size] if size in known else watch.shortest(turns, aligned_rows(rows[:size]), times)
+        costs[size] = known[size] if size in known else watch.shortest(calls, aligned_rows(rows[:size]), times)
     return [costs for _, costs in sets]

@@ -42,10 +42,13 @@ class Stopwatch:
     Args:
         now: seconds.
         waited: seconds for which threads of this process waited for a processor, as `waited_s` tells.
+
+    Attributes:
+        now: as above.
     """
 
     def __init__(self, now: Callable[[], float], waited: Callable[[], float] = lambda: 0.0) -> None:
-        self._now, self._waited, self._lost_s = now, waited, 0.0
+        self.now, self._waited, self._lost_s = now, waited, 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -62,9 +65,9 @@ class Stopwatch:
 
     def time(self, call: Call, rows: torch.Tensor) -> tuple[torch.Tensor, Took]:
         """Call once. Returns the answer, and what it took."""
-        waited_s, start_s = self._waited(), self._now()
+        waited_s, start_s = self._waited(), self.now()
         answer = call(rows)
-        took_s = self._now() - start_s
+        took_s = self.now() - start_s
         has_waited = self._waited() - waited_s > max(_WAITED_S, _WAITED_SHARE * took_s)
         self._lost_s += took_s * has_waited
         return answer, Took(took_s, has_waited)

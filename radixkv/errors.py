@@ -41,13 +41,15 @@
     │   ├── StorePaused
     │   └── StoreUnavailable
     ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
+    │   └── NotFinite
     └── InvariantViolation           a bug of ours
 
 `radixkv.service.server.status` maps each to a gRPC status. Messages name the field, what was expected and what came;
 they never carry token ids or another tenant's name.
 
-Not in this tree: a missing package is a ModuleNotFoundError (`radixkv.service.missing_package`), wrong arguments of a
-client are a ValueError or a TypeError, and modules have exceptions of their own for what is caught nearby.
+Not in this tree: the exceptions of the clients (`radixkv.service.client.errors`), one for each gRPC status. A missing
+package is a ModuleNotFoundError (`radixkv.service.missing_package`), wrong arguments of a client are a ValueError or a
+TypeError, and modules have exceptions of their own for what is caught nearby.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ class UnknownTokenizer(RequestError):
 
 
 class SwitchedOff(RequestError):
-    """The service's configuration leaves out what the request needs."""
+    """The service does not implement what the request needs, or its configuration leaves it out."""
 
 
 class CapacityError(RadixKVError):
@@ -245,6 +247,10 @@ class StoreUnavailable(StoreError):
 
 class StepFailed(RadixKVError):
     """A forward pass raised. The requests in it failed; the engine goes on."""
+
+
+class NotFinite(StepFailed):
+    """The model computed NaN or infinite values for a request. It failed, and nothing of the step was published."""
 
 
 class InvariantViolation(RadixKVError):

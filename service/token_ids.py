@@ -6,7 +6,8 @@ the bytes that the cache compares, so the functions here move them as one run of
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,15 @@ _LENGTH_DELIMITED = 2
 
 Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest)
 Tokens = TypeVar("Tokens", PrefillRequest, ProbeRequest, RetainRequest, RegisterPublicPrefixRequest, RouteRequest)
+
+
+class _Array(Protocol):
+    """A numpy array, or what turns into one, such as a torch tensor."""
+
+    def __array__(self) -> npt.NDArray[Any]: ...
+
+
+TokenIds = Sequence[int] | _Array  # an `array.array` and a `range` are sequences, too
 
 
 def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:

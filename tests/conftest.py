@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import subprocess
@@ -11,11 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from radixkv.config.cache_directory import cache_directory
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # what an earlier run tried proves nothing; the workers of a run share
+    _kernels = cache_directory() / "kernels"  # but compiled kernels, whose names tell their sources, are this user's
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="radixkv-tests-")
+    with contextlib.suppress(OSError):
+        _kernels.mkdir(parents=True, exist_ok=True)
+        cache_directory().mkdir()
+        (cache_directory() / "kernels").symlink_to(_kernels)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -76,14 +76,15 @@ class FakeRunner:
                 assert seen == _seen(chunk, position), f"position {position} holds another prefix's K/V"
         self._read_states(chunks)
         self.steps.append([(chunk.start, chunk.end) for chunk in chunks])
+        are_finite = [chunk.tokens != self.not_finite for chunk in chunks]
         rows = [
-            self.logits_scale
+            (self.logits_scale if is_finite else torch.nan)
             * one_hot(next_token(chunk.tokens[: 4 * upto], chunk.adapter if upto > chunk.adapter_from else ""))
-            for chunk in chunks
+            for chunk, is_finite in zip(chunks, are_finite, strict=True)
             for upto in range(chunk.end - chunk.num_logit_rows + 1, chunk.end + 1)
         ]
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
-        return StepResult(logits, logits.argmax(dim=-1).tolist(), [chunk.tokens != self.not_finite for chunk in chunks])
+        return StepResult(logits, logits.argmax(dim=-1).tolist(), are_finite)
 
     def forget_everything(self) -> None:
         """Wipe the K/V of all blocks, so that reading a cached one fails."""

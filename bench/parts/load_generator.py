@@ -1,10 +1,11 @@
-"""Sends prompts to a server, checks every answer, and notes when it came."""
+"""Sends prompts to a server, checks every answer, and records when it arrived."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,18 @@ from radixkv.v1 import prefill_pb2
 
 OK = "OK"
 WRONG_ANSWER = "WRONG_ANSWER"
+
+# Requests in flight when a pass stops sending may take this share of its limit to be answered. Without this time the
+# slowest answers would be missing from the measured times.
+_ANSWER_SHARE = 0.25
+
+
+class Ending(enum.Enum):
+    """Why a pass ended."""
+
+    FINISHED = "finished"
+    TIME_LIMIT = "time limit"
+    INTERRUPTED = "interrupted"
 
 
 class PrefillCall(Protocol):
@@ -38,12 +51,20 @@ class Traffic:
         use_cache: read and write the cache, or do neither.
         concurrency: requests under way at any time; None to send each at its `arrival_s`.
         timeout_s: deadline of each request.
+        limit_s: the pass stops sending after this time, and ends after 1.25 times this time at the latest: requests
+            that are in flight then are abandoned. None for no limit.
     """
 
     tenant: str
     use_cache: bool
     concurrency: int | None
     timeout_s: float
+    limit_s: float | None = None
+
+
+def limit_within(total_s: float) -> float:
+    """Return the `limit_s` of a pass that ends within `total_s`, its last answers included."""
+    return total_s / (1 + _ANSWER_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +72,14 @@ class Outcome:
     """Result of one request. Token counts and server times are 0 unless `status` is OK.
 
     Attributes:
+        index: position of its prompt in the traffic.
         status: `OK`, a gRPC status name, or `WRONG_ANSWER` for counts that don't add up.
         sent_s: time of the call, counted from the start of the pass.
         late_s: time between its arrival and the call; 0 in a closed loop.
         ttft_s: time from the call to the answer.
     """
 
+    index: int
     status: str
     sent_s: float
     late_s: float
@@ -71,17 +94,21 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One replay of a list of prompts.
+    """One replay of a list of prompts, or of as many as the time allowed.
 
     Attributes:
-        outcomes: one for each prompt, in prompt order.
-        wall_s: time from the first call to the last answer.
+        outcomes: one for each request that was answered or failed, by increasing index.
+        wall_s: time from the first call to the end of the pass.
         cpu_s: processor time of the load generator.
+        num_planned: requests that a pass without a limit would send.
+        ended_by: why it ended.
     """
 
     outcomes: tuple[Outcome, ...]
     wall_s: float
     cpu_s: float
+    num_planned: int
+    ended_by: Ending = Ending.FINISHED
 
 
 def prefill_call(channel: grpc.aio.Channel) -> PrefillCall:
@@ -104,8 +131,12 @@ async def replay(
     messages: Sequence[prefill_pb2.PrefillRequest],
     traffic: Traffic,
     on_answer: Callable[[], object] = lambda: None,
+    *,
+    order: Sequence[int] | None = None,
+    stop: asyncio.Event | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Pass:
-    """Send every prompt once. A failed request is an outcome like any other.
+    """Send every prompt once, as far as the time allows. A failed request is an outcome like any other.
 
     Args:
         call: sends a request; made by `prefill_call`.
@@ -113,58 +144,91 @@ async def replay(
         messages: one message for each item. Their tenant, adapter and cache flags are overwritten.
         traffic: the way to send.
         on_answer: called after each answer.
+        order: indices of the prompts to send, in the order of sending; increasing in an open loop. None sends all.
+        stop: ends the pass when it is set; requests in flight are abandoned.
+        clock: seconds.
     """
+    order = range(len(items)) if order is None else order
     for item, message in zip(items, messages, strict=True):
         message.tenant, message.adapter = traffic.tenant + item.tenant, item.adapter
         message.read_cache = message.write_cache = traffic.use_cache
-    outcomes: list[Outcome | None] = [None] * len(items)
+    outcomes: list[Outcome] = []
     cpu_start_s = time.process_time()
-    start_s = time.perf_counter()
+    start_s = clock()
+
+    def is_over() -> bool:
+        return traffic.limit_s is not None and clock() - start_s >= traffic.limit_s
 
     async def send(index: int, arrival_s: float | None) -> None:
-        outcomes[index] = await _send(call, messages[index], traffic, start_s, arrival_s)
+        outcomes.append(await _send(call, index, messages[index], traffic, start_s, arrival_s, clock))
         on_answer()
 
     async def send_next_of(indices: Iterator[int]) -> None:
-        for index in indices:
+        while not is_over() and (index := next(indices, None)) is not None:
             await send(index, None)
 
-    async with asyncio.TaskGroup() as tasks:
-        if traffic.concurrency is not None:
-            shared_indices = iter(range(len(items)))
-            for _ in range(min(traffic.concurrency, len(items))):
-                tasks.create_task(send_next_of(shared_indices))
-        else:
-            for index, item in enumerate(items):
-                early_s = item.arrival_s - (time.perf_counter() - start_s)
+    async def send_all() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if traffic.concurrency is not None:
+                shared_indices = iter(order)
+                for _ in range(min(traffic.concurrency, len(order))):
+                    tasks.create_task(send_next_of(shared_indices))
+                return
+            for index in order:
+                if traffic.limit_s is not None and items[index].arrival_s >= traffic.limit_s:
+                    return
+                early_s = items[index].arrival_s - (clock() - start_s)
                 await asyncio.sleep(max(0.0, early_s))
-                tasks.create_task(send(index, item.arrival_s))
-    wall_s = time.perf_counter() - start_s
-    finished = tuple(outcome for outcome in outcomes if outcome is not None)
-    assert len(finished) == len(items)
-    return Pass(finished, wall_s, time.process_time() - cpu_start_s)
+                if is_over():
+                    return
+                tasks.create_task(send(index, items[index].arrival_s))
+
+    end_s = None if traffic.limit_s is None else traffic.limit_s * (1 + _ANSWER_SHARE)
+    await _run_until(send_all(), stop or asyncio.Event(), end_s)
+    wall_s = clock() - start_s
+    ended_by = Ending.FINISHED
+    if len(outcomes) < len(order):
+        ended_by = Ending.INTERRUPTED if stop is not None and stop.is_set() else Ending.TIME_LIMIT
+    by_index = tuple(sorted(outcomes, key=lambda outcome: outcome.index))
+    return Pass(by_index, wall_s, time.process_time() - cpu_start_s, len(order), ended_by)
+
+
+async def _run_until(sending: Coroutine[object, object, None], stop: asyncio.Event, timeout_s: float | None) -> None:
+    """Run `sending` to its end; cancel it when `stop` is set or the time is over."""
+    tasks = (asyncio.create_task(sending), asyncio.create_task(stop.wait()))
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    if isinstance(results[0], BaseException) and not isinstance(results[0], asyncio.CancelledError):
+        raise results[0]
 
 
 async def _send(
     call: PrefillCall,
+    index: int,
     message: prefill_pb2.PrefillRequest,
     traffic: Traffic,
     start_s: float,
     arrival_s: float | None,
+    clock: Callable[[], float],
 ) -> Outcome:
-    sent_at_s = time.perf_counter()
+    sent_at_s = clock()
     try:
         answer = await call(message, timeout=traffic.timeout_s)
         status = OK if _adds_up(answer.usage, len(message.token_ids), traffic.use_cache) else WRONG_ANSWER
     except grpc.aio.AioRpcError as error:
         status = error.code().name
-    ttft_s = time.perf_counter() - sent_at_s
+    ttft_s = clock() - sent_at_s
     sent_s = sent_at_s - start_s
     late_s = 0.0 if arrival_s is None else sent_s - arrival_s
     if status != OK:
-        return Outcome(status, sent_s, late_s, ttft_s)
+        return Outcome(index, status, sent_s, late_s, ttft_s)
     usage, timing = answer.usage, answer.timing
     return Outcome(
+        index,
         status,
         sent_s,
         late_s,

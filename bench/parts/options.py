@@ -22,6 +22,7 @@ from radixkv.planning.trace import load_trace, tokens_per_scaled_id
 
 DEFAULT_CONCURRENCY = 4
 DEFAULT_REQUESTS = 1000
+DEFAULT_BASELINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Options:
     Attributes:
         concurrency: None in an open loop.
         rate: None unless arrivals are Poisson.
-        baseline_requests: None for as many as fit into `baseline_seconds`; 0 for no pass without the cache.
+        time_limit_s: of the whole run; None for no limit.
+        baseline_requests: None for as many as time allows; 0 for no pass without the cache.
+        baseline_seconds: limit of the pass without the cache; infinite for no limit.
     """
 
     workload: str
@@ -56,6 +59,7 @@ class Options:
     timeout_s: float
     vocab_size: int
     seed: int
+    time_limit_s: float | None
     baseline_requests: int | None
     baseline_seconds: float
     json: Path | None
@@ -184,13 +188,26 @@ def _parser() -> argparse.ArgumentParser:
     traffic.add_argument(
         "--vocab-size", type=_whole(1), default=256, metavar="N", help="token ids below N; default 256 fits any model"
     )
+    traffic.add_argument(
+        "--time-limit-s",
+        type=_positive,
+        metavar="S",
+        help="end the whole run, its server's start included, within S seconds, and report what was measured",
+    )
     traffic.add_argument("--seed", type=_whole(0, MAX_SEED - 1), default=0, metavar="N", help="default 0")
     baseline = parser.add_argument_group("without cache")
     baseline.add_argument(
-        "--baseline-requests", type=_whole(1), metavar="N", help="replay an even sample; default all that time allows"
+        "--baseline-requests",
+        type=_whole(1),
+        metavar="N",
+        help="replay at most N requests, spread evenly, or the first N in an open loop; default all that time allows",
     )
     baseline.add_argument(
-        "--baseline-seconds", type=_positive, default=120.0, metavar="S", help="about this long at most; default 120"
+        "--baseline-seconds",
+        type=_seconds,
+        default=DEFAULT_BASELINE_S,
+        metavar="S",
+        help=f"send for at most S seconds; inf for no limit; default {DEFAULT_BASELINE_S:g}",
     )
     baseline.add_argument("--no-baseline", action="store_true", help="skip the pass without cache")
     server = parser.add_argument_group("server")
@@ -224,3 +241,7 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
     return value
+
+
+def _seconds(text: str) -> float:
+    return float("inf") if text == "inf" else _positive(text)

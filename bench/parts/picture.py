@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from bench.parts.load_generator import OK, Pass
-from bench.parts.report import Summary, describe_served
+from bench.parts.report import Summary, describe_partial, describe_served
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,26 +44,23 @@ STYLE: Any = {
 }
 
 
-def draw_ttft(
-    path: Path, report: Summary, with_cache: Pass, without_cache: Pass | None, baseline_indices: Sequence[int]
-) -> None:
+def draw_ttft(path: Path, report: Summary, with_cache: Pass, without_cache: Pass | None) -> None:
     """Draw the distribution of TTFT on the left, TTFT in order of sending on the right, and write it as PNG.
 
     Args:
         path: PNG file to write; replaced if it exists.
         report: numbers for title and captions.
         with_cache: the pass over all requests.
-        without_cache: the pass over `baseline_indices`; None if there was none.
-        baseline_indices: requests that the pass without the cache replayed.
+        without_cache: the pass over some of them; None if there was none.
     """
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(12.5, 5.6), dpi=150, gridspec_kw={"width_ratios": (1, 1.35), "wspace": 0.2}
         )
-        figure.subplots_adjust(left=0.06, right=0.985, top=0.76, bottom=0.11)
+        figure.subplots_adjust(left=0.06, right=0.985, top=0.72 if report["partial"] else 0.76, bottom=0.11)
         _draw_heading(figure, report)
-        _draw_distribution(left, with_cache, without_cache)
-        _draw_sequence(right, with_cache, without_cache, baseline_indices)
+        _draw_distribution(left, with_cache, without_cache, is_compared=report["speedup"] is not None)
+        _draw_sequence(right, with_cache, without_cache)
         figure.savefig(path, format="png", facecolor="white")
         plt.close(figure)
 
@@ -72,20 +69,27 @@ def _draw_heading(figure: Figure, report: Summary) -> None:
     title = f"{report['workload']}: time to first token"
     ratio = report["speedup"]["ttft_p50"] if report["speedup"] else None
     if ratio is not None:
-        without_ms, with_ms = report["without_cache"]["ttft_ms"]["p50"], report["ttft_ms"]["p50"]
+        # Of the same requests, as the ratio is.
+        with_ms, without_ms = (
+            report["baseline_sample"]["with_cache_ttft_ms"]["p50"],
+            report["without_cache"]["ttft_ms"]["p50"],
+        )
         title += f", median {_milliseconds(without_ms)} → {_milliseconds(with_ms)}, {_compared(ratio)}"
+    elif report["without_cache"]:
+        title += "; too few answers to compare"
     hit_rate = "" if report["token_hit_rate"] is None else f"; {report['token_hit_rate']:.1%} of them reused"
     served = f"{describe_served(report)}; {report['traffic_text']}"
     figure.text(0.06, 0.945, title, fontsize=16, fontweight="bold", va="center")
     figure.text(0.06, 0.89, report["workload_text"] + hit_rate, va="center", color=QUIET)
     figure.text(0.06, 0.85, served, va="center", color=QUIET)
+    if partial := describe_partial(report):
+        figure.text(0.06, 0.81, partial, va="center", color=_COLD, fontweight="bold")
 
 
-def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None) -> None:
+def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None, *, is_compared: bool) -> None:
     medians_ms = []
-    of, num_replayed = len(with_cache.outcomes), len(without_cache.outcomes) if without_cache is not None else 0
-    sampled = "without cache" if num_replayed == of else f"without cache, {num_replayed:,} of {of:,}"
-    for replayed, color, label in ((with_cache, _WITH, "with cache"), (without_cache, _WITHOUT, sampled)):
+    for replayed, color, name in ((with_cache, _WITH, "with cache"), (without_cache, _WITHOUT, "without cache")):
+        label = name if replayed is None else _labelled(name, replayed, with_cache.num_planned)
         ordered_ms = np.sort(_ttft_ms(replayed)) if replayed is not None else np.empty(0)
         if not len(ordered_ms):
             continue
@@ -98,7 +102,7 @@ def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None)
     _log_milliseconds(axes.xaxis, axes.set_xscale, narrow=100)
     axes.set(xlabel="time to first token", ylabel="requests answered within this time, %", ylim=(0, 101))
     axes.grid(visible=True)
-    if len(medians_ms) == 2:
+    if is_compared and len(medians_ms) == 2:
         with_ms, without_ms = medians_ms
         arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 5, "shrinkB": 5}
         axes.annotate("", (with_ms, 50), (without_ms, 50), arrowprops=arrow)
@@ -110,26 +114,30 @@ def _draw_distribution(axes: Axes, with_cache: Pass, without_cache: Pass | None)
         axes.legend(**_LEGEND)
 
 
-def _draw_sequence(axes: Axes, with_cache: Pass, without_cache: Pass | None, baseline_indices: Sequence[int]) -> None:
-    if without_cache is not None:
-        answered = [outcome.status == OK for outcome in without_cache.outcomes]
-        places = np.asarray(baseline_indices)[answered] + 1
+def _labelled(name: str, replayed: Pass, num_all: int) -> str:
+    num_replayed = len(replayed.outcomes)
+    return name if num_replayed == num_all else f"{name}, {num_replayed:,} of {num_all:,}"
+
+
+def _draw_sequence(axes: Axes, with_cache: Pass, without_cache: Pass | None) -> None:
+    if without_cache is not None and without_cache.outcomes:
+        places = [outcome.index + 1 for outcome in without_cache.outcomes if outcome.status == OK]
         axes.scatter(places, _ttft_ms(without_cache), s=10, color=_WITHOUT, alpha=0.55, linewidths=0)
         axes.scatter([], [], s=24, color=_WITHOUT, linewidths=0, label="without cache")
         axes.legend(**_LEGEND)
-    answered = [outcome.status == OK for outcome in with_cache.outcomes]
-    places = np.flatnonzero(answered) + 1
+    answered = [outcome for outcome in with_cache.outcomes if outcome.status == OK]
+    places = [outcome.index + 1 for outcome in answered]
     ttft_ms = _ttft_ms(with_cache)
-    reused = np.array([o.cached_tokens / o.prompt_tokens for o in with_cache.outcomes if o.status == OK])
+    reused = np.array([outcome.cached_tokens / outcome.prompt_tokens for outcome in answered])
     sizes = np.where(reused < 0.01, 26, 10)
     points = axes.scatter(places, ttft_ms, s=sizes, c=reused, cmap=_REUSE, vmin=0, vmax=1, linewidths=0)
     _draw_reuse_scale(axes, points)
     _log_milliseconds(axes.yaxis, axes.set_yscale, narrow=300)
     axes.set(xlabel="request, in order of sending", ylabel="time to first token")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlim(1 - 0.02 * len(answered), 1 + 1.02 * len(answered))
+    axes.set_xlim(1 - 0.02 * with_cache.num_planned, 1 + 1.02 * with_cache.num_planned)
     axes.grid(visible=True, axis="y")
-    if len(reused) and answered[0] and with_cache.outcomes[0].cached_tokens == 0:
+    if answered and answered[0].index == 0 and answered[0].cached_tokens == 0:
         low_ms, high_ms = axes.get_ylim()
         is_high = ttft_ms[0] ** 2 > low_ms * high_ms
         axes.annotate(

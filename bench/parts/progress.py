@@ -14,7 +14,13 @@ LINE_INTERVAL_S = 5.0
 
 @contextlib.contextmanager
 def progress(
-    label: str, total: int, stream: TextIO, *, use_lines: bool = True, clock: Callable[[], float] = time.monotonic
+    label: str,
+    total: int,
+    stream: TextIO,
+    *,
+    limit_s: float | None = None,
+    use_lines: bool = True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[], object]]:
     """Show how many of `total` requests are answered.
 
@@ -22,6 +28,7 @@ def progress(
         label: what the requests have in common.
         total: number of requests.
         stream: where to write. A terminal gets a bar.
+        limit_s: time after which no request is sent; it is shown. None for no limit.
         use_lines: write lines where `stream` is no terminal: at the start, at the end, and between them at most one in
             `LINE_INTERVAL_S`. False: write nothing there.
         clock: seconds.
@@ -29,6 +36,8 @@ def progress(
     Yields:
         A function to call after each answer.
     """
+    if limit_s is not None:
+        label = f"{label}, at most {limit_s:.0f} s"
     if stream.isatty():
         with tqdm(total=total, desc=label, unit="req", file=stream, dynamic_ncols=True, disable=None) as bar:
             yield bar.update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,15 @@ from bench.parts.load_generator import OK, Outcome, Pass
 
 Summary = dict[str, Any]
 
+# A ratio of medians of fewer requests says little.
+MIN_COMPARED = 16
+
 
 def summarize(replayed: Pass) -> Summary:
     """Reduce a pass to its numbers.
 
-    Tokens, times and rates count answered requests only. A number without any answered request is None.
+    Tokens, times and rates count answered requests only. A number without any answered request is None. `requests`
+    counts those that were answered or failed, of `requests_planned`; `ended_by` says why the pass ended.
     """
     answered = [outcome for outcome in replayed.outcomes if outcome.status == OK]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in answered)
@@ -24,6 +29,8 @@ def summarize(replayed: Pass) -> Summary:
     failures = Counter(outcome.status for outcome in replayed.outcomes if outcome.status != OK)
     return {
         "requests": len(replayed.outcomes),
+        "requests_planned": replayed.num_planned,
+        "ended_by": replayed.ended_by.value,
         "errors": failures.total(),
         "errors_by_status": dict(sorted(failures.items())),
         "prompt_tokens": prompt_tokens,
@@ -33,10 +40,10 @@ def summarize(replayed: Pass) -> Summary:
         "ttft_ms": ttft_ms(answered),
         "server_queue_ms": distribution([outcome.queue_us / 1e3 for outcome in answered]),
         "server_prefill_ms": distribution([outcome.prefill_us / 1e3 for outcome in answered]),
-        "prompt_tokens_per_s": prompt_tokens / replayed.wall_s,
+        "prompt_tokens_per_s": prompt_tokens / replayed.wall_s if prompt_tokens else None,
         "wall_s": replayed.wall_s,
         "send_late_ms": distribution([outcome.late_s * 1e3 for outcome in replayed.outcomes]),
-        "generator_cpu_ms_per_request": replayed.cpu_s * 1e3 / len(replayed.outcomes),
+        "generator_cpu_ms_per_request": replayed.cpu_s * 1e3 / max(1, len(replayed.outcomes)),
     }
 
 
@@ -53,18 +60,49 @@ def distribution(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": float(np.mean(values)), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
 
 
-def speedup(with_cache: Summary, without_cache: Summary) -> dict[str, float | None]:
-    """Return the ratios by which the pass with the cache is better."""
-    return {
-        "ttft_p50": _ratio(without_cache["ttft_ms"]["p50"], with_cache["ttft_ms"]["p50"]),
-        "prompt_tokens_per_s": _ratio(with_cache["prompt_tokens_per_s"], without_cache["prompt_tokens_per_s"]),
-    }
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What two passes say of the requests that came back in both.
+
+    Attributes:
+        compared: pairs of answers to one prompt.
+        different: pairs whose next tokens differ: a hit must not change an answer.
+        with_cache_ttft_ms, with_cache_server_prefill_ms: times with the cache of the same requests.
+        speedup: how many times better the cache is; None if too few answers were compared. Times are compared over
+            the same requests.
+    """
+
+    compared: int
+    different: int
+    with_cache_ttft_ms: dict[str, float | None]
+    with_cache_server_prefill_ms: dict[str, float | None]
+    speedup: dict[str, float | None] | None
 
 
-def compare_answers(with_cache: Sequence[Outcome], without_cache: Sequence[Outcome]) -> dict[str, int]:
-    """Count pairs of answers to one prompt, and pairs with different next tokens: a hit must not change an answer."""
-    both = [(a, b) for a, b in zip(with_cache, without_cache, strict=True) if a.status == b.status == OK]
-    return {"compared": len(both), "different": sum(a.next_token_id != b.next_token_id for a, b in both)}
+def build_comparison(with_cache: Pass, without_cache: Pass | None, num_enough: int) -> Comparison:
+    """Compare two passes.
+
+    Args:
+        with_cache: the pass over all requests.
+        without_cache: the pass over some of them; None if there was none.
+        num_enough: pairs of answers that a ratio takes.
+    """
+    cached = {outcome.index: outcome for outcome in with_cache.outcomes}
+    uncached = () if without_cache is None else without_cache.outcomes
+    pairs = [(cached[outcome.index], outcome) for outcome in uncached if outcome.index in cached]
+    answered = [(a, b) for a, b in pairs if a.status == b.status == OK]
+    same_ttft_ms = ttft_ms([a for a, _ in answered])
+    ratios = None
+    if without_cache is not None and len(answered) >= num_enough:
+        ratios = {
+            "ttft_p50": _ratio(ttft_ms([b for _, b in answered])["p50"], same_ttft_ms["p50"]),
+            "prompt_tokens_per_s": _ratio(
+                summarize(with_cache)["prompt_tokens_per_s"], summarize(without_cache)["prompt_tokens_per_s"]
+            ),
+        }
+    different = sum(a.next_token_id != b.next_token_id for a, b in answered)
+    same_prefill_ms = distribution([a.prefill_us / 1e3 for a, _ in answered])
+    return Comparison(len(answered), different, same_ttft_ms, same_prefill_ms, ratios)
 
 
 def describe_served(report: Summary) -> str:
@@ -74,17 +112,22 @@ def describe_served(report: Summary) -> str:
 
 def format_table(report: Summary) -> str:
     """Format a report as a table for people."""
-    with_cache: Summary = report
     without_cache: Summary | None = report["without_cache"]
-    columns = [with_cache] if without_cache is None else [with_cache, without_cache]
-    rows: list[list[str]] = [["", "with cache", *(["without cache", "ratio"] if without_cache else [])]]
+    columns = [report] if without_cache is None else [report, without_cache]
+    ratios = report["speedup"] is not None
+    rows = [["", "with cache", "without cache", "ratio"][: len(columns) + 1 + ratios]]
+    # Ratios of times are those of the same requests.
+    same: Summary = report | {
+        "ttft_ms": report["baseline_sample"]["with_cache_ttft_ms"],
+        "server_prefill_ms": report["baseline_sample"]["with_cache_server_prefill_ms"],
+    }
     for label, keys, shape, better in _ROWS:
         values = [_at(column, keys) for column in columns]
         cells = [label, *("-" if value is None else shape.format(value) for value in values)]
-        if without_cache:
+        if ratios:
             ratio = None
             if better == "less":
-                ratio = _ratio(values[1], values[0])
+                ratio = _ratio(values[1], _at(same, keys))
             elif better == "more":
                 ratio = _ratio(values[0], values[1])
             cells.append("" if ratio is None else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x")
@@ -113,9 +156,21 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
+def describe_partial(report: Summary) -> str | None:
+    """Say how much of the traffic a partial result covers; None for a result of all requests."""
+    if not report["partial"]:
+        return None
+    why = report["interrupted_by"] or report["ended_by"]
+    text = f"PARTIAL RESULT ({why}): {report['requests']:,} of {report['requests_planned']:,} requests with the cache"
+    without_cache = report["without_cache"]
+    return f"{text}, {without_cache['requests'] if without_cache else 0:,} without it"
+
+
 def _heading(report: Summary) -> list[str]:
     machine = report["machine"]
+    partial = describe_partial(report)
     return [
+        *([partial] if partial else []),
         f"{report['workload']}: {report['workload_text']}",
         f"{report['traffic_text']}; seed {report['seed']}",
         f"{describe_served(report)}; {machine['cpu']}, {machine['cores']} cores"
@@ -131,20 +186,25 @@ def _notes(report: Summary) -> list[str]:
             f"       {server['capacity_tokens']:,} tokens in blocks of {server['block_size']}; "
             f"{server['evicted_blocks']:,} blocks evicted by this traffic"
         )
-    without_cache = report["without_cache"]
+    without_cache, sample, answers = report["without_cache"], report["baseline_sample"], report["answers"]
     if without_cache:
-        sample = report["baseline_sample"]
         notes.append(f"without cache: {sample['text']}")
         with_ms, without_ms = sample["with_cache_ttft_ms"]["p50"], without_cache["ttft_ms"]["p50"]
-        if sample["requests"] < sample["of"] and with_ms is not None and without_ms is not None:
+        if report["speedup"] and sample["requests"] < sample["of"]:
             notes.append(
-                f"       these {sample['requests']:,} alone: TTFT p50 {with_ms:,.2f} ms with cache, "
-                f"{without_ms:,.2f} ms without, {without_ms / with_ms:.1f}x"
+                f"       ratios of times are those of these {sample['requests']:,} requests alone: TTFT p50 "
+                f"{with_ms:,.2f} ms with cache, {without_ms:,.2f} ms without"
             )
-        answers = report["answers"]
         notes.append(
             f"answers: {answers['compared']:,} compared with and without cache, {answers['different']} different"
         )
+        if not report["speedup"]:
+            notes.append(
+                f"NO COMPARISON: {answers['compared']:,} requests were answered both with and without the cache, and a "
+                f"ratio takes {answers['required']}. Allow more time, or run it on a machine that is less busy"
+            )
+    elif sample["planned"]:
+        notes.append(f"NO COMPARISON: the pass without the cache was {sample['text']}")
     notes.append(f"load generator: {report['generator_cpu_ms_per_request']:.2f} ms of processor time a request")
     for name, summary in (("with cache", report), ("without cache", without_cache)):
         if summary and summary["errors"]:

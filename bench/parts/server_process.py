@@ -147,7 +147,7 @@ class ServerProcess:
         try:
             address = self._addresses.get(timeout=self._start_timeout_s)
         except queue.Empty:
-            raise ConfigError(self._failure(f"nothing within {self._start_timeout_s:g} s")) from None
+            raise ConfigError(self._failure(f"nothing within {self._start_timeout_s:.3g} s")) from None
         if address is None:
             status = self._process.wait()
             raise ConfigError(self._failure(f"its end, with exit status {status}"))

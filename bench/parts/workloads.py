@@ -95,16 +95,14 @@ def shared_out(items: Sequence[WorkItem], num_adapters: int, num_tenants: int) -
     ]
 
 
-def evenly_spaced(num_items: int, num_kept: int) -> list[int]:
-    """Choose `min(num_kept, num_items)` evenly spaced indices in order, beginning with the first."""
-    num_kept = min(num_kept, num_items)
-    return [index * num_items // num_kept for index in range(num_kept)]
+def spread_order(num_items: int) -> list[int]:
+    """Order indices so that the first `n` of them are spread evenly, whatever `n` is, beginning with index 0.
 
-
-def sample(items: Sequence[WorkItem], indices: Sequence[int]) -> list[WorkItem]:
-    """Keep some items, and shrink their arrival times so that requests come as often as before."""
-    shrink = len(indices) / len(items)
-    return [replace(items[index], arrival_s=items[index].arrival_s * shrink) for index in indices]
+    Each step is the golden section of the whole, modulo the whole, which also keeps a sample from falling into step
+    with a pattern of the traffic, such as groups that take turns. Three rounds reach every index.
+    """
+    golden = (5**0.5 - 1) / 2
+    return list(dict.fromkeys(int(step * golden % 1 * num_items) for step in range(3 * num_items)))
 
 
 def median_prompt_tokens(items: Sequence[WorkItem]) -> int:

@@ -3,9 +3,7 @@
 import os
 import sys
 
-import grpc
-
-from radixkv.service.client import Client
+from radixkv.service.client import Client, PermissionDenied
 
 if len(sys.argv) != 3 or "RADIXKV_TOKEN" not in os.environ:
     sys.exit(__doc__)
@@ -15,5 +13,5 @@ with Client(ADDRESS, tls_ca=CA_FILE, token=os.environ["RADIXKV_TOKEN"], timeout_
     print(f"{client.prefill(range(100)).usage.prompt_tokens} tokens as the tenant that the token names")
     try:
         client.prefill(range(100), tenant="another")
-    except grpc.RpcError as error:
+    except PermissionDenied as error:
         print(error.code().name)

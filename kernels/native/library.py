@@ -1,134 +1,158 @@
-"""Compiles the C++ files of this folder for the processor at hand, once, and loads the result.
+"""Loads the C++ kernels that fit the processor: the installed ones, or else those in the cache directory.
 
-There is nothing to load without Linux, AVX2, or GCC as `c++`, `g++` or `$CXX`; then torch and numpy do what it
-would. The library is kept in a folder, under a name that says what it was made of, and what is in it:
+Where neither has them, they are compiled into the cache directory, once, under a name that says what the library was
+compiled from and what it contains:
 
-    native-<digest of sources, compiler and processor>-<digest of the file>.so
+    kernels/<variant>-<digest of options and sources>-<digest of the file>.so
 
-To load half a file would end the process, so a file is loaded only if it has the digest that its name says.
+Loading half a file would end the process, so a file is loaded only if it has the digest in its name. Without Linux,
+AVX2 or GCC there is nothing to load, and torch and numpy compute instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
-import platform
 import shutil
-import subprocess
-import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from radixkv.kernels.native.processor import processor_capability, processor_facts
+from radixkv.kernels.native.compiler import NotCompiled, compile_kernels, digest_of, is_current, library_name
+from radixkv.kernels.native.processor import processor_capability, processor_flags
+from radixkv.kernels.native.variants import VARIANTS, Variant
 
 _log = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent
-# Bits must not depend on what a compiler fuses where.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC")
-# Left out, by what a processor is taken to have.
-_LEFT_OUT = {"AMX": (), "AVX512": ("-mno-amx-bf16",), "AVX2": ("-mno-amx-bf16", "-mno-avx512f")}
-_TIMEOUT_S = 300.0
+_INSTALLED = Path(__file__).parent
+_MAX_KEPT = 8  # libraries in the cache directory: two versions of radixkv with four variants each
+_RANKS = ("AVX2", "AVX512", "AMX")
 
 # How numbers are stored, as `vectors.h` counts.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class NotCompiled(Exception):
-    """There is no library for this machine. The message says why."""
+def runnable_variants() -> list[Variant]:
+    """Return the variants that this processor can run and torch allows, the fastest first."""
+    capability, flags = processor_capability(), processor_flags()
+    allowed = _RANKS[: 1 + _RANKS.index(capability)] if capability in _RANKS else ()
+    return [each for each in VARIANTS if each.capability in allowed and flags.issuperset(each.features)]
 
 
 def load_library(
-    folder: Path, environment: Mapping[str, str] = os.environ, *, capability: str | None = None
+    directory: Path, environment: Mapping[str, str] = os.environ, *, variants: Sequence[Variant] | None = None
 ) -> ctypes.CDLL:
-    """Load the library, and compile it first if the folder has none that can be loaded: some seconds. Logs that.
+    """Load the kernels of the first variant that can be had, compiling them where that was not done before.
+
+    Compiling takes 9 to 14 CPU seconds on all cores; the log announces it. The log names the library that is loaded.
 
     Args:
-        folder: where it is kept; made if it is missing.
+        directory: the cache directory. Its subdirectory `kernels` keeps the eight compiled libraries used last.
         environment: names the compiler, `CXX`, and where to look for one, `PATH`.
-        capability: what may be used, AMX, AVX512 or AVX2; None takes what `processor_capability` says.
+        variants: the variants to choose from, the preferred ones first; None takes `runnable_variants`.
 
     Raises:
-        NotCompiled: it can't be made or loaded here.
+        NotCompiled: no variant can be found, compiled or loaded.
     """
-    capability = capability or processor_capability()
-    if platform.system() != "Linux" or capability not in _LEFT_OUT:
-        raise NotCompiled("it needs Linux and a processor with AVX2")
-    compiler, flags = _find_compiler(environment), (*_FLAGS, *_LEFT_OUT[capability])
-    name = f"native-{_digest(compiler, flags)}"
-    with contextlib.suppress(OSError):  # a file can't be read or loaded
-        for file in sorted(folder.glob(f"{name}-*.so")):
-            if file.stem == f"{name}-{_digest_of(file)}":
-                return ctypes.CDLL(str(file))
+    reasons = []
+    for variant in runnable_variants() if variants is None else variants:
+        try:
+            library = _installed(variant) or _compiled(variant, directory / "kernels", environment)
+        except NotCompiled as reason:
+            reasons.append(reason)
+            continue
+        if reasons:
+            _log.warning("using kernels for %s, although the processor has faster ones: %s", variant.name, reasons[0])
+        _log.info("using kernels for %s: %s", variant.name, library._name)
+        return library
+    raise reasons[0] if reasons else NotCompiled("they exist for Linux on x86-64 processors with AVX2 only")
+
+
+def _installed(variant: Variant) -> ctypes.CDLL | None:
+    """Load what the installation compiled; None if it is missing, outdated or can't be loaded."""
+    file = _INSTALLED / library_name(variant)
+    if not is_current(file, variant):
+        return None
     try:
-        start_s = time.perf_counter()
-        file = _compile(compiler, flags, folder, name)
-        _log.info("compiled kernels for this processor in %.1f s: %s", time.perf_counter() - start_s, file)
         return ctypes.CDLL(str(file))
+    except OSError as error:  # such as a libstdc++ that is older than the one it was linked with
+        _log.info("installed kernels for %s can't be loaded: %s", variant.name, error)
+        return None
+
+
+def _compiled(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
+    """Load what an earlier start compiled, or compile it."""
+    if (library := _kept(variant, folder)) is not None:
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            # Another process may have been faster.
+            return _kept(variant, folder) or _compile(variant, folder, environment)
     except OSError as error:
-        raise NotCompiled(f"{folder}: {error}") from error
+        raise NotCompiled(
+            f"{folder} can't hold compiled kernels ({error}); set XDG_CACHE_HOME to a directory that is writable and "
+            f"not mounted noexec, or install radixkv where there is GCC, so that the installation compiles them"
+        ) from error
 
 
-def sources() -> list[str]:
-    """Return the text of the C++ files."""
-    return [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]*"))]
+def _kept(variant: Variant, folder: Path) -> ctypes.CDLL | None:
+    for file in sorted(folder.glob(f"{variant.name}-{digest_of(variant)}-*.so")):
+        with suppress(OSError):  # it can't be read or loaded
+            if file.stem.endswith(f"-{_content_digest(file)}"):
+                library = ctypes.CDLL(str(file))
+                with suppress(OSError):
+                    os.utime(file)  # it was used
+                return library
+    return None
 
 
-def _find_compiler(environment: Mapping[str, str]) -> str:
-    names = [environment["CXX"]] if environment.get("CXX") else ["c++", "g++"]
-    found = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in names)), None)
-    if found is None:
-        raise NotCompiled(f"it needs GCC, and there is no {' or '.join(names)}")
-    return found
+def _compile(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
+    """Compile a variant. The folder is locked, so that what an interrupted process left can be removed."""
+
+    def check(file: Path) -> None:
+        ctypes.CDLL(str(file))
+        _log.info("compiling kernels for %s, 5 to 60 s; once", variant.name)
+
+    num_cores, start_s = len(os.sched_getaffinity(0)), time.perf_counter()
+    scratch = folder / "unfinished"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        made = scratch / library_name(variant)
+        compile_kernels(variant, made, environment, num_jobs=num_cores, check=check)
+        file = made.replace(folder / f"{variant.name}-{digest_of(variant)}-{_content_digest(made)}.so")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    _log.info("compiled kernels for %s in %.1f s", variant.name, time.perf_counter() - start_s)
+    _remove_old(folder)
+    return ctypes.CDLL(str(file))
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
-    """Name all that decides what is compiled."""
-    version = _run(compiler, "--version")
-    parts = [version, torch.__version__, *flags, *processor_facts(), *sources()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def _remove_old(folder: Path) -> None:
+    """Remove all but the libraries that were used last. Processes that have loaded one keep it."""
+    with suppress(OSError):
+        for file in sorted(folder.glob("*.so"), key=lambda file: file.stat().st_mtime)[:-_MAX_KEPT]:
+            file.unlink()
 
 
-def _digest_of(file: Path) -> str:
+def _content_digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> Path:
-    """Make the library. Nobody sees half of it, also where several processes make it at once."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as directory:
-        objects, made = [], Path(directory) / f"{name}.so"
-        for source in sorted(_FOLDER.glob("*.cpp")):
-            objects.append(str(made.with_name(f"{source.stem}.o")))
-            _run(compiler, *flags, "-c", str(source), "-o", objects[-1])
-        _run(compiler, "-shared", "-pthread", *objects, "-o", str(made))
-        _sync(made)
-        file = made.replace(folder / f"{name}-{_digest_of(made)}.so")
-    with contextlib.suppress(OSError):  # not every filesystem can, and what is lost is made again
-        _sync(folder)
-    return file
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would outlast a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _run(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
-    except subprocess.CalledProcessError as error:
-        last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NotCompiled(f"{command[0]} ended with status {error.returncode}: {last_line}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiled(f"{command[0]}: {error}") from error
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time compile into a folder."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("waiting for another process that compiles kernels")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

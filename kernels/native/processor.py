@@ -27,6 +27,19 @@ def processor_facts(cpuinfo: Path = _CPUINFO) -> list[str]:
     return sorted({line for line in lines if line.startswith(_NAMES)})
 
 
+def processor_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
+    """Return the extensions that all x86 processors of /proc/cpuinfo have and Linux lets programs use.
+
+    Args:
+        cpuinfo: the file.
+
+    Returns:
+        Their names, such as `avx2`; none where the system has no such file, or the processor is no x86.
+    """
+    lines = [line.partition(":")[2].split() for line in processor_facts(cpuinfo) if line.startswith("flags")]
+    return frozenset(lines[0]).intersection(*lines[1:]) if lines else frozenset()
+
+
 def processor_capability() -> str:
     """Return what kernels may use: AMX, AVX512, AVX2, or DEFAULT for less. Torch can be told to do with less."""
     capability = torch.backends.cpu.get_cpu_capability()

@@ -228,14 +228,18 @@ def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
     return torch.from_numpy(packed.astype(np.int64))
 
 
+NO_TOKEN = -1
+"""In place of the most likely token of a row of logits with a NaN or an infinity, or of nothing but -inf."""
+
+
 class StepOutputs(NamedTuple):
     """Results of a forward pass, on the model's device.
 
     Attributes:
         logits: float32 `[n, vocab_size]`.
         summary: int64 `[num_tokens + n]`, what the host needs after each step: for each token 1 if its K, V and last
-            hidden state are finite, else 0; then for each row of logits the most likely token. One tensor, so that the
-            host waits once.
+            hidden state are finite, else 0; then for each row of logits the most likely token, or `NO_TOKEN`. One
+            tensor, so that the host waits once.
     """
 
     logits: torch.Tensor
@@ -269,7 +273,18 @@ def compute_step(
     logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters, answers)
     if state_step is not None:
         state_step.keep()
-    return StepOutputs(logits, torch.cat((is_finite & step.is_finite, logits.argmax(dim=-1))))
+    return StepOutputs(logits, torch.cat((is_finite & step.is_finite, _most_likely(logits))))
+
+
+def _most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """Return the most likely token of each row, int64 `[n]`, or `NO_TOKEN` if the row has no distribution.
+
+    The largest logit tells: it is NaN if any is, since torch takes NaN for the largest; infinite if any is; and -inf if
+    all are. A model may rule out single tokens by -inf.
+    """
+    most_likely = logits.argmax(dim=-1, keepdim=True)
+    largest = logits.gather(1, most_likely)
+    return torch.where(largest.isfinite(), most_likely, NO_TOKEN).squeeze(1)
 
 
 def _step_over(

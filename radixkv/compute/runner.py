@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from radixkv.blocks import BlockCopy
-from radixkv.compute.forward import Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
+from radixkv.compute.forward import NO_TOKEN, Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
@@ -29,8 +29,9 @@ class StepResult(NamedTuple):
 
     Attributes:
         logits: float32 `[n, vocab_size]` on the model's device; valid until the next step is started.
-        most_likely: for each row of logits, the token with the largest logit.
-        is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite.
+        most_likely: for each row of logits, the token with the largest logit; any token where the chunk is not finite.
+        is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite, and whether
+            each of its rows of logits has a largest one that is.
     """
 
     logits: torch.Tensor
@@ -191,6 +192,8 @@ def _read(layout: StepLayout, outputs: StepOutputs) -> StepResult:
     summary = outputs.summary.cpu().numpy()  # waits
     are_finite, most_likely = np.split(summary, [len(summary) - len(outputs.logits)])
     *starts, num_tokens = layout.batch.query_starts
-    is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
     num_rows = len(layout.logit_rows)
-    return StepResult(outputs.logits[:num_rows], most_likely[:num_rows].tolist(), is_finite.tolist())
+    most_likely = most_likely[:num_rows]
+    are_finite[layout.logit_rows.numpy()[most_likely == NO_TOKEN]] = 0
+    is_finite = np.logical_and.reduceat(are_finite[:num_tokens], starts)
+    return StepResult(outputs.logits[:num_rows], np.maximum(most_likely, 0).tolist(), is_finite.tolist())

@@ -1,7 +1,8 @@
 """Configuration: frozen dataclasses, read from TOML and then from `section.key=value` settings.
 
 Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `EventsConfig`, `GatewayConfig`,
-`FleetConfig`, `AdapterConfig`, `KVSourceConfig`, `StoreConfig`, `TenantConfig`, `TiersConfig`, `TransferConfig`.
+`FleetConfig`, `AdapterConfig`, `KVSourceConfig`, `StoreConfig`, `TelemetryConfig`, `TenantConfig`, `TiersConfig`,
+`TransferConfig`.
 """
 
 from radixkv.config.cache_section import EVICTION_POLICIES, KV_DTYPES, MAX_BLOCKS, CacheConfig
@@ -13,6 +14,7 @@ from radixkv.config.sections import (
     EventsConfig,
     GatewayConfig,
     ServerConfig,
+    TelemetryConfig,
 )
 from radixkv.config.tenant_section import TenantConfig
 from radixkv.config.tiers_section import StoreConfig, TiersConfig
@@ -33,6 +35,7 @@ __all__ = [
     "ModelConfig",
     "ServerConfig",
     "StoreConfig",
+    "TelemetryConfig",
     "TenantConfig",
     "TiersConfig",
     "TransferConfig",

@@ -22,11 +22,12 @@ def cache_directory() -> Path:
     try:
         return Path("~/.cache").expanduser() / "radixkv"
     except RuntimeError:  # there is no $HOME, and the user is in no list
-        return _temporary()
+        return temporary_cache_directory()
 
 
 @cache
-def _temporary() -> Path:
+def temporary_cache_directory() -> Path:
+    """Return a folder of this process that no other user can write to. It is removed when the process ends."""
     folder = tempfile.mkdtemp(prefix="radixkv-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -13,7 +13,7 @@ def missing_package(package: str, extra: str) -> str:
 
 
 def require_package(key: str, module: str, package: str, extra: str) -> None:
-    """Refuse a key whose package is not installed. Nothing is imported.
+    """Refuse a key whose package is not installed. Nothing is imported but the parents of a module with dots.
 
     Args:
         key: for the message.
@@ -24,5 +24,9 @@ def require_package(key: str, module: str, package: str, extra: str) -> None:
     Raises:
         ConfigError: the message names the key and the command that installs the package.
     """
-    if importlib.util.find_spec(module) is None:
+    try:
+        is_missing = importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # a parent is missing
+        is_missing = True
+    if is_missing:
         raise ConfigError(f"{key}: {missing_package(package, extra)}")

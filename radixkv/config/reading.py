@@ -27,7 +27,11 @@ def read_file(file: str | Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # tomllib raises its own and those of int()
+    except OSError as error:
+        raise ConfigError(f"config file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {file}: expected UTF-8, got other bytes") from error
+    except (ValueError, RecursionError) as error:  # tomllib raises its own and those of int()
         raise ConfigError(f"config file {file}: {error}") from error
 
 

@@ -183,6 +183,21 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """Where spans of requests are sent. Metrics have a port of their own, `server.metrics_port`.
+
+    Attributes:
+        otlp_endpoint: URL of an OpenTelemetry collector. The protocol is gRPC, or HTTP for port 4318 or a URL with a
+            path, unless `OTEL_EXPORTER_OTLP_PROTOCOL` names it. Without it no spans are exported.
+    """
+
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        require_fields("telemetry", self)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration, a section for each owner.
 
@@ -200,6 +215,7 @@ class Config:
     server: ServerConfig = ServerConfig()
     events: EventsConfig = EventsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     fleet: FleetConfig = field(default_factory=FleetConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     stores: Mapping[str, StoreConfig] = field(default_factory=dict)

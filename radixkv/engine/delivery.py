@@ -15,7 +15,7 @@ from radixkv.engine.endings import Endings
 from radixkv.engine.sampler import Prediction
 from radixkv.engine.step import Computed, settle
 from radixkv.engine.tally import Tally
-from radixkv.errors import StepFailed
+from radixkv.errors import NotFinite, StepFailed
 from radixkv.scheduling.request import Generation, Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
@@ -106,8 +106,8 @@ class Delivery:
         if self._early_ends.is_failing(request):
             return
         if not is_finite:
-            error = StepFailed("step: expected finite values of the model, got others; nothing was published")
-            self._endings.fail(request, error)
+            values = "the model computed NaN or infinite values for this request"
+            self._endings.fail(request, NotFinite(f"step: {values}; nothing of the step is answered or cached"))
             return
         if computed.refusal is not None:
             self._endings.fail(request, computed.refusal)

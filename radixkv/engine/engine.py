@@ -118,6 +118,16 @@ class Engine:
         return self._thread.is_alive()
 
     @property
+    def can_recover(self) -> bool:
+        """Whether the engine serves or may serve again; if not, only a restart of the process helps.
+
+        False once its thread has ended otherwise than by `stop`, while a step or a call on that thread takes longer
+        than `step_timeout_s`, and after steps have failed for as long, although the engine tries one each second.
+        """
+        has_died = self._thread.ident is not None and not self._thread.is_alive() and not self._is_stopping.is_set()
+        return not (has_died or self._watchdog.is_hanging or self._watchdog.keeps_failing)
+
+    @property
     def is_healthy(self) -> bool:
         """Whether new requests are taken, and steps neither hang nor fail one after the other."""
         is_working = not self._watchdog.is_hanging and self._core.num_failed_steps < _MAX_FAILED_STEPS
@@ -273,13 +283,14 @@ class Engine:
     def _loop(self) -> None:
         try:
             while not self._is_stopping.is_set():
-                self._read_inbox()
+                self._wait_for_work()
                 self._watchdog.step_begins()
+                self._inbox.run_some()
                 self._core.step()
                 if self._core.num_failed_steps >= _MAX_FAILED_STEPS and time.monotonic() >= self._next_try_s:
                     self._next_try_s = time.monotonic() + _RETRY_PERIOD_S
                     self._core.try_step()
-                self._watchdog.step_ends()
+                self._watchdog.step_ends(is_failing=self._core.num_failed_steps >= _MAX_FAILED_STEPS)
         except BaseException:
             _log.critical("the engine's thread ends, and the process with it: this is a bug", exc_info=True)
             raise
@@ -292,9 +303,8 @@ class Engine:
                     ending.callback(answer_rest, Draining("engine: stopped"))
                 ending.callback(self._inbox.run_all)
 
-    def _read_inbox(self) -> None:
-        """Run some of what is in the inbox. While there is nothing to compute, wait for something to run."""
+    def _wait_for_work(self) -> None:
+        """Wait for something to run while there is nothing to compute."""
         if not self._core.has_work:
             is_failing = self._core.num_failed_steps >= _MAX_FAILED_STEPS
             self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_to_rest())
-        self._inbox.run_some()

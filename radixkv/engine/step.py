@@ -31,7 +31,7 @@ class Computed(NamedTuple):
 
     Attributes:
         part: the slice.
-        is_finite: whether K, V and the last hidden states of all its tokens are finite.
+        is_finite: whether K, V, the last hidden states and the logits of its tokens are finite; see `StepResult`.
         prediction: the next token; None if the request has more tokens to compute before it.
         prompt_logprobs: of the tokens of the prompt after each one of the slice; None unless asked for.
     """

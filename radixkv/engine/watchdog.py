@@ -1,4 +1,4 @@
-"""Notices from a thread of its own that a step takes too long."""
+"""Notices that a step takes too long, on a thread of its own, and that steps have failed for too long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Watchdog:
         told                            └ timeout_s ┘ on_hang, once     └ is_hanging ends with the step
 
     Args:
-        timeout_s: seconds that a step may take.
+        timeout_s: seconds that a step may take, and that steps may fail one after the other.
         on_hang: called on the watchdog's thread, once for each step that takes longer.
 
     Attributes:
@@ -29,6 +29,7 @@ class Watchdog:
         self._on_hang = on_hang
         self._started_s: float | None = None
         self._told_start_s: float | None = None  # start of the last step that hung
+        self._failing_since_s: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="radixkv-watchdog", daemon=True)
 
@@ -36,6 +37,12 @@ class Watchdog:
     def is_hanging(self) -> bool:
         """Whether the step that runs now has taken too long."""
         return self._told_start_s is not None and self._told_start_s == self._started_s
+
+    @property
+    def keeps_failing(self) -> bool:
+        """Whether steps have failed for `timeout_s` seconds without one that worked."""
+        since_s = self._failing_since_s
+        return since_s is not None and time.monotonic() - since_s >= self.timeout_s
 
     def start(self) -> None:
         """Start watching."""
@@ -49,9 +56,13 @@ class Watchdog:
         """Note that a step begins. To be called on the thread that runs steps."""
         self._started_s = time.monotonic()
 
-    def step_ends(self) -> None:
-        """Note that the step ended. To be called on the same thread."""
+    def step_ends(self, *, is_failing: bool = False) -> None:
+        """Note that the step ended, and whether steps fail now. To be called on the same thread."""
         self._started_s = None
+        if not is_failing:
+            self._failing_since_s = None
+        elif self._failing_since_s is None:
+            self._failing_since_s = time.monotonic()
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(_MAX_PERIOD_S, self.timeout_s / _LOOKS_PER_TIMEOUT)):

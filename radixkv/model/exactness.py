@@ -15,7 +15,7 @@ from radixkv.kernels.product_trial import ProductChoice
 from radixkv.kernels.row_pieces import in_row_pieces
 from radixkv.kernels.row_tiles import SIZES
 from radixkv.model.on_gpu import exact_kernels
-from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.choices import ProductChoices, TrialBudget
 from radixkv.model.products.packed_linear import Product
 from radixkv.model.refusals import SERVE_FAST
 
@@ -62,11 +62,15 @@ class ExactFunctions(TorchFunctionMode):
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
-def make_exact(module: PreTrainedModel) -> ExactFunctions:
+def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> ExactFunctions:
     """Prepare a model that is on its device for exact mode.
 
     A mixture of experts computes each expert's tokens by themselves, and adds them up in the order of the experts.
     `check_model` finds what is inexact nevertheless.
+
+    Args:
+        module: the model.
+        budget: of trials of products, on a CPU; None for no bound.
 
     Returns:
         A context manager that must be entered during each forward pass.
@@ -82,7 +86,7 @@ def make_exact(module: PreTrainedModel) -> ExactFunctions:
             module, kernels.rows_agree, lambda rows, weight, bias, _: kernels.linear(rows, weight, bias)
         )
         return ExactFunctions({**products.functions, **kernels.row_functions})
-    return ExactFunctions(_Products(module, _choose_plain(), _multiply).functions | pointwise_functions())
+    return ExactFunctions(_Products(module, _choose_plain(budget), _multiply).functions | pointwise_functions())
 
 
 class _Products(Generic[T]):
@@ -143,9 +147,11 @@ class _Products(Generic[T]):
         return names[0] if names else type(self._module).__name__
 
 
-def _choose_plain() -> Callable[[torch.Tensor, torch.Tensor | None], ProductChoice | None]:
+def _choose_plain(
+    budget: TrialBudget | None,
+) -> Callable[[torch.Tensor, torch.Tensor | None], ProductChoice | None]:
     """For products of layers that are not packed: experts, and code that calls torch's functions itself."""
-    choices = ProductChoices(is_exact=True)
+    choices = ProductChoices(is_exact=True, budget=budget)
     return lambda weight, bias: choices.choose(weight, bias, ("plain",))
 
 

@@ -19,13 +19,18 @@ from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.on_gpu import require_triton
 from radixkv.model.refusals import reason_of
+from radixkv.model.report import Report, report_nothing
 from radixkv.model.tiny_model import build_tiny_model
 
 _log = logging.getLogger(__name__)
 
 
-def load_model(config: ModelConfig) -> Model:
+def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
     """Load a model directory (config.json and safetensors), or make the embedded model. Logs what it does.
+
+    Args:
+        config: names the model, and says how it is computed.
+        report: is called with what is being done.
 
     Raises:
         ConfigError: the directory or a file in it can't be used, or the device is not there.
@@ -35,7 +40,7 @@ def load_model(config: ModelConfig) -> Model:
     device = _resolve_device(config.device)
     if config.weights == "int8":
         _require_int8(device)
-    model = _make_tiny(config, device) if config.path == "tiny" else _load(config, device)
+    model = _make_tiny(config, device, report) if config.path == "tiny" else _load(config, device, report)
     _log.info(
         "loaded %s in %.1f s: %s with %.1f million parameters in %s on %s",
         model.name,
@@ -51,24 +56,25 @@ def load_model(config: ModelConfig) -> Model:
     return model
 
 
-def _make_tiny(config: ModelConfig, device: torch.device) -> Model:
+def _make_tiny(config: ModelConfig, device: torch.device, report: Report) -> Model:
     module = build_tiny_model(ATTENTION_NAME).to(_dtype(config) or torch.float32)
-    return _model("tiny", module, device, config)
+    return _model("tiny", module, device, config, report)
 
 
-def _load(config: ModelConfig, device: torch.device) -> Model:
+def _load(config: ModelConfig, device: torch.device, report: Report) -> Model:
     check_servable(config.path)
     directory = Path(config.path)
     try:
+        report("reading the weights")
         module = _load_module(directory, _dtype(config), device)
-        return _model(directory.resolve().name, module, device, config)
+        return _model(directory.resolve().name, module, device, config, report)
     except RadixKVError:
         raise
     except Exception as error:  # whatever transformers raises over a bad directory
         raise ConfigError(f"model.path: {directory} can't be loaded: {reason_of(error)}") from error
 
 
-def _model(name: str, module: PreTrainedModel, device: torch.device, config: ModelConfig) -> Model:
+def _model(name: str, module: PreTrainedModel, device: torch.device, config: ModelConfig, report: Report) -> Model:
     return Model(
         name,
         module,
@@ -77,6 +83,7 @@ def _model(name: str, module: PreTrainedModel, device: torch.device, config: Mod
         weights=config.weights,
         max_adapters=2 * config.max_adapters,  # as many more drain
         adapter_bytes=config.adapter_bytes,
+        report=report,
     )
 
 

@@ -26,9 +26,10 @@ from radixkv.model.fingerprint import fingerprint_model
 from radixkv.model.last_layer import Answers, LastLayer, answers_alone
 from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
-from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.choices import ProductChoices, TrialBudget
 from radixkv.model.products.joined_parts import JoinedParts
 from radixkv.model.products.packed_linear import pack_linears
+from radixkv.model.report import Report, report_nothing
 from radixkv.model.states.short_convs import ShortConvs
 from radixkv.storage.device_pool import KVShape
 from radixkv.storage.state_pool import StateShape
@@ -84,23 +85,28 @@ class Model:
         max_adapters: int = 0,
         adapter_bytes: int = 2**30,
         fingerprint: str | None = None,
+        report: Report = report_nothing,
     ) -> None:
         assert not (is_exact and is_fused), "exact mode takes the place of torch's functions, which kernels do not call"
         self.name = name
         self.device = device
         self.is_exact = is_exact
         if fingerprint is None:  # while weights are as they were read
+            report("hashing the weights")
             fingerprint = fingerprint_model(module, weights, is_exact=is_exact)
         self.fingerprint = fingerprint
         self.module = module.to(device).eval().requires_grad_(False)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         self.weights = weights
         self.adapted: AdaptedLayers[Any] | None = None
-        self.latent = LatentParts(module, is_exact=is_exact)
+        budget = TrialBudget(report=report)
+        self.latent = LatentParts(module, is_exact=is_exact, budget=budget)
         short_convs = ShortConvs(module)
         self.state_shape: StateShape | None = short_convs.shape
-        choices = ProductChoices(is_exact=is_exact, weights=weights)
+        choices = ProductChoices(is_exact=is_exact, weights=weights, budget=budget)
         is_packed = device.type == "cpu" and is_fused is None
+        if is_packed:
+            report("loading the C++ kernels")
         library = native_library() if is_packed else None  # before packings are chosen
         if is_packed:
             pack_linears(module, choices, may_gate=not max_adapters)
@@ -112,10 +118,13 @@ class Model:
         if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
             self._undone.append(fuse_modules(module))
         elif is_packed:
+            report("comparing layers in C++ with those of transformers")
             joined = JoinedParts(module, is_exact=is_exact, library=library)
             self._undone.append(joined.undone)
             self._pads_rows = is_exact and not joined.computes_rows_alone
-        self._mode: AbstractContextManager[object] = make_exact(module) if is_exact else contextlib.nullcontext()
+        self._mode: AbstractContextManager[object] = (
+            make_exact(module, budget) if is_exact else contextlib.nullcontext()
+        )
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         self._running = RunningPass()
         for part in module.modules():
@@ -125,6 +134,7 @@ class Model:
             if isinstance(part, PreTrainedModel) and part is not module:
                 part.register_forward_hook(self._keep_hidden_states)
         self._last_layer = LastLayer(module, self._running)
+        report("looking at the attention of each layer")
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = _max_tokens(config)

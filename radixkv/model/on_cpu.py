@@ -8,8 +8,9 @@ from functools import cache
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.native import products
+from radixkv.kernels.native.compiler import NotCompiled
 from radixkv.kernels.native.copies import NativeCopies
-from radixkv.kernels.native.library import KINDS, NotCompiled, load_library
+from radixkv.kernels.native.library import KINDS, load_library
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
 from radixkv.model.attention.native_kernels import NativeKernels
 from radixkv.model.attention.refused_attention import NATIVE, TORCH
@@ -20,14 +21,14 @@ _log = logging.getLogger(__name__)
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """Return the kernels in C++ for this machine, compiled where that was not done before; None if there are none.
+    """Return the C++ kernels for this machine, compiling them where that was not done before; None if there are none.
 
-    The log says why, once. From then on products can be theirs.
+    Without them one warning says why, what it costs and what to do. With them, products can be computed by them.
     """
     try:
         library = load_library(cache_directory())
     except NotCompiled as reason:
-        _log.info("kernels in C++ are not used: %s", reason)
+        _log.warning("no compiled kernels, so models on the CPU run 2 to 3 times slower: %s", reason)
         return None
     products.use(library)
     return library

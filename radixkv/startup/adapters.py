@@ -15,6 +15,7 @@ from radixkv.errors import ConfigError, InvalidAdapter
 from radixkv.model.adapters.adapter_config import CONFIG_FILE, TENSOR_FILE
 from radixkv.model.adapters.adapter_files import AdapterFiles, read_adapter
 from radixkv.model.model import Model
+from radixkv.model.report import Report, report_nothing
 from radixkv.startup.openmp_threads import end_own_threads
 
 # Files may have four bytes a number where the model has one.
@@ -42,17 +43,19 @@ def _read(path: str | Path, model: Model, max_bytes: int) -> AdapterFiles:
         end_own_threads()
 
 
-def load_adapters(sections: Mapping[str, AdapterConfig], adapters: Adapters) -> None:
+def load_adapters(sections: Mapping[str, AdapterConfig], adapters: Adapters, report: Report = report_nothing) -> None:
     """Load the adapters of a configuration, before the engine is started.
 
     Args:
         sections: by name.
         adapters: of the engine.
+        report: is called with what is being done.
 
     Raises:
         ConfigError: the message names the section.
     """
     for name, section in sections.items():
+        report(f"loading adapter {name}")
         start_s = time.perf_counter()
         try:
             loaded = adapters.load_now(name, Path(section.path)).adapter

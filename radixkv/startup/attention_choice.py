@@ -14,6 +14,7 @@ from radixkv.model.on_cpu import cpu_candidates
 from radixkv.model.on_gpu import attention_candidates, flashinfer_candidate
 from radixkv.startup.attention_check import check_attention
 from radixkv.startup.attention_trial import try_attention
+from radixkv.startup.progress import StartProgress
 from radixkv.storage.device_pool import KVShape
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
@@ -26,6 +27,7 @@ def attention_kernels(
     kv_shape: KVShape,
     block_size: int,
     attempt: Callable[[str, AttentionUse], None] = try_attention,
+    progress: StartProgress | None = None,
 ) -> AttentionKernels:
     """Choose the kernels for the device of a model. Short trials decide, see `choose_attention`: on a GPU in other
     processes, on a CPU in this one.
@@ -37,21 +39,41 @@ def attention_kernels(
         kv_shape: its K and V as the pool stores them.
         block_size: tokens a block.
         attempt: tries kernels of a GPU by name; see `try_attention`.
+        progress: of the start, if there is one: gets the name of the chosen kernels.
 
     Raises:
         ConfigError: RADIXKV_REFUSED_ATTENTION names kernels that there are not.
     """
+    progress = progress or StartProgress()
     use, *others = model.attention_uses(kv_shape, block_size)  # others differ in heads, on a CPU alone
     refused = refused_names("exact" if use.is_exact else "fast")
+
+    def reported(name: str) -> None:
+        progress.report(f"trying {name}")
+        attempt(name, use)
+
     if model.device.type != "cuda":
         on_cpu = _without(refused, cpu_candidates(use))
-        return choose_attention(on_cpu, lambda name: _check_all(on_cpu[name], [use, *others]))
-    ours = choose_attention(_without(refused, attention_candidates(use)), lambda name: attempt(name, use)).for_service()
+        on_cpu_kernels = choose_attention(on_cpu, lambda name: _check_all(on_cpu[name], [use, *others]))
+        progress.note(_name_of(on_cpu_kernels, on_cpu))
+        return on_cpu_kernels
+    on_gpu = _without(refused, attention_candidates(use))
+    on_gpu_kernels = choose_attention(on_gpu, reported)
+    progress.note(_name_of(on_gpu_kernels, on_gpu))
+    ours = on_gpu_kernels.for_service()
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:
         return ours
-    candidates: dict[str, AttentionKernels] = {FLASHINFER: flashinfer.beside(ours), POINTERS: ours}
-    return choose_attention(_without(refused, candidates), lambda name: attempt(name, use))
+    with_flashinfer = flashinfer.beside(ours)
+    candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: ours}
+    kernels = choose_attention(_without(refused, candidates), reported)
+    if kernels is with_flashinfer:
+        progress.note(FLASHINFER)
+    return kernels
+
+
+def _name_of(kernels: AttentionKernels, candidates: Mapping[str, AttentionKernels]) -> str:
+    return next(name for name, candidate in candidates.items() if candidate is kernels)
 
 
 def _check_all(kernels: AttentionKernels, uses: Iterable[AttentionUse]) -> None:

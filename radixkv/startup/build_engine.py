@@ -39,6 +39,7 @@ from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.openmp_threads import end_own_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
+from radixkv.startup.progress import StartProgress
 from radixkv.startup.requirements import require_usable
 from radixkv.startup.states import make_state_slots
 from radixkv.startup.thread_count import choose_thread_count
@@ -55,8 +56,9 @@ def build_engine(
     observers: Iterable[Observer] = (),
     events_key: bytes | None = None,
     choice: LoadOrCompute | None = None,
+    progress: StartProgress | None = None,
 ) -> Engine:
-    """Load the model, check it, and allocate the pool. Logs each stage and its duration.
+    """Load the model, check it, and allocate the pool. Logs each phase when it begins, and what came of it.
 
     The process keeps freed memory from then on, and asks for huge pages: see `radixkv.startup.host_memory`.
 
@@ -65,6 +67,7 @@ def build_engine(
         observers: are told of what it does.
         events_key: names namespaces in events, 16 to 64 bytes; None for a random one.
         choice: decides between loading from stores and computing; None for one by measured times.
+        progress: is kept up to date; None for one of its own, which only logs when a phase begins.
 
     Returns:
         An engine that is not started yet.
@@ -72,18 +75,21 @@ def build_engine(
     Raises:
         ConfigError: the model, an adapter or a file can't be used, or the pool does not fit into memory.
     """
+    progress = progress or StartProgress()
     require_usable(config)
-    threads = choose_thread_count(config.model.threads)
-    torch.set_num_threads(threads.count)
-    _log.info("computing with %d %s: %s", threads.count, "thread" if threads.count == 1 else "threads", threads.reason)
+    _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     use_huge_pages()
     keep_freed_memory()  # before loading, which copies each weight of a CPU's model
-    model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters))
+    progress.begin("loading the model")
+    model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
+    _note_model(model, progress)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
-    kernels = _checked_kernels(model, kv_shape, config.cache.block_size)
+    progress.begin("checking attention and the model")
+    kernels = _checked_kernels(model, kv_shape, config.cache.block_size, progress)
     limits = config.engine.on(model.device.type)
+    progress.begin("allocating the pool of K/V blocks")
     recorder = GraphRecorder(model, kernels, limits)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
     states = make_state_slots(model, kv_shape, num_blocks, config, limits)
@@ -99,9 +105,15 @@ def build_engine(
         num_parts=num_parts,
     )
     _log_pool(storage, model.device, groups, num_parts)
+    progress.note(
+        f"pool of {num_blocks * storage.block_size} tokens in blocks of {storage.block_size} "
+        f"({storage.num_bytes / 1e6:.1f} MB)"
+    )
     marks = InvocationMarks()
     events = _make_feed(config, limits.step_tokens, marks, events_key)
-    runner = make_runner(model, storage, kernels, recorder, 0 if states is None else states.num_slots)
+    num_slots = 0 if states is None else states.num_slots
+    runner = make_runner(model, storage, kernels, recorder, num_slots, progress)
+    progress.begin("opening the stores of blocks, and building the engine")
     has_transfers = config.transfer.sends or bool(config.kv_sources)
     transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
     stores = open_stores(config.tiers, runner, marks, config.stores, transfer)
@@ -124,7 +136,7 @@ def build_engine(
         adapters=adapter_source(config, model),
         offload=None if stores is None else stores.offload(cache, choice),
     )
-    load_adapters(config.adapters, engine.adapters)
+    load_adapters(config.adapters, engine.adapters, progress.report)
     end_own_threads()
     return engine
 
@@ -148,25 +160,32 @@ def _log_pool(storage: KVStorage, device: torch.device, groups: LayerGroups | No
     )
     if groups is not None:
         _log.info(
-            "%d of %d layers have windows of up to %d tokens, and hold %d tokens, the others %d: %.1f and %.1f MB",
+            "%d of %d layers have windows of at most %d tokens: the pool holds %d tokens for them in %.1f MB, and %d "
+            "tokens for the other layers in %.1f MB",
             groups.num_windowed,
             len(groups.are_windowed),
             groups.window,
             num_parts * storage.block_size,
-            num_blocks * storage.block_size,
             num_parts * storage.part_bytes / 1e6,
+            num_blocks * storage.block_size,
             num_blocks * storage.block_bytes / 1e6,
         )
     available = available_bytes() if device.type == "cpu" else None
     if available is not None and available < storage.num_bytes:
         _log.warning(
-            "the pool takes its memory as it fills, and only %.1f MB are available: lower cache.capacity_tokens",
+            "only %.1f MB of memory are available for the pool, which takes its memory as it fills: lower "
+            "cache.capacity_tokens",
             available / 1e6,
         )
 
 
 def make_runner(
-    model: Model, storage: KVStorage, kernels: AttentionKernels, recorder: GraphRecorder, num_state_slots: int = 0
+    model: Model,
+    storage: KVStorage,
+    kernels: AttentionKernels,
+    recorder: GraphRecorder,
+    num_state_slots: int = 0,
+    progress: StartProgress | None = None,
 ) -> Runner:
     """Compile kernels, record short steps, if there are CUDA graphs, and keep those that answer right.
 
@@ -178,25 +197,38 @@ def make_runner(
         kernels: the operations on it.
         recorder: records steps of this model with these kernels.
         num_state_slots: see `Runner`.
+        progress: of the start, if there is one.
     """
+    progress = progress or StartProgress()
     start_s = time.perf_counter()
     max_sequence_tokens = longest_sequence(storage.num_blocks * storage.block_size, model.max_tokens)
     if model.device.type == "cuda":
+        progress.begin("compiling kernels, and recording steps as CUDA graphs")
         launch_all(model, storage, cast("PlanningKernels", kernels).ways(), max_sequence_tokens)
     graphs = recorder.record(storage, max_sequence_tokens)
     if graphs is not None:
-        drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)
+        progress.begin("checking the recorded steps")
+        drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens, progress.report)
         num_steps, took_s = len(graphs.shapes), time.perf_counter() - start_s
         _log.info("compiled kernels, recorded and checked %d steps as CUDA graphs in %.1f s", num_steps, took_s)
     return Runner(model, storage, kernels, graphs, num_state_slots)
 
 
-def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int) -> AttentionKernels:
+def _note_model(model: Model, progress: StartProgress) -> None:
+    dtype = str(model.module.dtype).removeprefix("torch.")
+    mode = "exact" if model.is_exact else "fast"
+    progress.note(f"model {model.name} on {model.device} in {dtype}, {mode} mode")
+    if model.device.type == "cpu":
+        num_threads = torch.get_num_threads()
+        progress.note("1 thread" if num_threads == 1 else f"{num_threads} threads")
+
+
+def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress: StartProgress) -> AttentionKernels:
     """Choose attention kernels, and refuse a model that they do not compute right."""
     start_s = time.perf_counter()
-    kernels = attention_kernels(model, kv_shape, block_size)
+    kernels = attention_kernels(model, kv_shape, block_size, progress=progress)
     try:
-        check_model(model, kernels, block_size, kv_shape)
+        check_model(model, kernels, block_size, kv_shape, progress.report)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"model.path: expected a model that leaves {model.device} memory for a short prompt, got {model.name}"

@@ -13,6 +13,7 @@ from radixkv.compute.graphs.shapes import StepShape
 from radixkv.compute.runner import Runner
 from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.model import Model
+from radixkv.model.report import Report, report_nothing
 from radixkv.startup.model_check import LOGITS_TOLERANCE
 from radixkv.storage.device_pool import KVStorage
 
@@ -25,7 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 def drop_wrong_graphs(
-    graphs: StepGraphs, model: Model, storage: KVStorage, kernels: AttentionKernels, max_sequence_tokens: int
+    graphs: StepGraphs,
+    model: Model,
+    storage: KVStorage,
+    kernels: AttentionKernels,
+    max_sequence_tokens: int,
+    report: Report = report_nothing,
 ) -> None:
     """Compute a step with each graph and without it, and drop graphs whose answers differ, with a warning.
 
@@ -38,20 +44,23 @@ def drop_wrong_graphs(
         storage: the K/V memory; its contents are lost.
         kernels: the operations on the pool.
         max_sequence_tokens: tokens of the longest sequence.
+        report: is called with the number of graphs that are checked.
     """
     num_tokens = max(_PREFIX_TOKENS) + max(shape.num_tokens for shape in graphs.shapes)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens).astype("<u4").tobytes()
     prefix = Chunk(tokens, 0, min(storage.block_size, max_sequence_tokens), _FIRST_BLOCK, None, wants_logits=False)
     runner = Runner(model, storage, kernels)  # without graphs
     runner.run([prefix])
-    for shape in graphs.shapes:
+    shapes = tuple(graphs.shapes)
+    for index, shape in enumerate(shapes, 1):
+        report(f"step {index} of {len(shapes)}")
         try:
             reason = _why_wrong(shape, tokens, graphs, runner, max_sequence_tokens)
         except torch.OutOfMemoryError:
             reason = "there is no memory to check it"
         if reason:
             graphs.drop(shape)
-            _log.warning("a recorded step is not used, %s: %s", reason, shape)
+            _log.warning("a recorded step is not used, because %s: %s", reason, shape)
 
 
 def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int) -> str:

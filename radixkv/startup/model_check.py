@@ -16,6 +16,7 @@ from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.interface import AttentionKernels
 from radixkv.model.model import Model
 from radixkv.model.refusals import SERVE_FAST, reason_of
+from radixkv.model.report import Report, report_nothing
 from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
@@ -33,7 +34,13 @@ _OWN_DISTANCES = 1.5
 _INT8_TOLERANCE = 5e-2
 
 
-def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_shape: KVShape | None = None) -> None:
+def check_model(
+    model: Model,
+    kernels: AttentionKernels,
+    block_size: int,
+    kv_shape: KVShape | None = None,
+    report: Report = report_nothing,
+) -> None:
     """Compare a short prompt computed in parts with transformers' eager attention, and in exact mode also at once.
 
     The first part has no prefix and ends inside a block. The second is a single token, which depends on its prefix the
@@ -46,6 +53,7 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
         kernels: the kernels that will serve it.
         block_size: tokens a block; the prompt fills two and a part of a third, which with 64 is beyond a window of 128.
         kv_shape: K and V as the pool will store them; None for the model's own.
+        report: is called with what is being computed.
 
     Raises:
         UnsupportedModel: the answers differ, so the model keeps state that the cache does not hold, or its attention
@@ -54,8 +62,10 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
     num_tokens = 2 * block_size + 5
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
     ends = [block_size + 3, block_size + 4, num_tokens]
+    report("computing a prompt with transformers' attention")
     expected = dict(zip(ends, _own_logits(model, tokens, ends), strict=True))
     for shape in dict.fromkeys((model.kv_shape, kv_shape or model.kv_shape)):
+        report("comparing attention with its definition")
         for use in model.attention_uses(shape, block_size):
             check_attention(kernels, use)
         if shape != model.kv_shape and not model.is_exact:
@@ -66,7 +76,8 @@ def check_model(model: Model, kernels: AttentionKernels, block_size: int, kv_sha
         if model.is_exact:
             steps.insert(0, (0, num_tokens, 0))
         answers = []
-        for start, end, first_block in steps:
+        for index, (start, end, first_block) in enumerate(steps, 1):
+            report(f"computing a prompt in parts, part {index} of {len(steps)}")
             answers.append(_compute(runner, tokens, start, end, first_block))
             if shape == model.kv_shape:
                 _require_close(model, tokens, start, end, answers[-1], expected[end])

@@ -81,7 +81,7 @@ def choose_num_blocks(
             f"cache.memory_share: expected a share of {total_bytes} bytes that leaves {block_bytes} for a block beside "
             f"model and steps, got {cache.memory_share}, which leaves {max(0, int(pool_bytes))}"
         )
-    _log.info("%d of %d bytes are free: a pool of %d blocks", free_bytes, total_bytes, num_blocks)
+    _log.info("%d of %d bytes of the GPU are free, enough for a pool of %d blocks", free_bytes, total_bytes, num_blocks)
     return num_blocks
 
 

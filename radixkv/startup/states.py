@@ -44,7 +44,7 @@ def make_state_slots(
     num_snapshots = min(num_snapshots, num_blocks)  # a block has one
     num_requests = limits.max_running_requests
     _log.info(
-        "states: %d snapshots beside those of %d running requests, %.1f kB each, %.1f MB in all",
+        "allocated room for %d snapshots of states and for %d running requests: %.1f kB each, %.1f MB in all",
         num_snapshots,
         num_requests,
         shape.slot_bytes / 1e3,

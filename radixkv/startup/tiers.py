@@ -235,9 +235,9 @@ def _shelf(name: str, backend: StoreBackend, block_format: BlockFormat) -> Shelf
     if num_blocks is None:
         if type(backend).purge is StoreBackend.purge:
             raise ConfigError(f"store {name}: expected `purge`, since it does not know its room, got none")
-        _log.info("tier %s: shared with servers whose blocks have the format %s", name, block_format.fingerprint)
+        _log.info("tier %s is shared with servers whose blocks have the format %s", name, block_format.fingerprint)
         return SharedShelf(name)
-    _log.info("tier %s: room for %d blocks", name, num_blocks)
+    _log.info("tier %s has room for %d blocks", name, num_blocks)
     return Shelf(name, num_blocks)
 
 

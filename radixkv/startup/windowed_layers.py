@@ -54,14 +54,16 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
     if reason := _reason_against(config, model, groups):
         if wanted is not None:
             raise ConfigError(f"cache.windowed_tokens: expected none, or 0, for {reason}, got {wanted}")
-        _log.info("windowed layers hold every token, because of %s", reason)
+        _log.info("windowed layers keep K/V of every token, because of %s", reason)
         return Division(None, num_blocks, 0)
     token_bytes = _token_bytes(model.kv_shape.stored_as(config.cache.kv_dtype), groups)
     shares = layer_shares(groups.window, token_bytes.windowed, token_bytes.other)
     num_parts = _num_parts(config, limits, groups, shares, num_blocks)
     num_more_blocks = _num_blocks(token_bytes, shares, num_blocks, num_parts)
     if num_parts > num_blocks or num_parts >= num_more_blocks:
-        _log.info("windowed layers hold every token: %d blocks of theirs would be no fewer than all", num_parts)
+        _log.info(
+            "windowed layers keep K/V of every token: a pool of their own would need %d blocks, no fewer", num_parts
+        )
         return Division(None, num_blocks, 0)
     return Division(groups, num_more_blocks, num_parts)
 

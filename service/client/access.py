@@ -28,7 +28,8 @@ class Access:
 
     Raises:
         ValueError: the token would leave this machine in the clear, is no token, or files are given without others that
-            they need, or `tls_ca` holds no certificate. The message has no part of the token.
+            they need, `tls_ca` holds no certificate, or `key` is not that of `certificate`. The message has no part of
+            the token.
         OSError: a file can't be read.
     """
 
@@ -67,11 +68,11 @@ def tls_credentials(tls_ca: File, certificate: File | None = None, key: File | N
     """Return the credentials of a connection with TLS; arguments and errors are those of `Access`."""
     authorities = Path(tls_ca).read_bytes()
     _require_certificates(authorities)
-    return grpc.ssl_channel_credentials(
-        root_certificates=authorities,
-        private_key=None if key is None else Path(key).read_bytes(),
-        certificate_chain=None if certificate is None else Path(certificate).read_bytes(),
-    )
+    if certificate is None or key is None:
+        return grpc.ssl_channel_credentials(root_certificates=authorities)
+    chain, private_key = Path(certificate).read_bytes(), Path(key).read_bytes()
+    _require_pair(certificate, key)
+    return grpc.ssl_channel_credentials(authorities, private_key, chain)
 
 
 def _require_certificates(authorities: bytes) -> None:
@@ -82,6 +83,18 @@ def _require_certificates(authorities: bytes) -> None:
         raise ValueError("tls_ca: expected certificates in PEM, got none that can be read") from None
 
 
+def _require_pair(certificate: File, key: File) -> None:
+    """Refuse a pair that gRPC would leave out of its connections without a word."""
+    try:
+        # A key with a password would be asked for on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, password=lambda: b"")
+    except (ssl.SSLError, ValueError):
+        raise ValueError(
+            "certificate, key: expected a certificate chain and its private key without a password, both PEM, "
+            "got something else"
+        ) from None
+
+
 def is_on_this_machine(address: str) -> bool:
     """Return whether what is sent there stays on this machine.
 
@@ -90,10 +103,21 @@ def is_on_this_machine(address: str) -> bool:
     """
     if address.startswith("unix:"):
         return True
-    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+    host = host_of(address)
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def host_of(address: str) -> str:
+    """Return the host of an address with a port.
+
+    >>> [host_of(each) for each in ("kv-1:50051", "[::1]:1", "dns:///kv-1:50051")]
+    ['kv-1', '::1', 'kv-1']
+    """
+    for scheme in ("ipv4:", "ipv6:", "dns:", "xds:"):
+        address = address.removeprefix(scheme)
+    return address.rpartition("/")[2].rpartition(":")[0].strip("[]")

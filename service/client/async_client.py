@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
-import numpy.typing as npt
+import grpc
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
-from radixkv.service.client.channel import Options, async_channel_to, channel_options, stubs, target, timeout
+from radixkv.service.client.channel import Options, async_channel_to, call_of, channel_options, stubs, target, timeout
+from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
+from radixkv.service.client.health import ServingStatus, health_check
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import AsyncPublicPrefixes
 from radixkv.service.client.requests import (
@@ -26,9 +29,12 @@ from radixkv.service.client.requests import (
     segments_request,
 )
 from radixkv.service.client.route_calls import AsyncRouteCalls
+from radixkv.service.client.served_tokenizer import AsyncServedTokenizer
 from radixkv.service.client.streams import AsyncAnswerStream
-from radixkv.service.client.tokenizer_files import ArchiveReader, kept
+from radixkv.service.client.text_answers import AsyncTextAnswer, new_text
+from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.token_ids import TokenIds, pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import (
     DrainRequest,
     ListAdaptersRequest,
@@ -44,12 +50,7 @@ from radixkv.v1.cache_pb2 import (
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
-from radixkv.v1.model_pb2 import GetTokenizerRequest
-from radixkv.v1.prefill_pb2 import (
-    GenerateResponse,
-    PrefillResponse,
-    ProbeResponse,
-)
+from radixkv.v1.prefill_pb2 import GenerateRequest, GenerateResponse, PrefillResponse, ProbeResponse
 
 
 class AsyncClient(AsyncRouteCalls):
@@ -82,10 +83,19 @@ class AsyncClient(AsyncRouteCalls):
             key=key,
             prefix_key=PrefixKey(prefix_key_tokens),
         )
+        self._diagnosis = Diagnosis(
+            address,
+            has_tls=tls_ca is not None,
+            has_certificate=certificate is not None,
+            proxy=proxy_variable(address, options),
+        )
+        self._is_closed = False
         self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.public = AsyncPublicPrefixes(self._cache, self._ask)
+        self._served = AsyncServedTokenizer(self._model, self._chunks)
+        self.public = AsyncPublicPrefixes(self._cache, self._ask, self._served)
+        self._check_health = health_check(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,38 +107,69 @@ class AsyncClient(AsyncRouteCalls):
 
     async def close(self) -> None:
         """Close the connection and cancel calls in flight. Closing again does nothing."""
+        self._is_closed = True
         await self._channel.close(None)
 
     async def prefill(
-        self, token_ids: npt.ArrayLike, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
+        self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
-        request = prefill_request(token_ids, options)
+        request = prefill_request(await self._served.token_ids(prompt, timeout_s), options)
         answer: PrefillResponse = await self._ask(
             self._prefill.Prefill, request, self._access.metadata_of(request), timeout_s
         )
         return answer
 
+    @overload
     def generate(
-        self, token_ids: npt.ArrayLike, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncIterator[GenerateResponse]:
-        """Continue a prompt; see `Client.generate`. `async for` reads the answers."""
-        request = generate_request(token_ids, options)
-        metadata = self._access.metadata_of(request.prefill)
-        return AsyncAnswerStream(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        self, prompt: str, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncTextAnswer: ...
+
+    @overload
+    def generate(
+        self, prompt: TokenIds, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncIterator[GenerateResponse]: ...
+
+    def generate(
+        self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncTextAnswer | AsyncIterator[GenerateResponse]:
+        """Continue a prompt; see `Client.generate`. `async for` reads the answer; a text is sent when that begins."""
+        if not isinstance(prompt, str):
+            return self._generate(generate_request(prompt, options), timeout_s)
+        return self._answer(lambda tokenizer: tokenizer.encode(prompt), timeout_s, options)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncTextAnswer:
+        """Answer a conversation; see `Client.chat`. It is put into the template when the answer is first read."""
+
+        def encode(tokenizer: Tokenizer) -> list[int]:
+            return tokenizer.encode_chat(
+                messages, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+            )
+
+        return self._answer(encode, timeout_s, options)
 
     async def probe(
-        self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = ""
+        self, prompt: str | TokenIds, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> ProbeResponse:
         """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
-        request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        request = probe_request(await self._served.token_ids(prompt), tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = await self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
         return answer
 
     async def retain(
-        self, token_ids: npt.ArrayLike, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
+        self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
         """Set the priority of a cached range; see `Client.retain`."""
+        token_ids = await self._served.token_ids(prompt)
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         answer: RetainResponse = await self._ask(self._cache.Retain, request, self._access.metadata_of(request))
         return answer
@@ -184,28 +225,59 @@ class AsyncClient(AsyncRouteCalls):
         """End the service as SIGTERM does; see `Client.drain`."""
         await self._ask(self._cache.Drain, DrainRequest())
 
+    async def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
+        """Ask whether the service accepts requests; see `Client.health`."""
+        status: ServingStatus = await self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
+        return status
+
     async def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer of the served model, on a thread of its own; see `Client.tokenizer`."""
-        reader = ArchiveReader()
-        async for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest(digest_only=True)):
-            reader.put(chunk)
-        if (directory := kept(reader.digest)) is None:
-            async for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest()):
-                reader.put(chunk)
-            directory = await asyncio.to_thread(reader.keep)
-        return await asyncio.to_thread(Tokenizer.load, directory)
+        """Return the tokenizer of the served model; see `Client.tokenizer`."""
+        return await self._served.load()
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
     ) -> AsyncIterator[EventBatch]:
         """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
         request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
-        return AsyncAnswerStream(
-            self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata)
-        )
+        return self._stream(self._events.Subscribe, request, timeout(timeout_s))
 
-    def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
-        return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
+    def _generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncAnswerStream:
+        metadata = self._access.metadata_of(request.prefill)
+        return self._stream(self._prefill.Generate, request, self._timeout(timeout_s), metadata)
+
+    def _answer(
+        self, encode: Callable[[Tokenizer], list[int]], timeout_s: float | None, options: GenerateOptions
+    ) -> AsyncTextAnswer:
+        request = generate_request([], options)  # so that a wrong option is refused here, as it is for token ids
+
+        async def start() -> tuple[AsyncGenerator[GenerateResponse], Callable[[], AnswerText]]:
+            tokenizer = await self._served.get(timeout_s)
+            prompt_ids = await asyncio.to_thread(encode, tokenizer)
+            write_token_ids(request.prefill, pack_token_ids(prompt_ids))
+            return self._generate(request, timeout_s), new_text(tokenizer, prompt_ids, options)
+
+        return AsyncTextAnswer(start)
+
+    async def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        self._require_open()
+        timeout_s = self._timeout(timeout_s)
+        try:
+            return await call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        except grpc.RpcError as error:
+            raise self._diagnosis.error_of(error, call_of(request), timeout_s) from None
+
+    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AsyncAnswerStream:
+        """Make a call with several answers. `timeout_s` is its deadline, whatever that of the client is."""
+        self._require_open()
+        answers = call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        return AsyncAnswerStream(answers, lambda error: self._diagnosis.error_of(error, call_of(request), timeout_s))
+
+    def _chunks(self, call: Any, request: Message, timeout_s: float | None) -> AsyncAnswerStream:
+        return self._stream(call, request, self._timeout(timeout_s))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("client: it has been closed; make another one")

@@ -8,7 +8,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
+from radixkv.service.client.access import is_on_this_machine
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from radixkv.v1.events_pb2_grpc import EventServiceStub
 from radixkv.v1.model_pb2_grpc import ModelServiceStub
@@ -82,7 +84,11 @@ def named(server_name: str) -> Options:
 
 
 def channel_to(address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> grpc.Channel:
-    """Make a channel, with TLS if there are credentials. Connects lazily."""
+    """Make a channel, with TLS if there are credentials. Connects lazily.
+
+    A service on this machine is connected to directly, even if an environment variable such as `http_proxy` is set.
+    """
+    options = _without_proxy(address, options)
     if credentials is None:
         return grpc.insecure_channel(target(address), options=options)
     return grpc.secure_channel(target(address), credentials, options=options)
@@ -90,9 +96,15 @@ def channel_to(address: str, credentials: grpc.ChannelCredentials | None, option
 
 def async_channel_to(address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> grpc.aio.Channel:
     """Make a channel for the running event loop; see `channel_to`."""
+    options = _without_proxy(address, options)
     if credentials is None:
         return grpc.aio.insecure_channel(target(address), options=options)
     return grpc.aio.secure_channel(target(address), credentials, options=options)
+
+
+def call_of(request: Message) -> str:
+    """Return the name of the call that takes a message: all are named alike, such as `Prefill` and `PrefillRequest`."""
+    return str(request.DESCRIPTOR.name).removesuffix("Request")
 
 
 def stubs(
@@ -106,6 +118,11 @@ def stubs(
         ModelServiceStub(channel),  # type: ignore[no-untyped-call]
         EventServiceStub(channel),  # type: ignore[no-untyped-call]
     )
+
+
+def _without_proxy(address: str, options: Options) -> Options:
+    """Add that gRPC uses no proxy, if the address is on this machine and the options don't say otherwise."""
+    return (*options, ("grpc.enable_http_proxy", 0)) if is_on_this_machine(address) else options
 
 
 def _service_config(retries: int) -> str:

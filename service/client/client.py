@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
-import numpy.typing as npt
+import grpc
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
 from radixkv.service.client.access import Access, File
-from radixkv.service.client.channel import Options, channel_options, channel_to, stubs, target, timeout
+from radixkv.service.client.channel import Options, call_of, channel_options, channel_to, stubs, target, timeout
+from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
+from radixkv.service.client.health import ServingStatus, health_check
 from radixkv.service.client.prefix_key import PrefixKey
 from radixkv.service.client.public_prefixes import PublicPrefixes
 from radixkv.service.client.requests import (
@@ -25,9 +28,11 @@ from radixkv.service.client.requests import (
     segments_request,
 )
 from radixkv.service.client.route_calls import RouteCalls
+from radixkv.service.client.served_tokenizer import ServedTokenizer
 from radixkv.service.client.streams import AnswerStream
-from radixkv.service.client.tokenizer_files import ArchiveReader, kept
+from radixkv.service.client.text_answers import TextAnswer, new_text
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.token_ids import TokenIds
 from radixkv.v1.cache_pb2 import (
     DrainRequest,
     ListAdaptersRequest,
@@ -43,7 +48,6 @@ from radixkv.v1.cache_pb2 import (
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
 from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
-from radixkv.v1.model_pb2 import GetTokenizerRequest
 from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillResponse, ProbeResponse
 
 
@@ -99,10 +103,19 @@ class Client(RouteCalls):
             key=key,
             prefix_key=PrefixKey(prefix_key_tokens),
         )
+        self._diagnosis = Diagnosis(
+            address,
+            has_tls=tls_ca is not None,
+            has_certificate=certificate is not None,
+            proxy=proxy_variable(address, options),
+        )
+        self._is_closed = False
         self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
         self._prefill, self._cache, self._model, self._events = stubs(self._channel)
         self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.public = PublicPrefixes(self._cache, self._ask)
+        self._served = ServedTokenizer(self._model, self._chunks)
+        self.public = PublicPrefixes(self._cache, self._ask, self._served)
+        self._check_health = health_check(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -114,62 +127,111 @@ class Client(RouteCalls):
 
     def close(self) -> None:
         """Close the connection and cancel calls in flight. Closing again does nothing."""
+        self._is_closed = True
         self._channel.close()
 
     def prefill(
-        self, token_ids: npt.ArrayLike, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
+        self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
     ) -> PrefillResponse:
         """Prefill one prompt, reusing what is cached.
 
         Args:
-            token_ids: the prompt; a sequence of ints, an integer numpy array, an `array.array` or a torch tensor.
-            timeout_s: deadline of this call.
+            prompt: text; or token ids: a sequence of ints, an integer numpy array, an `array.array` or a torch tensor.
+                The tokenizer of the served model encodes text and adds the special tokens that the model expects
+                around it. The first text loads the tokenizer, see `tokenizer`; later ones need no further call.
+            timeout_s: deadline of this call, and of those that fetch the tokenizer.
             options: `PrefillOptions` lists them.
 
         Raises:
-            TypeError, ValueError: `token_ids` is no run of uint32 numbers, or an option is unknown, has a wrong type or
-                does not fit; nothing was sent.
-            grpc.RpcError: the service refused, or can't be reached.
+            MissingPackage: the prompt is text, and the extra `text` is not installed.
+            TypeError, ValueError: `prompt` is neither text nor uint32 numbers, or an option is unknown, has a wrong
+                type or does not fit; no prompt was sent.
+            ServiceError: the service refused the request, or can't be reached; the subclass says which.
         """
-        request = prefill_request(token_ids, options)
+        request = prefill_request(self._served.token_ids(prompt, timeout_s), options)
         answer: PrefillResponse = self._ask(
             self._prefill.Prefill, request, self._access.metadata_of(request), timeout_s
         )
         return answer
 
+    @overload
     def generate(
-        self, token_ids: npt.ArrayLike, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> Iterator[GenerateResponse]:
-        """Continue a prompt, token by token. The generated tokens are cached for the next turn.
+        self, prompt: str, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> TextAnswer: ...
+
+    @overload
+    def generate(
+        self, prompt: TokenIds, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Iterator[GenerateResponse]: ...
+
+    def generate(
+        self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> TextAnswer | Iterator[GenerateResponse]:
+        """Continue a prompt. The generated tokens are cached for the next turn.
 
         Args:
-            token_ids: the prompt, as in `prefill`.
+            prompt: text or token ids, as in `prefill`.
             timeout_s: deadline of the whole call.
             options: `GenerateOptions` lists them.
 
-        Yields:
-            New tokens as they come. The first answer has the usage of the prompt; the last one is `finished` and says
-            why. Closing the iterator cancels the request.
+        Returns:
+            For text, a `TextAnswer`: iterate over it for `TextChunk`s with the new text as it comes, or call its `read`
+            for the whole text. For token ids, an iterator over messages with new tokens; the first one has the usage of
+            the prompt, the last one is `finished` and says why. Closing either cancels the request.
 
         Raises:
             TypeError, ValueError: as `prefill`; nothing was sent.
-            grpc.RpcError: the service refused, or can't be reached; also while tokens are read.
+            ServiceError: as `prefill`, also while tokens are read.
         """
-        request = generate_request(token_ids, options)
-        metadata = self._access.metadata_of(request.prefill)
-        return AnswerStream(self._prefill.Generate(request, timeout=self._timeout(timeout_s), metadata=metadata))
+        if not isinstance(prompt, str):
+            return self._generate(prompt, timeout_s, options)
+        tokenizer = self._served.get(timeout_s)
+        return self._answer(tokenizer, tokenizer.encode(prompt), timeout_s, options)
 
-    def probe(self, token_ids: npt.ArrayLike, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> TextAnswer:
+        """Answer a conversation, put into the model's chat template. What earlier turns computed is reused.
+
+        Args:
+            messages: in the form of OpenAI's API, such as `[{"role": "user", "content": "Hi"}]`.
+            tools, documents, chat_template_kwargs: for the template; see `Tokenizer.encode_chat`.
+            timeout_s: deadline of the whole call, and of those that fetch the tokenizer.
+            options: `GenerateOptions` lists them.
+
+        Returns:
+            The answer, as `generate` returns it for text.
+
+        Raises:
+            MissingPackage: the extra `text` is not installed.
+            TypeError, ValueError: the model has no chat template, the template refuses the messages, or an option does
+                not fit; no prompt was sent.
+            ServiceError: as `generate`.
+        """
+        tokenizer = self._served.get(timeout_s)
+        prompt = tokenizer.encode_chat(
+            messages, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+        )
+        return self._answer(tokenizer, prompt, timeout_s, options)
+
+    def probe(self, prompt: str | TokenIds, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
         """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
-        request = probe_request(token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        request = probe_request(self._served.token_ids(prompt), tenant=tenant, adapter=adapter, salt=salt)
         answer: ProbeResponse = self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
         return answer
 
     def retain(
-        self, token_ids: npt.ArrayLike, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
+        self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
         """Set the priority of a cached range, whatever it was before. Raises like `prefill`."""
-        request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
+        request = retain_request(self._served.token_ids(prompt), retention, tenant=tenant, adapter=adapter, salt=salt)
         answer: RetainResponse = self._ask(self._cache.Retain, request, self._access.metadata_of(request))
         return answer
 
@@ -185,7 +247,7 @@ class Client(RouteCalls):
 
         Raises:
             ValueError: neither a name nor `everything` is given, or both are.
-            grpc.RpcError: the service refused, or can't be reached.
+            ServiceError: the service refused the request, or can't be reached.
         """
         request = purge_request(tenant, adapter, salt, everything=everything)
         answer: PurgeResponse = self._ask(self._cache.Purge, request)
@@ -227,9 +289,10 @@ class Client(RouteCalls):
         """Let a name stand for an adapter in a directory of the server. Requests before keep what it stood for.
 
         Raises:
-            grpc.RpcError: INVALID_ARGUMENT: the name, the path or a file there is wrong. RESOURCE_EXHAUSTED: as many
-                are loaded, or drain, as may. UNIMPLEMENTED: the server has no adapters, or no directory for them.
-                PERMISSION_DENIED: the caller is no admin.
+            InvalidArgument: the name, the path or a file there is wrong.
+            ResourceExhausted: `model.max_adapters` are loaded or draining.
+            Unimplemented: the server has no adapters, or no directory for them.
+            PermissionDenied: the caller is not an admin.
         """
         answer: LoadAdapterResponse = self._ask(self._cache.LoadAdapter, LoadAdapterRequest(name=name, path=path))
         return answer
@@ -238,7 +301,8 @@ class Client(RouteCalls):
         """Let a name stand for nothing. What was cached with its adapter is freed, unless another name has it.
 
         Raises:
-            grpc.RpcError: NOT_FOUND: the name stands for no adapter. PERMISSION_DENIED: the caller is no admin.
+            NotFound: no adapter has this name.
+            PermissionDenied: the caller is not an admin.
         """
         self._ask(self._cache.UnloadAdapter, UnloadAdapterRequest(name=name))
 
@@ -246,7 +310,7 @@ class Client(RouteCalls):
         """List the adapters: what each name stands for, its memory, its requests and cached tokens; and what drains.
 
         Raises:
-            grpc.RpcError: PERMISSION_DENIED: the caller is neither an admin nor a reader.
+            PermissionDenied: the caller is neither an admin nor a reader.
         """
         answer: ListAdaptersResponse = self._ask(self._cache.ListAdapters, ListAdaptersRequest())
         return answer
@@ -255,26 +319,37 @@ class Client(RouteCalls):
         """End the service as SIGTERM does: it refuses new requests, finishes running ones and exits. Returns at once.
 
         Raises:
-            grpc.RpcError: PERMISSION_DENIED: the caller is no admin.
+            PermissionDenied: the caller is not an admin.
         """
         self._ask(self._cache.Drain, DrainRequest())
 
+    def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
+        """Ask whether the service accepts requests. Needs no credential.
+
+        Args:
+            service: name of one gRPC service, such as `radixkv.v1.PrefillService`; empty for the server.
+            timeout_s: deadline of this call.
+
+        Raises:
+            grpc.RpcError: the server can't be reached, has no such service (NOT_FOUND), or was installed without gRPC's
+                health service (UNIMPLEMENTED).
+        """
+        status: ServingStatus = self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
+        return status
+
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer of the served model. Its files are asked for once, and kept for later processes by digest.
+        """Return the tokenizer of the served model.
+
+        The service is asked for the digest of its files, each time. Only a tokenizer with another digest is loaded, and
+        only files that no process has kept are fetched. Prompts that are text use the tokenizer that was returned last,
+        or fetch it themselves: call this after the service has begun to serve another model.
 
         Raises:
             MissingPackage: the extra `text` is not installed.
             ValueError: the answer is no zip of tokenizer files with the digest that it has, or can't be loaded.
-            grpc.RpcError: the service can't be reached, or has no tokenizer (NOT_FOUND).
+            NotFound: the served model has no tokenizer.
         """
-        reader = ArchiveReader()
-        for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest(digest_only=True)):
-            reader.put(chunk)
-        if (directory := kept(reader.digest)) is None:
-            for chunk in self._ask(self._model.GetTokenizer, GetTokenizerRequest()):
-                reader.put(chunk)
-            directory = reader.keep()
-        return Tokenizer.load(directory)
+        return self._served.load()
 
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
@@ -288,13 +363,43 @@ class Client(RouteCalls):
 
         Raises:
             ValueError: the number is out of range.
-            grpc.RpcError: OUT_OF_RANGE or DATA_LOSS: begin again from 0; UNAVAILABLE: the service ended.
+            OutOfRange, DataLoss: begin again from 0.
+            Unavailable: the service ended.
         """
         request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
-        return AnswerStream(self._events.Subscribe(request, timeout=timeout(timeout_s), metadata=self._access.metadata))
+        return self._stream(self._events.Subscribe, request, timeout(timeout_s))
+
+    def _generate(self, token_ids: TokenIds, timeout_s: float | None, options: GenerateOptions) -> AnswerStream:
+        request = generate_request(token_ids, options)
+        metadata = self._access.metadata_of(request.prefill)
+        return self._stream(self._prefill.Generate, request, self._timeout(timeout_s), metadata)
+
+    def _answer(
+        self, tokenizer: Tokenizer, prompt_ids: list[int], timeout_s: float | None, options: GenerateOptions
+    ) -> TextAnswer:
+        responses = self._generate(prompt_ids, timeout_s, options)
+        return TextAnswer(responses, new_text(tokenizer, prompt_ids, options))
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
-        return call(request, timeout=self._timeout(timeout_s), metadata=metadata or self._access.metadata)
+        self._require_open()
+        timeout_s = self._timeout(timeout_s)
+        try:
+            return call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        except grpc.RpcError as error:
+            raise self._diagnosis.error_of(error, call_of(request), timeout_s) from None
+
+    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AnswerStream:
+        """Make a call with several answers. `timeout_s` is its deadline, whatever that of the client is."""
+        self._require_open()
+        answers = call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+        return AnswerStream(answers, lambda error: self._diagnosis.error_of(error, call_of(request), timeout_s))
+
+    def _chunks(self, call: Any, request: Message, timeout_s: float | None) -> AnswerStream:
+        return self._stream(call, request, self._timeout(timeout_s))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout(timeout_s)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("client: it has been closed; make another one")

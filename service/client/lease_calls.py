@@ -7,7 +7,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from radixkv.service.client.access import Access
 from radixkv.service.client.streams import AnswerStream, AsyncAnswerStream
 from radixkv.v1.prefill_pb2 import (
     FetchKVRequest,
@@ -24,7 +23,6 @@ class LeaseCalls:
     """Calls of `Client` about leases that `prefill(hold_lease=True)` handed out."""
 
     _prefill: PrefillServiceStub
-    _access: Access
 
     def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Give back a lease: the prompt's blocks may be evicted again.
@@ -38,8 +36,8 @@ class LeaseCalls:
 
         Raises:
             TypeError, ValueError: an argument is no text in UTF-8; nothing was sent.
-            grpc.RpcError: NOT_FOUND: this tenant holds no such lease, or not any more. Others: the service refused, or
-                can't be reached.
+            NotFound: this tenant holds no such lease, or no longer does.
+            ServiceError: the service refused the request, or can't be reached.
         """
         answer: ReleaseResponse = self._ask(self._prefill.Release, ReleaseRequest(lease_id=lease_id, tenant=tenant))
         return answer
@@ -77,15 +75,16 @@ class LeaseCalls:
             timeout_s: deadline of the whole; None for that of all calls.
 
         Raises:
-            grpc.RpcError: NOT_FOUND: the lease has ended, or the service has started again. INVALID_ARGUMENT: the lease
-                has no such block, or the model no such layers.
+            NotFound: the lease has ended, or the service has restarted.
+            InvalidArgument: the lease has no such block, or the model no such layers.
         """
         request = fetch_request(lease_id, tenant, epoch, first_block, first_layer, num_layers, stores)
-        return AnswerStream(
-            self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata)
-        )
+        return self._stream(self._prefill.FetchKV, request, self._timeout(timeout_s))
 
     def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        raise NotImplementedError
+
+    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AnswerStream:
         raise NotImplementedError
 
     def _timeout(self, timeout_s: float | None) -> float | None:
@@ -96,7 +95,6 @@ class AsyncLeaseCalls:
     """Calls of `AsyncClient` about leases; see `LeaseCalls`."""
 
     _prefill: PrefillServiceStub
-    _access: Access
 
     async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Give back a held lease; see `Client.release`."""
@@ -124,11 +122,12 @@ class AsyncLeaseCalls:
     ) -> AsyncGenerator[FetchKVResponse]:
         """Read the K/V of a held lease; see `Client.fetch_kv`."""
         request = fetch_request(lease_id, tenant, epoch, first_block, first_layer, num_layers, stores)
-        return AsyncAnswerStream(
-            self._prefill.FetchKV(request, timeout=self._timeout(timeout_s), metadata=self._access.metadata)
-        )
+        return self._stream(self._prefill.FetchKV, request, self._timeout(timeout_s))
 
     async def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+        raise NotImplementedError
+
+    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AsyncAnswerStream:
         raise NotImplementedError
 
     def _timeout(self, timeout_s: float | None) -> float | None:

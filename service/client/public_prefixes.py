@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy.typing as npt
-
-from radixkv.service.token_ids import pack_token_ids, write_token_ids
+from radixkv.service.client.served_tokenizer import AsyncServedTokenizer, ServedTokenizer
+from radixkv.service.token_ids import TokenIds, pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import (
     ListPublicPrefixesRequest,
     ListPublicPrefixesResponse,
@@ -24,27 +23,29 @@ class PublicPrefixes:
     Args:
         cache: the calls of the service.
         ask: makes one.
+        served: the tokenizer of the served model.
     """
 
-    def __init__(self, cache: CacheServiceStub, ask: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, cache: CacheServiceStub, ask: Callable[[Any, Any], Any], served: ServedTokenizer) -> None:
         self._cache = cache
         self._ask = ask
+        self._served = served
 
-    def register(self, name: str, token_ids: npt.ArrayLike, *, adapter: str = "") -> PublicPrefix:
+    def register(self, name: str, prefix: str | TokenIds, *, adapter: str = "") -> PublicPrefix:
         """Make a prefix public. Returns when it is computed.
 
         Args:
             name: not that of another public prefix.
-            token_ids: at least those of a block; see `Client.prefill`.
+            prefix: text or token ids, at least those of a block; see `Client.prefill`. Text that goes on can be encoded
+                differently around the place where this one ends, which costs the last token or two.
             adapter: name of a loaded adapter; empty for the model itself.
 
         Raises:
             TypeError, ValueError: an argument does not fit; nothing was sent.
-            grpc.RpcError: the service refused, or can't be reached.
+            ServiceError: the service refused the request, or can't be reached.
         """
-        answer: PublicPrefix = self._ask(
-            self._cache.RegisterPublicPrefix, register_request(name, token_ids, adapter)
-        ).public_prefix
+        request = register_request(name, self._served.token_ids(prefix), adapter)
+        answer: PublicPrefix = self._ask(self._cache.RegisterPublicPrefix, request).public_prefix
         return answer
 
     def unregister(self, name: str) -> PublicPrefix:
@@ -62,13 +63,16 @@ class PublicPrefixes:
 class AsyncPublicPrefixes:
     """The same, awaited. `AsyncClient.public` is one."""
 
-    def __init__(self, cache: CacheServiceStub, ask: Callable[[Any, Any], Awaitable[Any]]) -> None:
+    def __init__(
+        self, cache: CacheServiceStub, ask: Callable[[Any, Any], Awaitable[Any]], served: AsyncServedTokenizer
+    ) -> None:
         self._cache = cache
         self._ask = ask
+        self._served = served
 
-    async def register(self, name: str, token_ids: npt.ArrayLike, *, adapter: str = "") -> PublicPrefix:
+    async def register(self, name: str, prefix: str | TokenIds, *, adapter: str = "") -> PublicPrefix:
         """Make a prefix public; see `PublicPrefixes.register`."""
-        request = register_request(name, token_ids, adapter)
+        request = register_request(name, await self._served.token_ids(prefix), adapter)
         answer: PublicPrefix = (await self._ask(self._cache.RegisterPublicPrefix, request)).public_prefix
         return answer
 
@@ -85,7 +89,7 @@ class AsyncPublicPrefixes:
         return answer
 
 
-def register_request(name: str, token_ids: npt.ArrayLike, adapter: str) -> RegisterPublicPrefixRequest:
+def register_request(name: str, token_ids: TokenIds, adapter: str) -> RegisterPublicPrefixRequest:
     """Make the message of `register`, which names what it raises."""
     request = RegisterPublicPrefixRequest(name=name, adapter=adapter)
     write_token_ids(request, pack_token_ids(token_ids))

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import MAX_TTL_S, Retention
-from radixkv.service.token_ids import pack_token_ids, write_token_ids
+from radixkv.service.token_ids import TokenIds, pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import ListSegmentsRequest, PurgeRequest, RetainRequest
 from radixkv.v1.prefill_pb2 import Compression as CompressionMessage
 from radixkv.v1.prefill_pb2 import GenerateRequest, KVSource, PrefillRequest, PrefillResponse, ProbeRequest
@@ -133,13 +133,13 @@ _CONSTRAINTS = ("json_schema", "regex", "grammar", "json_object")
 WIRE_NAMES = {"urgency": "priority"}  # options whose field has another name in the .proto
 
 
-def prefill_request(token_ids: npt.ArrayLike, options: PrefillOptions) -> PrefillRequest:
+def prefill_request(token_ids: TokenIds, options: PrefillOptions) -> PrefillRequest:
     """Make the message of `Client.prefill`, which names what it raises."""
     _require_known("prefill", options, PrefillOptions.__optional_keys__)
     return _prompt(token_ids, dict(options))
 
 
-def generate_request(token_ids: npt.ArrayLike, options: GenerateOptions) -> GenerateRequest:
+def generate_request(token_ids: TokenIds, options: GenerateOptions) -> GenerateRequest:
     """Make the message of `Client.generate`, which names what it raises."""
     _require_known("generate", options, GenerateOptions.__optional_keys__)
     if isinstance(options.get("stop"), str):  # which would be taken for its letters
@@ -154,16 +154,14 @@ def generate_request(token_ids: npt.ArrayLike, options: GenerateOptions) -> Gene
     return _message(GenerateRequest, prefill=_prompt(token_ids, of_prompt), **others)
 
 
-def probe_request(token_ids: npt.ArrayLike, *, tenant: str, adapter: str, salt: str) -> ProbeRequest:
+def probe_request(token_ids: TokenIds, *, tenant: str, adapter: str, salt: str) -> ProbeRequest:
     """Make the message of `Client.probe`, which names what it raises."""
     request = _message(ProbeRequest, tenant=tenant, adapter=adapter, salt=salt)
     write_token_ids(request, pack_token_ids(token_ids))
     return request
 
 
-def retain_request(
-    token_ids: npt.ArrayLike, retention: Retention, *, tenant: str, adapter: str, salt: str
-) -> RetainRequest:
+def retain_request(token_ids: TokenIds, retention: Retention, *, tenant: str, adapter: str, salt: str) -> RetainRequest:
     """Make the message of `Client.retain`, which names what it raises."""
     retained = _retention_message(retention)
     request = _message(RetainRequest, tenant=tenant, adapter=adapter, salt=salt, retention=retained)
@@ -203,7 +201,7 @@ def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
     return np.frombuffer(response.logits, dtype="<f4")
 
 
-def _prompt(token_ids: npt.ArrayLike, options: dict[str, Any]) -> PrefillRequest:
+def _prompt(token_ids: TokenIds, options: dict[str, Any]) -> PrefillRequest:
     if "retention" in options:
         options["retention"] = _retention_message(options["retention"])
     request = _message(PrefillRequest, **options)

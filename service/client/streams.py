@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
+
+import grpc
+
+Explain = Callable[[grpc.RpcError], grpc.RpcError]
 
 
 class AnswerStream(Generator[Any, None, None]):
@@ -13,11 +17,12 @@ class AnswerStream(Generator[Any, None, None]):
 
     Args:
         call: of a blocking stub.
+        explain: returns the exception to raise for an error of gRPC; None for that error itself.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, explain: Explain | None = None) -> None:
         self._call = call
-        self._answers = _answers(call)
+        self._answers = _answers(call, explain)
 
     def send(self, value: None) -> Any:
         """Read the next answer."""
@@ -38,11 +43,12 @@ class AsyncAnswerStream(AsyncGenerator[Any, None]):
 
     Args:
         call: of a stub of `grpc.aio`.
+        explain: as for `AnswerStream`.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, explain: Explain | None = None) -> None:
         self._call = call
-        self._answers = _async_answers(call)
+        self._answers = _async_answers(call, explain)
 
     async def asend(self, value: None) -> Any:
         """Read the next answer."""
@@ -58,16 +64,20 @@ class AsyncAnswerStream(AsyncGenerator[Any, None]):
         await self._answers.aclose()
 
 
-def _answers(call: Any) -> Generator[Any, None, None]:
+def _answers(call: Any, explain: Explain | None) -> Generator[Any, None, None]:
     try:
         yield from call
+    except grpc.RpcError as error:
+        raise (error if explain is None else explain(error)) from None
     finally:
         call.cancel()
 
 
-async def _async_answers(call: Any) -> AsyncGenerator[Any, None]:
+async def _async_answers(call: Any, explain: Explain | None) -> AsyncGenerator[Any, None]:
     try:
         async for answer in call:
             yield answer
+    except grpc.RpcError as error:
+        raise (error if explain is None else explain(error)) from None
     finally:
         call.cancel()

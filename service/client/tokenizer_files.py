@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import shutil
 import tempfile
@@ -11,7 +12,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from radixkv.config.cache_directory import cache_directory
+from radixkv.config.cache_directory import cache_directory, temporary_cache_directory
 from radixkv.v1.model_pb2 import TokenizerChunk
 
 MAX_BYTES = 512 * 2**20
@@ -20,8 +21,9 @@ MAX_FILES = 50
 # The zip is broken, encrypted, or packed by a method of its own.
 _NO_ZIP = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# Plain names of data files. Code is not among them.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.(?:json|jinja|txt|model|tiktoken)")
+# Plain names of data files, and chat templates in a folder of their own. Code is not among them.
+_PLAIN = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+_NAME = re.compile(rf"{_PLAIN}\.(?:json|jinja|txt|model|tiktoken)|additional_chat_templates/{_PLAIN}\.jinja")
 
 
 class ArchiveReader:
@@ -49,14 +51,14 @@ class ArchiveReader:
         self.digest = chunk.sha256 or self.digest
 
     def keep(self) -> Path:
-        """Check the zip, and unpack it for this process and later ones.
+        """Check the zip, and unpack it for this process and later ones; for this one alone where nothing can be kept.
 
         Returns:
             The directory with the files.
 
         Raises:
             ValueError: it has another digest, or is no zip of tokenizer files.
-            OSError: the files can't be written.
+            OSError: the files can't be written, neither to the cache directory nor to a temporary one.
         """
         data = b"".join(self._pieces)
         digest = hashlib.sha256(data).hexdigest()
@@ -64,18 +66,10 @@ class ArchiveReader:
             raise ValueError(
                 f"tokenizer: expected a zip with the digest {self.digest or 'that follows it'}, got {digest}"
             )
-        folder = _folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        half_done = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
         try:
-            _unpack(data, half_done)
-            half_done.rename(folder / digest)
-        except OSError:
-            if not (folder / digest).is_dir():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(half_done, ignore_errors=True)
-        return folder / digest
+            return _install(data, digest, _folder())
+        except OSError:  # a home that is read-only or full
+            return _install(data, digest, temporary_cache_directory() / "tokenizers")
 
 
 def kept(digest: str) -> Path | None:
@@ -87,7 +81,21 @@ def kept(digest: str) -> Path | None:
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"tokenizer: expected a digest of 64 hexadecimal digits, got {len(digest)} characters")
     directory = _folder() / digest
-    return directory if directory.is_dir() else None
+    return directory if os.path.isdir(directory) else None  # also False where the home may not be entered
+
+
+def _install(data: bytes, digest: str, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    half_done = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
+    try:
+        _unpack(data, half_done)
+        half_done.rename(folder / digest)
+    except OSError:
+        if not (folder / digest).is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(half_done, ignore_errors=True)
+    return folder / digest
 
 
 def _unpack(data: bytes, directory: Path) -> None:
@@ -105,6 +113,7 @@ def _unpack(data: bytes, directory: Path) -> None:
                 num_left -= len(content)
                 if num_left < 0:
                     raise ValueError(f"tokenizer: expected at most {MAX_BYTES} bytes of files, got more")
+                (directory / entry.filename).parent.mkdir(exist_ok=True)
                 (directory / entry.filename).write_bytes(content)
     except _NO_ZIP as error:
         raise ValueError(f"tokenizer: expected a zip, got {len(data)} other bytes") from error

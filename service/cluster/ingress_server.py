@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 from radixkv.service.cluster.census.cache_calls import FleetCacheCalls, RollCall
@@ -19,14 +16,16 @@ from radixkv.service.cluster.servicers import (
     partial_handler,
 )
 from radixkv.service.cluster.split.hand_over import HandOver
-from radixkv.service.server.health.servicer import HealthServicer
+from radixkv.service.server.health.health_status import HealthStatus
 from radixkv.service.server.identity.doors import Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import bounded_server
 from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
+from radixkv.service.server.last_connections import end_connections
 from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.standard_services import add_standard_services
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from radixkv.v1 import (
@@ -79,7 +78,8 @@ class IngressServer:
         self._hand_over = hand_over
         self._doors = Doors(config)
         self._unfinished = UnfinishedCalls()
-        self._health = HealthServicer()
+        self._health = HealthStatus()
+        self._port: int | None = None
         limits = _limits(facts)
         self._intake = Intake(config, limits, self._unfinished)
         entry = Entry(Gate(self._doors.requests), self._intake)
@@ -91,8 +91,7 @@ class IngressServer:
         lines.add_generic_rpc_handlers(
             (partial_handler(_CACHE, FleetCacheCalls(roll_call).methods), partial_handler(_EVENTS))
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, lines)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        add_standard_services(self._grpc, self._health, _SERVICES)
 
     async def start(self) -> str:
         """Bind and serve.
@@ -111,6 +110,7 @@ class IngressServer:
                 port = self._grpc.add_secure_port(address, self._doors.tls.grpc_credentials())
         except RuntimeError as error:
             raise not_free("server.port", self._config.host, self._config.port) from error
+        self._port = port
         await self._grpc.start()
         self._termination = asyncio.ensure_future(self._grpc.wait_for_termination())
         self._health.set(_SERVICES, is_serving=True)
@@ -128,6 +128,9 @@ class IngressServer:
         await self._unfinished.finish(self._config.drain_timeout_s)
         if self._hand_over is not None:
             await self._hand_over.finish()
+        if self._port is not None:
+            await end_connections({self._port}, _FLUSH_S)
+            self._port = None
         await self._grpc.stop(_FLUSH_S)
 
 

@@ -16,6 +16,7 @@ from radixkv.service.cluster.facts import FleetSecrets, ReplicaFacts
 from radixkv.service.server.calls import answer_of
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.startup.openmp_threads import bound_spinning
+from radixkv.telemetry.otlp import exported_spans
 
 CALLS = "calls"
 """Name of the number by which a fleet grows and shrinks."""
@@ -51,7 +52,9 @@ class Replica:
 
         self._config = config
         self._resources = contextlib.ExitStack()
-        self._engine = await asyncio.to_thread(build_engine, _sending(config), (), secrets.events_key)
+        tracing = self._resources.enter_context(exported_spans(config.telemetry))
+        observers = () if tracing is None else (tracing,)
+        self._engine = await asyncio.to_thread(build_engine, _sending(config), observers, secrets.events_key)
         if self._engine.transfer is not None:
             self._engine.transfer.fleet = FleetAccess(secrets.token, config.fleet.tls_ca, config.fleet.tls_name)
         self._resources.enter_context(frozen_survivors())

@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.service.client.access import tls_credentials
 from radixkv.service.client.channel import async_channel_to, channel_options, named, stubs
+from radixkv.service.client.health import ServingStatus, health_check
 from radixkv.service.client.streams import AsyncAnswerStream
 from radixkv.service.cluster.facts import ReplicaFacts
 from radixkv.v1 import events_pb2
 from radixkv.v1.events_pb2_grpc import EventServiceStub
 
 _PERIOD_S = 0.05
-_SERVING = health_pb2.HealthCheckResponse.SERVING
 # Any other refusal of a health check is an answer.
 _SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # A line that has been idle for minutes may have been forgotten by what is on its way.
@@ -101,7 +101,7 @@ class ReplicaConnection:
         self._channels = calls, watch
         self.prefill, self.cache, self.model, _ = stubs(calls)
         self._events = EventServiceStub(watch)  # type: ignore[no-untyped-call]
-        self._health: Any = health_pb2_grpc.HealthStub(watch)
+        self._check_health: Any = health_check(watch)
         self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)
 
     def subscribe(
@@ -120,8 +120,8 @@ class ReplicaConnection:
     async def look(self) -> None:
         """Ask for the replica's health once. One that refuses to tell it is there, and counts as what it was."""
         try:
-            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=self._patience.answer_s)
-            self.is_up = answer.status == _SERVING
+            status = await self._check_health(StringValue(), timeout=self._patience.answer_s)
+            self.is_up = status is ServingStatus.SERVING
         except grpc.aio.AioRpcError as error:
             if error.code() in _SILENCE:
                 if self.is_up:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from radixkv.service.commands import argument_types
 from radixkv.service.commands.answer_tables import json_of
@@ -16,36 +15,33 @@ _HEAD = ("adapter", "digest", "rank", "MB", "memory", "requests", "cached tokens
 _DIGEST_CHARS = 12
 
 
-def add_adapters_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `adapters` to the commands of a parser."""
-    about = "load, unload or list adapters (LoRA)"
-    adapters: argparse.ArgumentParser = commands.add_parser(
-        "adapters", help=about, description=f"{about.capitalize()}."
-    )
+def add_adapters_command(adapters: argparse.ArgumentParser) -> None:
+    """Add the actions of `adapters` to its parser."""
+    adapters.description = "Load, unload or list LoRA adapters."
     actions = adapters.add_subparsers(required=True, metavar="ACTION", help="load, unload or list")
     load: argparse.ArgumentParser = actions.add_parser(
         "load",
-        help="let a name stand for an adapter in a directory of the server",
-        description="Let a name stand for an adapter. Requests that came before keep what the name stood for; what was "
-        "cached with other weights under this name is not reused.",
+        help="load an adapter from a directory of the server",
+        description="Load an adapter, or replace the one that has this name. Requests that have already arrived keep "
+        "the previous weights, and nothing that was cached with them is reused.",
     )
-    load.add_argument("name", type=argument_types.name, help="as requests name it")
+    load.add_argument("name", type=argument_types.name, help="name of the adapter in requests")
     load.add_argument(
         "path",
         type=argument_types.name,
-        help="directory below the server's model.adapter_directory, as peft writes it",
+        help="directory that PEFT wrote, relative to model.adapter_directory of the server",
     )
     add_connection(load)
     load.set_defaults(command=_load)
     unload: argparse.ArgumentParser = actions.add_parser(
         "unload",
-        help="let a name stand for nothing",
-        description="Let a name stand for nothing. Requests that came before go on; then what was cached is freed.",
+        help="unload an adapter",
+        description="Unload an adapter. Requests that have already arrived finish; then its cached blocks are freed.",
     )
-    unload.add_argument("name", type=argument_types.name, help="as requests name it")
+    unload.add_argument("name", type=argument_types.name, help="name of the adapter in requests")
     add_connection(unload)
     unload.set_defaults(command=_unload)
-    listing = actions.add_parser("list", help="list what is loaded", description="List what is loaded.")
+    listing = actions.add_parser("list", help="list the loaded adapters", description="List the loaded adapters.")
     add_connection(listing)
     listing.set_defaults(command=_list)
 
@@ -62,8 +58,8 @@ def _load(arguments: argparse.Namespace) -> None:
         print(json_of(answer))
         return
     digest = answer.adapter.digest[:_DIGEST_CHARS]
-    was = answer.replaced_digest[:_DIGEST_CHARS] if answer.HasField("replaced_digest") else "nothing"
-    print(f"{arguments.name} is {digest}, before {was}")
+    replaced = answer.replaced_digest[:_DIGEST_CHARS] if answer.HasField("replaced_digest") else ""
+    print(f"{arguments.name} is loaded: {digest}" + (f", in place of {replaced}" if replaced else ""))
 
 
 def _unload(arguments: argparse.Namespace) -> None:
@@ -80,7 +76,7 @@ def _list(arguments: argparse.Namespace) -> None:
     else:
         num_loaded = len({each.digest for each in answer.adapters if not each.is_draining})
         rows = aligned(adapter_rows(answer.adapters), is_right=True)
-        print("\n".join([*rows, f"{num_loaded} of at most {answer.max_adapters} different ones"]))
+        print("\n".join([*rows, f"{num_loaded} of at most {answer.max_adapters} different adapters"]))
 
 
 def _row(adapter: Adapter) -> tuple[str, ...]:

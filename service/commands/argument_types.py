@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
@@ -45,18 +46,42 @@ def name(text: str) -> str:
     return text
 
 
-def text_or_file(text: str) -> str:
-    """Read text that a message can carry, from the file of this name if there is one."""
+def json_schema(text: str) -> str:
+    """Read a JSON schema, or the file of one."""
+    return _text_or_file(text, _is_json, "a JSON schema")
+
+
+def grammar(text: str) -> str:
+    """Read a grammar in the syntax of Lark or llama.cpp, or the file of one."""
+    return _text_or_file(text, lambda text: ":" in text, "a grammar, whose rules have a colon")
+
+
+def _text_or_file(text: str, is_text: Callable[[str], bool], expected: str) -> str:
+    """Read the file of this name, or else return the text if it looks like what is expected."""
     try:
-        is_file = Path(text).is_file()
-    except OSError:  # the text is too long for a name
-        is_file = False
-    if not is_file:
-        return name(text)
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"expected a file with text in UTF-8, got {text}: {error}") from None
+        is_there = bool(text) and Path(text).exists()
+    except (OSError, ValueError):  # the text is too long for a name, or has a zero byte
+        is_there = False
+    if is_there:
+        try:
+            return Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"expected a file, got {text}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise argparse.ArgumentTypeError(f"expected a file with text in UTF-8, got {text}: not UTF-8") from None
+    if not is_text(name(text)):
+        raise argparse.ArgumentTypeError(f"expected a file or {expected}, got {_shown(text)}: no such file")
+    return text
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is JSON, or is meant to be: the service says what is wrong with it."""
+    return text.lstrip().startswith("{") or text.strip() in ("true", "false")
+
+
+def _shown(text: str) -> str:
+    """Return the beginning of what came, for a message."""
+    return repr(text[:_MOST_SHOWN]) if text else "an empty string"
 
 
 def names(text: str) -> list[str]:
@@ -72,14 +97,14 @@ def count(text: str) -> int:
 def points(text: str) -> int:
     """Read a priority or an urgency, 0 to 100."""
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 100):
-        raise argparse.ArgumentTypeError(f"expected 0 to 100, got {text}")
+        raise argparse.ArgumentTypeError(f"expected 0 to 100, got {text or 'an empty string'}")
     return int(text)
 
 
 def seed(text: str) -> int:
     """Read a whole number of at most 64 bits, without a unit."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
-        raise argparse.ArgumentTypeError(f"expected 0 to 2**64 - 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected 0 to 2**64 - 1, got {text or 'an empty string'}")
     return int(text)
 
 
@@ -102,7 +127,7 @@ def share(text: str) -> float:
     """Read a part of a whole, 0 to 1."""
     value = _float(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"expected 0 to 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected 0 to 1, got {text or 'an empty string'}")
     return value
 
 
@@ -113,7 +138,7 @@ def number(text: str) -> Decimal:
     except InvalidOperation:
         value = Decimal("NaN")
     if not (value.is_finite() and 0 <= value <= _MOST):
-        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text or 'an empty string'}")
     return value
 
 
@@ -121,7 +146,7 @@ def positive_number(text: str) -> float:
     """Read a number above 0; it need not be whole."""
     value = _float(text)
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text or 'an empty string'}")
     return value
 
 
@@ -139,14 +164,14 @@ def processors(text: str) -> float:
     """Read a number of CPUs or GPUs from 0; it need not be whole."""
     value = _float(text)
     if not 0 <= value <= _MOST_PROCESSORS:
-        raise argparse.ArgumentTypeError(f"expected 0 to {_MOST_PROCESSORS}, got {text}")
+        raise argparse.ArgumentTypeError(f"expected 0 to {_MOST_PROCESSORS}, got {text or 'an empty string'}")
     return value
 
 
 def _above_0(text: str, most: int) -> float:
     value = _float(text)
     if not 0 < value <= most:
-        raise argparse.ArgumentTypeError(f"expected more than 0 and at most {most}, got {text}")
+        raise argparse.ArgumentTypeError(f"expected more than 0 and at most {most}, got {text or 'an empty string'}")
     return value
 
 
@@ -165,5 +190,6 @@ def _whole(text: str, least: int, most: int) -> int:
     if not (least <= value <= most and value == int(value)):
         bounds = f"from {least}" if value <= most else f"from {least} to {most}"
         examples = "8192, 8k (8000) or 8Ki (8192)"
-        raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, such as {examples}, got {text or 'none'}")
+        got = text or "an empty string"
+        raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, such as {examples}, got {got}")
     return int(value)

@@ -1,33 +1,76 @@
 """The `radixkv` command: its parser, its exit codes, and one line on stderr for every error.
 
+Answers go to stdout; statistics about an answer, progress and errors go to stderr.
+
 Exit codes: 0 done, 1 the service refused or can't be reached, 2 the command line or the configuration is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
-
-import grpc
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from radixkv import __version__
-from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError, RadixKVError
-from radixkv.service.commands.adapters_command import add_adapters_command
-from radixkv.service.commands.client_commands import add_client_commands
-from radixkv.service.commands.fleet_command import add_fleet_command
-from radixkv.service.commands.planning.plan_command import add_plan_command
-from radixkv.service.commands.planning.simulate_command import add_simulate_command
-from radixkv.service.commands.public_command import add_public_command
-from radixkv.service.commands.seeing.segments_command import add_segments_command
-from radixkv.service.commands.seeing.top_command import add_top_command
-from radixkv.service.commands.serve_command import add_serve_command
-from radixkv.service.commands.token_command import add_token_command
 from radixkv.service.missing_package import MissingPackage
+
+
+class Command(NamedTuple):
+    """A command of `radixkv`. Its module is imported only to run the command or to show its help.
+
+    Attributes:
+        module: where the command is, below `radixkv.service.commands`.
+        add: name of the module's function that is called with the command's parser. It sets the description, adds the
+            arguments, and sets the default `command`, a function of the parsed arguments.
+        help: the line that `radixkv --help` shows.
+    """
+
+    module: str
+    add: str
+    help: str
+
+
+COMMANDS = {
+    "serve": Command("serve_command", "add_serve_command", "serve a model until SIGTERM"),
+    "fleet": Command("fleet_command", "add_fleet_command", "serve a model with several engines on Ray until SIGTERM"),
+    "prefill": Command("client_commands", "add_prefill_command", "prefill one prompt"),
+    "generate": Command("generate_command", "add_generate_command", "generate from a prompt"),
+    "health": Command("health_command", "add_health_command", "check whether a service accepts requests"),
+    "purge": Command("client_commands", "add_purge_command", "drop what is cached for a tenant, an adapter or a salt"),
+    "stats": Command(
+        "client_commands", "add_stats_command", "show what the cache holds and the counters of the service"
+    ),
+    "drain": Command("client_commands", "add_drain_command", "shut a service down after its running requests"),
+    "adapters": Command("adapters_command", "add_adapters_command", "load, unload or list LoRA adapters"),
+    "public": Command(
+        "public_command",
+        "add_public_command",
+        "share prefixes, such as system prompts, between all tenants",
+    ),
+    "segments": Command(
+        "seeing.segments_command",
+        "add_segments_command",
+        "list what is cached, with size, heat, age, pins and retention",
+    ),
+    "top": Command(
+        "seeing.top_command",
+        "add_top_command",
+        "watch blocks, hit rate, time to first token, tenants and the hottest segments",
+    ),
+    "token": Command("token_command", "add_token_command", "make tokens for the credentials in server.tokens_file"),
+    "simulate": Command(
+        "planning.simulate_command",
+        "add_simulate_command",
+        "replay a trace without a model to find the hit rate of a cache",
+    ),
+    "plan": Command("planning.plan_command", "add_plan_command", "compute the memory and concurrency of a K/V cache"),
+}
 
 # Top-level modules that the extra `engine` brings.
 _ENGINE_MODULES = frozenset(
@@ -35,8 +78,6 @@ _ENGINE_MODULES = frozenset(
         "torch",
         "transformers",
         "safetensors",
-        "grpc_health",
-        "grpc_reflection",
         "prometheus_client",
         "tokenizers",
     }
@@ -78,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after --help, --version, or an argument that does not parse.
     """
-    arguments = make_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    named = next((argument for argument in argv if not argument.startswith("-")), "")
+    arguments = make_parser({named}).parse_args(argv)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
@@ -91,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = str(error.name).partition(".")[0]
         if package not in _ENGINE_MODULES:
             raise
+        from radixkv.config.needed_package import missing_package
+
         return _complain(2, missing_package(package, "engine"))
-    except grpc.RpcError as error:
-        return _complain(1, _text_of(error))
     except RadixKVError as error:
         return _complain(1, str(error))
     except BrokenPipeError:  # the reader, such as `head`, has ended
@@ -105,33 +148,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(1, "output: no space left on the device")
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if (message := _call_failure(error)) is None:
+            raise
+        return _complain(1, message)
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the whole command; each command sets `command`, a function of the parsed arguments."""
+def make_parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Make the parser of the whole command; each command sets `command`, a function of the parsed arguments.
+
+    Args:
+        names: the commands whose modules are imported for their arguments. The parser knows the others by name and
+            help line only.
+    """
     parser = _Parser(prog="radixkv", description="A prefix-caching prefill service for large language models.")
     parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_serve_command(commands)
-    add_fleet_command(commands)
-    add_client_commands(commands)
-    add_adapters_command(commands)
-    add_public_command(commands)
-    add_segments_command(commands)
-    add_top_command(commands)
-    add_token_command(commands)
-    add_simulate_command(commands)
-    add_plan_command(commands)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.help)
+        if name in names:
+            getattr(importlib.import_module(f"radixkv.service.commands.{command.module}"), command.add)(own)
     return parser
 
 
-def _text_of(error: grpc.RpcError) -> str:
-    if isinstance(error, grpc.Call):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)
+def _call_failure(error: Exception) -> str | None:
+    """Return the message of a failed gRPC call; None for any other error.
+
+    gRPC is not imported for this: it takes 0.1 s, and a command that has not imported it has no such error.
+    """
+    grpc = sys.modules.get("grpc")
+    if grpc is None or not isinstance(error, grpc.RpcError):
+        return None
+    if not isinstance(error, grpc.Call):
+        return str(error)
+    errors = sys.modules.get("radixkv.service.client.errors")
+    is_explained = errors is not None and isinstance(error, errors.ServiceError)
+    return f"{error.code().name}: {error if is_explained else error.details()}"
 
 
 def _complain(code: int, message: str) -> int:
+    with contextlib.suppress(OSError):  # what was printed comes first, where both streams are one
+        sys.stdout.flush()
     print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""Commands that call a running service: prefill, generate, purge, stats, drain."""
+"""Commands that call a running service: prefill, purge, stats, drain."""
 
 from __future__ import annotations
 
@@ -6,73 +6,71 @@ import argparse
 import shutil
 import sys
 import time
-from typing import Any
 
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
 from radixkv.service.commands import argument_types
 from radixkv.service.commands.answer_tables import json_of, prefill_table, purge_table, stats_table
 from radixkv.service.commands.connection_arguments import add_connection, client_of
-from radixkv.service.commands.generate_command import add_generate_command
 from radixkv.service.commands.prompt_arguments import add_prompt, prompt_of, prompt_options
 
 _WATCH_PERIOD_S = 2.0
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"  # cursor to the top left, then everything below it is erased
 
 
-def add_client_commands(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the commands that call a service to the commands of a parser."""
-    _add_prefill(commands)
-    add_generate_command(commands)
-    _add_purge(commands)
-    _add_stats(commands)
-    _add_drain(commands)
-
-
-def _add_prefill(commands: argparse._SubParsersAction[Any]) -> None:
-    prefill = commands.add_parser("prefill", help="prefill one prompt", description="Prefill one prompt.")
+def add_prefill_command(prefill: argparse.ArgumentParser) -> None:
+    """Add the arguments of `prefill` to its parser."""
+    prefill.description = "Prefill one prompt. Prints the next token, and how many tokens of the prompt were cached."
     add_prompt(prefill)
     prefill.add_argument(
-        "--top-logprobs", metavar="N", type=argument_types.count, default=0, help="most likely next tokens to report"
+        "--top-logprobs",
+        metavar="N",
+        type=argument_types.count,
+        default=0,
+        help="number of most likely next tokens to print",
     )
     add_connection(prefill)
     prefill.set_defaults(command=_prefill)
 
 
-def _add_purge(commands: argparse._SubParsersAction[Any]) -> None:
-    about = "forget what is cached for a tenant, an adapter or a salt"
-    purge = commands.add_parser("purge", help=about, description=f"{about.capitalize()}, or for all of them.")
+def add_purge_command(purge: argparse.ArgumentParser) -> None:
+    """Add the arguments of `purge` to its parser."""
+    purge.description = "Drop what is cached for a tenant, an adapter or a salt, or drop everything."
     for name in ("tenant", "adapter", "salt"):
-        purge.add_argument(f"--{name}", type=argument_types.name, help=f"name of the {name} (default: any)")
+        purge.add_argument(
+            f"--{name}", metavar="NAME", type=argument_types.name, help=f"only of this {name} (default: any)"
+        )
     purge.add_argument(
         "--all",
         action="store_true",
-        help="forget everything, in place of a name; with a tenant's token, all of that tenant",
+        help="drop everything; with the token of a tenant, everything of that tenant",
     )
     add_connection(purge)
     purge.set_defaults(command=_purge)
 
 
-def _add_stats(commands: argparse._SubParsersAction[Any]) -> None:
-    about = "show what the cache holds and what the service did"
-    stats = commands.add_parser("stats", help=about, description=f"{about.capitalize()}.")
+def add_stats_command(stats: argparse.ArgumentParser) -> None:
+    """Add the arguments of `stats` to its parser."""
+    stats.description = "Show what the cache holds and the counters of the service."
     stats.add_argument(
         "--watch",
         metavar="S",
         type=argument_types.period,
         nargs="?",
         const=_WATCH_PERIOD_S,
-        help=f"refresh every S seconds, {_WATCH_PERIOD_S:g} without a number, until Ctrl-C; a terminal is redrawn, "
-        "elsewhere tables follow each other, and with --json each is one line (default: show once)",
+        help=f"refresh every S seconds until Ctrl-C, every {_WATCH_PERIOD_S:g} seconds without a number; a terminal "
+        "is redrawn, other outputs get one table after the other, and --json prints one line each (default: show once)",
     )
-    stats.add_argument("--tenant", type=argument_types.name, help="only what this tenant may know (default: all)")
+    stats.add_argument(
+        "--tenant", metavar="NAME", type=argument_types.name, help="only what this tenant may see (default: all)"
+    )
     add_connection(stats)
     stats.set_defaults(command=_stats)
 
 
-def _add_drain(commands: argparse._SubParsersAction[Any]) -> None:
-    about = "end a service as SIGTERM does: running requests finish"
-    drain = commands.add_parser("drain", help=about, description=f"{about.capitalize()}.")
+def add_drain_command(drain: argparse.ArgumentParser) -> None:
+    """Add the arguments of `drain` to its parser."""
+    drain.description = "Shut a service down as SIGTERM does: it refuses new requests, finishes running ones and exits."
     add_connection(drain)
     drain.set_defaults(command=_drain)
 

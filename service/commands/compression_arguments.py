@@ -13,18 +13,18 @@ _NUMBERS = ("tokens", "sinks", "window")
 
 def add_compression(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a compression to a parser."""
-    group = parser.add_argument_group("lossy compression of the K/V", "for other answers, which are never cached")
+    group = parser.add_argument_group("lossy compression of the K/V", "Changes the answer; nothing of it is cached.")
     group.add_argument(
         "--compression",
         metavar="POLICY",
         choices=[policy.value for policy in CompressionPolicy],
-        help=f"keep only some K/V after the prompt: {', '.join(CompressionPolicy)} (default: keep all)",
+        help=f"keep only a part of the K/V after prefill: {', '.join(CompressionPolicy)} (default: keep all)",
     )
     group.add_argument(
         "--compression-tokens",
         metavar="N",
         type=argument_types.positive,
-        help="K/V entries that each head keeps (default: none, --compression needs it)",
+        help="K/V entries that each head keeps; required by --compression (default: none)",
     )
     group.add_argument(
         "--compression-sinks",
@@ -36,7 +36,8 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
         "--compression-window",
         metavar="N",
         type=argument_types.positive,
-        help="last tokens that h2o and snapkv keep in any case (default: half of them, for snapkv 32 at most)",
+        help="last tokens that h2o and snapkv always keep (default: half of --compression-tokens, at most 32 for "
+        "snapkv)",
     )
 
 

@@ -21,18 +21,24 @@ def add_connection(command: argparse.ArgumentParser) -> None:
     """Add the options of a connection to a command, and the form of its answer."""
     service = command.add_argument_group("the service")
     service.add_argument(
-        "--address", metavar="HOST:PORT", type=argument_types.name, default=_ADDRESS, help="where it listens"
+        "--address", metavar="HOST:PORT", type=argument_types.name, default=_ADDRESS, help="address of the service"
     )
-    service.add_argument("--timeout-s", metavar="S", type=float, help="seconds for a call (default: no limit)")
+    service.add_argument("--timeout-s", metavar="S", type=float, help="deadline of a call in seconds (default: none)")
     service.add_argument(
-        "--retries", metavar="N", type=int, default=0, help=f"further attempts after UNAVAILABLE, at most {MAX_RETRIES}"
+        "--retries",
+        metavar="N",
+        type=int,
+        default=0,
+        help=f"retries of a call that is UNAVAILABLE, at most {MAX_RETRIES}",
     )
-    service.add_argument("--tls-ca", metavar="FILE", help="PEM authorities of its certificate (default: no TLS)")
     service.add_argument(
-        "--token-file", metavar="FILE", help=f"file with the caller's token (default: the variable {TOKEN_VARIABLE})"
+        "--tls-ca", metavar="FILE", help="PEM file with the authority of its certificate (default: no TLS)"
     )
-    service.add_argument("--certificate", metavar="FILE", help="PEM certificate of the caller (default: none)")
-    service.add_argument("--key", metavar="FILE", help="PEM private key of that certificate (default: none)")
+    service.add_argument(
+        "--token-file", metavar="FILE", help=f"file with your token (default: the variable {TOKEN_VARIABLE})"
+    )
+    service.add_argument("--certificate", metavar="FILE", help="PEM file with your certificate (default: none)")
+    service.add_argument("--key", metavar="FILE", help="PEM file with its private key (default: none)")
     service.add_argument("--json", action="store_true", help="print the whole answer as JSON")
 
 
@@ -55,7 +61,10 @@ def client_of(arguments: argparse.Namespace) -> Client:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{error.filename}: expected a readable file, got {error.strerror}") from error
+        options = ("tls_ca", "token_file", "certificate", "key")
+        named = (name for name in options if getattr(arguments, name) == error.filename)
+        option = f"--{next(named, 'file').replace('_', '-')}"
+        raise ConfigError(f"{option}: expected a readable file, got {error.filename}: {error.strerror}") from error
 
 
 def _token(arguments: argparse.Namespace) -> str | None:

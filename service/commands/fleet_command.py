@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
 
 from radixkv.config import Config, ServerConfig
 from radixkv.config.model_directory import check_servable
@@ -20,6 +19,7 @@ from radixkv.service.commands import argument_types
 from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
 from radixkv.service.server.listen_address import host_port, not_free, require_free
 from radixkv.service.server.transfer.kv_sources import require_sources
+from radixkv.telemetry.otlp import require_exportable
 
 _DEFAULT_REPLICAS = "2"
 # Keys of ports and sockets that a single server has, and a fleet has not.
@@ -31,40 +31,47 @@ _OF_ONE_SERVER = (
 )
 
 
-def add_fleet_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `fleet` to the commands of a parser."""
+def add_fleet_command(fleet: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fleet` to its parser."""
     server = ServerConfig()
-    fleet: argparse.ArgumentParser = commands.add_parser(
-        "fleet",
-        help="serve a model by several engines on Ray until SIGTERM",
-        description="Serve a model by several engines on Ray until SIGTERM or SIGINT. Each request goes to the engine "
-        "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready.",
+    fleet.description = (
+        "Serve a model with several engines on Ray until SIGTERM or SIGINT. Each request is routed to the engine "
+        "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready."
     )
     fleet.add_argument(
-        "--replicas", metavar="N|N:M", help="engines; N:M for as many as their load asks for (default: 2)"
+        "--replicas", metavar="N|N:M", help="number of engines; N:M scales between N and M with the load (default: 2)"
     )
     fleet.add_argument(
         "--prefill-replicas",
         metavar="N",
         type=int,
-        help="engines that compute prompts, in place of --replicas (default: none)",
+        help="number of engines that only prefill, instead of --replicas (default: none)",
     )
     fleet.add_argument(
-        "--decode-replicas", metavar="N", type=int, help="engines that generate from their K/V (default: none)"
+        "--decode-replicas", metavar="N", type=int, help="number of engines that decode from their K/V (default: none)"
     )
     fleet.add_argument("--model", metavar="tiny|DIR", help="the embedded model, or a directory (default: tiny)")
-    fleet.add_argument("--host", help=f"address to listen on (default: {server.host})")
-    fleet.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")
+    fleet.add_argument("--host", metavar="HOST", help=f"address to listen on (default: {server.host})")
     fleet.add_argument(
-        "--replica-host", metavar="H", default="127.0.0.1", help="address that engines listen on; node: their machine's"
+        "--port", metavar="PORT", type=int, help=f"port to listen on; 0 picks a free one (default: {server.port})"
     )
-    fleet.add_argument("--cpus", type=argument_types.processors, default=1.0, help="of each engine")
-    fleet.add_argument("--gpus", type=argument_types.processors, default=0.0, help="of each engine")
-    fleet.add_argument("--ray-address", metavar="A", help="of a running Ray cluster (default: one of its own)")
-    fleet.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS or credentials")
-    fleet.add_argument("--config", metavar="F", help="a TOML file (default: none)")
     fleet.add_argument(
-        "--set", metavar="a.b=v", action="append", default=[], help="one key of the configuration (default: none)"
+        "--replica-host",
+        metavar="H",
+        default="127.0.0.1",
+        help="address that engines listen on; node: that of their machine",
+    )
+    fleet.add_argument("--cpus", metavar="N", type=argument_types.processors, default=1.0, help="CPUs per engine")
+    fleet.add_argument("--gpus", metavar="N", type=argument_types.processors, default=0.0, help="GPUs per engine")
+    fleet.add_argument("--ray-address", metavar="A", help="address of a running Ray cluster (default: starts its own)")
+    fleet.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS or credentials")
+    fleet.add_argument("--config", metavar="FILE", help="TOML file with the configuration (default: none)")
+    fleet.add_argument(
+        "--set",
+        metavar="a.b=v",
+        action="append",
+        default=[],
+        help="set one key of the configuration; may be repeated (default: none)",
     )
     fleet.set_defaults(command=_fleet)
 
@@ -82,6 +89,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     require_free(config.server)
     _require_private(arguments.replica_host, config)
     require_sources(config.kv_sources)
+    require_exportable(config.telemetry)
     config = with_port(config, config.server.port or _free_port(config.server.host))
     plan = FleetPlan(
         config,
@@ -128,8 +136,12 @@ def _require_private(host: str, config: Config) -> None:
     if has_tls:
         try:
             tls_credentials(str(config.fleet.tls_ca))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {error}") from error
+        except OSError as error:
+            reason = f"{config.fleet.tls_ca}: {error.strerror}"
+            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
+        except ValueError as error:
+            reason = f"{config.fleet.tls_ca}, which has none"
+            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
     if is_on_this_machine(host):
         return
     if not has_tls and server.tokens_file is not None:

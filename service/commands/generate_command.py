@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import Self
 
 from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS
 from radixkv.service.commands import argument_types
@@ -18,13 +19,11 @@ from radixkv.service.text.answer_text import AnswerText
 from radixkv.v1.prefill_pb2 import GenerateResponse
 
 
-def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `generate` to the commands of a parser."""
-    generate = commands.add_parser(
-        "generate",
-        help="continue a prompt; prints the answer as it comes",
-        description="Continue a prompt; prints the answer as it comes: text after text, token ids after token ids. "
-        f"{argument_types.COUNTS}",
+def add_generate_command(generate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `generate` to its parser."""
+    generate.description = (
+        "Generate from a prompt. Prints the answer on stdout as it arrives, text for a prompt of text and token ids "
+        f"for a prompt of token ids, and then statistics on stderr. {argument_types.COUNTS}"
     )
     add_prompt(generate)
     add_chat(generate)
@@ -34,82 +33,90 @@ def add_generate_command(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         type=argument_types.positive,
         default=DEFAULT_MAX_NEW_TOKENS,
-        help="tokens to generate at most",
+        help="maximum number of tokens to generate",
     )
     sampling.add_argument(
-        "--temperature", metavar="T", type=float, default=0.0, help="divides the logits; 0 takes the most likely token"
+        "--temperature", metavar="T", type=float, default=0.0, help="sampling temperature; 0 is greedy"
     )
     sampling.add_argument(
         "--top-p",
         metavar="P",
         type=float,
-        help="draw from the fewest tokens whose probability is P together (default: 1)",
+        help="sample from the smallest set of tokens whose cumulative probability reaches P (default: 1)",
     )
     sampling.add_argument(
         "--top-k",
         metavar="K",
         type=argument_types.count,
         default=0,
-        help="draw from the K most likely tokens; 0 for all",
+        help="sample from the K most likely tokens; 0 for all",
     )
     sampling.add_argument(
-        "--min-p", metavar="P", type=float, default=0.0, help="draw from tokens at least P times as likely as the first"
+        "--min-p",
+        metavar="P",
+        type=float,
+        default=0.0,
+        help="sample from tokens at least P times as likely as the top one",
     )
     sampling.add_argument(
         "--repetition-penalty",
         metavar="X",
         type=float,
-        help="makes tokens of prompt and answer less likely if above 1 (default: 1)",
+        help="above 1, makes tokens of the prompt and the answer less likely (default: 1)",
     )
-    for name, when in (("presence", "if they are in the answer"), ("frequency", "each time they are in the answer")):
+    for name, when in (("presence", "that are in the answer"), ("frequency", "for each time they are in the answer")):
         sampling.add_argument(
-            f"--{name}-penalty", metavar="X", type=float, default=0.0, help=f"taken from logits of tokens {when}"
+            f"--{name}-penalty",
+            metavar="X",
+            type=float,
+            default=0.0,
+            help=f"subtracted from the logits of tokens {when}",
         )
     sampling.add_argument(
         "--min-tokens",
         metavar="N",
         type=argument_types.count,
         default=0,
-        help="tokens before which no stop token comes",
+        help="minimum number of tokens to generate before a stop token",
     )
     sampling.add_argument(
-        "--seed", metavar="N", type=argument_types.seed, help="equal seeds draw equal tokens (default: random)"
+        "--seed", metavar="N", type=argument_types.seed, help="seed of the sampling (default: random)"
     )
     sampling.add_argument(
         "--stop-tokens",
         metavar="1,2,3",
         type=argument_types.token_ids,
         default=[],
-        help="token ids that end it (default: none)",
+        help="token ids that end the answer (default: none)",
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the model's end of sequence")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     sampling.add_argument(
         "--stop",
-        metavar="T",
+        metavar="TEXT",
         type=argument_types.name,
         action="append",
         default=[],
-        help="text that ends it and is not printed; may be given more than once (default: none)",
+        help="text that ends the answer and is not printed; may be repeated (default: none)",
     )
     followed = sampling.add_mutually_exclusive_group()
     followed.add_argument(
         "--json-schema",
         metavar="FILE|TEXT",
-        type=argument_types.text_or_file,
-        help="a JSON schema that it follows, or the file of one (default: none)",
+        type=argument_types.json_schema,
+        help="JSON schema that the answer follows (default: none)",
     )
-    followed.add_argument("--json-object", action="store_true", help="it is a JSON object")
+    followed.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
     followed.add_argument(
         "--regex",
-        metavar="R",
+        metavar="REGEX",
         type=argument_types.name,
-        help="a regular expression that all of it matches (default: none)",
+        help="regular expression that the whole answer matches (default: none)",
     )
     followed.add_argument(
         "--grammar",
         metavar="FILE|TEXT",
-        type=argument_types.text_or_file,
-        help="a grammar that it follows, or the file of one, in the syntax of Lark or llama.cpp (default: none)",
+        type=argument_types.grammar,
+        help="grammar that the answer follows, in the syntax of Lark or llama.cpp (default: none)",
     )
     add_compression(generate)
     add_connection(generate)
@@ -120,8 +127,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     answer, compression = GenerateResponse(), compression_of(arguments)
     with client_of(arguments) as client:
         prompt = prompt_of(arguments, client)
-        printer = _Printer(prompt, arguments.stop, arguments.min_tokens, is_silent=arguments.json)
-        for news in client.generate(
+        updates = client.generate(
             prompt.token_ids,
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
@@ -142,42 +148,59 @@ def _generate(arguments: argparse.Namespace) -> None:
             grammar=arguments.grammar,
             compression=compression,
             **prompt_options(arguments, len(prompt.token_ids)),
-        ):
-            answer.MergeFrom(news)  # which joins the tokens
-            printer.put(news)
-    print(json_of(answer, text=printer.text) if arguments.json else generate_table(answer))
+        )
+        with _Printer(prompt, arguments.stop, arguments.min_tokens, is_silent=arguments.json) as printer:
+            for update in updates:
+                answer.MergeFrom(update)  # which joins the tokens
+                printer.put(update)
+    if arguments.json:
+        print(json_of(answer, text=printer.text))
+    else:
+        print(generate_table(answer), file=sys.stderr)
 
 
 class _Printer:
-    """Prints an answer as it comes: text if the prompt was text, otherwise token ids."""
+    """Prints an answer on stdout as it comes: text if the prompt was text, otherwise token ids.
+
+    The context ends the last line, also after an error or Ctrl-C in the middle of an answer, so that whatever is
+    printed next on the terminal starts on a line of its own.
+    """
 
     def __init__(self, prompt: Prompt, stops: Sequence[str], min_tokens: int, *, is_silent: bool) -> None:
         self._is_silent = is_silent
         self._is_terminal = sys.stdout.isatty()
-        self._has_ids = False  # before the next one
+        self._is_inside_line = False
         self._pieces: list[str] = []
         self._answer: AnswerText | None = None
         if prompt.tokenizer is not None:
             self._answer = AnswerText(prompt.tokenizer.stream(prompt.token_ids), stops, min_tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_inside_line:
+            self._print("\n")
 
     @property
     def text(self) -> str | None:
         """The text so far; None if the prompt was no text."""
         return None if self._answer is None else "".join(self._pieces)
 
-    def put(self, news: GenerateResponse) -> None:
-        """Print the next part, and an end of line after the last."""
-        end = "\n" if news.finished else ""
+    def put(self, update: GenerateResponse) -> None:
+        """Print the next part of the answer."""
         if self._answer is None:
-            # A space goes before a token: the last message may have none.
-            ids = " ".join(map(str, news.token_ids))
-            self._print((" " if ids and self._has_ids else "") + ids + end)
-            self._has_ids = self._has_ids or bool(ids)
+            ids = " ".join(map(str, update.token_ids))
+            # The space precedes the ids, because the last update may have none.
+            self._print((" " if ids and self._is_inside_line else "") + ids)
             return
-        piece = self._answer.put(news.token_ids) + (self._answer.end() if news.finished else "")
+        piece = self._answer.put(update.token_ids) + (self._answer.end() if update.finished else "")
         self._pieces.append(piece)
-        self._print((printable(piece, keep="\n\t") if self._is_terminal else piece) + end)
+        self._print(printable(piece, keep="\n\t") if self._is_terminal else piece)
 
     def _print(self, text: str) -> None:
-        if not self._is_silent:
+        if text and not self._is_silent:
             print(text, end="", flush=True)
+            self._is_inside_line = not text.endswith("\n")

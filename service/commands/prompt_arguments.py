@@ -30,36 +30,38 @@ class Prompt:
 def add_tokens(command: argparse.ArgumentParser) -> None:
     """Add the options of a prompt's tokens to a command."""
     group = command.add_argument_group(
-        "the prompt", "One of --text, --text-file, --tokens and --tokens-file; - as its value reads stdin."
+        "the prompt", "Give one of --text, --text-file, --tokens and --tokens-file. The value - reads stdin."
     )
     prompt = group.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--text", metavar="T|-", type=_text, help="text, for the tokenizer of the served model")
-    prompt.add_argument("--text-file", metavar="F", dest="text", type=_read, help="a file with the text")
+    prompt.add_argument("--text", metavar="TEXT|-", type=_text, help="text, for the tokenizer of the served model")
+    prompt.add_argument("--text-file", metavar="FILE", dest="text", type=_read_text, help="file with the text")
     prompt.add_argument("--tokens", metavar="1,2,3|-", type=_tokens, help="token ids, separated by commas or spaces")
-    prompt.add_argument("--tokens-file", metavar="F", dest="tokens", type=_read_tokens, help="a file with token ids")
+    prompt.add_argument("--tokens-file", metavar="FILE", dest="tokens", type=_read_tokens, help="file with token ids")
     text = group.add_mutually_exclusive_group()
     text.add_argument(
-        "--tokenizer", metavar="DIR", help="a directory with another tokenizer for the text (default: the model's own)"
+        "--tokenizer", metavar="DIR", help="directory with a tokenizer for the text (default: that of the model)"
     )
-    text.add_argument("--bytes", action="store_true", help="no tokenizer: the text's bytes are the token ids")
+    text.add_argument(
+        "--bytes", action="store_true", help="use the bytes of the text as token ids, without a tokenizer"
+    )
 
 
 def add_prompt(command: argparse.ArgumentParser) -> None:
     """Add the options of a prompt to a command: its tokens, its identity and its use of the cache."""
     add_tokens(command)
-    identity = command.add_argument_group("identity", "Only requests with equal ones share cached tokens.")
+    identity = command.add_argument_group("identity", "Requests share cached tokens only if all three are equal.")
     for name in ("tenant", "adapter", "salt"):
         identity.add_argument(
-            f"--{name}", type=argument_types.name, default="", help=f"name of the {name} (default: empty)"
+            f"--{name}", metavar="NAME", type=argument_types.name, default="", help=f"{name} (default: none)"
         )
     use = command.add_argument_group("cache and queue")
-    use.add_argument("--no-read-cache", action="store_true", help="compute every token")
-    use.add_argument("--no-write-cache", action="store_true", help="publish nothing for later requests")
+    use.add_argument("--no-read-cache", action="store_true", help="compute every token, without reuse")
+    use.add_argument("--no-write-cache", action="store_true", help="cache nothing for later requests")
     use.add_argument(
         "--retention-priority",
         metavar="0..100",
         type=argument_types.points,
-        help="unused blocks of lower priority are evicted first (default: 50)",
+        help="priority in the cache; unused blocks with a lower one are evicted first (default: 50)",
     )
     use.add_argument(
         "--ttl-s",
@@ -71,7 +73,7 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
         "--urgency",
         metavar="0..100",
         type=argument_types.points,
-        help="order of the tenant's own requests; a point is worth a second of waiting (default: 50)",
+        help="priority among the requests of the tenant; a point counts as a second of waiting (default: 50)",
     )
 
 
@@ -79,13 +81,13 @@ def add_chat(command: argparse.ArgumentParser) -> None:
     """Add the options of a conversation to a command that has those of a prompt."""
     group = command.add_argument_group("the conversation")
     group.add_argument(
-        "--chat", action="store_true", help="the text is a user's message, put into the model's chat template"
+        "--chat", action="store_true", help="send the text as a user message in the chat template of the model"
     )
     group.add_argument(
         "--system",
-        metavar="T",
+        metavar="TEXT",
         type=argument_types.name,
-        help="with --chat: a system message before the user's message (default: none)",
+        help="with --chat, the system message (default: none)",
     )
 
 
@@ -176,7 +178,18 @@ def _decoded(text: bytes) -> str:
 
 
 def _text(text: str) -> bytes:
-    return _read("-") if text == "-" else text.encode("utf-8", "surrogateescape")  # the bytes of the command line
+    if text == "-":
+        return _read_text("-")
+    if not text:
+        raise argparse.ArgumentTypeError("expected text, got an empty string")
+    return text.encode("utf-8", "surrogateescape")  # the bytes of the command line
+
+
+def _read_text(path: str) -> bytes:
+    text = _read(path)
+    if not text:
+        raise argparse.ArgumentTypeError(f"expected text, got none from {'stdin' if path == '-' else path}")
+    return text
 
 
 def _tokens(text: str) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from radixkv.service.commands import argument_types
 from radixkv.service.commands.answer_tables import json_of
@@ -16,34 +15,35 @@ from radixkv.v1.cache_pb2 import PublicPrefix
 _HEAD = ("public prefix", "tokens", "blocks", "adapter", "users", "uses", "state")
 
 
-def add_public_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `public` to the commands of a parser."""
-    about = "make prefixes public, such as system prompts: computed once, and used by the prompts of all tenants"
-    public: argparse.ArgumentParser = commands.add_parser(
-        "public", help=about, description=f"{about[0].upper()}{about[1:]}."
-    )
+def add_public_command(public: argparse.ArgumentParser) -> None:
+    """Add the actions of `public` to its parser."""
+    public.description = "Share prefixes, such as system prompts, between all tenants. Each is computed once."
     actions = public.add_subparsers(required=True, metavar="ACTION", help="add, remove or list")
     add: argparse.ArgumentParser = actions.add_parser(
         "add",
-        help="compute a prefix, and let all prompts use it",
-        description="Compute a prefix, and let all prompts use it until it is removed, or the service ends.",
+        help="compute a prefix and share it",
+        description="Compute a prefix and share it between all tenants until it is removed or the service ends.",
     )
-    add.add_argument("name", type=argument_types.name, help="not that of another one")
+    add.add_argument("name", type=argument_types.name, help="name of the prefix; no other public prefix may have it")
     add_tokens(add)
     add.add_argument(
-        "--adapter", type=argument_types.name, default="", help="name of a loaded adapter (default: the model itself)"
+        "--adapter",
+        metavar="NAME",
+        type=argument_types.name,
+        default="",
+        help="name of a loaded adapter (default: the model itself)",
     )
     add_connection(add)
     add.set_defaults(command=_add)
     remove: argparse.ArgumentParser = actions.add_parser(
         "remove",
-        help="let no more prompts use a prefix",
-        description="Let no more prompts use a prefix. It is freed when the requests that use it are over.",
+        help="stop sharing a prefix",
+        description="Stop sharing a prefix. Its blocks are freed when the requests that use them are finished.",
     )
-    remove.add_argument("name", type=argument_types.name, help="as it was added")
+    remove.add_argument("name", type=argument_types.name, help="name of the prefix")
     add_connection(remove)
     remove.set_defaults(command=_remove)
-    listing = actions.add_parser("list", help="list what is public", description="List what is public.")
+    listing = actions.add_parser("list", help="list the public prefixes", description="List the public prefixes.")
     add_connection(listing)
     listing.set_defaults(command=_list)
 
@@ -61,8 +61,8 @@ def _remove(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json_of(prefix))
     else:
-        end = f"freed when its {prefix.users} users are over" if prefix.users else "freed"
-        print(f"{prefix.name} is not public any more: {_amount(prefix)}, {end}")
+        end = f"freed when {prefix.users} requests are finished" if prefix.users else "freed"
+        print(f"{prefix.name} is no longer public: {_amount(prefix)}, {end}")
 
 
 def _list(arguments: argparse.Namespace) -> None:

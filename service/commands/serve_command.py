@@ -9,32 +9,24 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
 
+from radixkv import __version__
 from radixkv.config import Config, ModelConfig, ServerConfig, TransferConfig
 from radixkv.config.model_directory import check_servable
-from radixkv.service.server.events.publishing import publishing, require_publishable
-from radixkv.service.server.identity.requirements import require_secure
-from radixkv.service.server.listen_address import require_free
-from radixkv.service.server.transfer.kv_sources import require_sources
-from radixkv.service.server.transfer.role import require_role
 from radixkv.startup.openmp_threads import bound_spinning
-from radixkv.startup.requirements import require_usable
+from radixkv.startup.progress import StartProgress
 
 _logger = logging.getLogger(__name__)
 
 
-def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `serve` to the commands of a parser."""
+def add_serve_command(serve: argparse.ArgumentParser) -> None:
+    """Add the arguments of `serve` to its parser."""
     model, server = ModelConfig(), ServerConfig()
-    serve: argparse.ArgumentParser = commands.add_parser(
-        "serve",
-        help="serve a model until SIGTERM",
-        description="Serve a model until SIGTERM or SIGINT. Prints one line, listening on HOST:PORT, on stdout when "
-        "ready; the log goes to stderr.",
+    serve.description = (
+        "Serve a model until SIGTERM or SIGINT. Prints one line, listening on HOST:PORT, on stdout when "
+        "ready; the log goes to stderr."
     )
     serve.add_argument(
         "--model",
@@ -104,42 +96,53 @@ class JsonLines(logging.Formatter):
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    start_s = time.monotonic()
-    config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
-    _start_log(arguments.log_level, arguments.log_format)
-    require_secure(config.server)
-    require_free(config.server)
-    require_publishable(config.events)
-    require_role(config)
-    require_sources(config.kv_sources)
-    require_usable(config)
-    _announce(config.model)
-    try:
-        with _without_collections():
-            bound_spinning(os.environ)
-            # Imported only here: clients need neither a model nor a server, and torch takes seconds.
-            from radixkv.service.server.metrics_port import Telemetry
-            from radixkv.service.server.optional_services import optional_services
-            from radixkv.service.server.server import run
-            from radixkv.startup.build_engine import build_engine
+    with StartProgress() as progress:
+        config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
+        _start_log(arguments.log_level, arguments.log_format)
+        _announce(config.model)
+        # Modules are imported where they are needed: the first line comes before gRPC, numpy and PyTorch are imported,
+        # and refusals come before PyTorch.
+        progress.begin("checking the configuration")
+        from radixkv.service.server.start_requirements import require_startable
 
-        _logger.info("imported the libraries in %.1f s", time.monotonic() - start_s)
-        telemetry = Telemetry(config)
-        engine = build_engine(config, telemetry.observers)
-        limits = engine.limits
-        _logger.info(
-            "ready after %.1f s: model %s on %s, %d tokens of K/V in blocks of %d",
-            time.monotonic() - start_s,
-            limits.model,
-            limits.device,
-            limits.pool_tokens,
-            limits.block_size,
+        require_startable(config)
+        try:
+            _run(config, progress)
+        finally:
+            gc.unfreeze()  # as `run` does, also if there is nothing to run
+
+
+def _run(config: Config, progress: StartProgress) -> None:
+    """Import the libraries, build the engine, and serve until a signal comes."""
+    bound_spinning(os.environ)
+    with _without_collections():
+        progress.begin("importing the server")
+        from radixkv.service.server.events.publishing import publishing
+        from radixkv.service.server.metrics_port import Telemetry
+        from radixkv.service.server.optional_services import optional_services
+        from radixkv.service.server.server import run
+        from radixkv.telemetry.otlp import exported_spans
+
+        progress.begin("importing PyTorch and transformers")
+        from radixkv.startup.build_engine import build_engine
+
+    with contextlib.ExitStack() as resources:
+        telemetry = Telemetry(config, resources.enter_context(exported_spans(config.telemetry)))
+        # The port is open from now on, so that a start that takes minutes passes liveness probes.
+        resources.enter_context(telemetry.serving())
+        engine = build_engine(config, telemetry.observers, progress=progress)
+        telemetry.watch(engine)
+        progress.begin("starting to listen")
+        resources.enter_context(publishing(engine, config.events))
+        run(
+            engine,
+            config.server,
+            config.model.path,
+            optional_services(engine, config),
+            config.gateway.tenant,
+            telemetry.count_refusal,
+            progress.ready,
         )
-        with telemetry.serving(engine), publishing(engine, config.events):
-            services = optional_services(engine, config)
-            run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
-    finally:
-        gc.unfreeze()  # as `run` does, also if there is nothing to run
 
 
 @contextlib.contextmanager
@@ -154,13 +157,15 @@ def _without_collections() -> Iterator[None]:
 
 
 def _announce(model: ModelConfig) -> None:
-    """Log what will be loaded. Raises ConfigError at once, before torch is imported, if there is no model there."""
-    wanted = f"device {model.device}, dtype {model.dtype}"
-    if model.path == "tiny":
-        _logger.info("loading the embedded model, %s", wanted)
-    else:
-        num_bytes = check_servable(model.path)
-        _logger.info("loading %s, %.2f GB of weights, %s", model.path, num_bytes / 1e9, wanted)
+    """Log what will be served: the first line of the log.
+
+    Raises:
+        ConfigError: there is no model in the configured directory.
+    """
+    what = "the embedded model tiny"
+    if model.path != "tiny":
+        what = f"{model.path} ({check_servable(model.path) / 1e9:.2f} GB of weights)"
+    _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, what, model.device, model.dtype)
 
 
 def tells_of_more_than_a_gone_caller(record: logging.LogRecord) -> bool:

@@ -21,30 +21,33 @@ TOKEN_PREFIX = "rkv_"  # so that scanners for secrets find a token that lies whe
 _NUM_RANDOM_BYTES = 32
 
 
-def add_token_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `token` to the commands of a parser."""
-    about = "make tokens for the file that server.tokens_file names"
-    token = commands.add_parser("token", help=about, description=f"{about.capitalize()}.")
-    verbs = token.add_subparsers(required=True, metavar="VERB", help="what to do")
+def add_token_command(token: argparse.ArgumentParser) -> None:
+    """Add the actions of `token` to its parser."""
+    token.description = "Make tokens for the credentials in server.tokens_file."
+    verbs = token.add_subparsers(required=True, metavar="ACTION", help="new")
     new: argparse.ArgumentParser = verbs.add_parser(
         "new",
         help="make a token",
-        description="Make a token and print it on stdout, once: only its hash is kept. The entry with the hash is "
-        "added to --file, or printed on stderr.",
+        description="Make a token and print it on stdout. It can't be shown again, because only its hash is kept: the "
+        "entry with the hash is added to --file, or printed on stderr without --file.",
     )
-    new.add_argument("--name", required=True, type=argument_types.name, help="name of the credential, for the log")
+    new.add_argument(
+        "--name", required=True, type=argument_types.name, metavar="NAME", help="name of the credential in the log"
+    )
     role = new.add_mutually_exclusive_group(required=True)
-    role.add_argument("--tenant", type=argument_types.name, help="the token is that of this tenant (default: none)")
+    role.add_argument(
+        "--tenant", type=argument_types.name, metavar="NAME", help="a token of this tenant (default: none)"
+    )
     role.add_argument(
         "--router",
-        metavar="all|T,T",
+        metavar="all|NAME[,...]",
         type=argument_types.name,
-        help="the token is a router's, which may name these tenants (default: none)",
+        help="a token of a router, which may act for these tenants (default: none)",
     )
-    role.add_argument("--admin", action="store_true", help="the token is an admin's, for every call")
-    role.add_argument("--reader", action="store_true", help="the token is for metrics and statistics alone")
-    new.add_argument("--days", type=argument_types.days, help="days until it expires (default: never)")
-    new.add_argument("--file", metavar="F", help="TOML file to add the entry to, made if missing (default: none)")
+    role.add_argument("--admin", action="store_true", help="a token of an admin, for every call")
+    role.add_argument("--reader", action="store_true", help="a token for metrics and statistics only")
+    new.add_argument("--days", metavar="N", type=argument_types.days, help="days until it expires (default: never)")
+    new.add_argument("--file", metavar="FILE", help="TOML file to add the entry to; created if missing (default: none)")
     new.set_defaults(command=_new)
 
 
@@ -95,4 +98,5 @@ def _add(path: Path, entry: str) -> None:
     except UnicodeDecodeError as error:
         raise ConfigError("--file: expected UTF-8, got something else") from error
     except OSError as error:
-        raise ConfigError(f"--file: expected a file that can be read and written, got {error.strerror}") from error
+        reason = f"{path}: {error.strerror}"
+        raise ConfigError(f"--file: expected a file that can be read and written, got {reason}") from error

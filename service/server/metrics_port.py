@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -40,24 +40,39 @@ _logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Watches one engine: with metrics if the configuration has a port for them, with spans if OpenTelemetry is set up.
+    """Watches one engine: with metrics if the configuration has a port for them, with spans if there is a tracer.
+
+    Args:
+        config: of the service.
+        tracing: makes spans. Without it, they are made where the process has set OpenTelemetry up itself.
 
     Attributes:
         observers: for the engine; none if nothing is counted or traced.
         count_refusal: counts a call that is refused before the engine knows of it; None if nothing is counted.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tracing: Observer | None = None) -> None:
         self._config = config.server
         self._metrics = None if config.server.metrics_port is None else Metrics(config.tenants)
+        self._app = None if self._metrics is None else MetricsApp(self._metrics.registry)
         self.count_refusal = None if self._metrics is None else RefusedCalls(self._metrics.registry).count
-        self.observers = [observer for observer in (self._metrics, _tracing()) if observer is not None]
+        self.observers = [
+            observer for observer in (self._metrics, tracing or _process_tracing()) if observer is not None
+        ]
+
+    def watch(self, engine: Engine) -> None:
+        """Tell the port which engine it is about. To be called once."""
+        if self._app is not None:
+            self._app.watch(engine)
 
     @contextlib.contextmanager
-    def serving(self, engine: Engine) -> Iterator[str | None]:
-        """Serve the metrics port while the context lasts, also while the service drains.
+    def serving(self, engine: Engine | None = None) -> Iterator[str | None]:
+        """Serve the metrics port while the context lasts, also while the service starts and while it drains.
 
         With credentials, everything but `OPEN_PATHS` needs the token of an admin or a reader. With TLS, it is HTTPS.
+
+        Args:
+            engine: what the port is about; None if it is to be built, and then given to `watch`.
 
         Yields:
             `HOST:PORT` with the port that was taken, which is logged too; None without a port in the configuration.
@@ -66,12 +81,13 @@ class Telemetry:
             ConfigError: the address can't be bound.
         """
         host, port = self._config.host, self._config.metrics_port
-        if self._metrics is None or port is None:
+        if self._app is None or port is None:
             yield None
             return
-        self._metrics.registry.register(EngineGauges(engine))
+        if engine is not None:
+            self.watch(engine)
         try:
-            app = make_app(engine, self._metrics.registry)
+            app: WSGIApplication = self._app
             callers = known_callers(self._config)
             if callers is not None:
                 app = guarded(app, callers, OPEN_PATHS)
@@ -92,37 +108,48 @@ class Telemetry:
             server.server_close()
 
 
-def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
-    """Make the application behind the port.
+class MetricsApp:
+    """The application behind the port.
 
     | path | answer |
     |---|---|
     | / | a page that draws what is cached, fed by /state.json |
     | /metrics | all metrics, or those that `?name[]=NAME` names |
-    | /healthz | 200 while the engine's thread runs, else 503: restart the process |
-    | /readyz | 200 while requests are taken, else 503: send them elsewhere |
+    | /healthz | 200 while the service starts, serves or drains, and 503 if only a restart of the process helps |
+    | /readyz | 200 while requests are accepted, else 503: send them elsewhere |
 
-    Any other path is 404.
+    Any other path is 404. While the service starts, the page is 503, and metrics are those of the process.
+
+    Args:
+        registry: collected by a scrape.
     """
-    checks: dict[str, Callable[[], bool]] = {
-        "/healthz": lambda: engine.is_alive,
-        "/readyz": lambda: engine.is_healthy,
-    }
-    metrics, page = make_wsgi_app(registry), Page(StateFeed(engine))
 
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._metrics = make_wsgi_app(registry)
+        self._engine: Engine | None = None
+        self._page: Page | None = None
+
+    def watch(self, engine: Engine) -> None:
+        """Answer for an engine from now on. Until then the service is starting."""
+        self._registry.register(EngineGauges(engine))
+        self._page = Page(StateFeed(engine))
+        self._engine = engine
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer a request."""
         path = environ["PATH_INFO"]
         if path == "/metrics":
-            pages: Iterable[bytes] = metrics(environ, start_response)
-            return pages
-        if path in page.PATHS:
-            return page(environ, start_response)
-        if path not in checks:
+            metrics: Iterable[bytes] = self._metrics(environ, start_response)
+            return metrics
+        if path in Page.PATHS and self._page is not None:
+            return self._page(environ, start_response)
+        if path not in ("/healthz", "/readyz", *Page.PATHS):
             status = HTTPStatus.NOT_FOUND
         elif environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             status = HTTPStatus.METHOD_NOT_ALLOWED
         else:
-            status = HTTPStatus.OK if checks[path]() else HTTPStatus.SERVICE_UNAVAILABLE
+            status = HTTPStatus.OK if self._passes(path) else HTTPStatus.SERVICE_UNAVAILABLE
         text = f"{status.phrase}\n".encode()
         headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
@@ -130,7 +157,11 @@ def make_app(engine: Engine, registry: CollectorRegistry) -> WSGIApplication:
         start_response(f"{status.value} {status.phrase}", headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
 
-    return answer
+    def _passes(self, path: str) -> bool:
+        """Whether the service passes the check at a path. While it starts it is alive, and not ready."""
+        if self._engine is None:
+            return path == "/healthz"
+        return self._engine.can_recover if path == "/healthz" else self._engine.is_healthy
 
 
 _MAX_CONNECTIONS = 64  # each has a thread
@@ -259,12 +290,12 @@ class _Handler(WSGIRequestHandler):
         """Write nothing."""
 
 
-def _tracing() -> Observer | None:
-    """Make an observer for spans, if OpenTelemetry is installed and set up, as `opentelemetry-instrument` does."""
-    try:
-        from opentelemetry import trace
-    except ModuleNotFoundError:
+def _process_tracing() -> Observer | None:
+    """Make an observer for spans if the process has set OpenTelemetry up, as `opentelemetry-instrument` does."""
+    if "opentelemetry.trace" not in sys.modules:
         return None
+    from opentelemetry import trace
+
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):
         return None

@@ -50,7 +50,7 @@ class ModelTokenizer:
     def archive(self) -> tuple[bytes, str]:
         """Return the tokenizer's files as a zip, see `tokenizer_archive`, and its SHA-256 in hexadecimal digits.
 
-        Reads the files the first time, which takes milliseconds.
+        Reads the files the first time. That takes milliseconds, or seconds where `tokenizer.json` has to be made.
 
         Raises:
             UnknownTokenizer: the model has none.
@@ -68,7 +68,7 @@ class ModelTokenizer:
         """Return the tokenizer itself. The first time it is loaded, which may take seconds.
 
         Raises:
-            ValueError: the model has none, or none that transformers can load.
+            ValueError: the model has none, or none that can be loaded.
         """
         with self._loading:
             if self._loaded is None:

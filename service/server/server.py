@@ -1,6 +1,7 @@
 """The gRPC server: services, health, reflection and drain.
 
-bind -> serving -> draining (health NOT_SERVING, new requests UNAVAILABLE, running ones finish) -> stopped
+bind -> serving -> draining (health NOT_SERVING, new requests UNAVAILABLE, running ones finish)
+     -> connections end -> stopped
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from radixkv.config import ServerConfig
 from radixkv.errors import Draining, InvariantViolation, RadixKVError
@@ -24,7 +23,7 @@ from radixkv.events.readers import EventReaders
 from radixkv.service.server.events.servicer import SERVICE as EVENT_SERVICE
 from radixkv.service.server.events.servicer import EventServicer
 from radixkv.service.server.garbage.survivors import frozen_survivors
-from radixkv.service.server.health.servicer import HealthServicer
+from radixkv.service.server.health.health_status import HealthStatus
 from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import bounded_server
@@ -33,17 +32,27 @@ from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.intake.lock_turns import short_lock_turns
+from radixkv.service.server.last_connections import end_connections
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.servicer import CacheServicer, PrefillServicer
 from radixkv.service.server.shared_parts import SharedParts
+from radixkv.service.server.standard_services import add_standard_services, log_missing_services
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.transfer.kv_sources import KVSources, sources_of
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from radixkv.service.structured.grammars import Grammars
-from radixkv.v1 import cache_pb2, cache_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from radixkv.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    events_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
@@ -106,19 +115,20 @@ class Server:
         self._sources = sources or sources_of(engine)
         self._gateway_tenant = gateway_tenant
         self._count_refusal = count_refusal
-        self._health = HealthServicer()
+        self._health = HealthStatus()
         self._health_watch: asyncio.Task[None] | None = None
         self._terminations: list[asyncio.Future[Any]] = []
+        self._ports: set[int] = set()
         self._unfinished = UnfinishedCalls()
         self._intake = Intake(config, engine.limits, self._unfinished)
         self._grpc = self._made(self._doors.requests)
         cache_servicer = CacheServicer(engine, self.stop.set)
         self._services = self._add_services(cache_servicer, model_path, services)
-        _add_descriptions(self._grpc, self._health, self._services)
+        add_standard_services(self._grpc, self._health, self._services)
         self._admin_grpc = None if self._doors.admins is None else self._made(self._doors.admins)
         if self._admin_grpc is not None:
             cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, CallLines(self._admin_grpc))  # type: ignore[no-untyped-call]
-            _add_descriptions(self._admin_grpc, self._health, ADMIN_SERVICES)
+            add_standard_services(self._admin_grpc, self._health, ADMIN_SERVICES)
 
     def _add_services(
         self, cache_servicer: CacheServicer, model_path: str | None, services: Iterable[AddService]
@@ -136,7 +146,7 @@ class Server:
         names = [*SERVICES]
         if self._readers is not None:
             events = EventServicer(self._readers, engine.limits.epoch)
-            lines.add_generic_rpc_handlers((events.handler(),))
+            events_pb2_grpc.add_EventServiceServicer_to_server(events, lines)  # type: ignore[no-untyped-call]
             names.append(EVENT_SERVICE)
         return (*names, *(add(lines, shared) for add in services))
 
@@ -183,11 +193,10 @@ class Server:
         """Refuse new requests, let running ones finish, then stop.
 
         Health turns NOT_SERVING before the first refusal. Requests still running after `drain_timeout_s` are cancelled.
+        Calls of other kinds are answered until the last request is; then everything but health checks is refused.
 
-        Answers leave before connections end: a socket that is closed while the caller still sends, if only a window
-        update, is reset and loses the bytes that it holds. gRPC closes a connection after it sent GOAWAY and the last
-        call is over. So GOAWAY is sent after the last answer, and its acknowledgement says that the caller has read
-        everything before it.
+        Connections end after the last answer, in TCP and not by gRPC: see `last_connections`. So a client reads all
+        answers, and a call that arrives too late is UNAVAILABLE.
 
         Returns:
             Whether every request finished in time, and every answer left.
@@ -201,8 +210,11 @@ class Server:
         end = asyncio.get_running_loop().time() + self._config.drain_timeout_s
         try:
             are_over = await asyncio.to_thread(self._engine.drain, self._config.drain_timeout_s)
+            self._intake.refuse_new()
             have_left = await self._unfinished.finish(max(_FLUSH_S, end - asyncio.get_running_loop().time()))
         finally:
+            await end_connections(self._ports, _FLUSH_S)
+            self._ports.clear()
             await asyncio.gather(*(each.stop(_FLUSH_S) for each in (self._grpc, self._admin_grpc) if each is not None))
         return are_over and have_left
 
@@ -216,10 +228,13 @@ class Server:
         address = host_port(self._config.host, port)
         try:
             if self._doors.tls is None:
-                return server.add_insecure_port(address)
-            return server.add_secure_port(address, self._doors.tls.grpc_credentials())
+                taken = server.add_insecure_port(address)
+            else:
+                taken = server.add_secure_port(address, self._doors.tls.grpc_credentials())
         except RuntimeError as error:
             raise not_free(key, self._config.host, port) from error
+        self._ports.add(taken)
+        return taken
 
     async def _watch_health(self) -> None:
         while True:
@@ -230,12 +245,6 @@ class Server:
         self._health.set(self._services, is_serving=self._engine.is_healthy)
 
 
-def _add_descriptions(server: grpc.aio.Server, servicer: HealthServicer, services: Iterable[str]) -> None:
-    """Add health and reflection to a server of these services."""
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, CallLines(server))
-    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-
-
 def run(
     engine: Engine,
     config: ServerConfig,
@@ -243,11 +252,15 @@ def run(
     services: Iterable[AddService] = (),
     gateway_tenant: str = "",
     count_refusal: CountRefusal | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
 
     Starts the engine, and stops it at every exit. Prints one line, `listening on HOST:PORT`, on stdout when ready.
     Until the end, objects that live long are exempt from garbage collection, and threads take short turns.
+
+    Args:
+        on_ready: is called once, just before that line is printed.
 
     Raises:
         ConfigError: the address can't be bound.
@@ -257,20 +270,26 @@ def run(
     with frozen_survivors(), short_lock_turns():
         engine.start()
         try:
-            asyncio.run(_serve_until_signal(engine, config, lambda own, **kept: Server(engine, own, *rest, **kept)))
+            asyncio.run(
+                _serve_until_signal(engine, config, lambda own, **kept: Server(engine, own, *rest, **kept), on_ready)
+            )
         finally:
             engine.stop()
 
 
-async def _serve_until_signal(engine: Engine, config: ServerConfig, make_server: Callable[..., Server]) -> None:
+async def _serve_until_signal(
+    engine: Engine, config: ServerConfig, make_server: Callable[..., Server], on_ready: Callable[[], None]
+) -> None:
     stop = asyncio.Event()
     # Files that can't be used when another server takes over leave what was.
     make_server = partial(make_server, stop=stop, doors=Doors(config), sources=sources_of(engine))
     for number in (signal.SIGTERM, signal.SIGINT):
         # further signals change nothing: the drain ends by itself
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log_missing_services()
     server = make_server(config)
     address = await server.start()
+    on_ready()
     print(f"listening on {address}", flush=True)
     while not await _is_to_stop(engine, server, stop):
         _logger.error("gRPC has ended its server, perhaps after a call with a broken path; another one takes over")

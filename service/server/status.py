@@ -79,6 +79,9 @@ ENDLESS = (
 RETRY_AFTER = "retry-after-ms"
 CAUSE = "radixkv-cause"
 
+# `ServicerContext.code` of grpc.aio returns the number, against its annotation.
+_UNIMPLEMENTED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
+
 _logger = logging.getLogger(__name__)
 
 Handler = Callable[[Any, Context], Awaitable[Any]]
@@ -227,7 +230,10 @@ async def _refuse(error: Exception, context: Context, method: str) -> None:
     """End a call with the status of an exception."""
     if isinstance(error, grpc.aio.AbortError):
         raise error  # the handler has answered
-    if not isinstance(error, RadixKVError):
+    if isinstance(error, NotImplementedError) and context.code() in _UNIMPLEMENTED:
+        # a method of the generated base class that the servicer does not override
+        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{method}: this server does not implement the method")
+    elif not isinstance(error, RadixKVError):
         _logger.error("%s raised what no handler should", method, exc_info=error)
         await _abort(context, grpc.StatusCode.INTERNAL, "internal error; the server's log has the cause")
     else:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from radixkv.errors import UnknownTokenizer
+from radixkv.service.text.transformers_tokenizer import converted_files
 
 # A tokenizer has at least one of these: the pieces of text that its ids stand for.
 _VOCABULARIES = (
@@ -29,15 +32,23 @@ _OTHERS = (
     "tokenizer_config.json",
 )
 NAMES = (*_VOCABULARIES, *_OTHERS)
+# Templates for special cases, such as `tool_use.jinja`, are in a folder of this name.
+TEMPLATES = "additional_chat_templates"
+MAX_FILES = 50  # clients and routers take no more
 
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
+# These have no part in a tokenizer that was converted, whose own files say it all.
+_KEPT_WHEN_CONVERTED = ("config.json", "generation_config.json")
+
+_logger = logging.getLogger(__name__)
 
 
 def tokenizer_archive(directory: str | Path) -> bytes:
-    """Zip the files of a model directory that a tokenizer is loaded from, without subfolders.
+    """Zip the files of a model directory that a tokenizer is loaded from.
 
     The files are stored, not compressed, in the order of their names and without times: equal files give equal bytes
-    with every version of every library.
+    with every version of every library. A directory without `tokenizer.json` is converted first, so that clients need
+    no transformers to read it; the bytes then depend on the version of transformers. Conversion takes seconds.
 
     Args:
         directory: a model directory.
@@ -46,14 +57,37 @@ def tokenizer_archive(directory: str | Path) -> bytes:
         UnknownTokenizer: there is no vocabulary in it.
     """
     folder = Path(directory)
-    names = [name for name in sorted(NAMES) if (folder / name).is_file()]
-    if not set(names) & set(_VOCABULARIES):
+    files = {name: (folder / name).read_bytes() for name in NAMES if (folder / name).is_file()}
+    if not set(files) & set(_VOCABULARIES):
         raise UnknownTokenizer("tokenizer: expected one in the model's directory, such as tokenizer.json, got none")
+    for path in sorted((folder / TEMPLATES).glob("*.jinja"))[: MAX_FILES - len(files)]:
+        files[f"{TEMPLATES}/{path.name}"] = path.read_bytes()
+    if "tokenizer.json" not in files and (converted := _converted(folder)) is not None:
+        files = {name: files[name] for name in _KEPT_WHEN_CONVERTED if name in files} | converted
+    return _zip(files)
+
+
+def _converted(folder: Path) -> dict[str, bytes] | None:
+    """The files of the same tokenizer in the form that clients read; None, with a warning, if there is none."""
+    try:
+        converted = converted_files(folder)
+        reason = "it has no such form"
+    except (ModuleNotFoundError, ValueError) as error:
+        converted, reason = None, str(error)
+    if converted is None:
+        _logger.warning(
+            "the tokenizer can't be converted to tokenizer.json, so clients need transformers for text: %s", reason
+        )
+        return None
+    return dict(converted)
+
+
+def _zip(files: Mapping[str, bytes]) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as zipped:
-        for name in names:
+        for name, content in sorted(files.items()):
             entry = zipfile.ZipInfo(name, _LONG_AGO)
             entry.create_system = 3  # as on Unix, wherever it is made
             entry.external_attr = 0o644 << 16
-            zipped.writestr(entry, (folder / name).read_bytes())
+            zipped.writestr(entry, content)
     return archive.getvalue()

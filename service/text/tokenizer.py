@@ -2,82 +2,152 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from radixkv.config.needed_package import missing_package
 from radixkv.service.missing_package import MissingPackage
+from radixkv.service.text.clean_up import CleanUp, cleaned_up
 from radixkv.service.text.text_stream import TextStream
+from radixkv.service.text.transformers_tokenizer import SlowBackend, load_with_transformers
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from radixkv.service.text.chat_template import ChatTemplate
 
 _EXTRA = "text"
-_MOST_REASON_CHARS = 200
+_DEFAULT = "default"  # the name of the chat template for conversations without tools
+_WITH_TOOLS = "tool_use"  # and that of the one with tools, where a model has several
 
 
 class Tokenizer:
     """Turns text into token ids and back. Special tokens have no text.
 
-    Safe to share between threads as long as each has text streams of its own.
+    It needs the packages tokenizers and, for conversations, jinja2. Token ids, text and conversations are what
+    `AutoTokenizer` of transformers makes of them. Safe to share between threads as long as each answer has a text
+    stream of its own.
 
     Args:
-        model: a tokenizer of transformers.
+        backend: the tokenizer itself.
+        special_tokens: texts of special tokens by name, such as `bos_token`; chat templates use them.
+        chat_templates: sources of Jinja templates by name; `default` is the usual one.
+        is_cleaned_up: whether blanks before punctuation are removed from text, as some models' configurations ask for.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer | SlowBackend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        is_cleaned_up: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._special_tokens = special_tokens or {}
+        self._sources = chat_templates or {}
+        self._templates: dict[str, ChatTemplate] = {}
+        self._is_cleaned_up = is_cleaned_up
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
         """Load a tokenizer from the files of a directory. Nothing is downloaded, and no code in it is run.
 
+        Directories with `tokenizer.json` need the package tokenizers alone. Others are read by transformers.
+
         Raises:
-            MissingPackage: transformers is not installed.
-            ValueError: there is no tokenizer that transformers can load.
+            MissingPackage: a package that these files need is not installed.
+            ValueError: there is no tokenizer that can be loaded.
         """
-        if not os.path.isdir(directory):  # which transformers would take for a name on a hub
+        folder = Path(directory)
+        if not os.path.isdir(folder):  # transformers would take it for a name on a hub
             raise ValueError(f"expected a directory with a tokenizer, got {directory}")
         try:
-            from transformers import AutoTokenizer
-        except ModuleNotFoundError as error:
-            raise _missing(error.name or "transformers") from error
-        try:
-            return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
-        except Exception as error:  # whatever transformers raises over a bad directory
-            reason = _reason(Path(directory), error)
+            return cls._of_json(folder) if (folder / "tokenizer.json").is_file() else cls._of_transformers(folder)
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # the package tokenizers raises no other type
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(f"expected a directory with a tokenizer, got {directory}: {reason}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the model wants before or after it."""
-        return list(self._model.encode(text))
+    @classmethod
+    def _of_json(cls, directory: Path) -> Self:
+        try:
+            from radixkv.service.text.tokenizer_directory import TokenizerDirectory
+        except ModuleNotFoundError as error:
+            raise MissingPackage(missing_package("tokenizers", _EXTRA), name="tokenizers") from error
+        read = TokenizerDirectory.read(directory)
+        return cls(
+            read.backend,
+            special_tokens=read.special_tokens,
+            chat_templates=read.chat_templates,
+            is_cleaned_up=read.is_cleaned_up,
+        )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    @classmethod
+    def _of_transformers(cls, directory: Path) -> Self:
+        try:
+            model = load_with_transformers(directory)
+        except ModuleNotFoundError as error:
+            other = missing_package("transformers", "engine")
+            message = f"there is no tokenizer.json in {directory}; for a tokenizer in other files, {other}"
+            raise MissingPackage(message, name=error.name) from error
+        templates = getattr(model, "chat_template", None) or {}
+        backend = getattr(model, "backend_tokenizer", None)
+        return cls(
+            SlowBackend(model) if backend is None else backend,
+            special_tokens=model.special_tokens_map,
+            chat_templates={_DEFAULT: templates} if isinstance(templates, str) else templates,
+            is_cleaned_up=backend is None and bool(model.clean_up_tokenization_spaces),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, with the special tokens that the model wants before or after it.
+
+        Raises:
+            ValueError: the text holds surrogates, which UTF-8 can't express.
+        """
+        return self._ids(text, add_special_tokens=True)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the token ids of a conversation by the model's chat template, up to where the model's answer begins.
 
         Args:
-            messages: each with a `role`, such as `system`, `user` or `assistant`, and its `content`.
+            messages: each with a `role`, such as `system`, `user` or `assistant`, and its `content`; and what else the
+                template reads, such as `tool_calls`. A value of None counts as absent.
+            tools: JSON schemas of functions that the model may call, in the form of OpenAI's API.
+            documents: texts that the answer may be based on.
+            add_generation_prompt: end with the tokens that begin the model's answer.
+            chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
         Raises:
             MissingPackage: jinja2 is not installed.
+            TypeError: an argument holds something other than text, numbers, lists and mappings.
             ValueError: the model has no chat template, or the template refuses these messages.
         """
-        try:
-            import jinja2
-        except ModuleNotFoundError as error:
-            raise _missing("jinja2") from error
-        if not self.has_chat_template:
-            raise ValueError("expected a tokenizer with a chat template, got one without")
-        try:
-            text = self._model.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"expected messages that the chat template takes, got its refusal: {error}") from error
-        return list(self._model.encode(text, add_special_tokens=False))
+        text = self._template(has_tools=tools is not None).render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            variables=chat_template_kwargs,
+        )
+        return self._ids(text, add_special_tokens=False)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
-        return bool(getattr(self._model, "chat_template", None))
+        return bool(self._sources)
 
     @property
     def definition(self) -> str:
@@ -86,33 +156,40 @@ class Tokenizer:
         Raises:
             ValueError: it is of another package.
         """
-        backend = getattr(self._model, "backend_tokenizer", None)
-        if backend is None:
-            raise ValueError("expected a tokenizer of the package tokenizers, got another one")
-        return str(backend.to_str())
+        return str(self._backend.to_str())
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of token ids, every blank as the model wrote it."""
-        return str(
-            self._model.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False),
-        )
+        """Return the text of token ids. Ids outside the vocabulary have no text."""
+        text = self._decode(list(token_ids))
+        return cleaned_up(text) if self._is_cleaned_up else text
 
     def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
         """Return a stream for the text of one answer.
 
         Args:
-            prompt_ids: the tokens before the answer, of which the last ones decide about a blank at its start.
+            prompt_ids: the tokens before the answer. The last ones decide whether it begins with a blank.
         """
-        return TextStream(self.decode, prompt_ids)
+        return TextStream(self._decode, prompt_ids, CleanUp() if self._is_cleaned_up else None)
 
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # its own message would show the text
+            raise ValueError("expected text in Unicode, got lone surrogates") from None
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-def _reason(directory: Path, error: Exception) -> str:
-    """The first line of an error. For files of SentencePiece, transformers asks for a package that it does not need."""
-    is_sentencepiece = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
-    if is_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
-        return "to read its tokenizer.model, pip install sentencepiece"
-    return str(error).strip().partition("\n")[0][:_MOST_REASON_CHARS] or type(error).__name__
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._backend.decode(token_ids))
 
-
-def _missing(package: str) -> MissingPackage:
-    return MissingPackage(missing_package(package, _EXTRA), name=package)
+    def _template(self, *, has_tools: bool) -> ChatTemplate:
+        try:
+            from radixkv.service.text.chat_template import ChatTemplate
+        except ModuleNotFoundError as error:
+            raise MissingPackage(missing_package("jinja2", _EXTRA), name="jinja2") from error
+        name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._sources else _DEFAULT
+        if name not in self._sources:
+            found = f"only {', '.join(sorted(self._sources))}" if self._sources else "one without"
+            raise ValueError(f"expected a tokenizer with a chat template, got {found}")
+        if name not in self._templates:
+            self._templates[name] = ChatTemplate(self._sources[name], self._special_tokens)
+        return self._templates[name]

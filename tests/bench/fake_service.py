@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -101,16 +102,33 @@ def serving(service: FakeService, num_threads: int = 16) -> Iterator[str]:
             server.stop(grace=None).wait()
 
 
+def stalling(num_answered: int, stalled_file: Path | None, stop: threading.Event) -> Trouble:
+    """Answer some requests, and no more until `stop` is set. The file appears when the first request waits."""
+    numbers = itertools.count()
+
+    def trouble(request: prefill_pb2.PrefillRequest, response: prefill_pb2.PrefillResponse) -> None:
+        if next(numbers) >= num_answered:
+            if stalled_file is not None:
+                stalled_file.touch()
+            stop.wait()
+
+    return trouble
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--stall-after", type=int, metavar="N")
+    parser.add_argument("--stalled-file", type=Path)
     parser.add_argument("--pid-file", type=Path)
     args = parser.parse_args()
     if args.pid_file is not None:
         args.pid_file.write_text(str(os.getpid()))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    with serving(FakeService(delay_s=args.delay_s)) as address:
+    service = FakeService()
+    if args.stall_after is not None:
+        service = FakeService(stalling(args.stall_after, args.stalled_file, stop))
+    with serving(service) as address:
         print(f"listening on {address}", flush=True)
         stop.wait()
 

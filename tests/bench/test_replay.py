@@ -10,18 +10,21 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 import bench.replay
 from bench.parts.adapters import reusable_tokens
 from bench.parts.adapters.adapter_files import write_adapters
+from bench.parts.load_generator import Outcome, Pass
 from bench.parts.options import parse_options
+from bench.parts.time_budget import TimeBudget
 from bench.parts.workloads import WorkItem
 from bench.replay import choose_baseline, main
 from radixkv.config import ModelConfig
@@ -30,7 +33,8 @@ from radixkv.model.loading import load_model
 from radixkv.v1 import prefill_pb2
 from tests.bench.fake_service import FakeService, Trouble, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
-from tests.patience import PATIENCE_S
+from tests.fakes import FakeClock
+from tests.patience import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--workload", "shared-prefix", "--requests", "12", "--prefix-tokens", "37", "--suffix-tokens", "17"]
@@ -100,7 +104,7 @@ def test_the_hit_rate_is_the_independent_count(json_file: Path, groups: int) -> 
     assert report["cached_tokens"] == sum(count_reusable_tokens(prompts))
     assert report["token_hit_rate"] == pytest.approx(sum(count_reusable_tokens(prompts)) / (12 * 54))
     assert report["without_cache"]["cached_tokens"] == 0
-    assert report["answers"] == {"compared": 12, "different": 0}
+    assert report["answers"] == {"compared": 12, "different": 0, "required": 12}
 
 
 def test_a_second_run_on_the_same_server_starts_cold_again(json_file: Path) -> None:
@@ -141,9 +145,11 @@ def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str])
     assert report["baseline_sample"]["requests"] == 5
     assert report["baseline_sample"]["of"] == 12
     out = capsys.readouterr().out
-    assert "a sample: 5 of 12 requests, evenly spaced; as asked" in out
+    assert "a sample: 5 of 12 requests, spread evenly; as asked" in out
     same_ms = report["baseline_sample"]["with_cache_ttft_ms"]["p50"]
-    assert f"these 5 alone: TTFT p50 {same_ms:,.2f} ms with cache" in out
+    assert f"those of these 5 requests alone: TTFT p50 {same_ms:,.2f} ms with cache" in out
+    assert report["speedup"]["ttft_p50"] == pytest.approx(report["without_cache"]["ttft_ms"]["p50"] / same_ms)
+    assert report["partial"] is False
 
 
 def test_without_a_baseline_there_is_nothing_to_compare(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +177,7 @@ def test_an_answer_that_a_hit_changed_makes_the_run_fail(json_file: Path) -> Non
         response.next_token_id = 300 if response.usage.cached_tokens > 0 else 301
 
     status, report = run(json_file, FakeService(trouble), *SMALL, "--concurrency", "1")
-    assert (status, report["errors"], report["answers"]) == (1, 0, {"compared": 12, "different": 11})
+    assert (status, report["errors"], report["answers"]) == (1, 0, {"compared": 12, "different": 11, "required": 12})
 
 
 def test_a_run_where_every_request_fails_still_reports(json_file: Path) -> None:
@@ -193,30 +199,108 @@ def test_the_table_shows_both_passes_and_their_ratio(capsys: pytest.CaptureFixtu
     assert "new for this run" in out
 
 
-def items_of(num_tokens: Sequence[int], last_arrival_s: float = 0.0) -> list[WorkItem]:
-    return [WorkItem(last_arrival_s, np.zeros(n, np.uint32)) for n in num_tokens]
+def pass_over(*indices: int) -> Pass:
+    return Pass(tuple(Outcome(index, "OK", 0.0, 0.0, 0.1) for index in indices), 1.0, 0.1, num_planned=1000)
 
 
-def test_the_baseline_is_everything_when_time_allows() -> None:
-    options = parse_options([*SMALL, "--baseline-seconds", "10"])
-    assert choose_baseline(options, items_of([100] * 10), 100.0) == (list(range(10)), "the same 10 requests")
-    assert choose_baseline(options, items_of([100] * 10), None)[0] == list(range(10))
+def test_the_pass_without_the_cache_sends_what_came_back_with_it() -> None:
+    assert sorted(choose_baseline(parse_options(SMALL), pass_over(*range(10), 12))) == [*range(10), 12]
+    assert choose_baseline(parse_options([*SMALL, "--no-baseline"]), pass_over(0, 1)) == []
 
 
-def test_the_baseline_is_a_sample_when_time_does_not_allow_more() -> None:
-    options = parse_options([*SMALL, "--baseline-seconds", "10"])
-    indices, text = choose_baseline(options, items_of([100] * 10), 50.0)
-    assert indices == [0, 2, 4, 6, 8]
-    assert text.startswith("a sample: 5 of 10 requests, evenly spaced; all would take about 20 s")
-    assert choose_baseline(options, items_of([100] * 10), 1e-9)[0] == [0]
+def test_a_sample_of_a_closed_loop_is_spread_evenly() -> None:
+    options = parse_options([*SMALL, "--baseline-requests", "4"])
+    assert sorted(choose_baseline(options, pass_over(*range(100)))) == [0, 23, 61, 85]
 
 
-def test_only_an_open_loop_takes_as_long_as_its_arrivals() -> None:
-    items = items_of([100] * 10, last_arrival_s=40.0)
-    open_loop = parse_options([*SMALL, "--baseline-seconds", "10", "--rate", "5"])
-    assert len(choose_baseline(open_loop, items, 1e9)[0]) == 2
-    closed = parse_options([*SMALL, "--baseline-seconds", "10"])
-    assert choose_baseline(closed, items, 1e9) == (list(range(10)), "the same 10 requests")
+def test_a_sample_of_an_open_loop_is_the_beginning_of_its_arrivals() -> None:
+    options = parse_options([*SMALL, "--rate", "5", "--baseline-requests", "4"])
+    assert choose_baseline(options, pass_over(*range(100))) == [0, 1, 2, 3]
+
+
+def test_the_pass_without_the_cache_ends_with_its_time(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def trouble(request: prefill_pb2.PrefillRequest, response: object) -> None:
+        if request.tenant != "warmup" and not request.read_cache:
+            time.sleep(0.1)
+
+    arguments = ["--workload", "shared-prefix", "--requests", "500", "--prefix-tokens", "5", "--suffix-tokens", "5"]
+    status, report = run(json_file, FakeService(trouble), *arguments, "--baseline-seconds", "2")
+    sample, without_cache = report["baseline_sample"], report["without_cache"]
+    assert report["requests"] == 500
+    assert report["partial"] is False
+    assert without_cache["ended_by"] == "time limit"
+    assert sample["requests"] == without_cache["requests"] == report["answers"]["compared"] < 500
+    assert f"a sample: {sample['requests']} of 500 requests, spread evenly; its time was over" in sample["text"]
+    is_enough = sample["requests"] >= 16
+    assert (status == 0) == is_enough == (report["speedup"] is not None)
+    assert ("NO COMPARISON" in capsys.readouterr().out) != is_enough
+
+
+def test_a_service_too_slow_to_compare_gives_no_ratio(
+    json_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_over = threading.Event()
+
+    def trouble(request: prefill_pb2.PrefillRequest, response: object) -> None:
+        if request.tenant != "warmup" and not request.read_cache and request.token_ids[0] != 0:
+            is_over.wait(PATIENCE_S)
+
+    picture = tmp_path / "ttft.png"
+    with serving(FakeService(trouble)) as address:
+        arguments = [*SMALL, "--requests", "20", "--address", address, "--baseline-seconds", "0.2"]
+        status = main([*arguments, "--json", str(json_file), "--plot", str(picture)])
+        is_over.set()
+    report, out = json.loads(json_file.read_text()), capsys.readouterr().out
+    assert (status, report["speedup"], report["requests"]) == (2, None, 20)
+    assert report["answers"]["required"] == 16
+    assert re.search(r"^NO COMPARISON: \d+ requests were answered .* a ratio takes 16\.", out, re.MULTILINE)
+    assert not re.search(r"\dx$", out, re.MULTILINE)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_ends_within_its_limit_whatever_the_service_does(
+    json_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_over = threading.Event()
+
+    def trouble(request: prefill_pb2.PrefillRequest, response: object) -> None:
+        if request.tenant != "warmup" and not response.usage.cached_tokens:  # type: ignore[attr-defined]
+            is_over.wait(PATIENCE_S)
+
+    with serving(FakeService(trouble)) as address:
+        assert main([*SMALL, "--address", address, "--time-limit-s", "2", "--json", str(json_file)]) in (0, 2)
+        is_over.set()
+    captured = capsys.readouterr()
+    if json_file.exists():
+        report = json.loads(json_file.read_text())
+        assert report["partial"] is True
+        assert f"PARTIAL RESULT (time limit): {report['requests']} of 12 requests with the cache" in captured.out
+    else:
+        assert "no request was answered in time: expected a longer --time-limit-s, got 2" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("left_s", "elapsed_s", "share", "most_s", "share_s"),
+    [(100.0, 0.0, 0.5, 180.0, 50.0), (100.0, 80.0, 0.5, 180.0, 10.0), (1000.0, 0.0, 0.5, 180.0, 180.0)],
+)
+def test_parts_share_the_time_that_is_left(
+    left_s: float, elapsed_s: float, share: float, most_s: float, share_s: float
+) -> None:
+    clock = FakeClock()
+    budget = TimeBudget(left_s, clock)
+    clock.now_s += elapsed_s
+    assert budget.share_s(share, most_s) == pytest.approx(share_s)
+
+
+def test_a_budget_that_is_used_up_has_nothing_left() -> None:
+    clock = FakeClock()
+    budget = TimeBudget(100.0, clock)
+    clock.now_s += 101.0
+    assert budget.left_s == 0.0
+
+
+def test_a_budget_without_a_limit_is_endless() -> None:
+    assert TimeBudget(None).share_s(0.1) == float("inf")
 
 
 def test_a_server_that_is_not_there_is_told(
@@ -263,24 +347,58 @@ def test_a_server_is_started_measured_drawn_and_stopped(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("signal_number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_the_server_too(signal_number: int, status: int, tmp_path: Path) -> None:
-    script = """
-import signal, sys, bench.replay
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-fake = [sys.executable, "-m", "tests.bench.fake_service", "--delay-s", "0.05", "--pid-file", sys.argv[1]]
+INTERRUPTED = """
+import sys, bench.replay
+pid_file, stalled_file, num_answered = sys.argv[1:4]
+fake = [sys.executable, "-m", "tests.bench.fake_service", "--pid-file", pid_file]
+fake += ["--stall-after", num_answered, "--stalled-file", stalled_file]
 bench.replay.serve_command = lambda *_: fake
-sys.exit(bench.replay.main(sys.argv[2:]))
+sys.exit(bench.replay.main(sys.argv[4:]))
 """
-    pid_file = tmp_path / "pid"
-    command = [sys.executable, "-c", script, str(pid_file), *SMALL, "--requests", "10000", "--progress"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as replaying:
-        assert replaying.stderr is not None
-        seen = b""
-        while b"with cache" not in seen:  # the passes have begun
-            seen += replaying.stderr.read1() or pytest.fail(seen.decode())
+NUM_WARM_UPS = 3 + 4
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "status", "num_cached", "num_uncached"),
+    [(signal.SIGINT, 130, 20, 0), (signal.SIGINT, 130, 50, 5), (signal.SIGTERM, 143, 50, 20)],
+)
+def test_a_signal_ends_a_pass_and_reports_what_was_measured(
+    signal_number: int, status: int, num_cached: int, num_uncached: int, tmp_path: Path
+) -> None:
+    pid_file, stalled_file = tmp_path / "pid", tmp_path / "stalled"
+    json_file, picture = tmp_path / "replay.json", tmp_path / "ttft.png"
+    num_answered = NUM_WARM_UPS + num_cached + num_uncached
+    command = [sys.executable, "-c", INTERRUPTED, str(pid_file), str(stalled_file), str(num_answered), *SMALL]
+    command += ["--requests", "50", "--json", str(json_file), "--plot", str(picture)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replaying:
+        wait_until(lambda: stalled_file.exists() or replaying.poll() is not None)
         replaying.send_signal(signal_number)
-        assert replaying.wait(PATIENCE_S) == status
+        out, err = replaying.communicate(timeout=PATIENCE_S)
+    assert replaying.returncode == status, err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+    report = json.loads(json_file.read_text())
+    name = signal.Signals(signal_number).name
+    assert (report["partial"], report["interrupted_by"]) == (True, name)
+    # Answers may still be on their way when the first request stalls.
+    assert num_cached - 4 <= report["requests"] <= num_cached
+    assert report["requests_planned"] == 50
+    text = f"PARTIAL RESULT ({name}): {report['requests']} of 50 requests with the cache"
+    assert out.startswith(text)
+    assert (report["without_cache"] is not None) == (num_uncached > 0)
+    assert (report["speedup"] is not None) == (num_uncached == 20)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_signal_before_the_first_answer_leaves_nothing_to_report(tmp_path: Path) -> None:
+    pid_file, stalled_file = tmp_path / "pid", tmp_path / "stalled"
+    command = [sys.executable, "-c", INTERRUPTED, str(pid_file), str(stalled_file), "2", *SMALL]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replaying:
+        wait_until(lambda: stalled_file.exists() or replaying.poll() is not None)
+        replaying.send_signal(signal.SIGINT)
+        out, err = replaying.communicate(timeout=PATIENCE_S)
+    assert (replaying.returncode, out) == (130, "")
+    assert "interrupted before the first answer: nothing to report" in err
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 
@@ -290,16 +408,19 @@ def test_measuring_leaves_no_task_behind() -> None:
         options = parse_options(SMALL)
         items = options.build_items()
         messages = [bench.replay.build_message(item.token_ids) for item in items]
-        await bench.replay.measure(address, options, items, messages)
+        await bench.replay.measure(address, options, items, messages, TimeBudget(None))
         return len(asyncio.all_tasks())
 
     with serving(FakeService()) as address:
         assert asyncio.run(scenario(address)) == 1
 
 
-def test_a_sample_of_an_open_loop_says_that_it_queues_less() -> None:
-    options = parse_options([*SMALL, "--rate", "5", "--baseline-requests", "2"])
-    assert "queues less" in choose_baseline(options, items_of([100] * 10), None)[1]
+def test_a_sample_of_an_open_loop_says_that_it_queues_less(json_file: Path) -> None:
+    report = run(json_file, FakeService(), *SMALL, "--rate", "500", "--baseline-requests", "2")[1]
+    text = report["baseline_sample"]["text"]
+    assert (
+        text == "a sample: 2 of 12 requests, the first ones; as asked; so short a pass queues less than the whole would"
+    )
 
 
 def test_requests_take_turns_with_adapters_and_tenants() -> None:

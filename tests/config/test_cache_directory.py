@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.config.cache_directory import _temporary, cache_directory
+from radixkv.config.cache_directory import cache_directory, temporary_cache_directory
 
 
 def test_it_is_where_the_system_keeps_such_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,5 +40,5 @@ def test_a_user_without_a_home_has_a_folder_of_this_process(monkeypatch: pytest.
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert removed == [str(folder)], "at the end of the process"
     finally:
-        shutil.rmtree(_temporary())
-        _temporary.cache_clear()
+        shutil.rmtree(temporary_cache_directory())
+        temporary_cache_directory.cache_clear()

@@ -20,3 +20,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     with pytest.raises(ConfigError, match=f"^{re.escape('a.b: ' + missing_package('zen', 'poems'))}$"):
         require_package("a.b", "this", "zen", "poems")
     assert missing_package("zen", "poems").endswith("pip install '.[poems]'")
+
+
+@pytest.mark.parametrize("module", ["no_such_package.part", "radixkv.no_such_part"])
+def test_a_key_whose_module_is_missing_is_refused(module: str) -> None:
+    with pytest.raises(ConfigError, match=r"a\.b: the package zen is missing; .*pip install '\.\[poems\]'"):
+        require_package("a.b", module, "zen", "poems")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from radixkv.config import ServerConfig
 from radixkv.engine.offload.offload import CLOSE_LIMIT_S
+from radixkv.service.commands.cli import make_parser
 from tests.patience import PATIENCE_S
 
 from .prometheus import DEPLOY, PROMTOOL
@@ -25,7 +27,24 @@ needs_systemd = pytest.mark.skipif(SYSTEMD_ANALYZE is None, reason="needs system
 
 UNIT = (DEPLOY / "radixkv.service").read_text(encoding="utf-8")
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
-COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+IGNORED = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+
+
+class ComposeLoader(yaml.SafeLoader):
+    """Reads compose files. `!override` and `!reset` say how one file is merged into another."""
+
+
+def merge_tag(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    assert isinstance(node, yaml.SequenceNode)
+    return loader.construct_sequence(node, deep=True)
+
+
+for tag in ("!override", "!reset"):
+    ComposeLoader.add_constructor(tag, merge_tag)
+COMPOSE, COMPOSE_TLS = (
+    yaml.load((DEPLOY / name).read_text(encoding="utf-8"), ComposeLoader)
+    for name in ("compose.yaml", "compose.tls.yaml")
+)
 
 
 def output_of(*command: str | Path | None, cwd: Path) -> str:
@@ -88,19 +107,55 @@ def test_who_stops_the_service_waits_longer_than_it_takes_to_drain_and_to_save_t
     assert float(COMPOSE["services"]["radixkv"]["stop_grace_period"].removesuffix("s")) > longest_s
 
 
-def test_the_image_copies_and_starts_what_there_is() -> None:
-    lines = [line.split() for line in DOCKERFILE.splitlines()]
-    copied = [source for line in lines if line[:1] == ["COPY"] for source in line[1:-1]]
-    assert [source for source in copied if not (ROOT / source).exists()] == []
-    folders = set(re.findall(r'^\w*"?[\w.]*"? = "(kernels|service|radixkv)"$', text_of("pyproject.toml"), re.MULTILINE))
-    assert folders <= set(copied)
-    extras = re.findall(r"\.\[([\w,]+)\]' &&", DOCKERFILE)[0].split(",")
-    assert all(re.search(rf"^{extra} = \[", text_of("pyproject.toml"), re.MULTILINE) for extra in extras)
-    entry, command = (
-        json.loads(DOCKERFILE.partition(f"\n{word} ")[2].partition("\n")[0]) for word in ("ENTRYPOINT", "CMD")
-    )
-    assert entry == ["radixkv"]
-    assert shlex.join(command) in UNIT
+def instruction(word: str) -> str:
+    """The arguments of the last instruction of this name in the Dockerfile."""
+    return re.findall(rf"^{word} (.+)$", DOCKERFILE, re.MULTILINE)[-1]
+
+
+def test_the_image_is_built_from_all_that_the_package_is_made_of(tmp_path: Path) -> None:
+    """`COPY . .` copies what the ignore file lets through; symbolic links stay links, so their targets must come."""
+    assert "COPY . ." in DOCKERFILE
+    assert IGNORED[1] == "*"
+    let_through = {line[1:] for line in IGNORED if line.startswith("!")}
+    links = [path for path in (ROOT / "radixkv").iterdir() if path.is_symlink()]
+    assert {str(path.resolve().relative_to(ROOT)) for path in links} <= let_through
+    for name in let_through:
+        if (source := ROOT / name).is_dir():
+            shutil.copytree(source, tmp_path / name, symlinks=True)
+        elif source.exists():
+            shutil.copy(source, tmp_path / name)
+    program = "from setuptools import find_packages as f; print(*f('.', include=['radixkv', 'radixkv.*']))"
+    found = set(output_of(sys.executable, "-c", program, cwd=tmp_path).split())
+    assert {"radixkv", "radixkv.kernels.native", "radixkv.service.commands", "radixkv.service.server.page"} <= found
+
+
+def test_the_image_compiles_kernels_and_has_no_compiler() -> None:
+    build, image = DOCKERFILE.split("\nFROM ")[-2:]
+    assert "g++" in build
+    assert "pip wheel" in build
+    assert "g++" not in image
+    assert "apt-get" not in image
+
+
+def test_the_image_has_extras_that_there_are() -> None:
+    (extras,) = re.findall(r"\.whl\)\[([\w,]+)\]", DOCKERFILE)
+    assert all(re.search(rf"^{extra} = \[", text_of("pyproject.toml"), re.MULTILINE) for extra in extras.split(","))
+
+
+def test_the_image_starts_without_a_mounted_file_and_lets_no_stranger_in() -> None:
+    assert json.loads(instruction("ENTRYPOINT")) == ["radixkv"]
+    arguments = make_parser().parse_args(json.loads(instruction("CMD")))
+    assert (arguments.config, arguments.model, arguments.host) == (None, None, None)
+    assert ServerConfig().host == "127.0.0.1"
+
+
+def test_one_health_check_is_for_servers_with_and_without_tls() -> None:
+    check = instruction("HEALTHCHECK").partition(" CMD ")[2]
+    program, *arguments = json.loads(check)
+    assert program == "radixkv"
+    parsed = make_parser().parse_args(arguments)
+    assert parsed.address == f"127.0.0.1:{ServerConfig().port}"
+    assert parsed.tls_ca is None  # tests/service/commands/test_health_command.py runs it against both
 
 
 def test_the_image_has_the_torch_that_the_package_keeps() -> None:
@@ -108,14 +163,76 @@ def test_the_image_has_the_torch_that_the_package_keeps() -> None:
     assert f"pip install --no-cache-dir '{wanted}' --index-url" in DOCKERFILE
 
 
-def test_the_services_of_the_compose_file_read_files_that_there_are() -> None:
-    services = COMPOSE["services"]
-    assert (ROOT / services["radixkv"]["build"]["dockerfile"]).exists()
-    used = {config["source"] for service in services.values() for config in service.get("configs", [])}
-    assert used == set(COMPOSE["configs"])
+def places_of(service: dict[str, Any], key: str) -> list[Path]:
+    """Where mounts of a kind are inside a container. Paths of the host and options are left out."""
+    mounts = service.get(key, [])
+    return [Path(re.sub(r":(ro|rw)$", "", mount).rpartition(":")[2] if key == "volumes" else mount) for mount in mounts]
+
+
+def test_what_is_compiled_or_measured_is_kept_where_it_can_be_run_and_written() -> None:
+    """Docker mounts a tmpfs with noexec."""
+    server = COMPOSE["services"]["radixkv"]
+    (cache,) = re.findall(r"\bXDG_CACHE_HOME=(\S+)", DOCKERFILE)
+    cache = server.get("environment", {}).get("XDG_CACHE_HOME", cache)
+    kept = Path(cache) / "radixkv"
+    assert server["read_only"]
+    assert kept in places_of(server, "volumes")
+    assert not any(kept.is_relative_to(place) for place in places_of(server, "tmpfs"))
+    assert f"mkdir --mode 1777 {kept}" in DOCKERFILE  # for the user of compose.tls.yaml too
+
+
+def test_compose_uses_no_variable_that_shells_do_not_export() -> None:
+    for name in ("compose.yaml", "compose.tls.yaml"):
+        text = re.sub(r"#.*", "", (DEPLOY / name).read_text(encoding="utf-8"))
+        variables = re.findall(r"\$\{?(\w+)([^}]*)", text)
+        assert all(variable.startswith("RADIXKV_") and rest.startswith(":?") for variable, rest in variables)
+
+
+def test_a_server_without_credentials_is_published_to_this_machine_only() -> None:
+    server = COMPOSE["services"]["radixkv"]
+    assert "--insecure" in server["command"]
+    published = [port for service in COMPOSE["services"].values() for port in service.get("ports", [])]
+    assert published
+    assert all(str(port).startswith("127.0.0.1:") for port in published)
+    assert "--insecure" not in COMPOSE_TLS["services"]["radixkv"]["command"]
+
+
+@pytest.mark.parametrize("compose", [COMPOSE, COMPOSE_TLS])
+def test_the_commands_of_the_compose_files_parse(compose: dict[str, Any]) -> None:
+    make_parser().parse_args(compose["services"]["radixkv"]["command"])
+
+
+def test_the_services_of_the_compose_files_read_files_that_there_are() -> None:
+    build = COMPOSE["services"]["radixkv"]["build"]
+    assert (DEPLOY / build["context"]).resolve() == ROOT
+    assert (ROOT / build["dockerfile"]).exists()
+    used = [config["source"] for service in COMPOSE["services"].values() for config in service.get("configs", [])]
+    assert sorted(used) == sorted(COMPOSE["configs"])
     for config in COMPOSE["configs"].values():
-        assert yaml.safe_load(config["content"])["apiVersion"] == 1
-    assert {name.partition(":")[2] for name in [services["prometheus"]["network_mode"]]} <= set(services)
+        assert yaml.safe_load(config["content"])
+    mounts = [
+        mount
+        for each in (COMPOSE, COMPOSE_TLS)
+        for service in each["services"].values()
+        for mount in service.get("volumes", [])
+    ]
+    assert all((DEPLOY / mount.partition(":")[0]).exists() for mount in mounts if mount.startswith("./"))
+    assert set(COMPOSE_TLS["services"]) <= set(COMPOSE["services"])
+
+
+@needs_promtool
+def test_prometheus_accepts_what_compose_configures(tmp_path: Path) -> None:
+    (tmp_path / "prometheus.yml").write_text(COMPOSE["configs"]["scrape"]["content"])
+    shutil.copy(DEPLOY / "alerts.yaml", tmp_path)
+    assert "SUCCESS" in output_of(PROMTOOL, "check", "config", "prometheus.yml", cwd=tmp_path)
+
+
+def test_the_unit_compiles_and_loads_kernels_in_its_cache() -> None:
+    (cache,) = re.findall(r"^Environment=.*\bXDG_CACHE_HOME=(\S+)", UNIT, re.MULTILINE)
+    (directory,) = re.findall(r"^CacheDirectory=(\S+)$", UNIT, re.MULTILINE)
+    assert Path(cache) / "radixkv" == Path("/var/cache") / directory
+    assert "NoExecPaths" not in UNIT
+    assert "MemoryDenyWriteExecute=no" in UNIT
 
 
 def text_of(path: str) -> str:

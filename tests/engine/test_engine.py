@@ -308,11 +308,13 @@ def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner, cl
     clock.now_s += 31
     wait_until(lambda: hanging.cancelled() and waiting.cancelled())
     assert not engine.is_healthy
+    assert not engine.can_recover
     assert isinstance(engine.cancellation, StepHangs)
     with pytest.raises(StepHangs, match=r"a step takes more than 30 s"):
         engine.prefill(params(range(4)))
     runner.gate.set()
     wait_until(lambda: engine.is_healthy)
+    assert engine.can_recover
     assert engine.prefill(params(range(4))).result(PATIENCE_S).next_token_id == next_token(tokens(range(4)))
     assert engine.load().result(PATIENCE_S).blocks.leased == 0
     assert engine.load().result(PATIENCE_S).requests.cancelled == 2
@@ -411,6 +413,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     wait_until(lambda: all(future.done() for future in futures))
     engine._thread.join(PATIENCE_S)
     assert not engine.is_healthy
+    assert not engine.can_recover
     with pytest.raises(Draining):
         engine.prefill(params(range(4)))
     clock.now_s += 2
@@ -449,6 +452,25 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(
     engine.stop()
 
 
+def test_a_call_that_blocks_the_engine_is_noticed_as_a_step_that_hangs(runner: GatedRunner, clock: FakeClock) -> None:
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=30))
+    engine.start()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def block() -> None:
+        has_begun.set()
+        assert may_end.wait(PATIENCE_S)
+
+    blocking = engine._call(block)
+    assert has_begun.wait(PATIENCE_S)
+    clock.now_s += 31
+    wait_until(lambda: not engine.can_recover)
+    may_end.set()
+    blocking.result(PATIENCE_S)
+    wait_until(lambda: engine.is_healthy)
+    engine.stop()
+
+
 def test_what_comes_during_a_step_is_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
     """A step that is started ahead would leave it out."""
 
@@ -474,10 +496,10 @@ def test_a_deadline_that_is_none_is_refused(engine: Engine) -> None:
 
 
 def test_steps_that_fail_one_after_the_other_make_it_unhealthy_until_one_works(
-    runner: GatedRunner, monkeypatch: pytest.MonkeyPatch
+    runner: GatedRunner, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("radixkv.engine.engine._RETRY_PERIOD_S", 0.01)
-    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=30))
     engine.start()
     is_broken, run = True, runner.run
     tries: list[int] = []
@@ -496,9 +518,12 @@ def test_steps_that_fail_one_after_the_other_make_it_unhealthy_until_one_works(
     tries.clear()
     wait_until(lambda: len(tries) > 3)
     assert not engine.is_healthy, "its own tries fail as well"
-    assert engine.is_alive
+    assert engine.can_recover
+    clock.now_s += 31
+    assert not engine.can_recover, "the tries have failed for too long"
     is_broken = False
     wait_until(lambda: engine.is_healthy)
+    assert engine.can_recover
     assert engine.prefill(params(range(4))).result(PATIENCE_S).next_token_id == next_token(tokens(range(4)))
     engine.check().result(PATIENCE_S)
     engine.stop()
@@ -506,9 +531,11 @@ def test_steps_that_fail_one_after_the_other_make_it_unhealthy_until_one_works(
 
 def test_a_stopped_engine_refuses_everything(runner: GatedRunner) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
+    assert engine.can_recover, "it has not been started yet"
     engine.start()
     engine.stop()
     assert not engine.is_healthy
+    assert engine.can_recover, "it was stopped on purpose, at the end of a drain"
     with pytest.raises(Draining):
         engine.prefill(params(range(4)))
     with pytest.raises(Draining):

@@ -55,6 +55,16 @@ def test_an_idle_engine_does_not_hang(clock: FakeClock) -> None:
     assert told == []
 
 
+def test_steps_that_fail_longer_than_a_step_may_take_keep_failing(clock: FakeClock) -> None:
+    watchdog = Watchdog(30, lambda: None)
+    seen = []
+    for is_failing, seconds in ((True, 29), (True, 1), (False, 0), (True, 29), (False, 29), (True, 29)):
+        watchdog.step_ends(is_failing=is_failing)
+        clock.now_s += seconds
+        seen.append(watchdog.keeps_failing)
+    assert seen == [False, True, False, False, False, False]
+
+
 def test_it_looks_from_a_thread_of_its_own() -> None:
     has_told = threading.Event()
     watchdog = Watchdog(0.01, has_told.set)

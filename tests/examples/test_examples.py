@@ -37,6 +37,22 @@ OUTPUTS = {
     "purge.py": ["2 blocks freed", "0 tokens would be reused"],
     "events.py": ["begins with a snapshot: True", "stored tokens up to 363"],
 }
+# What a model says may differ between processors, since their last bits do.
+TEXTS = {
+    "text.py": [
+        r"And the Lord said unto Moses,.+",
+        r"'.*'",
+        r"9 of 10 tokens of the prompt were cached",
+    ],
+    "chat.py": [
+        r"user: Hello",
+        r"assistant: .+",
+        r"0 of \d\d tokens of the prompt were cached",
+        r"user: Where is my father\?",
+        r"assistant: .+",
+        r"\d\d of \d\d tokens of the prompt were cached",
+    ],
+}
 LINES = re.findall(r"^\$ (grpcurl .+)$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
@@ -68,13 +84,22 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_the_page_names_every_example() -> None:
     files = {path.name for path in FOLDER.glob("*.py")}
-    assert files == {*OUTPUTS, "tls_token.py"}
+    # tests/telemetry/test_otlp.py runs print_spans.py
+    assert files == {*OUTPUTS, *TEXTS, "tls_token.py", "print_spans.py"}
     assert set(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (FOLDER / "README.md").read_text(), re.MULTILINE)) == files
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_an_example_prints_what_it_should(address: str, name: str) -> None:
     assert output_of(name, address) == OUTPUTS[name]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_example_with_text_prints_what_a_model_says(address: str, name: str, tmp_path: Path) -> None:
+    lines = output_of(name, address, XDG_CACHE_HOME=str(tmp_path))
+    assert len(lines) == len(TEXTS[name])
+    for pattern, line in zip(TEXTS[name], lines, strict=True):
+        assert re.fullmatch(pattern, line), line
 
 
 def test_the_example_of_tls_is_let_in_as_its_tenant_and_no_other(tmp_path: Path) -> None:

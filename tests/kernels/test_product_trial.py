@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from radixkv.kernels.linear_packings import PACKINGS, LinearPacking, packings_for
-from radixkv.kernels.product_trial import ProductChoice, _cache_bytes, choose_product
+from radixkv.kernels.product_trial import ProductChoice, _cache_bytes, choose_product, cold_calls
 from radixkv.kernels.row_tiles import SIZES, RowTiles, in_tiles
 from radixkv.kernels.sum_order import cancelling_product
 
@@ -182,6 +183,73 @@ def test_a_hopeless_one_is_tried_with_a_part_of_the_weight_only(monkeypatch: pyt
     assert set(other) == {512, 600}
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("limit_s", [0.0, 0.3])
+def test_without_time_one_whose_rows_are_alike_is_chosen(
+    limit_s: float, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    timed(monkeypatch, now_s, "fast", 1e-2)
+    timed(monkeypatch, now_s, "alike", 5e-2)
+    monkeypatch.setitem(PACKINGS, "alike", PACKINGS["alike"]._replace(rows_are_alike=True))
+    choices = [
+        choose_product(
+            torch.empty(600, 8), None, ("fast", "alike"), is_exact=is_exact, limit_s=each, clock=lambda: now_s[0]
+        )
+        for each in (limit_s, math.inf)
+    ]
+    assert [choice.packing for choice in choices if choice is not None] == ["alike", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "sizes"),
+    [(0.0, (1, 2, 4, 8)), (120.0, (1, 2, 4, 8, 16)), (2000.0, SIZES[: SIZES.index(192) + 1]), (1e6, SIZES)],
+)
+def test_the_less_time_there_is_the_fewer_numbers_of_rows_are_checked_and_used(
+    limit_s: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += len(rows)
+        product = (rows[:, None] * weight).sum(-1)
+        product[0] += 1e-3 * (len(rows) == 4)  # the place among the rows matters
+        return product
+
+    add(monkeypatch, "odd", multiply)
+    choice = choose_product(torch.empty(5, 8), None, ("odd",), is_exact=True, limit_s=limit_s, clock=lambda: now_s[0])
+    assert choice is not None
+    assert tuple(size for size, _ in choice.costs) == tuple(size for size in sizes if size != 4)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, math.inf])
+def test_whether_any_numbers_of_rows_agree_does_not_depend_on_the_time(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        places = torch.arange(1, len(rows) + 1)[:, None]
+        return (rows[:, None] * weight).sum(-1) + places * (len(rows) < 32)
+
+    add(monkeypatch, "odd", multiply)
+    choice = tried("odd", torch.empty(5, 8), limit_s=limit_s)
+    assert choice is not None
+    assert tuple(size for size, _ in choice.costs) == tuple(size for size in SIZES if size >= 32)
+
+
+def test_a_large_weight_is_timed_by_its_first_features_and_checked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("radixkv.kernels.product_trial._MAX_TIMED_NUMBERS", 700 * 8)
+    fast = timed(monkeypatch, now_s, "fast", 1e-2)
+    slow = timed(monkeypatch, now_s, "slow", 2e-2)
+    names = ("slow", "fast")
+    choice = choose_product(torch.empty(1400, 8), None, names, is_exact=True, clock=lambda: now_s[0])
+    assert choice is not None
+    assert (choice.packing, dict(choice.costs).keys()) == ("fast", {*SIZES})
+    assert set(fast) == {512, 700, 1400}
+    assert set(slow) == {512, 700}
+    assert dict(choice.costs)[8] == pytest.approx(2e-2), "as long as the whole weight is expected to take"
+
+
 @pytest.mark.parametrize(("cache_bytes", "num_copies"), [(1024, 1), (1025, 2), (10 * 1024, 10), (2**40, 32)])
 def test_copies_of_a_weight_fill_the_cache_twice(
     cache_bytes: int, num_copies: int, monkeypatch: pytest.MonkeyPatch
@@ -194,8 +262,10 @@ def test_copies_of_a_weight_fill_the_cache_twice(
 
     monkeypatch.setitem(PACKINGS, "plain", PACKINGS["plain"]._replace(pack=pack))
     monkeypatch.setattr("radixkv.kernels.product_trial._cache_bytes", lambda: cache_bytes)
-    choose_product(torch.empty(64, 8), None, ("plain",), is_exact=False, clock=map(float, itertools.count()).__next__)
-    assert len(packed) == 1 + num_copies  # one of them is the part that shows what is hopeless
+    calls = cold_calls("plain", torch.empty(64, 8), None)
+    assert packed == [], "a copy is made when it is needed"
+    assert len({id(next(calls)) for _ in range(100)}) == num_copies
+    assert len(packed) == num_copies
 
 
 @pytest.mark.parametrize(("text", "expected"), [("32768K\n", 2**25), ("much", 2**27), (None, 2**27)])

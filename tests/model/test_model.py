@@ -1,6 +1,8 @@
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +128,39 @@ def test_the_chunk_whose_values_are_not_finite_is_told_from_the_others(served: S
     served.runner.storage.pool.blocks[block_ids[0]] = 0xFF
     good, bad = chunk(prompt(40), 0, 40, block_ids[1:4]), chunk(prompt(40), 16, 40, np.r_[block_ids[0], block_ids[4:6]])
     assert served.runner.run([good, bad]).is_finite == [True, False]
+
+
+@pytest.mark.parametrize("num_wanted", [1, 10])
+@pytest.mark.parametrize(
+    ("value", "where", "is_finite"),
+    [
+        (torch.nan, slice(7, 8), False),
+        (torch.inf, slice(7, 8), False),
+        (-torch.inf, slice(7, 8), True),  # a model may rule out tokens
+        (-torch.inf, slice(None), False),
+    ],
+    ids=["NaN", "infinity", "a token ruled out", "all tokens ruled out"],
+)
+def test_a_chunk_whose_logits_are_not_finite_is_reported_as_such(
+    served: Served, value: float, where: slice, is_finite: bool, num_wanted: int
+) -> None:
+    """All hidden states, keys and values are finite. The bad row is the first one that the first chunk wants."""
+
+    def spoil(_: object, __: object, output: Any) -> None:
+        output.logits[0, 0, where] = value
+
+    table = blocks(5)
+    first, second, third = chunk(prompt(10), 0, 10, table[:1]), chunk(prompt(20), 0, 20, table[1:3]), prompt(20, seed=1)
+    first = dataclasses.replace(first, wants_all_logits=num_wanted > 1)
+    unanswered = dataclasses.replace(chunk(third, 0, 20, table[3:]), wants_logits=False)
+    hook = served.model.module.register_forward_hook(spoil)
+    try:
+        got = served.runner.run([unanswered, first, second])
+    finally:
+        hook.remove()
+    assert got.is_finite == [True, is_finite, True]
+    assert len(got.most_likely) == num_wanted + 1
+    assert all(0 <= token_id < VOCAB_SIZE for token_id in got.most_likely)
 
 
 def test_a_step_without_wanted_logits_returns_none(served: Served) -> None:

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from radixkv.kernels.native.library import NotCompiled
+from radixkv.kernels.native.compiler import NotCompiled
 from radixkv.model import on_cpu
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.on_cpu import cpu_candidates
@@ -37,11 +37,11 @@ def test_a_quantized_pool_is_torchs(kv_dtype: str) -> None:
     assert candidates(torch.float32, kv_dtype) == BOTH[1:]
 
 
-def test_the_log_says_once_why_there_is_no_attention_in_cpp(
+def test_one_warning_tells_why_there_are_no_kernels_and_what_it_costs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(folder: object) -> None:
-        raise NotCompiled("it needs GCC, and there is no c++ or g++")
+    def fail(directory: object) -> None:
+        raise NotCompiled("there is no g++ or c++; install GCC")
 
     monkeypatch.undo()
     on_cpu.native_library.cache_clear()
@@ -50,4 +50,9 @@ def test_the_log_says_once_why_there_is_no_attention_in_cpp(
         assert candidates(torch.float32) == BOTH[1:]
         assert candidates(torch.float32) == BOTH[1:]
     on_cpu.native_library.cache_clear()
-    assert caplog.messages == ["kernels in C++ are not used: it needs GCC, and there is no c++ or g++"]
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        (
+            "WARNING",
+            "no compiled kernels, so models on the CPU run 2 to 3 times slower: there is no g++ or c++; install GCC",
+        )
+    ]

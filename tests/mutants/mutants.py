@@ -433,6 +433,10 @@ ENGINE_MUTANTS = (
     Mutant("engine/steps_ahead.py", "if not self._runner.is_asynchronous or ", "if "),
     Mutant("engine/steps_ahead.py", "len(computed) == len(next_step.slices) and ", ""),
     Mutant("engine/steps_ahead.py", "each.is_finite and each.refusal is None for", "each.refusal is None for"),
+    Mutant("engine/watchdog.py", "        elif self._failing_since_s is None:\n", "        else:\n"),
+    Mutant("engine/engine.py", " and not self._is_stopping.is_set()", ""),
+    Mutant("engine/engine.py", "has_died or self._watchdog.is_hanging or", "has_died or"),
+    Mutant("engine/engine.py", " or self._watchdog.keeps_failing)", ")"),
     Mutant("engine/steps_ahead.py", "each.is_finite and each.refusal is None for", "each.is_finite for"),
     Mutant("engine/steps_ahead.py", " and all(_decodes_on(each.part.request) for each in computed)", ""),
     Mutant("engine/steps_ahead.py", "go_on and not self._is_anything_else_due(next_step.slices)", "go_on"),
@@ -548,7 +552,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant("kernels/stopwatch.py", "if not each.has_waited), default", "), default"),
     Mutant("kernels/stopwatch.py", "not (self.is_busy or _is_enough(took))", "not _is_enough(took)"),
-    Mutant("kernels/product_trial.py", "LEAD if PACKINGS[name].rows_are_alike else 1.0", "1.0"),
+    Mutant("kernels/product_trial.py", "LEAD if PACKINGS[entrant.name].rows_are_alike else 1.0", "1.0"),
     Mutant("model/products/native_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
     Mutant("model/products/native_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),
@@ -581,8 +585,13 @@ KERNEL_MUTANTS = (
 )
 
 LOADING_MUTANTS = (
-    Mutant("kernels/native/library.py", 'file.stem == f"{name}-{_digest_of(file)}"', "True"),
-    Mutant("kernels/native/library.py", "        _sync(made)\n", ""),
+    Mutant("kernels/native/library.py", 'file.stem.endswith(f"-{_content_digest(file)}")', "True"),
+    Mutant("kernels/native/library.py", "flags.issuperset(each.features)", "True"),
+    Mutant("kernels/native/library.py", "    if not is_current(file, variant):\n        return None\n", ""),
+    Mutant("kernels/native/library.py", "[:-_MAX_KEPT]", "[:0]"),
+    Mutant(
+        "kernels/native/library.py", "                    os.utime(file)  # it was used\n", "                    pass\n"
+    ),
     Mutant("config/cache_directory.py", "    except RuntimeError:", "    except OSError:"),
     Mutant("model/products/choices.py", "0 < cost_s < math.inf", "0 < cost_s"),
     Mutant("model/products/choices.py", ", ValueError, OverflowError)", ", ValueError)"),
@@ -1271,7 +1280,7 @@ STORE_MUTANTS = (
 FLEET_MUTANTS = (
     Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
     Mutant("service/cluster/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
-    Mutant("service/cluster/replica_connection.py", "HealthStub(watch)", "HealthStub(calls)"),
+    Mutant("service/cluster/replica_connection.py", "health_check(watch)", "health_check(calls)"),
     Mutant("service/cluster/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
 )
 SERVICE_MUTANTS = (
@@ -1286,6 +1295,8 @@ SERVICE_MUTANTS = (
     Mutant("service/server/transfer/kv_sources.py", "            _require_address(address)\n", ""),
     Mutant("service/server/segments/segment_lister.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
     Mutant("service/client/channel.py", ', "grpc.per_rpc_retry_buffer_size": _RETRIED_BYTES}', "}"),
+    Mutant("service/server/last_connections.py", "_shut(unclosed[fd], socket.SHUT_WR)", "pass"),
+    Mutant("service/server/metrics_port.py", 'return path == "/healthz"', "return True"),
     Mutant("service/server/metrics_port.py", "            self.connections.end_oldest()\n", ""),
     Mutant("service/server/metrics_port.py", "        self.connections.end_late()\n", "        pass\n"),
     Mutant(

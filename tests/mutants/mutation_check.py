@@ -84,6 +84,7 @@ ENGINE_TESTS = (
     "tests/scheduling/test_single_flight.py",
     "tests/engine/adapters/test_adapters.py",
     "tests/engine/test_engine.py",
+    "tests/engine/test_watchdog.py",
 )
 KERNEL_TESTS = (
     "tests/kernels/test_shared_prefix.py",
@@ -206,6 +207,7 @@ SERVICE_TESTS = (
     "tests/service/server/intake/test_intake.py",
     "tests/service/server/page/test_state_feed.py",
     "tests/service/server/test_metrics_port.py",
+    "tests/service/server/test_last_connections.py",
 )
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),

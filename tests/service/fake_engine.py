@@ -102,7 +102,7 @@ class FakeEngine:
         self.public = PublicRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits
-        self.is_healthy = self.is_alive = True
+        self.is_healthy = self.is_alive = self.can_recover = True
         self.is_gated = is_gated
         self.is_hanging = False  # `load` is never answered
         self.delay_s = delay_s

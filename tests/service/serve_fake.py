@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.service.fake_engine import FakeEngine
 
 
-def build_engine(config, observer):
+def build_engine(config, observers, progress):
     """Stand in for `radixkv.startup.build_engine.build_engine`."""
     engine = FakeEngine(is_gated=sys.argv[1] == "shut")
     signal.signal(signal.SIGUSR1, lambda *_: engine.open_gate())

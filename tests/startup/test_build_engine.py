@@ -10,6 +10,7 @@ from radixkv.config import Config
 from radixkv.errors import ConfigError
 from radixkv.startup import build_engine as module
 from radixkv.startup.build_engine import build_engine
+from radixkv.startup.progress import StartProgress
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 
 
@@ -22,22 +23,39 @@ def test_the_log_tells_each_stage_with_its_duration(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.INFO, logger="radixkv"):
         build_engine(config(f"model.path={directory}"))
     stages = [record.getMessage() for record in caplog.records]
-    once_a_machine = ("compiled kernels", "trying libraries", "tried products")
+    once_a_machine = ("compil", "using kernels", "waiting for another process", "choosing a matmul", "tried matmuls")
     stages = [stage for stage in stages if not stage.startswith(once_a_machine)]
     expected = [
+        r"computing with \d+ threads?: .+",
+        "loading the model",
         r"read 0\.\d MB of weights for the model's fingerprint in \d+\.\d+ s",
-        r"products: \d+ \w+(, \d+ \w+)*",
+        r"matmuls by library: \w+ \d+(, \w+ \d+)*",
         r"loaded llama in \d+\.\d s: LlamaForCausalLM with 0\.1 million parameters in float32 on cpu",
+        "checking attention and the model",
         r"checked attention and model in exact mode in \d+\.\d s",
+        "allocating the pool of K/V blocks",
         r"allocated a pool of 64 blocks of 16 tokens: 0\.8 MB in fp32 on cpu",
+        "opening the stores of blocks, and building the engine",
     ]
     assert len(stages) == len(expected)
     for stage, pattern in zip(stages, expected, strict=True):
         assert re.fullmatch(pattern, stage)
 
 
+def test_the_last_line_says_what_was_started(caplog: pytest.LogCaptureFixture) -> None:
+    progress = StartProgress()
+    build_engine(config("model.path=tiny"), progress=progress)
+    with caplog.at_level(logging.INFO, logger="radixkv"):
+        progress.ready()
+    assert re.fullmatch(
+        r"ready after \d+\.\d s: model tiny on cpu in float32, exact mode, \d+ threads?, (native|torch's) attention, "
+        r"pool of 1024 tokens in blocks of 16 \(\d+\.\d MB\)",
+        caplog.messages[-1],
+    )
+
+
 def test_a_ceiling_below_its_floor_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "load_model", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("a model was loaded"))
     wrong = config("tenants.acme.floor_tokens=33", "tenants.acme.ceiling_tokens=47")
     with pytest.raises(ConfigError, match=r"tenants\.acme\.ceiling_tokens: expected room for at least 3 whole blocks"):
         build_engine(wrong)

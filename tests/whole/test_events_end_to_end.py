@@ -120,7 +120,7 @@ def test_the_same_events_are_replayed_over_zmq(tmp_path: Path) -> None:
     with served(tmp_path / "log", *settings) as (_, address), Client(address) as client:
         client.prefill(range(40))
         client.prefill(range(40), salt="secret")
-        endpoint = re.search(r"events on \S+, again on (\S+)$", (tmp_path / "log").read_text(), re.MULTILINE)
+        endpoint = re.search(r"events on \S+, replays on (\S+)$", (tmp_path / "log").read_text(), re.MULTILINE)
         assert endpoint is not None
         with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
             reader.setsockopt(zmq.LINGER, 0)

@@ -122,3 +122,23 @@ def test_the_command_takes_and_prints_text(
     assert chat["usage"]["prompt_tokens"] == len(tokenizer.encode_chat(messages))
     as_bytes = json.loads(run("prefill", "--text", PROMPT, "--bytes", "--json"))
     assert as_bytes["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+def test_a_text_and_its_token_ids_have_the_same_answer(client: Client, tokenizer: Tokenizer) -> None:
+    chunks = list(client.generate(PROMPT, max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
+    told = list(client.generate(tokenizer.encode(PROMPT), max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
+    token_ids, last = [token_id for each in told for token_id in each.token_ids], told[-1]
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == token_ids
+    assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(token_ids)
+    assert last.usage.cached_tokens == last.usage.prompt_tokens - 1, "the text was cached under the same tokens"
+
+
+def test_a_chat_reuses_the_turns_before(client: Client) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    first = client.chat(messages, max_new_tokens=20, ignore_eos=True, tenant="chat")
+    messages.append({"role": "assistant", "content": first.read()})
+    messages.append({"role": "user", "content": "And then?"})
+    second = client.chat(messages, max_new_tokens=1, tenant="chat")
+    second.read()
+    assert second.response.usage.cached_tokens >= first.response.usage.prompt_tokens
+    assert second.response.usage.prompt_tokens > second.response.usage.cached_tokens

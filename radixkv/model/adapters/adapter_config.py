@@ -127,8 +127,10 @@ def _read_tree(file: Path) -> dict[str, Any]:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise absent(CONFIG_FILE) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidAdapter(f"{CONFIG_FILE}: expected a JSON object, got {type(error).__name__}") from error
+    except OSError as error:
+        raise InvalidAdapter(f"{CONFIG_FILE}: expected a readable file, got: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidAdapter(f"{CONFIG_FILE}: expected a JSON object, got text that is not JSON") from error
     if not isinstance(tree, dict):
         raise InvalidAdapter(f"{CONFIG_FILE}: expected a JSON object, got {type(tree).__name__}")
     return tree

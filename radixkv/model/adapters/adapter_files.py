@@ -149,8 +149,10 @@ def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Ten
         return safetensors.torch.load(file.read_bytes())
     except FileNotFoundError:
         raise absent(TENSOR_FILE) from None
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InvalidAdapter(f"{TENSOR_FILE}: expected safetensors, got {type(error).__name__}") from error
+    except OSError as error:
+        raise InvalidAdapter(f"{TENSOR_FILE}: expected a readable file, got: {error.strerror or 'an error'}") from error
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise InvalidAdapter(f"{TENSOR_FILE}: expected safetensors, got another or a broken format") from error
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.row_tiles import RowFunction
 from radixkv.model.attention.latent_heads import ATTRIBUTE, CHILD, LatentHeads
-from radixkv.model.products.choices import ProductChoices
+from radixkv.model.products.choices import ProductChoices, TrialBudget
 from radixkv.model.products.packed_linear import Product
 from radixkv.model.refusals import SERVE_FAST
 
@@ -33,14 +33,15 @@ class LatentParts:
     Args:
         module: the model, on its device and in evaluation mode, before its linear layers are packed.
         is_exact: whether bits of a row must not depend on other rows.
+        budget: of trials of products, in exact mode; None for no bound.
 
     Raises:
         UnsupportedModel: the model has latents, but its layers do something else with them.
     """
 
-    def __init__(self, module: PreTrainedModel, *, is_exact: bool) -> None:
+    def __init__(self, module: PreTrainedModel, *, is_exact: bool, budget: TrialBudget | None = None) -> None:
         self._parts: list[Any] = []
-        choices = ProductChoices(is_exact=is_exact)
+        choices = ProductChoices(is_exact=is_exact, budget=budget)
         for part in module.modules():
             if hasattr(part, _METHOD) and hasattr(part, CHILD):
                 heads = _heads(part, choices if is_exact else None)

@@ -194,6 +194,7 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices, *, may_gate: 
     packed: dict[nn.Module, nn.Module] = {}
     counts: Counter[str] = Counter()
     uses = Counter(id(child) for part in module.modules() for child in part.children())
+    shares = _Shares(module)
     for part in list(module.modules()):
         read = _weights_read_by(part.__class__.forward)
         children = {name: child for name, child in part.named_children() if name not in read}
@@ -201,21 +202,57 @@ def pack_linears(module: PreTrainedModel, choices: ProductChoices, *, may_gate: 
             layers = [children[name] for name in names if name in children]
             if len(layers) < len(names) or any(uses[id(layer)] > 1 for layer in layers):
                 continue
-            if may_gate and names == GATED and type(children.get("act_fn")) in SILU and _can_gate(layers, choices):
+            if (
+                may_gate
+                and names == GATED
+                and type(children.get("act_fn")) in SILU
+                and _can_gate(layers, choices, shares.of(part, layers))
+            ):
                 continue
-            for layer, replacement in zip(layers, _joined(layers, choices, counts), strict=False):
+            share = shares.of(part, layers)
+            for layer, replacement in zip(layers, _joined(layers, choices, counts, share), strict=False):
                 packed[layer] = replacement
         for name, child in children.items():
             if child not in packed:
                 parameters = _parameters(child)
                 most_rows = _LOGIT_ROWS if child is head else SIZES[-1]
-                product = None if parameters is None else _product([parameters], choices, counts, most_rows)
+                product = (
+                    None
+                    if parameters is None
+                    else _product([parameters], choices, counts, most_rows, shares.of(part, [child]))
+                )
                 if product is None:
                     continue
                 packed[child] = PackedLinear(product)
             setattr(part, name, packed[child])
     if counts:
-        _log.info("products: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+        _log.info("matmuls by library: %s", ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+
+
+class _Shares:
+    """How the weights of a model's linear layers are divided among layers of the same shape.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._num_alike = Counter(type(part) for part in module.modules())
+        layers = {layer for part in module.modules() for layer in part.children()}
+        self._num_weights = sum(_num_weights(layer) for layer in layers)
+
+    def of(self, part: nn.Module, layers: Sequence[nn.Module]) -> float:
+        """Return the share of some layers of a part, together with those of all parts of its class: 0 to 1."""
+        num_weights = self._num_alike[type(part)] * sum(map(_num_weights, layers))
+        return min(1.0, num_weights / max(1, self._num_weights))
+
+
+def _num_weights(layer: nn.Module) -> int:
+    if type(layer) not in (nn.Linear, Conv1D):
+        return 0
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.numel()
 
 
 @cache
@@ -227,7 +264,7 @@ def _weights_read_by(forward: Callable[..., object]) -> frozenset[str]:
         return frozenset()
 
 
-def _can_gate(layers: list[nn.Module], choices: ProductChoices) -> bool:
+def _can_gate(layers: list[nn.Module], choices: ProductChoices, share: float) -> bool:
     """Whether products with two weights are better left apart, since one can be the other's gate.
 
     In bfloat16, 512 rows of a 0.2B model spend a fifth of their MLP between its products. In float32 it is 2 %, less
@@ -236,18 +273,18 @@ def _can_gate(layers: list[nn.Module], choices: ProductChoices) -> bool:
     parameters = [_parameters(layer) for layer in layers]
     if any(each is None or each[0].dtype != torch.bfloat16 for each in parameters):
         return False
-    chosen = [choices.choose(*each) for each in parameters if each is not None]
+    chosen = [choices.choose(*each, share=share) for each in parameters if each is not None]
     return chosen[0] is not None and chosen[0] == chosen[1] and PACKINGS[chosen[0].packing].gate is not None
 
 
-def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[str]) -> list[PackedSlice]:
+def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[str], share: float) -> list[PackedSlice]:
     """Join linear layers of the same rows. Returns their replacements; none if they can't be joined."""
     parameters = [_parameters(layer) for layer in layers]
     known = [each for each in parameters if each is not None]
     kinds = {(weight.shape[1], weight.dtype, bias is None) for weight, bias in known}
     if len(known) < len(layers) or len(kinds) > 1:
         return []
-    product = _product(known, choices, counts, SIZES[-1])
+    product = _product(known, choices, counts, SIZES[-1], share)
     if product is None:
         return []
     joined = JoinedProduct(product)
@@ -273,6 +310,7 @@ def _product(
     choices: ProductChoices,
     counts: Counter[str],
     most_rows: int,
+    share: float,
 ) -> Product | None:
     """Pack weights and biases of one dtype as one, and count the packing. Returns None for what must stay as it is."""
     weights = [weight for weight, _ in parameters]
@@ -280,7 +318,7 @@ def _product(
     # Of weights that are joined, a choice asks for their shape alone.
     whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
-    choice = choices.choose(whole, bias, most_rows=most_rows)
+    choice = choices.choose(whole, bias, most_rows=most_rows, share=share)
     if choice is None:
         return None
     counts[choice.packing] += 1

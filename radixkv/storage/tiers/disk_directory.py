@@ -37,12 +37,16 @@ class DiskDirectory:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StoreUnavailable(f"tiers.disk_path: expected a directory to write to, got {error}") from error
+            raise self._not_writable(error) from error
         try:
             self._claim()
         except BaseException:
             os.close(self._lock)
             raise
+
+    def _not_writable(self, error: OSError) -> StoreUnavailable:
+        reason = f"{self.path}: {error.strerror}"
+        return StoreUnavailable(f"tiers.disk_path: expected a directory to write to, got {reason}")
 
     def close(self) -> None:
         """Let another process have it."""
@@ -62,7 +66,7 @@ class DiskDirectory:
         except ValueError as error:
             raise StoreUnavailable(f"{label}: expected this model's format, got something unreadable") from error
         except OSError as error:
-            raise StoreUnavailable(f"tiers.disk_path: expected a directory to write to, got {error}") from error
+            raise self._not_writable(error) from error
 
     def _write(self, label: Path) -> None:
         """Write the label: the old one or the whole new one is there, also after a power failure."""

@@ -42,15 +42,17 @@ class Result:
 
 def add_fleet_arguments(parser: argparse._ArgumentGroup) -> None:
     """Add `--replicas`, `--routing` and `--tokens-per-s` to a command."""
-    parser.add_argument("--replicas", metavar="N", type=positive, help="servers (default: a cache alone, no queues)")
     parser.add_argument(
-        "--routing", metavar="R[,R...]", type=names, help=f"of {', '.join(ROUTINGS)} (default: {PREFIX})"
+        "--replicas", metavar="N", type=positive, help="number of servers (default: one cache without queues)"
+    )
+    parser.add_argument(
+        "--routing", metavar="R[,R...]", type=names, help=f"routing policies: {', '.join(ROUTINGS)} (default: {PREFIX})"
     )
     parser.add_argument(
         "--tokens-per-s",
         metavar="X",
         type=whole,
-        help=f"tokens that a server computes in a second, one prompt after the other (default: {_TOKENS_PER_S:g})",
+        help=f"tokens that a server computes per second, one prompt at a time (default: {_TOKENS_PER_S:g})",
     )
 
 
@@ -135,29 +137,27 @@ def _compare(
     probation_share: float,
 ) -> list[Result]:
     total_tokens = fleet.replicas * fleet.capacity_tokens
-    advance, finish = progress_bar(f"{policy} at {total_tokens:,}", len(requests))
-    single = simulate(
-        requests,
-        policy=policy,
-        capacity_tokens=total_tokens,
-        block_size=block_size,
-        probation_share=probation_share,
-        on_request=advance,
-    )
-    finish()
-    results = []
-    for routing in routings:
-        advance, finish = progress_bar(f"{routing}, {fleet.replicas} x {fleet.capacity_tokens:,}", len(requests))
-        simulated = simulate_fleet(
+    with progress_bar(f"{policy} at {total_tokens:,}", len(requests)) as advance:
+        single = simulate(
             requests,
-            fleet,
-            routing=routing,
             policy=policy,
+            capacity_tokens=total_tokens,
             block_size=block_size,
             probation_share=probation_share,
             on_request=advance,
         )
-        finish()
+    results = []
+    for routing in routings:
+        with progress_bar(f"{routing}, {fleet.replicas} x {fleet.capacity_tokens:,}", len(requests)) as advance:
+            simulated = simulate_fleet(
+                requests,
+                fleet,
+                routing=routing,
+                policy=policy,
+                block_size=block_size,
+                probation_share=probation_share,
+                on_request=advance,
+            )
         results.append(Result(simulated, single))
     return results
 

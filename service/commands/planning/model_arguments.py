@@ -28,27 +28,31 @@ def add_model_arguments(model: argparse.ArgumentParser | argparse._ArgumentGroup
     model.add_argument(
         "--model",
         metavar="tiny|DIR|FILE",
-        help="the embedded model, a directory with a config.json, or that file (default: none)",
+        help="the embedded model, a directory with a config.json, or a config.json (default: none)",
     )
-    model.add_argument("--layers", metavar="N", type=whole, help="layers of the model (default: the model's)")
-    model.add_argument("--query-heads", metavar="N", type=whole, help="query heads of a layer (default: the model's)")
+    model.add_argument("--layers", metavar="N", type=whole, help="number of layers (default: that of --model)")
+    model.add_argument(
+        "--query-heads", metavar="N", type=whole, help="query heads per layer (default: that of --model)"
+    )
     model.add_argument(
         "--kv-heads",
         metavar="N",
         type=whole,
-        help="K/V heads of a layer (default: the model's, or as many as query heads)",
+        help="K/V heads per layer (default: that of --model, or --query-heads)",
     )
-    model.add_argument("--head-dim", metavar="N", type=whole, help="numbers of a head (default: the model's)")
+    model.add_argument("--head-dim", metavar="N", type=whole, help="dimension of a head (default: that of --model)")
     model.add_argument(
-        "--mla-rank", metavar="N", type=whole, help="numbers in a latent (default: the model's, or none)"
-    )
-    model.add_argument(
-        "--rope-dim", metavar="N", type=whole, help="numbers in the rotary key beside a latent (default: the model's)"
+        "--mla-rank", metavar="N", type=whole, help="rank of the K/V latent of MLA (default: that of --model, or none)"
     )
     model.add_argument(
-        "--dtype", metavar="D", help="fp32, bf16, fp16, fp8, int8, fp4, int4 (default: the model's, or bf16)"
+        "--rope-dim", metavar="N", type=whole, help="dimension of the rotary key of MLA (default: that of --model)"
     )
-    model.add_argument("--scales", action="store_true", help="count a float32 scale for each stored vector")
+    model.add_argument(
+        "--dtype",
+        metavar="D",
+        help="of the K/V: fp32, bf16, fp16, fp8, int8, fp4, int4 (default: that of --model, or bf16)",
+    )
+    model.add_argument("--scales", action="store_true", help="add a float32 scale for each vector")
 
 
 def model_of(arguments: argparse.Namespace) -> Checkpoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
@@ -32,30 +31,27 @@ _DISK_GB_S = 3.0  # a drive on PCIe 3.0 or 4.0 x4
 _NETWORK_GB_S = 1.25  # 10 Gbit/s
 
 
-def add_plan_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `plan` to the commands of a parser."""
-    plan: argparse.ArgumentParser = commands.add_parser(
-        "plan",
-        help="memory and concurrency of a K/V cache",
-        description=f"Memory and concurrency of a K/V cache. {COUNTS} GB is 10^9 bytes and GiB is 2^30. "
-        "The model comes from --model, from the flags, or from both: a flag wins.",
+def add_plan_command(plan: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan` to its parser."""
+    plan.description = (
+        f"Compute the memory and concurrency of a K/V cache. {COUNTS} GB is 10^9 bytes, GiB is 2^30 bytes."
     )
-    model = plan.add_argument_group("the model", "Sizes that are not given are those of --model.")
+    model = plan.add_argument_group("the model", "Give --model, or sizes, or both; a size overrides that of --model.")
     add_model_arguments(model)
-    model.add_argument("--tp", metavar="N", type=whole, default=1, help="ranks of tensor parallelism")
+    model.add_argument("--tp", metavar="N", type=whole, default=1, help="tensor parallel size")
     _add_load(plan)
     _add_device(plan)
     _add_tiers(plan)
-    plan.add_argument("--json", action="store_true", help="one flat object, units in the names")
+    plan.add_argument("--json", action="store_true", help="print one flat JSON object, with units in the names")
     plan.set_defaults(command=_plan)
 
 
 def _add_load(plan: argparse.ArgumentParser) -> None:
     load = plan.add_argument_group("the load")
-    load.add_argument("--batch", metavar="N", type=whole, default=1, help="sequences at the same time")
-    load.add_argument("--context", metavar="N", type=whole, default=8192, help="tokens of a sequence")
+    load.add_argument("--batch", metavar="N", type=whole, default=1, help="concurrent sequences")
+    load.add_argument("--context", metavar="N", type=whole, default=8192, help="tokens per sequence")
     load.add_argument(
-        "--block-size", metavar="N", type=whole, default=CacheConfig().block_size, help="tokens of a block"
+        "--block-size", metavar="N", type=whole, default=CacheConfig().block_size, help="tokens per block"
     )
     load.add_argument("--shared-prefix", metavar="N", type=whole, help="tokens that --requests share (default: none)")
     load.add_argument("--requests", metavar="N", type=whole, help="requests that share --shared-prefix (default: none)")
@@ -63,7 +59,7 @@ def _add_load(plan: argparse.ArgumentParser) -> None:
         "--new-tokens",
         metavar="N",
         type=whole,
-        help="compare decoding N tokens without and with a cache (default: not)",
+        help="compare decoding N tokens with and without a K/V cache (default: no comparison)",
     )
 
 
@@ -75,38 +71,46 @@ def _add_device(plan: argparse.ArgumentParser) -> None:
         metavar="X",
         dest="memory_bytes",
         type=_gb,
-        help="its memory; prints how many users fit (default: not asked)",
+        help="memory of the device in GB; prints how many users fit (default: not printed)",
     )
     memory.add_argument(
-        "--memory-gib", metavar="X", dest="memory_bytes", type=_gib, help="the same in GiB (default: not asked)"
+        "--memory-gib", metavar="X", dest="memory_bytes", type=_gib, help="the same in GiB (default: not printed)"
     )
     device.add_argument(
-        "--weights-gb", metavar="X", type=_gb, help="of all ranks (default: the safetensors of --model)"
+        "--weights-gb", metavar="X", type=_gb, help="weights of all ranks in GB (default: the safetensors of --model)"
     )
     device.add_argument(
         "--weights",
         choices=("auto", "int8"),
         default="auto",
-        help="int8: of --model with model.weights = int8, on a CPU (default: as the files are)",
+        help="int8: the weights of --model with model.weights = int8, on a CPU (default: auto, as in the files)",
     )
-    device.add_argument("--overhead-gb", metavar="X", type=_gb, help="activations, CUDA context, graphs (default: 0)")
-    device.add_argument("--user-gb", metavar="X", type=_gb, help="K/V of a user on it (default: blocks for --context)")
+    device.add_argument(
+        "--overhead-gb", metavar="X", type=_gb, help="activations, CUDA context and graphs in GB (default: 0)"
+    )
+    device.add_argument("--user-gb", metavar="X", type=_gb, help="K/V per user in GB (default: blocks for --context)")
     device.add_argument(
         "--params-b",
         metavar="X",
         type=positive_number,
-        help="billions of parameters; compare loading K/V with computing it (default: not)",
+        help="billions of parameters; compares loading K/V with computing it (default: no comparison)",
     )
     device.add_argument(
-        "--tflops", metavar="X", type=positive_number, default=989.0, help="dense bf16 at peak; an H100 has the default"
+        "--tflops",
+        metavar="X",
+        type=positive_number,
+        default=989.0,
+        help="peak dense bf16 TFLOPS; the default is an H100",
     )
-    device.add_argument("--pcie-gb-s", metavar="X", type=positive_number, default=40.0, help="rate from the host")
+    device.add_argument(
+        "--pcie-gb-s", metavar="X", type=positive_number, default=40.0, help="bandwidth from the host in GB/s"
+    )
     device.add_argument(
         "--hbm-gb-s",
         metavar="X",
         type=positive_number,
         default=3350.0,
-        help="its memory's rate; an H100 SXM has the default",
+        help="memory bandwidth in GB/s; the default is an H100 SXM",
     )
 
 
@@ -118,20 +122,20 @@ def _add_tiers(plan: argparse.ArgumentParser) -> None:
         metavar="NAME=X[,...]",
         type=tier_numbers,
         default={},
-        help="rates of tiers (default: host that of --pcie-gb-s, disk 3, others 1.25)",
+        help="bandwidth of tiers in GB/s (default: host that of --pcie-gb-s, disk 3, others 1.25)",
     )
     tiers.add_argument(
         "--tier-ms",
         metavar="NAME=X[,...]",
         type=tier_numbers,
         default={},
-        help="time of a call beside (default: 0)",
+        help="latency of tiers in ms (default: 0)",
     )
     tiers.add_argument(
         "--prefill-tokens-per-s",
         metavar="X",
         type=positive_number,
-        help="measured rate of prefills (default: that of --params-b and --tflops, or none)",
+        help="measured prefill rate (default: from --params-b and --tflops, or none)",
     )
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
-def progress_bar(what: str, total: int) -> tuple[Callable[[], object] | None, Callable[[], object]]:
-    """Show a bar on a terminal's stderr; nothing elsewhere, or without tqdm. Returns how to move it and to end it."""
+@contextlib.contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[], object] | None]:
+    """Show a bar on stderr if it is a terminal and tqdm is installed, and erase it at the end, also after an error.
+
+    Yields:
+        The function that advances the bar by one; None without a bar.
+    """
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        return None, lambda: None
+        yield None
+        return
     from tqdm import tqdm
 
-    bar = tqdm(total=total, desc=what, unit=" requests", leave=False, file=sys.stderr)
-    return bar.update, bar.close
+    with tqdm(total=total, desc=what, unit=" requests", leave=False, file=sys.stderr) as bar:
+        yield bar.update

@@ -26,42 +26,41 @@ from radixkv.service.commands.planning.tier_arguments import add_tier_argument, 
 from radixkv.service.commands.tables import aligned
 
 
-def add_simulate_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `simulate` to the commands of a parser."""
-    about = "replay a trace without a model: which hit rate does a capacity buy?"
-    simulate: argparse.ArgumentParser = commands.add_parser(
-        "simulate", help=about, description=f"{about.capitalize()} {COUNTS}"
-    )
-    simulate.add_argument("trace", metavar="TRACE", help="requests in Mooncake's JSONL format, plain or gzip")
+def add_simulate_command(simulate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `simulate` to its parser."""
+    simulate.description = f"Replay a trace without a model to find the hit rate for each capacity and policy. {COUNTS}"
+    simulate.add_argument("trace", metavar="TRACE", help="file of requests in Mooncake's JSONL format, plain or gzip")
     simulate.add_argument(
-        "--capacity-tokens", metavar="N[,N...]", type=capacities, required=True, help="tokens that the cache holds"
+        "--capacity-tokens", metavar="N[,N...]", type=capacities, required=True, help="capacity of the cache in tokens"
     )
     simulate.add_argument(
-        "--policy", metavar="P[,P...]", type=names, default="adaptive", help=f"of {', '.join(SIMULATED_POLICIES)}"
+        "--policy",
+        metavar="P[,P...]",
+        type=names,
+        default="adaptive",
+        help=f"eviction policies: {', '.join(SIMULATED_POLICIES)}",
     )
-    simulate.add_argument("--block-size", metavar="B", type=positive, default=512, help="tokens of a block")
+    simulate.add_argument("--block-size", metavar="B", type=positive, default=512, help="tokens per block")
     simulate.add_argument(
         "--probation-share",
         metavar="X",
         type=share,
         default=1.0,
-        help=f"cache.probation_share; {CacheConfig().probation_share} in the service; with 1 the policy decides alone",
+        help="share of the cache for prompts that came once, as cache.probation_share (whose default is "
+        f"{CacheConfig().probation_share}); with 1 the policy alone decides",
     )
     add_tier_argument(simulate, "stores for blocks that leave the cache")
-    simulate.add_argument("--limit", metavar="N", type=positive, help="the first N requests only (default: all)")
-    simulate.add_argument("--json", action="store_true", help="a list of objects, one for each policy and capacity")
+    simulate.add_argument("--limit", metavar="N", type=positive, help="replay only the first N requests (default: all)")
+    simulate.add_argument("--json", action="store_true", help="print a JSON list, an object per policy and capacity")
     simulate.add_argument(
         "--plot",
         metavar="FILE.png",
-        help="draw hit rate against capacity, below the optimum; needs matplotlib, which the extra `plot` brings "
-        "(default: no picture)",
+        help="plot the hit rate against the capacity; needs matplotlib, from the extra `plot` (default: no plot)",
     )
     add_fleet_arguments(
-        simulate.add_argument_group(
-            "a fleet", "Several servers with a cache each. --capacity-tokens is that of each one."
-        )
+        simulate.add_argument_group("a fleet", "Several servers, each with a cache of --capacity-tokens.")
     )
-    add_model_arguments(simulate.add_argument_group("the model", "Only tiers whose size is in bytes need it."))
+    add_model_arguments(simulate.add_argument_group("the model", "Needed only for tiers whose size is in bytes."))
     simulate.set_defaults(command=_simulate)
 
 
@@ -184,19 +183,18 @@ def _simulate_all(
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
-        advance, finish = progress_bar(f"{policy} at {capacity_tokens:,}", len(requests))
-        simulations.append(
-            simulate(
-                requests,
-                policy=policy,
-                capacity_tokens=capacity_tokens,
-                block_size=block_size,
-                probation_share=probation_share,
-                tiers=tiers,
-                on_request=advance,
+        with progress_bar(f"{policy} at {capacity_tokens:,}", len(requests)) as advance:
+            simulations.append(
+                simulate(
+                    requests,
+                    policy=policy,
+                    capacity_tokens=capacity_tokens,
+                    block_size=block_size,
+                    probation_share=probation_share,
+                    tiers=tiers,
+                    on_request=advance,
+                )
             )
-        )
-        finish()
     return simulations
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client
@@ -19,33 +18,31 @@ _STORED_HEAD = ("tenant", "namespace", "blocks", "tokens", "retained")
 _HEAD = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")
 
 
-def add_segments_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `segments` to the commands of a parser."""
-    segments: argparse.ArgumentParser = commands.add_parser(
-        "segments",
-        help="list what is cached: how large, how hot, how old, pinned or retained",
-        description="List cached segments, the runs of tokens that prompts share. Their tokens are not told.",
-    )
-    segments.add_argument("--tenant", type=argument_types.name, help="whose segments (default: everybody's)")
+def add_segments_command(segments: argparse.ArgumentParser) -> None:
+    """Add the arguments of `segments` to its parser."""
+    segments.description = "List the cached segments, the runs of tokens that prompts share. Token ids are never shown."
     segments.add_argument(
-        "--page-size", metavar="N", type=argument_types.count, default=_DEFAULT_PAGE_SIZE, help="segments of a page"
+        "--tenant", metavar="NAME", type=argument_types.name, help="only of this tenant (default: all)"
+    )
+    segments.add_argument(
+        "--page-size", metavar="N", type=argument_types.count, default=_DEFAULT_PAGE_SIZE, help="segments per page"
     )
     segments.add_argument(
         "--page-token",
-        metavar="T",
+        metavar="TOKEN",
         type=argument_types.name,
         default="",
-        help="where to go on (default: at the beginning)",
+        help="the page to show, as printed below the one before it (default: the first)",
     )
-    segments.add_argument("--hottest", action="store_true", help="those used most of late, in place of pages")
+    segments.add_argument("--hottest", action="store_true", help="only the hottest segments, on one page")
     segments.add_argument(
         "--store",
-        metavar="S",
+        metavar="NAME",
         type=argument_types.name,
         default="",
-        help="what a store below the device holds, such as host, by namespace",
+        help="list what this tier, such as host, holds of each namespace (default: the device)",
     )
-    segments.add_argument("--all", action="store_true", help="all pages, one after the other")
+    segments.add_argument("--all", action="store_true", help="all pages")
     add_connection(segments)
     segments.set_defaults(command=_segments)
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from radixkv.service.client import Client
 from radixkv.service.commands import argument_types
@@ -25,23 +24,23 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def add_top_command(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add `top` to the commands of a parser."""
-    top: argparse.ArgumentParser = commands.add_parser(
-        "top",
-        help="watch blocks, hit rate, time to first token, tenants and the hottest segments",
-        description="Watch what the cache holds and how it is used, until Ctrl-C. A terminal is redrawn; elsewhere "
-        "screens follow each other, and with --json each is one line.",
+def add_top_command(top: argparse.ArgumentParser) -> None:
+    """Add the arguments of `top` to its parser."""
+    top.description = (
+        "Watch what the cache holds and how it is used, until Ctrl-C. A terminal is redrawn; other outputs get one "
+        "screen after the other, and --json prints one line for each."
     )
-    top.add_argument("--tenant", type=argument_types.name, help="whose segments are listed (default: everybody's)")
+    top.add_argument(
+        "--tenant", metavar="NAME", type=argument_types.name, help="list segments of this tenant (default: all)"
+    )
     top.add_argument(
         "--interval",
         metavar="S",
         type=argument_types.period,
         default=_PERIOD_S,
-        help="seconds between screens",
+        help="seconds between two screens",
     )
-    top.add_argument("--once", action="store_true", help="show once, with what there was since the start")
+    top.add_argument("--once", action="store_true", help="show one screen, with the rates since the server started")
     add_connection(top)
     top.set_defaults(command=_top)
 

@@ -50,5 +50,6 @@ def publishing(engine: Engine, config: EventsConfig) -> Iterator[None]:
     from radixkv.events.zmq_publisher import ZmqPublisher
 
     with contextlib.closing(ZmqPublisher(engine.events, config)) as publisher:
-        _logger.info("events on %s, again on %s", publisher.endpoint, publisher.replay_endpoint)
+        replays = publisher.replay_endpoint
+        _logger.info("events on %s, %s", publisher.endpoint, f"replays on {replays}" if replays else "no replays")
         yield

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from functools import lru_cache
-from typing import Any
-
-import grpc
 
 from radixkv.api.events import DEVICE, AllCleared, BlocksStored, Event, EventBatch
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.unfinished_calls import Context
 from radixkv.service.token_ids import write_packed
-from radixkv.v1 import events_pb2
+from radixkv.v1 import events_pb2, events_pb2_grpc
 
 SERVICE = events_pb2.DESCRIPTOR.services_by_name["EventService"].full_name
 _MAX_WRITTEN = 256  # batches whose bytes are kept for callers that read a little later
 
 
-class EventServicer:
-    """Streams the event log.
+class EventServicer(events_pb2_grpc.EventServiceServicer):
+    """Streams the event log, as bytes, which `StatusInterceptor` sends as they are.
 
     Args:
         readers: of the event loop.
@@ -31,13 +28,6 @@ class EventServicer:
         self._readers = readers
         self._epoch = epoch
         self._written = lru_cache(maxsize=_MAX_WRITTEN)(self._write)
-
-    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """Make the handler of the service. It sends bytes as they are."""
-        subscribe = grpc.unary_stream_rpc_method_handler(
-            self.Subscribe, request_deserializer=events_pb2.SubscribeRequest.FromString
-        )
-        return grpc.method_handlers_generic_handler(SERVICE, {"Subscribe": subscribe})
 
     async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Context) -> AsyncIterator[bytes]:  # noqa: N802
         """Stream batches until the caller leaves or the service ends."""

@@ -1,51 +1,56 @@
-"""The standard health service of gRPC, `grpc.health.v1.Health`.
+"""The standard health service of gRPC, `grpc.health.v1.Health`. Needs grpcio-health-checking.
 
-That of grpcio-health-checking writes to a watcher while it holds a lock: one that reads nothing would keep the status
-from everybody, and the server from draining.
+That of grpcio-health-checking writes to a watcher while it holds a lock: a watcher that reads nothing would block
+changes of the status, and with them the drain.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from radixkv.service.server.health.health_status import HealthStatus
+from radixkv.service.server.health.list_messages import HealthListRequest, HealthListResponse
+from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.unfinished_calls import Context
+
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class HealthServicer:
-    """Tells whether the server, and each of its services, takes requests. To be used inside the event loop."""
+def add_health(lines: CallLines, health: HealthStatus) -> None:
+    """Add the health service to a server."""
+    servicer = HealthServicer(health)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, lines)
+    if not hasattr(health_pb2_grpc.HealthServicer, "List"):  # grpcio-health-checking is too old to add it
+        handler = grpc.unary_unary_rpc_method_handler(
+            servicer.List,
+            request_deserializer=HealthListRequest.FromString,
+            response_serializer=HealthListResponse.SerializeToString,
+        )
+        lines.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"List": handler}),))
 
-    def __init__(self) -> None:
-        self._names: frozenset[str] = frozenset()
-        self._status = _NOT_SERVING
-        self._is_leaving = False
-        self._changed = asyncio.Event()
 
-    def set(self, names: Iterable[str], *, is_serving: bool) -> None:
-        """Give the services of these names, and the server itself, a status. After `leave` it stays NOT_SERVING."""
-        names = frozenset(("", *names))
-        status = _SERVING if is_serving and not self._is_leaving else _NOT_SERVING
-        if (names, status) != (self._names, self._status):
-            self._names, self._status = names, status
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # not typed
+    """Reports whether the server, and each of its services, accepts requests. To be used inside the event loop.
 
-    def leave(self) -> None:
-        """Say NOT_SERVING from now on."""
-        self._is_leaving = True
-        self.set(self._names, is_serving=False)
+    Args:
+        health: what to report.
+    """
+
+    def __init__(self, health: HealthStatus) -> None:
+        self._health = health
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """Tell the status of a service; NOT_FOUND for one that is not there."""
+        """Return the status of a service; NOT_FOUND for an unknown one."""
         status = self._status_of(request.service)
         if status == _UNKNOWN:
             await context.abort(
@@ -53,17 +58,25 @@ class HealthServicer:
             )
         return health_pb2.HealthCheckResponse(status=status)
 
+    async def List(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """Return the status of every service; that of the server has the empty name."""
+        return HealthListResponse(
+            statuses={name: health_pb2.HealthCheckResponse(status=self._status_of(name)) for name in self._health.names}
+        )
+
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Tell the status of a service now and after each change. A watcher that reads slowly misses what is over."""
-        told = None
+        """Stream the status of a service, now and after each change. A slow reader misses intermediate states."""
+        sent = None
         while True:
-            changed, status = self._changed, self._status_of(request.service)
-            if status != told:
-                told = status
+            changed, status = self._health.changed, self._status_of(request.service)
+            if status != sent:
+                sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await changed.wait()
 
     def _status_of(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
-        return self._status if service in self._names else _UNKNOWN
+        if service not in self._health.names:
+            return _UNKNOWN
+        return _SERVING if self._health.is_serving else _NOT_SERVING

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from radixkv.errors import PermissionDenied
+from radixkv.errors import SwitchedOff
 from radixkv.service.server.identity.doors import Door
 from radixkv.service.server.identity.identity import Identity
 from radixkv.service.server.identity.rpc_rules import RULES, Access, Rule
@@ -57,7 +57,7 @@ class Gate:
             ╰──────────── admit ────────────╯             ╰─────── Admission.place_tenant ───────╯
     ```
 
-    So a handler takes the tenant of a message for granted. A method without a rule is refused to everybody.
+    So a handler takes the tenant of a message for granted. A method without a rule is UNIMPLEMENTED for every caller.
 
     Args:
         door: of the port.
@@ -79,11 +79,12 @@ class Gate:
 
         Raises:
             Unauthenticated: the caller is nobody that is known.
-            PermissionDenied: the caller may not make the call, or nobody may.
+            PermissionDenied: the caller may not make the call.
+            SwitchedOff: the method has no rule, for example because a newer version of a dependency has added it.
         """
         rule = self._rules.get(method)
         if rule is None:
-            raise PermissionDenied(f"{method}: expected a rule that says who may call it, got none")
+            raise SwitchedOff(f"{method}: this server does not implement the method")
         if rule.access is Access.OPEN:
             return Admission(method, rule, None)
         caller = self._door.of_call(context)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.server.identity.doors import Doors
 
+# Docker and Podman put these into every container.
+_CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+
 _logger = logging.getLogger(__name__)
 
 
-def require_secure(config: ServerConfig) -> None:
+def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONTAINER_MARKS) -> None:
     """Check who could reach the service, and read all files once.
 
     ```
@@ -23,6 +28,11 @@ def require_secure(config: ServerConfig) -> None:
     ```
 
     Tokens without TLS are refused as well, unless `insecure` says that a proxy in front has ended it.
+
+    Args:
+        config: where the service listens, and for whom.
+        container_marks: files, of which one exists inside a container. There the loopback is the container's own, which
+            the log says.
 
     Raises:
         ConfigError: the message names the key.
@@ -41,6 +51,12 @@ def require_secure(config: ServerConfig) -> None:
                 f"server.tls_certificate, got {config.host!r}; --insecure serves anyone who can reach it"
             )
         _logger.warning("anyone who can reach %s may make every call: there are no credentials", config.host)
+    if is_on_this_machine(config.host) and any(mark.exists() for mark in container_marks):
+        _logger.warning(
+            "listening on %s of this container, which its published ports do not reach; to let others in, configure "
+            "TLS and tokens, or publish the ports to 127.0.0.1 of the host only and add --host 0.0.0.0 --insecure",
+            config.host,
+        )
     Doors(config)
 
 

@@ -161,7 +161,8 @@ RULES: dict[str, Rule] = {
     "/vllm.grpc.engine.VllmEngine/GetTokenizer": _GATEWAY,
     "/vllm.grpc.engine.VllmEngine/FlushCache": Rule(Access.GATEWAY, is_logged=True),
     "/grpc.health.v1.Health/Check": _OPEN,  # probes of an orchestrator carry no credentials
+    "/grpc.health.v1.Health/List": _OPEN,
     "/grpc.health.v1.Health/Watch": _OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _KNOWN,
 }
-"""Rules by method. A method that is not here is refused to everybody."""
+"""Rules by method. A method that is not here is refused to every caller."""

@@ -118,7 +118,8 @@ def _require_access(name: str, config: KVSourceConfig, token: str | None) -> Non
     try:
         Access(config.address, tls_ca=config.tls_ca, token=token, certificate=None, key=None, prefix_key=PrefixKey(0))
     except OSError as error:
-        raise ConfigError(f"kv_sources.{name}.tls_ca: expected a file of certificates in PEM, got {error}") from error
+        reason = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"kv_sources.{name}.tls_ca: expected a file of certificates in PEM, got {reason}") from error
     except ValueError as error:
         raise ConfigError(f"kv_sources.{name}: {error}") from error
 

@@ -10,11 +10,22 @@ import grpc
 import numpy as np
 import pytest
 
-from bench.parts.load_generator import Outcome, Pass, PrefillCall, Traffic, build_message, prefill_call, replay
+from bench.parts.load_generator import (
+    Ending,
+    Outcome,
+    Pass,
+    PrefillCall,
+    Traffic,
+    build_message,
+    limit_within,
+    prefill_call,
+    replay,
+)
 from bench.parts.workloads import WorkItem, shared_prefix
 from radixkv.v1 import prefill_pb2
 from tests.bench.fake_service import FakeService, Trouble, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
+from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S
 
 
@@ -153,3 +164,116 @@ def test_the_generator_does_little_for_a_request_and_nothing_for_a_token(prompt_
         sys.setprofile(None)
     assert {outcome.status for outcome in replayed.outcomes} == {"OK"}
     assert num_calls / 100 < 50
+
+
+class ClockedService:
+    """Answers one request after another; each moves a clock on by its time.
+
+    Attributes:
+        sent: first token of the requests seen, in order of sending.
+    """
+
+    def __init__(self, clock: FakeClock, took_s: float) -> None:
+        self.sent: list[int] = []
+        self._clock, self._took_s = clock, took_s
+
+    async def __call__(self, message: prefill_pb2.PrefillRequest, timeout: float) -> prefill_pb2.PrefillResponse:
+        self.sent.append(message.token_ids[0])
+        self._clock.now_s += self._took_s
+        num_tokens = len(message.token_ids)
+        return prefill_pb2.PrefillResponse(
+            usage=prefill_pb2.Usage(prompt_tokens=num_tokens, computed_tokens=num_tokens)
+        )
+
+
+def limited(limit_s: float | None, concurrency: int | None = 1) -> Traffic:
+    return Traffic("t", False, concurrency, PATIENCE_S, limit_s)
+
+
+def run_replay(call: object, num_items: int, traffic: Traffic, arrivals_s: float = 0.0, **arguments: object) -> Pass:
+    items = items_arriving(*(index * arrivals_s for index in range(num_items)))
+    messages = [build_message(item.token_ids) for item in items]
+    return asyncio.run(replay(call, items, messages, traffic, **arguments))  # type: ignore[arg-type]
+
+
+def test_a_limited_pass_sends_until_its_time_is_over() -> None:
+    clock = FakeClock()
+    service = ClockedService(clock, took_s=30.0)
+    replayed = run_replay(service, 10, limited(100.0), clock=clock)
+    assert service.sent == [0, 1, 2, 3]  # sent at 0, 30, 60 and 90 s
+    assert [outcome.index for outcome in replayed.outcomes] == [0, 1, 2, 3]
+    assert (replayed.num_planned, replayed.ended_by, replayed.wall_s) == (10, Ending.TIME_LIMIT, 120.0)
+
+
+def test_a_pass_within_its_limit_is_whole() -> None:
+    clock = FakeClock()
+    replayed = run_replay(ClockedService(clock, took_s=9.0), 10, limited(100.0), clock=clock)
+    assert (len(replayed.outcomes), replayed.ended_by) == (10, Ending.FINISHED)
+
+
+def test_without_a_limit_a_pass_takes_as_long_as_it_takes() -> None:
+    clock = FakeClock()
+    replayed = run_replay(ClockedService(clock, took_s=1e6), 10, limited(None), clock=clock)
+    assert (len(replayed.outcomes), replayed.ended_by) == (10, Ending.FINISHED)
+
+
+def test_an_open_loop_sends_no_request_that_arrives_after_its_limit() -> None:
+    clock = FakeClock()
+    service = ClockedService(clock, took_s=0.0)
+    replayed = run_replay(service, 10, limited(0.035, concurrency=None), arrivals_s=0.01)
+    assert service.sent == [0, 1, 2, 3][: len(service.sent)]  # a busy machine may send fewer
+    assert replayed.ended_by is Ending.TIME_LIMIT
+
+
+def test_requests_are_sent_in_the_order_given_and_reported_by_index() -> None:
+    clock = FakeClock()
+    service = ClockedService(clock, took_s=1.0)
+    replayed = run_replay(service, 5, limited(None), clock=clock, order=[3, 0, 4])
+    assert service.sent == [3, 0, 4]
+    assert [outcome.index for outcome in replayed.outcomes] == [0, 3, 4]
+    assert replayed.num_planned == 3
+
+
+async def never(message: prefill_pb2.PrefillRequest, timeout: float) -> prefill_pb2.PrefillResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def test_requests_that_are_never_answered_are_abandoned_at_the_limit() -> None:
+    replayed = run_replay(never, 10, limited(0.1, concurrency=4))
+    assert (replayed.outcomes, replayed.num_planned, replayed.ended_by) == ((), 10, Ending.TIME_LIMIT)
+
+
+def test_a_stop_abandons_the_requests_in_flight_and_keeps_the_answers() -> None:
+    clock = FakeClock()
+    answer = ClockedService(clock, took_s=1.0)
+
+    async def scenario() -> Pass:
+        stop = asyncio.Event()
+
+        async def call(message: prefill_pb2.PrefillRequest, timeout: float) -> prefill_pb2.PrefillResponse:
+            if message.token_ids[0] < 3:
+                return await answer(message, timeout)
+            stop.set()
+            return await never(message, timeout)
+
+        items = items_arriving(*[0.0] * 10)
+        messages = [build_message(item.token_ids) for item in items]
+        traffic = limited(None, concurrency=2)
+        return await replay(cast("PrefillCall", call), items, messages, traffic, stop=stop, clock=clock)
+
+    replayed = asyncio.run(scenario())
+    assert [outcome.index for outcome in replayed.outcomes] == [0, 1, 2]
+    assert (replayed.num_planned, replayed.ended_by) == (10, Ending.INTERRUPTED)
+
+
+def test_a_failure_of_the_generator_itself_is_raised() -> None:
+    async def broken(message: prefill_pb2.PrefillRequest, timeout: float) -> prefill_pb2.PrefillResponse:
+        raise ZeroDivisionError
+
+    with pytest.RaisesGroup(ZeroDivisionError):
+        run_replay(broken, 1, limited(None))
+
+
+def test_a_limit_within_a_time_leaves_some_for_the_last_answers() -> None:
+    assert limit_within(125.0) == pytest.approx(100.0)

@@ -14,7 +14,7 @@ def test_defaults() -> None:
     options = parse_options(SHARED)
     assert (options.requests, options.prefix_tokens, options.suffix_tokens, options.groups) == (1000, 2048, 64, 1)
     assert (options.concurrency, options.rate, options.vocab_size, options.seed) == (4, None, 256, 0)
-    assert (options.baseline_requests, options.baseline_seconds) == (None, 120)
+    assert (options.baseline_requests, options.baseline_seconds, options.time_limit_s) == (None, 120, None)
     assert (options.address, options.model, options.settings) == (None, None, ())
 
 
@@ -27,6 +27,10 @@ def test_a_server_is_described_by_model_device_and_repeated_settings() -> None:
 def test_an_open_loop_has_no_concurrency(arguments: list[str]) -> None:
     assert parse_options(arguments).concurrency is None
     assert parse_options(arguments).describe_traffic().startswith("open loop")
+
+
+def test_a_long_campaign_has_no_limit() -> None:
+    assert parse_options([*SHARED, "--baseline-seconds", "inf"]).baseline_seconds == float("inf")
 
 
 def test_no_baseline_means_no_requests_without_cache() -> None:
@@ -54,6 +58,8 @@ def test_no_baseline_means_no_requests_without_cache() -> None:
         ([*SHARED, "--suffix-tokens", "0"], "--suffix-tokens: expected at least 1, got 0"),
         ([*SHARED, "--rate", "-1"], "--rate: expected a positive number, got -1"),
         ([*SHARED, "--rate", "inf"], "--rate: expected a positive number, got inf"),
+        ([*SHARED, "--time-limit-s", "0"], "--time-limit-s: expected a positive number, got 0"),
+        ([*SHARED, "--time-limit-s", "inf"], "--time-limit-s: expected a positive number, got inf"),
         ([*SHARED, "--seed", "1073741824"], "--seed: expected 0 to 1073741823, got 1073741824"),
         ([*SHARED, "--json", "/nowhere/at/all.json"], "expected a directory, got none at /nowhere/at"),
     ],

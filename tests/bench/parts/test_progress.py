@@ -27,6 +27,13 @@ def test_a_line_is_written_at_the_start_every_five_seconds_and_at_the_end() -> N
     ]
 
 
+def test_a_limit_is_shown() -> None:
+    stream = io.StringIO()
+    with progress("without cache", 20, stream, limit_s=60.0, clock=FakeClock()):
+        pass
+    assert stream.getvalue().splitlines()[0] == "without cache, at most 60 s: 0 of 20 requests, 0 s"
+
+
 def test_nothing_is_written_unless_lines_are_asked_for() -> None:
     stream = io.StringIO()
     with progress("with cache", 2, stream, use_lines=False) as advance:

@@ -6,12 +6,15 @@ import statistics
 
 import pytest
 
-from bench.parts.load_generator import Outcome, Pass
-from bench.parts.report import compare_answers, distribution, speedup, summarize
+from bench.parts.load_generator import Ending, Outcome, Pass
+from bench.parts.report import build_comparison, distribution, summarize
 
 
-def answered(ttft_s: float, prompt_tokens: int = 10, cached_tokens: int = 4, next_token_id: int = 0) -> Outcome:
+def answered(
+    ttft_s: float, prompt_tokens: int = 10, cached_tokens: int = 4, next_token_id: int = 0, *, index: int = 0
+) -> Outcome:
     return Outcome(
+        index,
         "OK",
         sent_s=0.0,
         late_s=0.001,
@@ -25,8 +28,12 @@ def answered(ttft_s: float, prompt_tokens: int = 10, cached_tokens: int = 4, nex
     )
 
 
-def failed(status: str) -> Outcome:
-    return Outcome(status, sent_s=0.0, late_s=0.0, ttft_s=99.0)
+def failed(status: str, index: int = 0) -> Outcome:
+    return Outcome(index, status, sent_s=0.0, late_s=0.0, ttft_s=99.0)
+
+
+def passed(*outcomes: Outcome, wall_s: float = 1.0) -> Pass:
+    return Pass(outcomes, wall_s, cpu_s=0.1, num_planned=len(outcomes))
 
 
 def test_percentiles_are_interpolated_like_the_inclusive_quantiles() -> None:
@@ -41,7 +48,7 @@ def test_one_value_is_every_percentile() -> None:
 
 
 def test_a_summary_adds_up_the_answered_requests() -> None:
-    summary = summarize(Pass((answered(0.1), answered(0.3, 30, 24), failed("INTERNAL")), wall_s=2.0, cpu_s=0.3))
+    summary = summarize(Pass((answered(0.1), answered(0.3, 30, 24), failed("INTERNAL")), 2.0, 0.3, num_planned=3))
     assert (summary["requests"], summary["errors"]) == (3, 1)
     assert (summary["prompt_tokens"], summary["cached_tokens"], summary["computed_tokens"]) == (40, 28, 12)
     assert summary["token_hit_rate"] == pytest.approx(0.7)
@@ -55,25 +62,59 @@ def test_a_summary_adds_up_the_answered_requests() -> None:
 
 def test_errors_are_counted_by_status() -> None:
     statuses = ("INTERNAL", "RESOURCE_EXHAUSTED", "INTERNAL", "WRONG_ANSWER")
-    summary = summarize(Pass(tuple(map(failed, statuses)), 1.0, 0.1))
+    summary = summarize(passed(*map(failed, statuses)))
     assert summary["errors"] == 4
     assert summary["errors_by_status"] == {"INTERNAL": 2, "RESOURCE_EXHAUSTED": 1, "WRONG_ANSWER": 1}
 
 
-def test_what_nobody_measured_is_null_not_nan() -> None:
-    summary = summarize(Pass((failed("INTERNAL"),), 1.0, 0.1))
+def test_a_pass_that_ended_early_says_how_many_of_how_many() -> None:
+    summary = summarize(Pass((answered(0.1),), 1.0, 0.1, num_planned=50, ended_by=Ending.TIME_LIMIT))
+    assert (summary["requests"], summary["requests_planned"], summary["ended_by"]) == (1, 50, "time limit")
+
+
+@pytest.mark.parametrize("outcomes", [(), (failed("INTERNAL"),)])
+def test_a_number_that_was_not_measured_is_null_not_nan(outcomes: tuple[Outcome, ...]) -> None:
+    summary = summarize(passed(*outcomes))
     assert summary["token_hit_rate"] is None
     assert summary["ttft_ms"] == {"mean": None, "p50": None, "p90": None, "p99": None}
-    assert speedup(summary, summary) == {"ttft_p50": None, "prompt_tokens_per_s": None}
+    assert summary["prompt_tokens_per_s"] is None
 
 
-def test_speedup_is_how_many_times_better_the_cache_is() -> None:
-    with_cache = summarize(Pass((answered(0.1),), wall_s=1.0, cpu_s=0.1))
-    without_cache = summarize(Pass((answered(0.4),), wall_s=8.0, cpu_s=0.1))
-    assert speedup(with_cache, without_cache) == pytest.approx({"ttft_p50": 4.0, "prompt_tokens_per_s": 8.0})
+def test_the_speedup_is_how_many_times_better_the_cache_is() -> None:
+    comparison = build_comparison(passed(answered(0.1)), passed(answered(0.4), wall_s=8.0), num_enough=1)
+    assert comparison.speedup == pytest.approx({"ttft_p50": 4.0, "prompt_tokens_per_s": 8.0})
+
+
+def test_times_are_compared_over_the_same_requests() -> None:
+    with_cache = passed(*(answered(0.1 if index % 2 else 0.5, index=index) for index in range(10)))
+    without_cache = passed(*(answered(1.0, index=index) for index in range(0, 10, 2)))
+    comparison = build_comparison(with_cache, without_cache, num_enough=5)
+    assert comparison.compared == 5
+    assert comparison.with_cache_ttft_ms["p50"] == pytest.approx(500)
+    assert comparison.speedup is not None
+    assert comparison.speedup["ttft_p50"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("num_uncached", "has_ratio"), [(15, False), (16, True)])
+def test_too_few_answers_give_no_ratio(num_uncached: int, has_ratio: bool) -> None:
+    with_cache = passed(*(answered(0.1, index=index) for index in range(100)))
+    without_cache = passed(*(answered(1.0, index=index) for index in range(num_uncached)))
+    comparison = build_comparison(with_cache, without_cache, num_enough=16)
+    assert comparison.compared == num_uncached
+    assert (comparison.speedup is not None) == has_ratio
+
+
+def test_without_the_second_pass_nothing_is_compared() -> None:
+    comparison = build_comparison(passed(answered(0.1)), None, num_enough=0)
+    assert (comparison.compared, comparison.different, comparison.speedup) == (0, 0, None)
 
 
 def test_answers_are_compared_where_both_came() -> None:
-    with_cache = [answered(1, next_token_id=1), answered(1, next_token_id=2), failed("INTERNAL")]
-    without_cache = [answered(1, next_token_id=1), answered(1, next_token_id=3), answered(1)]
-    assert compare_answers(with_cache, without_cache) == {"compared": 2, "different": 1}
+    with_cache = passed(
+        answered(1, next_token_id=1, index=0), answered(1, next_token_id=2, index=1), failed("INTERNAL", 2)
+    )
+    without_cache = passed(
+        answered(1, next_token_id=1, index=0), answered(1, next_token_id=3, index=1), answered(1, index=2)
+    )
+    comparison = build_comparison(with_cache, without_cache, num_enough=1)
+    assert (comparison.compared, comparison.different) == (2, 1)

@@ -7,12 +7,11 @@ import pytest
 
 from bench.parts.workloads import (
     WorkItem,
-    evenly_spaced,
     median_prompt_tokens,
     mooncake,
     poisson_arrivals,
-    sample,
     shared_prefix,
+    spread_order,
     trace_arrivals,
     unrelated_prompts,
 )
@@ -94,20 +93,22 @@ def test_poisson_arrivals_follow_the_seed() -> None:
     assert a == b != c
 
 
-@pytest.mark.parametrize(("num_items", "num_kept"), [(10, 1), (10, 3), (17, 16), (37, 37), (5, 9), (1000, 212)])
-def test_a_sample_is_evenly_spaced(num_items: int, num_kept: int) -> None:
-    indices = evenly_spaced(num_items, num_kept)
-    gaps = np.diff([*indices, num_items])
-    assert len(indices) == min(num_items, num_kept)
-    assert indices[0] == 0
-    assert gaps.min() >= 1
-    assert gaps.max() - gaps.min() <= 1
+@pytest.mark.parametrize("num_items", [0, 1, 2, 5, 10, 17, 55, 100, 500, 999, 1000, 1001, 4096])
+def test_a_spread_order_has_every_index_once(num_items: int) -> None:
+    assert sorted(spread_order(num_items)) == list(range(num_items))
 
 
-def test_a_sample_keeps_the_rate_of_arrival() -> None:
-    kept = sample(at(0.0, 1.0, 2.0, 3.0), [0, 2])
-    assert [item.arrival_s for item in kept] == [0.0, 1.0]
-    assert [int(item.token_ids[0]) for item in kept] == [0, 2]
+@pytest.mark.parametrize("num_kept", [1, 2, 3, 16, 100, 212, 431])
+def test_every_beginning_of_a_spread_order_is_spread_evenly(num_kept: int) -> None:
+    kept = sorted(spread_order(1000)[:num_kept])
+    assert kept[0] == 0
+    assert np.diff([*kept, 1000]).max() <= 2 * (1000 / num_kept) + 1
+
+
+@pytest.mark.parametrize("groups", [2, 3, 8, 10])
+def test_a_spread_order_takes_from_groups_in_turn_alike(groups: int) -> None:
+    sizes = np.bincount([index % groups for index in spread_order(1000)[:120]], minlength=groups)
+    assert sizes.max() - sizes.min() <= 0.4 * 120 / groups
 
 
 def test_median_prompt_is_one_of_the_lengths() -> None:

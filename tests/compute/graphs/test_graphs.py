@@ -515,7 +515,7 @@ class TestCheckAtLoad:
         graphs = record(model, storage, kernels)
         drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert [shape.num_tokens for shape in graphs.shapes] == [1, 2]
-        assert "a recorded step is not used, the pool has too few blocks to check it: StepShape(" in caplog.text
+        assert "a recorded step is not used, because the pool has too few blocks to check it: StepShape(" in caplog.text
 
     @pytest.mark.parametrize("is_exact", [True, False])
     def test_a_graph_that_does_not_read_its_inputs_goes(
@@ -535,7 +535,7 @@ class TestCheckAtLoad:
         assert graphs.shapes == []
         assert len(caplog.messages) == len(shapes)
         for shape, message in zip(shapes, caplog.messages, strict=True):
-            assert message == f"a recorded step is not used, its answers differ: {shape}"
+            assert message == f"a recorded step is not used, because its answers differ: {shape}"
 
     def test_a_shorter_context_is_checked_where_the_long_one_has_no_room(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

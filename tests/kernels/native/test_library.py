@@ -1,9 +1,11 @@
-"""The library is made once for sources, compiler and processor, and whatever is missing is told."""
+"""Kernels are loaded where they were installed, or compiled once; never for another processor, nor from old sources."""
 
 import _ctypes
 import ctypes
+import logging
 import os
 import stat
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from radixkv.kernels.native import library
-from radixkv.kernels.native.library import NotCompiled, load_library
+from radixkv.kernels.native.compiler import NotCompiled, digest_of, library_name
+from radixkv.kernels.native.library import load_library, runnable_variants
+from radixkv.kernels.native.variants import VARIANTS, Variant
+
+AMX, AVX512_BF16, AVX512, AVX2 = VARIANTS
 
 # A compiler that writes down what it is asked for, and makes what another one made: something that can be loaded.
 COMPILER = f"""#!/bin/sh
@@ -23,114 +29,255 @@ MAKES_NO_LIBRARY = COMPILER.replace(f"cp {_ctypes.__file__}", "echo made >")
 
 
 @pytest.fixture(autouse=True)
-def has_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "processor_capability", lambda: "AVX512")
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what was compiled at installation: nothing, at first. The processor has AVX-512."""
+    monkeypatch.setattr(library, "_INSTALLED", tmp_path / "installed")
+    monkeypatch.setattr(library, "runnable_variants", lambda: [AVX512, AVX2])
+    (tmp_path / "installed").mkdir()
+    return tmp_path / "installed"
 
 
 def compiler(folder: Path, text: str = COMPILER) -> dict[str, str]:
     folder.mkdir()
-    file = folder / "c++"
+    file = folder / "g++"
     file.write_text(text)
     file.chmod(file.stat().st_mode | stat.S_IEXEC)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def test_a_machine_without_a_compiler_is_told_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiled, match=r"it needs GCC, and there is no c\+\+ or g\+\+"):
-        load_library(tmp_path, {"PATH": str(tmp_path)})
-
-
-def test_a_compiler_that_was_asked_for_is_not_replaced_by_another(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiled, match="there is no mycc"):
-        load_library(tmp_path, {**compiler(tmp_path / "bin"), "CXX": "mycc"})
-
-
-def test_other_processors_have_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "processor_capability", lambda: "DEFAULT")
-    with pytest.raises(NotCompiled, match="AVX2"):
-        load_library(tmp_path)
-
-
-def test_the_last_line_of_a_failing_compiler_is_told(tmp_path: Path) -> None:
-    failing = compiler(tmp_path / "bin", '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no space left >&2\nexit 1\n')
-    with pytest.raises(NotCompiled, match=r"ended with status 1: no space left$"):
-        load_library(tmp_path / "kept", failing)
-    assert list((tmp_path / "kept").iterdir()) == []
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
 
 
 def num_made(folder: Path) -> int:
-    return sum("-shared" in call for call in (folder / "calls").read_text().splitlines())
+    return sum("-shared" in call and "trial" not in call for call in calls(folder))
 
 
-def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
-    environment = compiler(tmp_path / "bin")
-    for _ in range(2):
-        load_library(tmp_path / "kept", environment)
-    assert num_made(tmp_path / "bin") == 1
-    calls = (tmp_path / "bin" / "calls").read_text().splitlines()
-    assert all("-ffp-contract=off" in call for call in calls if " -c " in f" {call} ")
+def install(folder: Path, variant: Variant, digest: str) -> None:
+    """Put a library that can be loaded where an installation would. Loaders ignore what follows the ELF tables."""
+    stamp = f"radixkv kernels {variant.name} {digest}"
+    (folder / library_name(variant)).write_bytes(Path(_ctypes.__file__).read_bytes() + stamp.encode())
 
 
-def test_vectors_are_as_wide_as_torch_says(tmp_path: Path) -> None:
-    environment = compiler(tmp_path / "bin")
-    for capability in ("AMX", "AVX512", "AVX2"):
-        load_library(tmp_path / "kept", environment, capability=capability)
-    assert len(list((tmp_path / "kept").iterdir())) == 3
-    compiled = [call for call in (tmp_path / "bin" / "calls").read_text().splitlines() if "-march=native" in call]
-    assert 3 * sum("-mno-avx512f" in call for call in compiled) == len(compiled) > 0
-    assert 3 * sum("-mno-amx-bf16" in call for call in compiled) == 2 * len(compiled)
+class TestWhatTheProcessorCanRun:
+    @pytest.fixture(autouse=True)
+    def is_not_patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "runnable_variants", runnable_variants)
+
+    @pytest.mark.parametrize(
+        ("capability", "missing", "runnable"),
+        [
+            ("AMX", [], ["amx", "avx512_bf16", "avx512", "avx2"]),
+            ("AVX512", [], ["avx512_bf16", "avx512", "avx2"]),  # ATEN_CPU_CAPABILITY, or Linux gives no tiles
+            ("AMX", ["amx_bf16"], ["avx512_bf16", "avx512", "avx2"]),
+            ("AVX512", ["avx512_bf16"], ["avx512", "avx2"]),
+            *(("AVX512", [each], ["avx2"]) for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl")),
+            ("AVX2", [], ["avx2"]),
+            *(("AVX2", [each], []) for each in ("avx2", "fma", "f16c")),
+            ("DEFAULT", [], []),
+            ("SVE256", [], []),
+        ],
+    )
+    def test_a_variant_needs_all_its_features_and_what_torch_allows(
+        self, capability: str, missing: list[str], runnable: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(library, "processor_capability", lambda: capability)
+        monkeypatch.setattr(library, "processor_flags", lambda: set(AMX.features) - set(missing))
+        assert [variant.name for variant in runnable_variants()] == runnable
+
+    def test_other_processors_have_no_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "processor_flags", lambda: frozenset())
+        with pytest.raises(NotCompiled, match="Linux on x86-64 processors with AVX2"):
+            load_library(tmp_path, compiler(tmp_path / "bin"))
+
+    @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+    def test_nothing_but_its_features_is_compiled(self, variant: Variant, tmp_path: Path) -> None:
+        load_library(tmp_path, compiler(tmp_path / "bin"), variants=[variant])
+        for call in calls(tmp_path / "bin"):
+            if "-shared" not in call:
+                options = [word for word in call.split() if word.startswith("-m")]
+                assert options == ["-march=x86-64", "-mtune=generic", *variant.options]
+                assert "-ffp-contract=off" in call
+        assert [option[2:].replace("-", "_") for option in variant.options] == [
+            feature.replace("512_", "512") for feature in variant.features
+        ]
 
 
-@pytest.mark.parametrize("damage", [lambda _: b"", lambda whole: whole[: len(whole) // 2], lambda whole: whole + b"x"])
-def test_a_damaged_library_is_not_loaded_but_made_again(
-    damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half a file would end the process."""
-    environment = compiler(tmp_path / "bin")
-    load_library(tmp_path / "kept", environment)
-    (file,) = (tmp_path / "kept").iterdir()
-    whole, other = file.read_bytes(), tmp_path / "other"  # the first one is mapped into this process
-    other.mkdir()
-    (other / file.name).write_bytes(damage(whole))
-    loaded = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: loaded.append(Path(name).read_bytes()))
-    load_library(other, environment)
-    assert loaded == [whole]
-    assert num_made(tmp_path / "bin") == 2
+class TestInstalledKernels:
+    def test_they_are_loaded_without_a_compiler(
+        self, installed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        install(installed, AVX512, digest_of(AVX512))
+        with caplog.at_level(logging.INFO):
+            loaded = load_library(tmp_path / "cache", {"PATH": str(tmp_path)})
+        file = installed / "kernels_avx512.so"
+        assert loaded._name == str(file)
+        assert caplog.messages == [f"using kernels for avx512: {file}"]
+        assert not (tmp_path / "cache").exists()
+
+    def test_outdated_ones_are_not_used(self, installed: Path, tmp_path: Path) -> None:
+        install(installed, AVX512, "0123456789abcdef")
+        loaded = load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
+        assert Path(loaded._name).parent == tmp_path / "cache" / "kernels"
+        assert num_made(tmp_path / "bin") == 1
+
+    def test_those_of_another_variant_are_not_used_under_its_name(self, installed: Path, tmp_path: Path) -> None:
+        install(installed, AVX2, digest_of(AVX2))
+        (installed / library_name(AVX2)).rename(installed / library_name(AVX512))
+        loaded = load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
+        assert Path(loaded._name).parent == tmp_path / "cache" / "kernels"
+
+    def test_what_can_not_be_loaded_is_compiled_here(self, installed: Path, tmp_path: Path) -> None:
+        stamp = f"radixkv kernels avx512 {digest_of(AVX512)}"
+        (installed / library_name(AVX512)).write_text(stamp)
+        loaded = load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
+        assert Path(loaded._name).parent == tmp_path / "cache" / "kernels"
+
+    def test_slower_ones_serve_with_a_warning_where_better_ones_can_not_be_made(
+        self, installed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        install(installed, AVX2, digest_of(AVX2))
+        loaded = load_library(tmp_path / "cache", {"PATH": str(tmp_path)})
+        assert loaded._name == str(installed / library_name(AVX2))
+        (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert warning.startswith("using kernels for avx2, although the processor has faster ones: there is no g++")
 
 
-def test_a_library_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, synced = tmp_path / "kept", []
+class TestMissing:
+    def test_a_machine_without_a_compiler_is_told_what_is_missing(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with (
+            caplog.at_level(logging.INFO),
+            pytest.raises(NotCompiled, match=r"there is no g\+\+ or c\+\+; install GCC .*, or set CXX to it"),
+        ):
+            load_library(tmp_path, {"PATH": str(tmp_path)})
+        assert caplog.messages == []  # that it is compiling, for example
 
-    def sync(descriptor: int) -> None:
-        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), len(list(kept.glob("*.so")))))
+    def test_a_compiler_that_was_asked_for_is_not_replaced_by_another(self, tmp_path: Path) -> None:
+        with pytest.raises(NotCompiled, match="CXX names mycc, which does not exist"):
+            load_library(tmp_path, {**compiler(tmp_path / "bin"), "CXX": "mycc"})
 
-    monkeypatch.setattr(os, "fsync", sync)
-    load_library(kept, compiler(tmp_path / "bin"))
-    (library, num_before), (folder, num_after) = synced
-    assert (library.suffix, num_before, folder, num_after) == (".so", 0, kept, 1)
+    def test_a_compiler_may_have_arguments(self, tmp_path: Path) -> None:
+        load_library(tmp_path, {**compiler(tmp_path / "bin"), "CXX": "g++ -pipe"})
+        assert all(call.startswith("-pipe ") for call in calls(tmp_path / "bin"))
+
+    @pytest.mark.parametrize(
+        ("says", "told"),
+        [
+            ("echo no space left", "no space left"),
+            ("echo 'a.cpp:1: error: no such option'; echo stopped.", "a.cpp:1: error: no such option"),
+        ],
+    )
+    def test_the_error_of_a_failing_compiler_is_told(self, says: str, told: str, tmp_path: Path) -> None:
+        failing = compiler(tmp_path / "bin", f"#!/bin/sh\n{{ {says}; }} >&2\nexit 1\n")
+        with pytest.raises(NotCompiled, match=rf"ended with status 1: {told}$"):
+            load_library(tmp_path / "cache", failing)
+        assert list((tmp_path / "cache" / "kernels").glob("*.so")) == []
+
+    def test_a_folder_that_can_not_be_written_is_told_with_the_remedy(self, tmp_path: Path) -> None:
+        (tmp_path / "cache").write_text("a file")
+        with pytest.raises(NotCompiled, match=r"cache/kernels can't hold .*; set XDG_CACHE_HOME to a directory"):
+            load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
+
+    def test_a_folder_that_nothing_can_be_loaded_from_is_known_before_minutes_of_compiling(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a folder that is mounted noexec. What is compiled first is small."""
+
+        def load(name: str) -> None:
+            raise OSError(f"{name}: failed to map segment from shared object")
+
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        with pytest.raises(NotCompiled, match=r"failed to map segment .*; set XDG_CACHE_HOME to a directory .* noexec"):
+            load_library(tmp_path / "cache", compiler(tmp_path / "bin"), variants=[AVX512])
+        assert [call.split("-o ")[0].split()[-1].rpartition("/")[2] for call in calls(tmp_path / "bin")] == [
+            "stamp.cpp",
+            "stamp.o",
+        ]
+
+    def test_what_can_not_be_loaded_is_told(self, tmp_path: Path) -> None:
+        with pytest.raises(NotCompiled, match=r"\.so: .*(too short|invalid)"):
+            load_library(tmp_path / "cache", compiler(tmp_path / "bin", MAKES_NO_LIBRARY))
 
 
-def test_what_can_not_be_loaded_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NotCompiled, match=r"native-[0-9a-f]{16}-[0-9a-f]{16}\.so: .*(too short|invalid)"):
-        load_library(tmp_path / "kept", compiler(tmp_path / "bin", MAKES_NO_LIBRARY))
+class TestCompiledOnce:
+    def test_the_log_says_so_before_and_after(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def run(command: list[str], **kwargs: object) -> object:
+            compiled.append((Path(command[-3]).name, list(caplog.messages)))
+            return true_run(command, **kwargs)
 
+        compiled: list[tuple[str, list[str]]] = []
+        true_run = subprocess.run
+        monkeypatch.setattr(subprocess, "run", run)
+        with caplog.at_level(logging.INFO):
+            load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
+        assert [each for each in compiled if "stamp" in each[0]] == [("stamp.cpp", []), ("stamp.o", [])]
+        assert all(log == ["compiling kernels for avx512, 5 to 60 s; once"] for _, log in compiled[2:])
+        assert len(compiled) > 5
+        assert [record.levelname for record in caplog.records] == ["INFO"] * 3
+        assert caplog.messages[1].startswith("compiled kernels for avx512 in ")
+        assert caplog.messages[2].startswith(f"using kernels for avx512: {tmp_path}/cache/kernels/avx512-")
 
-def test_another_compiler_makes_another_library(tmp_path: Path) -> None:
-    for version in ("1", "2"):
-        load_library(tmp_path / "kept", compiler(tmp_path / version, COMPILER.replace("exit 0", f"echo {version}")))
-    assert len(list((tmp_path / "kept").iterdir())) == 2
+    def test_what_was_made_is_not_made_again_and_needs_no_compiler(self, tmp_path: Path) -> None:
+        environment = compiler(tmp_path / "bin")
+        for each in (environment, environment, {"PATH": str(tmp_path)}):
+            load_library(tmp_path / "cache", each)
+        assert num_made(tmp_path / "bin") == 1
 
+    def test_other_sources_make_another_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        environment = compiler(tmp_path / "bin")
+        for source in ("old", "new"):
+            monkeypatch.setattr("radixkv.kernels.native.compiler.sources", lambda source=source: [source])
+            load_library(tmp_path / "cache", environment)
+        assert num_made(tmp_path / "bin") == 2
 
-def test_a_folder_that_can_not_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("a file")
-    with pytest.raises(NotCompiled, match="kept"):
-        load_library(tmp_path / "kept", compiler(tmp_path / "bin"))
+    @pytest.mark.parametrize(
+        "damage", [lambda _: b"", lambda whole: whole[: len(whole) // 2], lambda whole: whole + b"x"]
+    )
+    def test_a_damaged_library_is_not_loaded_but_made_again(
+        self, damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Half a file would end the process."""
+        environment = compiler(tmp_path / "bin")
+        file = Path(load_library(tmp_path / "cache", environment)._name)
+        whole, other = file.read_bytes(), tmp_path / "other" / "kernels"  # the first one is mapped into this process
+        other.mkdir(parents=True)
+        (other / file.name).write_bytes(damage(whole))
+        loaded = []
+        load = ctypes.CDLL
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: loaded.append(Path(name).read_bytes()) or load(name))
+        load_library(tmp_path / "other", environment)
+        assert loaded == [whole] * 2  # the trial and the library
+        assert num_made(tmp_path / "bin") == 2
 
+    def test_processes_that_make_it_at_once_make_one(self, tmp_path: Path) -> None:
+        environment = compiler(tmp_path / "bin")
+        with ThreadPoolExecutor(4) as pool:
+            loaded = list(pool.map(lambda _: load_library(tmp_path / "cache", environment), range(4)))
+        assert len(loaded) == 4
+        assert num_made(tmp_path / "bin") == 1
 
-def test_processes_that_make_it_at_once_leave_one(tmp_path: Path) -> None:
-    environment = compiler(tmp_path / "bin")
-    with ThreadPoolExecutor(4) as pool:
-        loaded = list(pool.map(lambda _: load_library(tmp_path / "kept", environment), range(4)))
-    assert len(loaded) == 4
-    assert len(list((tmp_path / "kept").iterdir())) == 1
+    def test_what_an_interrupted_start_left_is_removed(self, tmp_path: Path) -> None:
+        left = tmp_path / "cache" / "kernels" / "unfinished" / "tmp" / "rows.o"
+        left.parent.mkdir(parents=True)
+        left.write_text("half")
+        load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
+        assert sorted(path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()) == ["", ".so"]
+
+    def test_the_last_eight_that_were_used_are_kept(self, tmp_path: Path) -> None:
+        folder, environment = tmp_path / "cache" / "kernels", compiler(tmp_path / "bin")
+        folder.mkdir(parents=True)
+        for number in range(10):
+            (folder / f"avx2-{number}.so").write_text("old")
+            os.utime(folder / f"avx2-{number}.so", (number, number))
+        used = Path(load_library(tmp_path / "cache", environment)._name)
+        os.utime(used, (0, 0))
+        load_library(tmp_path / "cache", environment)  # is used again
+        load_library(tmp_path / "cache", environment, variants=[AVX2])
+        names = {path.name for path in folder.glob("*.so")}
+        assert used.name in names
+        assert names >= {f"avx2-{number}.so" for number in range(4, 10)}
+        assert len(names) == 8

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.kernels.native.processor import processor_capability, processor_facts
+from radixkv.kernels.native.processor import processor_capability, processor_facts, processor_flags
 
 X86 = """processor\t: {number}
 model name\t: AMD EPYC
@@ -27,6 +27,24 @@ def test_processors_of_arm_are_told_by_their_features(tmp_path: Path) -> None:
 
 def test_other_systems_tell_nothing(tmp_path: Path) -> None:
     assert processor_facts(tmp_path / "cpuinfo") == []
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "flags"),
+    [
+        ("flags\t\t: fpu avx2 fma\n", {"fpu", "avx2", "fma"}),
+        ("flags\t\t: fpu avx2 fma\nflags\t\t: fpu avx2\n", {"fpu", "avx2"}),  # cores of two kinds
+        ("Features\t: fp asimd\n", set()),
+        ("", set()),
+    ],
+)
+def test_flags_are_those_that_all_processors_have(cpuinfo: str, flags: set[str], tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert processor_flags(tmp_path / "cpuinfo") == flags
+
+
+def test_a_system_without_cpuinfo_has_no_flags(tmp_path: Path) -> None:
+    assert processor_flags(tmp_path / "cpuinfo") == set()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.linear_packings import packings_for
 from radixkv.kernels.native import products
-from radixkv.kernels.native.library import load_library
-from radixkv.kernels.native.processor import processor_capability
+from radixkv.kernels.native.library import load_library, runnable_variants
+from radixkv.kernels.native.variants import VARIANTS
 from radixkv.kernels.sum_order import cancelling_product
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -104,12 +104,12 @@ def test_special_numbers_stay_in_their_row(dtype: torch.dtype) -> None:
     assert not got[12].isfinite().any()
 
 
-@pytest.mark.skipif(processor_capability() != "AMX", reason="a processor without tiles")
+@pytest.mark.skipif("amx" not in [each.name for each in runnable_variants()], reason="a processor without tiles")
 def test_tiles_multiply_what_fills_them() -> None:
     """They add up in another order than vectors, which shows where numbers cancel."""
     got = []
-    for capability in ("AVX512", "AMX"):
-        products.use(load_library(cache_directory(), capability=capability))
+    for variant in VARIANTS[:2]:
+        products.use(load_library(cache_directory(), variants=[variant]))
         bits = []
         for in_features in (1024, 1026):
             rows, weight, _ = cancelling_product(torch.empty(50, in_features, dtype=torch.bfloat16), None, 20)

@@ -7,7 +7,8 @@ import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels import reference
-from radixkv.kernels.native.library import NotCompiled, load_library
+from radixkv.kernels.native.compiler import NotCompiled
+from radixkv.kernels.native.library import load_library
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention import native_kernels
 from radixkv.model.attention.native_kernels import NativeKernels

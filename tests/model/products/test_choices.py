@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from radixkv.kernels.product_trial import ProductChoice
-from radixkv.model.products.choices import ProductChoices, _machine
+from radixkv.kernels.stopwatch import Stopwatch
+from radixkv.model.products.choices import ProductChoices, TrialBudget, _machine
 
 WEIGHT = torch.empty(8, 16)
 
@@ -44,14 +45,52 @@ def test_a_log_tells_before_the_first_trial_what_takes_time(
             choices = ProductChoices(is_exact=True, directory=tmp_path)
             choices.choose(WEIGHT, None)
             choices.choose(torch.empty(16, 8), None)
-    told, *tried = [record.getMessage() for record in caplog.records]
+    first, *tried = [record.getMessage() for record in caplog.records]
     assert (
-        told == f"trying libraries for products that {tmp_path / 'products.json'} does not know, which later loads will"
+        first
+        == f"choosing a matmul for each shape of weight, which {tmp_path / 'products.json'} keeps for later starts"
     )
     assert [message.split(" in ")[0] for message in tried] == [
-        "tried products of 16 by 8 features",
-        "tried products of 8 by 16 features",
+        "tried matmuls with 8 by 16 weights",
+        "tried matmuls with 16 by 8 weights",
     ]
+
+
+def test_shapes_share_a_budget_and_get_what_others_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits_s: list[float] = []
+    now_s = [0.0]
+
+    def choose(*_: object, limit_s: float, **__: object) -> ProductChoice:
+        limits_s.append(limit_s)
+        now_s[0] += 0.5
+        return ProductChoice("native")
+
+    monkeypatch.setattr("radixkv.model.products.choices.choose_product", choose)
+    monkeypatch.setattr(Stopwatch, "here", lambda: Stopwatch(lambda: now_s[0]))
+    reports: list[str] = []
+    budget = TrialBudget(4.0, reports.append)
+    one, two = (ProductChoices(is_exact=is_exact, directory=tmp_path, budget=budget) for is_exact in (True, False))
+    one.choose(torch.empty(64, 8), None, ("native",), share=0.5)
+    two.choose(torch.empty(16, 8), None, ("native",), share=0.25)
+    one.choose(torch.empty(24, 8), None, ("native",), share=0.0)
+    assert limits_s == [2.0, 2.5, 2.0]
+    for _ in range(5):
+        budget.spend(0.5)
+    one.choose(torch.empty(32, 8), None, ("native",), share=0.125)
+    assert limits_s[3] == 0.5, "what took longer than was granted is not taken from other shapes"
+    assert reports[0] == "trying matmuls with 64 by 8 weights in float32"
+
+
+def test_without_a_budget_there_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits_s: list[float] = []
+
+    def choose(*_: object, limit_s: float, **__: object) -> ProductChoice:
+        limits_s.append(limit_s)
+        return ProductChoice("native")
+
+    monkeypatch.setattr("radixkv.model.products.choices.choose_product", choose)
+    ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native",), share=0.0)
+    assert limits_s == [math.inf]
 
 
 def test_processes_that_start_side_by_side_choose_alike(

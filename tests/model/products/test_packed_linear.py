@@ -130,3 +130,24 @@ def test_layers_of_which_some_have_a_bias_stay_apart() -> None:
     pack_linears(module, Given("blocked", is_exact=False))
     assert type(module.model.layers[0].mlp.up_proj) is PackedLinear
     assert type(module.model.layers[1].mlp.up_proj) is PackedSlice
+
+
+def test_a_shape_gets_the_share_of_the_weights_that_have_it() -> None:
+    shares: dict[tuple[object, ...], float] = {}
+
+    class Watched(Given):
+        def choose(
+            self, weight: torch.Tensor, bias: torch.Tensor | None, *_: object, share: float, **__: object
+        ) -> ProductChoice | None:
+            shares[(*weight.shape, bias is None)] = share
+            return super().choose()
+
+    module = built("llama")
+    numbers = {name: part.weight.numel() for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    total = sum(numbers.values())
+    head = module.get_output_embeddings().weight
+    pack_linears(module, Watched("plain", is_exact=False))
+    assert shares[(*head.shape, True)] == head.numel() / total
+    joined = sum(number for name, number in numbers.items() if name.endswith(("q_proj", "k_proj", "v_proj")))
+    assert joined / total in shares.values()
+    assert sum(shares.values()) == pytest.approx(1.0)

@@ -59,6 +59,8 @@ def test_both_clients_take_the_same_arguments():
         "__init__",
         "prefill",
         "generate",
+        "chat",
+        "tokenizer",
         "probe",
         "release",
         "renew",

@@ -2,12 +2,14 @@ import asyncio
 import hashlib
 import io
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
 import grpc
 import pytest
 
+from radixkv.config.cache_directory import temporary_cache_directory
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.client import tokenizer_files as module
 from radixkv.service.client.tokenizer_files import MAX_FILES, ArchiveReader, kept
@@ -49,6 +51,23 @@ def test_files_are_kept_by_their_digest(folder):
     assert os.listdir(folder) == [digest], "nothing is left behind"
 
 
+def test_templates_are_kept_in_their_folder(folder):
+    directory = keep(zip_of({"tokenizer.json": "{}", "additional_chat_templates/tool_use.jinja": "x"}))
+    assert (directory / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
+
+
+def test_where_nothing_can_be_kept_files_last_as_long_as_the_process(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in it, also by root
+    data = zip_of({"tokenizer.json": "{}"})
+    directory = keep(data)
+    assert (directory / "tokenizer.json").read_text() == "{}"
+    assert keep(data) == directory
+    assert kept(hashlib.sha256(data).hexdigest()) is None
+    shutil.rmtree(temporary_cache_directory())
+    temporary_cache_directory.cache_clear()
+
+
 def test_another_digest_is_refused(folder):
     data = zip_of({"tokenizer.json": "{}"})
     with pytest.raises(ValueError, match="tokenizer: expected a zip with the digest 0000"):
@@ -70,6 +89,9 @@ def test_what_is_no_digest_names_no_folder(digest):
         "../tokenizer.json",
         "/etc/tokenizer.json",
         "a/tokenizer.json",
+        "additional_chat_templates/a.json",
+        "additional_chat_templates/../a.jinja",
+        "additional_chat_templates/b/a.jinja",
         "a\\b.json",
         ".json",
         "code.py",

@@ -84,10 +84,10 @@ def test_calls_to_a_server_that_is_gone_are_given_up() -> None:
 def test_a_line_recovers() -> None:
     async def test() -> None:
         async with serving(FakeEngine()) as (_, address), connection_to(address) as connection:
-            health, connection._health = connection._health, Refusing(grpc.StatusCode.DEADLINE_EXCEEDED)
+            check, connection._check_health = connection._check_health, Refusing(grpc.StatusCode.DEADLINE_EXCEEDED)
             await connection.look()
             assert not connection.is_up
-            connection._health = health
+            connection._check_health = check
             await connection.look()
             assert connection.is_up
             assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
@@ -101,18 +101,18 @@ class Refusing:
     def __init__(self, code: grpc.StatusCode) -> None:
         self._code = code
 
-    async def Check(self, request, timeout):  # noqa: N802
+    async def __call__(self, request, timeout):
         raise grpc.aio.AioRpcError(self._code, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
 def test_a_replica_that_refuses_to_tell_its_health_is_there() -> None:
     async def test() -> None:
         async with connection_to("127.0.0.1:1") as connection:
-            connection._health = Refusing(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            connection._check_health = Refusing(grpc.StatusCode.RESOURCE_EXHAUSTED)
             await connection.look()
             assert connection.is_up
             assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
-            connection._health = Refusing(grpc.StatusCode.UNAVAILABLE)
+            connection._check_health = Refusing(grpc.StatusCode.UNAVAILABLE)
             await connection.look()
             assert not connection.is_up
 

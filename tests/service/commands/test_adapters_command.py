@@ -15,14 +15,15 @@ def test_load_list_and_unload_print_what_happened(capsys: pytest.CaptureFixture[
     engine = FakeEngine()
     assert run_cli(capsys, engine, "adapters", "load", "law", "0123456789abcdef") == (
         0,
-        "law is 0123456789ab, before nothing\n",
+        "law is loaded: 0123456789ab\n",
         "",
     )
-    assert run_cli(capsys, engine, "adapters", "load", "law", "two")[1] == "law is two, before 0123456789ab\n"
+    out = run_cli(capsys, engine, "adapters", "load", "law", "two")[1]
+    assert out == "law is loaded: two, in place of 0123456789ab\n"
     head, row, summary = run_cli(capsys, engine, "adapters", "list")[1].splitlines()
     assert head.split() == ["adapter", "digest", "rank", "MB", "memory", "requests", "cached", "tokens", "state"]
     assert row.split() == ["law", "two", "8", "0.0", "device", "0", "0"]
-    assert summary == "1 of at most 4 different ones"
+    assert summary == "1 of at most 4 different adapters"
     assert run_cli(capsys, engine, "adapters", "unload", "law")[1] == "law is unloaded\n"
     assert engine.device.held == set()
 

@@ -1,12 +1,13 @@
 import argparse
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from radixkv import __version__
-from radixkv.service.commands.cli import main, make_parser
+from radixkv.service.commands.cli import COMMANDS, main, make_parser
 from tests.patience import PATIENCE_S
 from tests.service.command_line import launch, usage_error
 
@@ -33,6 +34,14 @@ def test_version(capsys):
         (["prefill", "--tokens", "99999999999"], "token_ids: expected 0 to 4294967295, got 99999999999; see"),
         (["prefill", "--address", "a", "--tokens=-1"], "token_ids: expected 0 to 4294967295, got -1"),
         (["prefill", "--address", "a", "--tokens", ""], "--tokens: expected integers"),
+        (["prefill", "--text", ""], "--text: expected text, got an empty string"),
+        (["generate", "--chat", "--text", ""], "--text: expected text, got an empty string"),
+        (["prefill", "--text-file", "/dev/null"], "--text-file: expected text, got none from /dev/null"),
+        (["prefill", "--text-file", "/none.txt"], "--text-file: expected a file, got /none.txt: No such file or"),
+        (["prefill", "--tokens-file", "/none.txt"], "--tokens-file: expected a file, got /none.txt: No such file or"),
+        (["generate", "--tokens", "1", "--json-schema", "/none.json"], "got '/none.json': no such file"),
+        (["generate", "--tokens", "1", "--grammar", "/none.lark"], "got '/none.lark': no such file"),
+        (["prefill", "--tokens", "1", "--urgency", ""], "--urgency: expected 0 to 100, got an empty string"),
         (
             ["prefill", "--address", "a", "--tokens", "1", "--top-logprobs=-1"],
             "expected a whole number from 0, such as",
@@ -58,6 +67,39 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, arguments, wor
     assert words in usage_error(capsys, *arguments)
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["nothing"], ["serve", "--help"], ["serve", "--x"]])
+def test_help_and_wrong_arguments_do_not_wait_for_imports(arguments):
+    program = (
+        "import atexit, sys\n"
+        "heavy = {'grpc', 'google', 'numpy', 'torch', 'transformers', 'asyncio'}\n"
+        "atexit.register(lambda: print(sorted(heavy & sys.modules.keys())))\n"
+        "from radixkv.service.commands.cli import main\n"
+        "main(sys.argv[1:])"
+    )
+    _, out, err = launch("-P", "-c", program, *arguments)
+    assert out.splitlines()[-1] == "[]"
+    assert "Traceback" not in err
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, command in COMMANDS.items():
+        assert f" {name} {command.help}" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_parsed_alike_whichever_others_are_imported(name):
+    alone, whole = (make_parser(names) for names in ({name}, COMMANDS))
+    assert _help_of(alone, name) == _help_of(whole, name)
+
+
+def _help_of(parser, name):
+    (commands,) = (each for each in parser._actions if each.nargs == argparse.PARSER)
+    return commands.choices[name].format_help()
+
+
 def parsers():
     parser = make_parser()
     (commands,) = (each for each in parser._actions if each.nargs == argparse.PARSER)
@@ -68,6 +110,7 @@ def parsers():
 def test_help_says_what_every_option_does_and_its_default(command):
     parser = parsers()[command]
     shown = " ".join(parser.format_help().split())
+    assert not re.search(r"\(default: \)|\bsigterm\b|\blora\b|\bNone\b", shown)
     for action in parser._actions:
         assert action.help, action.dest
         required = (

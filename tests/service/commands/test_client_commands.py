@@ -138,9 +138,46 @@ def test_a_refusal_is_one_line_and_exit_code_1(capsys):
 
 def test_nobody_listening_is_one_line_and_exit_code_1(capsys):
     assert main(["stats", "--address", "127.0.0.1:1", "--timeout-s", "5"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("radixkv: UNAVAILABLE: ")
-    assert err.count("\n") == 1
+    assert capsys.readouterr().err == (
+        "radixkv: UNAVAILABLE: nothing answers at 127.0.0.1:1; is `radixkv serve` running there?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["prefill", "--tokens", "1,2"],
+        ["generate", "--tokens", "1,2"],
+        ["generate", "--text", "a", "--bytes"],
+        ["stats"],
+        ["top", "--once"],
+        ["segments"],
+        ["adapters", "list"],
+        ["public", "list"],
+        ["purge", "--all"],
+        ["drain"],
+    ],
+)
+def test_json_is_all_that_is_printed(capsys, arguments):
+    code, out, err = run_cli(capsys, FakeEngine(), *arguments, "--json")
+    assert (code, err) == (0, "")
+    assert isinstance(json.loads(out), dict)
+
+
+@pytest.mark.parametrize("option", ["--tls-ca", "--token-file"])
+def test_a_file_that_can_not_be_read_is_named_with_its_option(capsys, tmp_path, option):
+    for path, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert main(["stats", option, str(path)]) == 2
+        assert capsys.readouterr() == ("", f"radixkv: {option}: expected a readable file, got {path}: {reason}\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"junk"])
+def test_a_certificate_that_is_none_is_refused_before_a_call(capsys, tmp_path, content):
+    Papers(tmp_path)
+    (tmp_path / "junk.pem").write_bytes(content)
+    tls = ["--tls-ca", str(tmp_path / "ca.pem"), "--certificate", str(tmp_path / "junk.pem")]
+    assert main(["stats", *tls, "--key", str(tmp_path / "server.key")]) == 2
+    assert capsys.readouterr().err.startswith("radixkv: certificate, key: expected a certificate chain and its private")
 
 
 def test_an_answer_that_does_not_come_in_time_is_exit_code_1(capsys):
@@ -188,7 +225,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "none.token: expected a readable file"),
+        (None, "--token-file: expected a readable file, got "),
         ("\n", "none.token: expected a token, got an empty file"),
         ("two words", "token: expected printable"),
     ],

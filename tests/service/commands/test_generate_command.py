@@ -1,9 +1,12 @@
 """`radixkv generate`: options, and what is printed of an answer as it comes."""
 
+import io
 import json
+import re
 
 import pytest
 
+from radixkv.errors import StepFailed
 from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.test_generate import continuation
@@ -12,19 +15,19 @@ from tests.service.server.test_generate import continuation
 BELLS = [7, 14, 28, 56, 112, 224, 192, 128]
 
 
-def test_the_command_prints_tokens_as_they_come_and_then_a_table(capsys):
-    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4")
-    first, *table = out.splitlines()
+def test_tokens_are_printed_on_stdout_and_then_statistics_on_stderr(capsys):
+    code, out, err = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4")
     assert code == 0
-    assert first == " ".join(map(str, continuation([1, 2], 4)))
+    assert out == " ".join(map(str, continuation([1, 2], 4))) + "\n"
+    table = err.splitlines()
     assert "generated    4 tokens, LENGTH" in table
     assert "  decode     0.00 ms" in table
 
 
-def test_the_command_prints_one_json_object(capsys):
-    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4", "--json")
+def test_the_command_prints_one_json_object_and_nothing_else(capsys):
+    code, out, err = run_cli(capsys, FakeEngine(), "generate", "--tokens", "1,2", "--max-new-tokens", "4", "--json")
     answer = json.loads(out)
-    assert code == 0
+    assert (code, err) == (0, "")
     assert answer["token_ids"] == continuation([1, 2], 4)
     assert (answer["finished"], answer["finish_reason"]) == (True, "LENGTH")
     assert answer["usage"]["generated_tokens"] == 4
@@ -65,12 +68,18 @@ def test_the_command_refuses_in_one_line(capsys):
     assert err == "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"
 
 
-def test_an_answer_to_text_is_text_as_it_comes_and_then_a_table(capsys):
+def test_the_answer_to_a_text_is_the_only_text_on_stdout(capsys):
     # "0P" is 48 and 80: 128, 0, 0 ... is no text, then NULs.
-    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "0P", "--max-new-tokens", "3", model_path="tiny")
-    first, *table = out.split("\n")
-    assert (code, first) == (0, "\ufffd\0\0")
-    assert "generated    3 tokens, LENGTH" in table
+    arguments = ["generate", "--text", "0P", "--max-new-tokens", "3"]
+    code, out, err = run_cli(capsys, FakeEngine(), *arguments, model_path="tiny")
+    assert (code, out) == (0, "\ufffd\0\0\n")
+    assert "generated    3 tokens, LENGTH" in err.splitlines()
+
+
+def test_an_answer_that_ends_its_line_gets_no_empty_line(capsys):
+    # The answer to the bytes 5 and 5 is their sum, 10, an end of line.
+    arguments = ["generate", "--text", "\x05\x05", "--max-new-tokens", "1"]
+    assert run_cli(capsys, FakeEngine(), *arguments, model_path="tiny")[:2] == (0, "\n")
 
 
 def test_a_json_object_has_text_and_token_ids(capsys):
@@ -85,10 +94,9 @@ def test_a_json_object_has_text_and_token_ids(capsys):
 
 def test_a_string_ends_the_answer_and_is_not_printed(capsys):
     options = ["--stop", "no", "--stop", "B", "--max-new-tokens", "400"]
-    code, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "!", *options, model_path="tiny")
-    first, *table = out.split("\n")
-    assert (code, first) == (0, "!")
-    assert "generated    2 tokens, STOP" in table
+    code, out, err = run_cli(capsys, FakeEngine(), "generate", "--text", "!", *options, model_path="tiny")
+    assert (code, out) == (0, "!\n")
+    assert "generated    2 tokens, STOP" in err.splitlines()
     _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "!", *options, "--json", model_path="tiny")
     answer = json.loads(out)
     assert (answer["text"], answer["token_ids"], answer["matched_stop"]) == ("!", [33, 66], "B")
@@ -102,6 +110,37 @@ def test_a_terminal_gets_no_orders_from_a_model(capsys, monkeypatch):
     assert out.startswith(" ".join(map(str, BELLS)))
     _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--text", "\x07", "--max-new-tokens", "5", model_path="tiny")
     assert out.startswith(r"\x07\x0e\x1c8p" + "\n")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("prompt", [["--tokens", "1,2"], ["--text", "!"]])
+def test_an_error_in_the_middle_of_an_answer_starts_on_a_new_line(capsys, monkeypatch, prompt, is_terminal):
+    engine = FakeEngine(is_gated=True)
+    engine.failure = StepFailed("step: expected to end, got an error")
+
+    class Stdout(io.StringIO):
+        """Lets the engine fail once something is printed."""
+
+        def isatty(self):
+            return is_terminal
+
+        def write(self, text):
+            engine.open_gate()
+            return super().write(text)
+
+    stdout = Stdout()
+    monkeypatch.setattr("sys.stdout", stdout)
+    code, _, err = run_cli(capsys, engine, "generate", *prompt, "--max-new-tokens", "4", model_path="tiny")
+    assert code == 1
+    assert re.fullmatch(r"[^\n]+\n", stdout.getvalue())
+    assert err == "radixkv: INTERNAL: step: expected to end, got an error\n"
+
+
+def test_an_error_in_the_middle_of_an_answer_leaves_no_json(capsys):
+    engine = FakeEngine()
+    engine.failure = StepFailed("step: expected to end, got an error")
+    code, out, err = run_cli(capsys, engine, "generate", "--tokens", "1,2", "--max-new-tokens", "4", "--json")
+    assert (code, out, err.count("\n")) == (1, "", 1)
 
 
 @pytest.mark.parametrize("stop", ["", "x" * 257])

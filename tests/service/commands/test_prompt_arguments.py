@@ -118,14 +118,24 @@ def test_a_tokenizer_that_is_no_directory_is_refused_before_transformers_is_impo
     assert launch("-P", "-c", program) == (2, "", message)
 
 
-def test_text_where_transformers_is_not_installed_names_the_extra():
-    program = WITHOUT_ENGINE + "from radixkv.service.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
+@pytest.mark.parametrize("package", ["", "tokenizers"])
+def test_text_needs_the_package_tokenizers_and_nothing_of_the_engine(package):
+    program = WITHOUT_ENGINE + (
+        f"sys.modules[{package!r}] = None\n"
+        "from radixkv.service.commands.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(code)"
+    )
 
     def talk(address):
-        return launch("-P", "-c", program, "prefill", "--address", address, "--text", "hi")
+        return launch("-P", "-c", program, "prefill", "--address", address, "--text", "~", "--json")
 
     code, out, err = serve_and_call(FakeEngine(), talk, "tiny")
-    assert (code, out, err) == (2, "", f"radixkv: {missing_package('transformers', 'text')}\n")
+    if package:
+        assert (code, out, err) == (2, "", f"radixkv: {missing_package('tokenizers', 'text')}\n")
+    else:
+        assert (code, json.loads(out)["usage"]["prompt_tokens"], err) == (0, 1, "")
 
 
 def stdin_of(data):

@@ -21,7 +21,7 @@ def test_add_list_and_remove_print_what_happened(capsys: pytest.CaptureFixture[s
     assert head.split() == ["public", "prefix", "tokens", "blocks", "adapter", "users", "uses", "state"]
     assert row.split() == ["system", "7", "2", "0", "0"]
     assert run_cli(capsys, engine, "public", "remove", "system")[1] == (
-        "system is not public any more: 7 tokens in 2 blocks, freed\n"
+        "system is no longer public: 7 tokens in 2 blocks, freed\n"
     )
     assert len(run_cli(capsys, engine, "public", "list")[1].splitlines()) == 1
 

@@ -1,19 +1,24 @@
 import gc
 import json
 import logging
+import re
 import signal
 import sys
 import threading
 from datetime import datetime
+from functools import partial
 
 import grpc
 import pytest
 
+from radixkv import __version__
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.service.client import Client
+from radixkv.service.commands import serve_command
 from radixkv.service.commands.cli import main
 from radixkv.service.commands.serve_command import JsonLines, tells_of_more_than_a_gone_caller
+from radixkv.startup.progress import StartProgress
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 
@@ -40,7 +45,7 @@ from tests.service.command_line import LAUNCHER, fake_service, install, launch
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message):
-    def build_engine(config, observer):
+    def build_engine(config, observers, progress):
         raise UnsupportedModel(f"model.dtype: expected float32,\n  got {config.model.dtype}")
 
     install(monkeypatch, build_engine)
@@ -54,7 +59,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, 
 def test_options_win_over_set_and_set_over_the_file(tmp_path, monkeypatch):
     seen = []
 
-    def build_engine(config, observer):
+    def build_engine(config, observers, progress):
         seen.append(config)
         raise ConfigError("enough")
 
@@ -101,8 +106,8 @@ def test_a_wrong_model_directory_is_one_line_before_torch_is_imported(tmp_path, 
 def test_what_a_model_would_be_loaded_for_in_vain_is_refused_before_torch_is_imported(setting, message):
     program = WITHOUT_TORCH + "sys.exit(main(['serve', '--port', '0', '--set', sys.argv[1]]))"
     code, out, err = launch("-P", "-c", program, setting)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"radixkv: {message}")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"radixkv: {message}")
 
 
 def test_serve_says_what_it_loads_before_torch_is_imported(tmp_path):
@@ -111,9 +116,63 @@ def test_serve_says_what_it_loads_before_torch_is_imported(tmp_path):
     options = ["--port", "0", "--set", "model.dtype=bfloat16", "--device", "cpu"]
     program = WITHOUT_TORCH + f"sys.exit(main(['serve', '--model', sys.argv[1], *{options}]))"
     code, _, err = launch("-P", "-c", program, str(tmp_path))
-    first, last = err.splitlines()
-    assert first.endswith(f"loading {tmp_path}, 0.02 GB of weights, device cpu, dtype bfloat16")
+    first, *_, last = err.splitlines()
+    assert first.endswith(
+        f"radixkv {__version__} is starting: {tmp_path} (0.02 GB of weights), device cpu, dtype bfloat16"
+    )
     assert (code, last) == (2, f"radixkv: {missing_package('torch', 'engine')}")
+
+
+FIRST_WRITE = (
+    "import os, sys\n"
+    "class FirstWrite:\n"
+    "    def write(self, text):\n"
+    "        heavy = {'grpc', 'google', 'numpy', 'torch', 'transformers', 'asyncio'}\n"
+    "        print(sorted(heavy & sys.modules.keys()), text, flush=True)\n"
+    "        os._exit(0)\n"
+    "    def flush(self): pass\n"
+    "sys.stderr = FirstWrite()\n"
+    "from radixkv.service.commands.cli import main\n"
+    "main(['serve', '--port', '0', *sys.argv[1:]])"
+)
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_first_line_of_the_log_comes_before_what_takes_long_to_import(log_format):
+    code, out, _ = launch("-P", "-c", FIRST_WRITE, "--log-format", log_format)
+    assert code == 0
+    assert out.startswith("[] ")
+    assert f"radixkv {__version__} is starting" in out
+
+
+def test_a_phase_that_takes_long_is_logged_again_until_the_start_ends(monkeypatch, caplog):
+    def num_reminders():
+        return sum(message.startswith("still importing PyTorch and transformers after ") for message in caplog.messages)
+
+    def build_engine(config, observers, progress):
+        wait_until(lambda: num_reminders() >= 2)
+        raise ConfigError("enough")
+
+    install(monkeypatch, build_engine)
+    monkeypatch.setattr(serve_command, "StartProgress", partial(StartProgress, reminder_s=0.01))
+    with caplog.at_level(logging.INFO, logger="radixkv"):
+        assert main(["serve", "--port", "0"]) == 2
+    assert num_reminders() >= 2
+    assert all(thread.name != "start-progress" for thread in threading.enumerate())
+
+
+def test_the_last_line_of_a_start_comes_before_the_address():
+    with fake_service() as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    messages = [line.split(" ", 4)[4] for line in err.splitlines()]
+    assert messages[1:-3] == [
+        "checking the configuration",
+        "importing the server",
+        "importing PyTorch and transformers",
+        "starting to listen",
+    ]
+    assert re.fullmatch(r"ready after \d+\.\d s", messages[-3])
 
 
 def test_the_log_is_lines_of_json_if_asked_for():
@@ -122,7 +181,8 @@ def test_the_log_is_lines_of_json_if_asked_for():
         _, err = process.communicate(timeout=PATIENCE_S)
     lines = [json.loads(line) for line in err.splitlines()]
     assert all(list(line) == ["time", "level", "logger", "message"] for line in lines)
-    assert lines[0]["message"] == "loading the embedded model, device auto, dtype auto"
+    started = f"radixkv {__version__} is starting: the embedded model tiny, device auto, dtype auto"
+    assert lines[0]["message"] == started
     assert lines[-1]["message"] == "stopped"
     assert datetime.fromisoformat(lines[0]["time"]).tzinfo is not None
 
@@ -145,7 +205,7 @@ def test_a_line_of_json_has_the_traceback():
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):
-    def build_engine(config, observer):
+    def build_engine(config, observers, progress):
         raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
 
     install(monkeypatch, build_engine)
@@ -154,7 +214,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
 
 
 def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch):
-    def build_engine(config, observer):
+    def build_engine(config, observers, progress):
         raise ModuleNotFoundError("No module named 'radixkv.lost'", name="radixkv.lost")
 
     install(monkeypatch, build_engine)
@@ -162,16 +222,15 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_extra(monkeypatch):
         main(["serve", "--port", "0"])
 
 
-@pytest.mark.parametrize("package", ["grpc_health", "grpc_reflection", "prometheus_client"])
-def test_serving_where_a_package_of_the_server_is_missing_names_the_extra(package):
+def test_serving_where_a_package_of_the_server_is_missing_names_the_extra():
     program = (
         "import sys, types\n"
         "sys.modules['radixkv.startup.build_engine'] = types.SimpleNamespace(build_engine=None)\n"
-        "sys.modules[sys.argv[1]] = None\n"
+        "sys.modules['prometheus_client'] = None\n"
         "from radixkv.service.commands.cli import main\nsys.exit(main(['serve', '--port', '0']))"
     )
-    code, _, err = launch("-P", "-c", program, package)
-    assert (code, err.splitlines()[-1]) == (2, f"radixkv: {missing_package(package, 'engine')}")
+    code, _, err = launch("-P", "-c", program)
+    assert (code, err.splitlines()[-1]) == (2, f"radixkv: {missing_package('prometheus_client', 'engine')}")
 
 
 def test_a_port_in_use_is_a_config_error():
@@ -239,7 +298,7 @@ def test_a_drain_that_takes_too_long_cancels_and_exits_0():
 def test_imports_are_left_alone_by_garbage_collection(monkeypatch):
     seen = []
 
-    def build_engine(config, observer):
+    def build_engine(config, observers, progress):
         seen.append((gc.isenabled(), gc.get_freeze_count()))
         raise ConfigError("enough")
 

@@ -79,20 +79,30 @@ def test_where_nothing_is_the_port_says_so(path):
 
 
 @pytest.mark.parametrize(
-    ("is_alive", "is_healthy", "healthz", "readyz"),
+    ("can_recover", "is_healthy", "healthz", "readyz"),
     [(True, True, 200, 200), (True, False, 200, 503), (False, False, 503, 503)],
-    ids=["serving", "draining or failing", "dead"],
+    ids=["serving", "draining or failing", "a step blocks, steps fail for too long, or the thread ended"],
 )
-def test_health_checks_say_whether_the_engine_lives_and_whether_it_takes_requests(
-    is_alive, is_healthy, healthz, readyz
+def test_health_checks_say_whether_a_restart_is_needed_and_whether_requests_are_accepted(
+    can_recover, is_healthy, healthz, readyz
 ):
     engine = FakeEngine()
     with telemetry("server.metrics_port=0").serving(engine) as address:
-        engine.is_alive, engine.is_healthy = is_alive, is_healthy
+        engine.can_recover, engine.is_healthy = can_recover, is_healthy
         assert [get(address, path)[0] for path in ("/healthz", "/readyz")] == [healthz, readyz]
         assert get(address, "/healthz", method="HEAD")[:2] == (healthz, "")
         status, _, headers = get(address, "/readyz", method="POST")
         assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_a_service_that_starts_is_alive_and_not_ready():
+    starting = telemetry("server.metrics_port=0")
+    with starting.serving() as address:
+        assert [get(address, path)[0] for path in ("/healthz", "/readyz", "/", "/state.json")] == [200, 503, 503, 503]
+        assert "radixkv_up" not in scrape(address)
+        starting.watch(FakeEngine())
+        assert [get(address, path)[0] for path in ("/healthz", "/readyz", "/", "/state.json")] == [200] * 4
+        assert scrape(address)["radixkv_up"] == 1
 
 
 def test_a_scrape_can_ask_for_some_metrics_by_name():
@@ -309,12 +319,12 @@ def test_a_connection_that_has_asked_is_answered_whatever_silent_ones_come(monke
 
     class Waiting(FakeEngine):
         @property
-        def is_alive(self):
+        def can_recover(self):
             asked.set()
             return may_answer.wait(PATIENCE_S)
 
-        @is_alive.setter
-        def is_alive(self, value):
+        @can_recover.setter
+        def can_recover(self, value):
             pass
 
     with telemetry("server.metrics_port=0").serving(Waiting()) as address, ThreadPoolExecutor(1) as pool:

@@ -50,7 +50,7 @@ EXPECTED = {
     "StoreLate": "UNAVAILABLE",
     "StorePaused": "UNAVAILABLE",
     "StoreUnavailable": "UNAVAILABLE",
-    "StepFailed": "INTERNAL",
+    "NotFinite": "INTERNAL",
     "InvariantViolation": "INTERNAL",
 }
 

@@ -7,6 +7,8 @@ import pytest
 
 from radixkv.errors import UnknownTokenizer
 from radixkv.service.server.tokenizer_archive import NAMES, tokenizer_archive
+from radixkv.service.text.tokenizer import Tokenizer
+from tests.service.text.tokenizers import byte_level, write_without_json
 
 
 def names_in(archive):
@@ -42,6 +44,7 @@ def test_equal_files_give_equal_bytes_whatever_their_times_and_modes(tmp_path):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json"])
 def test_one_vocabulary_is_enough(tmp_path, name):
+    """Files that can't be converted are handed out as they are."""
     (tmp_path / name).write_text("{}")
     assert names_in(tokenizer_archive(tmp_path)) == [name]
 
@@ -53,3 +56,27 @@ def test_a_directory_without_a_vocabulary_is_refused(tmp_path, names):
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(UnknownTokenizer, match=r"tokenizer: expected one in the model's directory, .* got none"):
         tokenizer_archive(tmp_path)
+
+
+def test_templates_for_special_cases_are_in_it(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja", "additional_chat_templates/code.py"):
+        (tmp_path / name).write_text("x")
+    assert names_in(tokenizer_archive(tmp_path)) == ["additional_chat_templates/tool_use.jinja", "tokenizer.json"]
+
+
+def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path):
+    write_without_json(tmp_path / "old")
+    archive = tokenizer_archive(tmp_path / "old")
+    assert names_in(archive) == ["chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    zipfile.ZipFile(io.BytesIO(archive)).extractall(tmp_path / "new")
+    converted = Tokenizer.load(tmp_path / "new")
+    chat = [{"role": "user", "content": "Größe 🎉"}]
+    assert converted.encode_chat(chat) == byte_level().encode_chat(chat)
+
+
+def test_a_tokenizer_that_can_not_be_converted_is_handed_out_with_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "vocab.txt").write_text("x")
+    monkeypatch.setattr("radixkv.service.server.tokenizer_archive.converted_files", lambda _: None)
+    assert names_in(tokenizer_archive(tmp_path)) == ["vocab.txt"]
+    assert "so clients need transformers for text: it has no such form" in caplog.text

@@ -1,13 +1,14 @@
 import json
 import sys
-from functools import partial
+from unittest import mock
 
 import pytest
 
 from radixkv.service.missing_package import MissingPackage
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.text.transformers_tokenizer import SlowBackend, converted_files
 from tests.service.command_line import launch
-from tests.service.text.tokenizers import byte_fallback, byte_level
+from tests.service.text.tokenizers import byte_fallback, byte_level, write_tiny, write_without_json
 
 
 def test_text_becomes_tokens_and_text_again():
@@ -19,8 +20,8 @@ def test_text_becomes_tokens_and_text_again():
 
 def test_the_definition_is_that_of_the_package_tokenizers():
     assert json.loads(byte_level().definition)["model"]["type"] == "BPE"
-    with pytest.raises(ValueError, match="expected a tokenizer of the package tokenizers, got another one"):
-        _ = Tokenizer(object()).definition
+    with pytest.raises(ValueError, match="expected a tokenizer of the package tokenizers, got one that only "):
+        _ = Tokenizer(SlowBackend(object())).definition
 
 
 def test_a_chat_ends_where_the_answer_begins():
@@ -34,19 +35,6 @@ def test_a_tokenizer_without_a_chat_template_refuses_a_chat():
     assert not byte_fallback().has_chat_template
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template, got one without"):
         byte_fallback().encode_chat([{"role": "user", "content": "hi"}])
-
-
-def test_what_a_template_refuses_is_said():
-    class Model:
-        chat_template = "x"
-
-        def apply_chat_template(self, messages, **_):
-            import jinja2
-
-            raise jinja2.TemplateError("no system messages")
-
-    with pytest.raises(ValueError, match="got its refusal: no system messages"):
-        Tokenizer(Model()).encode_chat([{"role": "system", "content": "hi"}])
 
 
 @pytest.mark.parametrize("files", [None, {}, {"config.json": '{"model_type": "llama"}'}, {"tokenizer.json": "no"}])
@@ -66,15 +54,109 @@ def test_files_of_a_kind_that_needs_another_package_name_it(monkeypatch, tmp_pat
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("package", ["transformers", "jinja2"])
-def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package):
-    tokenizer = byte_level()
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("files", "source"),
+    [
+        ({"chat_template.jinja": "file"}, "file"),
+        ({"chat_template.json": json.dumps({"chat_template": "processor"})}, "settings"),
+        (
+            {"tokenizer_config.json": "{}", "chat_template.json": json.dumps({"chat_template": "processor"})},
+            "processor",
+        ),
+        ({"tokenizer_config.json": json.dumps({"chat_template": [{"name": "default", "template": "list"}]})}, "list"),
+        ({"additional_chat_templates/default.jinja": "folder"}, "folder"),
+    ],
+)
+def test_the_chat_template_is_found_where_models_have_it(tmp_path, files, source):
+    write_tiny(tmp_path)
+    settings = {**json.loads((tmp_path / "tokenizer_config.json").read_text()), "chat_template": "settings"}
+    for name, text in {"tokenizer_config.json": json.dumps(settings), **files}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == source
+
+
+def test_a_model_with_several_templates_has_one_for_tools(tmp_path):
+    write_tiny(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "hi"
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT, tools=[{"name": "weather"}])) == "weather"
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="expected a tokenizer with a chat template, got only tool_use"):
+        Tokenizer.load(tmp_path).encode_chat(CHAT)
+
+
+def test_text_that_utf_8_can_not_express_is_refused_without_it():
+    with pytest.raises(ValueError, match=r"^expected text in Unicode, got lone surrogates$"):
+        byte_level().encode("secret\ud800")
+
+
+def test_files_without_tokenizer_json_are_read_by_transformers_and_converted(tmp_path):
+    tokenizer = Tokenizer.load(write_without_json(tmp_path / "old"))
+    (tmp_path / "new").mkdir()
+    for name, content in converted_files(tmp_path / "old").items():
+        (tmp_path / "new" / name).write_bytes(content)
+    converted = Tokenizer.load(tmp_path / "new")
+    for text in ("", "Hello, é world 🎉", "<|im_start|>user\n hi"):
+        assert converted.encode(text) == tokenizer.encode(text) == byte_level().encode(text)
+        assert converted.decode(converted.encode(text)) == byte_level().decode(byte_level().encode(text))
+    assert converted.encode_chat(CHAT) == tokenizer.encode_chat(CHAT) == byte_level().encode_chat(CHAT)
+
+
+def test_a_tokenizer_in_python_is_served_through_transformers(tmp_path):
+    """As transformers runs those that have no fast form: the methods are the same, the class is another one."""
+
+    class Model:
+        chat_template = "{{ bos_token }}{{ messages[0].content }}"
+        special_tokens_map = {"bos_token": "<s>"}  # noqa: RUF012
+        clean_up_tokenization_spaces = True
+
+        def encode(self, text, add_special_tokens=True):
+            return [*([1] if add_special_tokens else []), *text.encode()]
+
+        def decode(self, token_ids, **_):
+            return bytes(each for each in token_ids if each > 1).decode("utf-8", "replace")
+
+    with mock.patch("radixkv.service.text.tokenizer.load_with_transformers", return_value=Model()):
+        tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("hé") == [1, *"hé".encode()]
+    assert tokenizer.encode_chat(CHAT) == [*b"<s>hi"]
+    stream = tokenizer.stream()
+    assert [*map(stream.put, [1, *"a é .".encode()]), stream.end()] == ["", "a", "", "", " é", "", ".", ""]
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "extra"),
+    [
+        ("tokenizers", lambda directory: Tokenizer.load(write_tiny(directory)), "text"),
+        ("jinja2", lambda _: byte_level().encode_chat(CHAT), "text"),
+        ("transformers", Tokenizer.load, "engine"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package, call, extra):
+    byte_level()
+    for module in [name for name in sys.modules if name.startswith("radixkv.service.text.")]:
+        if module.endswith(("chat_template", "tokenizer_directory")):
+            monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
-    call = partial(tokenizer.encode_chat, []) if package == "jinja2" else partial(Tokenizer.load, tmp_path)
-    with pytest.raises(MissingPackage, match=rf"the package {package} is missing; .* pip install '\.\[text\]'"):
-        call()
+    with pytest.raises(MissingPackage, match=rf"the package {package} is missing; .* pip install '\.\[{extra}\]'"):
+        call(tmp_path)
 
 
-def test_nothing_is_imported_before_a_tokenizer_is_loaded():
-    program = "import sys, radixkv.service.text.tokenizer; sys.exit('transformers' in sys.modules)"
-    assert launch("-P", "-c", program) == (0, "", "")
+def test_text_needs_neither_torch_nor_transformers(tmp_path):
+    write_tiny(tmp_path)
+    program = (
+        "import sys; from radixkv.service.text.tokenizer import Tokenizer\n"
+        "assert not {'tokenizers', 'jinja2'} & set(sys.modules)\n"
+        "tokenizer = Tokenizer.load(sys.argv[1])\n"
+        "print(tokenizer.decode(tokenizer.encode_chat([{'role': 'user', 'content': 'hi'}])))\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    assert launch("-P", "-c", program, str(tmp_path)) == (0, "user\nhi\nassistant\n\n", "")

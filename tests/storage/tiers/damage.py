@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from radixkv.config.cache_directory import cache_directory
-from radixkv.kernels.native.library import NotCompiled, load_library
+from radixkv.kernels.native.compiler import NotCompiled
+from radixkv.kernels.native.library import load_library
 from radixkv.model.on_cpu import native_copies
 from radixkv.storage.tiers.block_object import ObjectFault, open_object
 from radixkv.storage.tiers.block_store import StoreBackend

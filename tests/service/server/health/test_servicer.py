@@ -1,4 +1,4 @@
-"""The health service: what it tells, and that a watcher who reads nothing is in nobody's way."""
+"""The health service: what it reports, and that a watcher that reads nothing blocks no other caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawConnection, block, frame
+from radixkv.service.server.health.health_status import HealthStatus
+from radixkv.service.server.health.list_messages import HealthListRequest, HealthListResponse
 from radixkv.service.server.health.servicer import HealthServicer
+from radixkv.service.server.server import SERVICES
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
@@ -35,10 +38,11 @@ def asking(service: str) -> health_pb2.HealthCheckRequest:
 
 def test_each_service_and_the_server_have_the_status_that_was_set() -> None:
     async def run() -> list[int]:
-        servicer, context = HealthServicer(), cast("Any", FakeContext())
+        health, context = HealthStatus(), cast("Any", FakeContext())
+        servicer = HealthServicer(health)
         statuses = []
         for is_serving in (True, False):
-            servicer.set(["a.B"], is_serving=is_serving)
+            health.set(["a.B"], is_serving=is_serving)
             for name in ("", "a.B"):
                 statuses.append((await servicer.Check(asking(name), context)).status)
         with pytest.raises(Aborted, match="NOT_FOUND"):
@@ -50,15 +54,16 @@ def test_each_service_and_the_server_have_the_status_that_was_set() -> None:
 
 def test_watchers_are_told_of_changes_also_after_others_have_left() -> None:
     async def run() -> list[int]:
-        servicer, context = HealthServicer(), cast("Any", FakeContext())
-        servicer.set(["a.B"], is_serving=True)
+        health, context = HealthStatus(), cast("Any", FakeContext())
+        servicer = HealthServicer(health)
+        health.set(["a.B"], is_serving=True)
         watch, other, unknown = (servicer.Watch(asking(name), context) for name in ("a.B", "a.B", "a.C"))
         told = [(await anext(watch)).status, (await anext(other)).status, (await anext(unknown)).status]
         await other.aclose()
-        servicer.set(["a.B"], is_serving=True)  # no change
-        servicer.set(["a.B"], is_serving=False)
+        health.set(["a.B"], is_serving=True)  # no change
+        health.set(["a.B"], is_serving=False)
         told.append((await anext(watch)).status)
-        servicer.set(["a.B", "a.C"], is_serving=True)
+        health.set(["a.B", "a.C"], is_serving=True)
         return [*told, (await anext(watch)).status, (await anext(unknown)).status]
 
     assert asyncio.run(run()) == [SERVING, SERVING, UNKNOWN, NOT_SERVING, SERVING, SERVING]
@@ -66,13 +71,32 @@ def test_watchers_are_told_of_changes_also_after_others_have_left() -> None:
 
 def test_a_server_that_leaves_does_not_come_back() -> None:
     async def run() -> int:
-        servicer = HealthServicer()
-        servicer.set(["a.B"], is_serving=True)
-        servicer.leave()
-        servicer.set(["a.B"], is_serving=True)
-        return (await servicer.Check(asking("a.B"), cast("Any", FakeContext()))).status
+        health = HealthStatus()
+        health.set(["a.B"], is_serving=True)
+        health.leave()
+        health.set(["a.B"], is_serving=True)
+        return (await HealthServicer(health).Check(asking("a.B"), cast("Any", FakeContext()))).status
 
     assert asyncio.run(run()) == NOT_SERVING
+
+
+def test_list_has_the_server_and_every_service_as_the_protocol_says() -> None:
+    async def run() -> list[bytes]:
+        async with serving(FakeEngine()) as (server, address), grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary("/grpc.health.v1.Health/List")
+            before: bytes = await call(HealthListRequest().SerializeToString(), timeout=PATIENCE_S)
+            server._health.leave()
+            return [before, await call(b"", timeout=PATIENCE_S)]
+
+    for answer, status in zip(asyncio.run(run()), (SERVING, NOT_SERVING), strict=True):
+        statuses = HealthListResponse.FromString(answer).statuses
+        assert {name: each.status for name, each in statuses.items()} == dict.fromkeys(("", *SERVICES), status)
+
+
+def test_the_bytes_of_a_list_are_those_of_the_protocol() -> None:
+    """Field 1, a map: its keys are field 1, its values field 2, with the status as field 1."""
+    message = HealthListResponse(statuses={"a": health_pb2.HealthCheckResponse(status=SERVING)})
+    assert message.SerializeToString() == b"\x0a\x07" + b"\x0a\x01a" + b"\x12\x02\x08\x01"
 
 
 def test_a_watcher_that_reads_nothing_keeps_no_server_from_draining() -> None:

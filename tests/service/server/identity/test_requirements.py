@@ -39,6 +39,16 @@ def test_insecure_opens_a_host_and_says_to_whom(caplog):
     assert "anyone who can reach 0.0.0.0 may make every call" in caplog.text
 
 
+@pytest.mark.parametrize(("host", "is_in_container"), [("127.0.0.1", True), ("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_server_on_the_loopback_of_a_container_says_how_to_let_others_in(caplog, tmp_path, host, is_in_container):
+    mark = tmp_path / ".dockerenv"
+    if is_in_container:
+        mark.touch()
+    require_secure(ServerConfig(host=host, insecure=host == "0.0.0.0"), [tmp_path / "other", mark])
+    says = "add --host 0.0.0.0 --insecure" in caplog.text
+    assert says is (host == "127.0.0.1" and is_in_container)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_tokens_are_not_taken_in_the_clear(papers, host):
     with pytest.raises(ConfigError, match=r"server\.tokens_file: expected server\.tls_certificate beside it"):

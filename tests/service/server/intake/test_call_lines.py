@@ -2,9 +2,10 @@ import asyncio
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from radixkv.service.server.health.servicer import HealthServicer
+from radixkv.service.server.health.health_status import HealthStatus
+from radixkv.service.server.health.servicer import add_health
 from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.model_servicer import ModelServicer
 from radixkv.v1 import cache_pb2_grpc, model_pb2_grpc, prefill_pb2_grpc
@@ -33,7 +34,7 @@ def test_prompts_and_checks_of_the_health_have_lines_and_no_other_methods():
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_pb2_grpc.PrefillServiceServicer(), lines)
     cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_pb2_grpc.CacheServiceServicer(), lines)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(None), lines)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), lines)
+    add_health(lines, HealthStatus())
     assert {name for names in server.lines.values() for name in names} == {"Prefill", "Generate", "Check"}
     assert server.services == {
         "radixkv.v1.PrefillService",

@@ -1,0 +1,52 @@
+"""Lets a benchmark report what it has measured when it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Interruption:
+    """SIGINT or SIGTERM during a measurement, which ends it early.
+
+    The second signal is handled as if there were no interruption: it unwinds the stack at once.
+
+    Attributes:
+        signal_number: the signal that came; None if none did.
+        event: set when the signal comes.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self.event = asyncio.Event()
+
+    @property
+    def name(self) -> str | None:
+        """Name of the signal that came, such as SIGINT; None if none did."""
+        return None if self.signal_number is None else signal.Signals(self.signal_number).name
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Handle both signals until the block ends. It runs in an event loop of the main thread."""
+        loop = asyncio.get_running_loop()
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.signal_number is None:
+                self.signal_number = number
+                loop.call_soon_threadsafe(self.event.set)
+                return
+            handler = previous[signal.Signals(number)]
+            if callable(handler):
+                handler(number, frame)
+
+        for number in previous:
+            signal.signal(number, on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

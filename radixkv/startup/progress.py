@@ -1,0 +1,111 @@
+"""Logs what a start is doing, so that nobody has to guess whether it is stuck."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+# The log is never silent for longer than this, but for a library that holds the GIL while it is loaded: the longest
+# such stretch of importing PyTorch took 0.9 s. Less than 5 s, so that a busy machine is not later than that.
+REMINDER_S = 4.0
+
+_log = logging.getLogger(__name__)
+
+
+class StartProgress:
+    """The progress of a start: one phase after the other, each of which is logged when it begins.
+
+    As a context manager it also repeats, from a thread of its own, which phase is still going on, for how long, and
+    the last detail that was reported. The thread ends with `ready`, or with the `with` block.
+
+        with StartProgress() as progress:
+            progress.begin("loading the model")          loading the model
+            progress.report("layer 3 of 30")
+                                                         still loading the model after 4 s: layer 3 of 30
+            progress.ready()                             ready after 6.5 s
+
+    Args:
+        reminder_s: seconds without a phase or a reminder after which the current phase is logged again.
+        now: seconds of a steady clock.
+    """
+
+    def __init__(self, reminder_s: float = REMINDER_S, now: Callable[[], float] = time.monotonic) -> None:
+        self._reminder_s, self._now = reminder_s, now
+        self._start_s = self._phase_s = self._logged_s = now()
+        self._phase = "starting"
+        self._detail = ""
+        self._facts: list[str] = []
+        self._lock = threading.Lock()
+        self._has_ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> StartProgress:
+        """Start the thread that repeats the current phase."""
+        self._thread = threading.Thread(target=self._keep_reminding, name="start-progress", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the thread, if `ready` did not."""
+        self._end()
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, which ends the one before, and log it.
+
+        Args:
+            phase: what is being done, such as `loading the model`.
+        """
+        with self._lock:
+            self._phase, self._detail = phase, ""
+            self._phase_s = self._logged_s = self._now()
+        _log.info("%s", phase)
+
+    def report(self, detail: str) -> None:
+        """Keep a detail of the current phase for the next reminder. Cheap: nothing is logged now.
+
+        Args:
+            detail: how far the phase is, such as `layer 3 of 30`.
+        """
+        self._detail = detail
+
+    def note(self, fact: str) -> None:
+        """Add a fact about what was started, such as `native attention`, to the line that `ready` logs."""
+        self._facts.append(fact)
+
+    def remind(self) -> float:
+        """Log the current phase again if the last line is old enough.
+
+        Returns:
+            Seconds until that will be the case.
+        """
+        with self._lock:
+            now_s = self._now()
+            left_s = self._logged_s + self._reminder_s - now_s
+            if left_s > 0:
+                return left_s
+            self._logged_s = now_s
+            took_s = now_s - self._phase_s
+            detail = f": {self._detail}" if self._detail else ""
+            _log.info("still %s after %.0f s%s", self._phase, took_s, detail)
+        return self._reminder_s
+
+    def ready(self) -> None:
+        """End the start: no reminder comes any more. Log how long it took, and the facts that were noted."""
+        self._end()
+        facts = f": {', '.join(self._facts)}" if self._facts else ""
+        _log.info("ready after %.1f s%s", self._now() - self._start_s, facts)
+
+    def _keep_reminding(self) -> None:
+        while not self._has_ended.wait(self.remind()):
+            pass
+
+    def _end(self) -> None:
+        self._has_ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

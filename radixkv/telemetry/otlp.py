@@ -1,0 +1,222 @@
+"""Exports spans to a collector over OTLP, where the configuration names one.
+
+The OpenTelemetry SDK is imported only then. Its standard environment variables apply: `OTEL_SERVICE_NAME`,
+`OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER`, `OTEL_BSP_*`, and `OTEL_EXPORTER_OTLP_*` for what the endpoint does
+not decide: protocol, headers, timeout, compression, certificates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from radixkv import __version__
+from radixkv.config import TelemetryConfig
+from radixkv.config.needed_package import require_package
+from radixkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from radixkv.engine.observer import Observer
+
+GRPC, HTTP = "grpc", "http/protobuf"
+_KEY = "telemetry.otlp_endpoint"
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_SCHEMES = {"http": "http", "grpc": "http", "https": "https", "grpcs": "https"}
+_HTTP_PORT = 4318
+_HTTP_PATH = "/v1/traces"
+_FLUSH_S = 5.0
+_ABORT_S = 1.0
+_MODULES = {GRPC: "opentelemetry.exporter.otlp.proto.grpc", HTTP: "opentelemetry.exporter.otlp.proto.http"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """Where spans are sent.
+
+    Attributes:
+        protocol: `GRPC` or `HTTP`.
+        url: with the scheme http or https; over HTTP with the path.
+    """
+
+    protocol: str
+    url: str
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether the connection has TLS."""
+        return self.url.startswith("https:")
+
+
+def collector_of(endpoint: str, environment: Mapping[str, str] = os.environ) -> Collector:
+    """Read an endpoint of the configuration.
+
+    The protocol is gRPC, unless the port is 4318 or there is a path, or a standard variable names the protocol. Without
+    a path, HTTP gets /v1/traces.
+
+    Args:
+        endpoint: `http://HOST:PORT` or `https://HOST[:PORT]`, perhaps with a path; `grpc` and `grpcs` mean the same.
+        environment: may have `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` or `OTEL_EXPORTER_OTLP_PROTOCOL`.
+
+    Raises:
+        ConfigError: the endpoint is not such a URL, or the protocol is unknown.
+    """
+    try:
+        url = urlsplit(endpoint)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise ConfigError(f"{_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}: {error}") from error
+    if url.username is not None:  # the URL would be logged
+        raise ConfigError(f"{_KEY}: expected no credentials in the URL; OTEL_EXPORTER_OTLP_HEADERS passes them")
+    scheme = _SCHEMES.get(url.scheme)
+    if scheme is None or not host or (scheme == "http" and port is None):
+        raise ConfigError(f"{_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}")
+    has_path = url.path.strip("/") != ""
+    name, protocol = "", HTTP if has_path or port == _HTTP_PORT else GRPC
+    for name in _PROTOCOL_VARIABLES:
+        if environment.get(name):
+            protocol = environment[name]
+            break
+    if protocol not in (GRPC, HTTP):
+        raise ConfigError(f"{name}: expected {GRPC} or {HTTP}, got {protocol!r}")
+    path = "" if protocol == GRPC else url.path if has_path else _HTTP_PATH
+    return Collector(protocol, f"{scheme}://{url.netloc}{path}")
+
+
+def require_exportable(config: TelemetryConfig) -> None:
+    """Refuse an endpoint that spans can't be sent to, before a model is loaded. Nothing is sent or imported.
+
+    Raises:
+        ConfigError: the message names the key, or the command that installs what is missing.
+    """
+    if config.otlp_endpoint is None:
+        return
+    collector = collector_of(config.otlp_endpoint)
+    require_package(_KEY, "opentelemetry.sdk", "opentelemetry-sdk", "tracing")
+    require_package(_KEY, _MODULES[collector.protocol], "opentelemetry-exporter-otlp", "tracing")
+
+
+@contextlib.contextmanager
+def exported_spans(config: TelemetryConfig) -> Iterator[Observer | None]:
+    """Export the spans of an engine's requests while the context lasts.
+
+    Spans are sent in batches by a thread of its own. A collector that can't be reached slows nothing down: spans are
+    dropped once 2,048 wait, or `OTEL_BSP_MAX_QUEUE_SIZE`, and one warning per outage is logged. At the end, spans that
+    wait are sent, for at most 5 s.
+
+    Yields:
+        An observer for the engine; None if the configuration has no endpoint.
+
+    Raises:
+        ConfigError: as `require_exportable`.
+    """
+    if config.otlp_endpoint is None:
+        yield None
+        return
+    require_exportable(config)
+    from radixkv.telemetry.tracing import Tracing  # needs OpenTelemetry
+
+    collector = collector_of(config.otlp_endpoint)
+    with _captured_library_log() as library_log:
+        exporter = _reporting(_exporter(collector), collector.url, library_log)
+        provider = _provider(exporter)
+        _log.info("spans go to %s by %s", collector.url, collector.protocol)
+        try:
+            yield Tracing(provider.get_tracer("radixkv", __version__))
+        finally:
+            _shut_down(provider, exporter)
+
+
+class _LibraryLog(logging.Handler):
+    """Keeps the last message of OpenTelemetry's own log, which has several lines for each batch that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_message = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
+        self.last_message = record.getMessage()
+
+
+@contextlib.contextmanager
+def _captured_library_log() -> Iterator[_LibraryLog]:
+    library, handler = logging.getLogger("opentelemetry"), _LibraryLog()
+    propagated, library.propagate = library.propagate, False
+    library.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        library.removeHandler(handler)
+        library.propagate = propagated
+
+
+def _exporter(collector: Collector) -> SpanExporter:
+    if collector.protocol == HTTP:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        over_http: SpanExporter = HttpExporter(endpoint=collector.url)
+        return over_http
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+    over_grpc: SpanExporter = GrpcExporter(endpoint=collector.url, insecure=not collector.is_secure)
+    return over_grpc
+
+
+def _reporting(exporter: SpanExporter, url: str, library_log: _LibraryLog) -> SpanExporter:
+    """Return an exporter that logs when spans stop being delivered, and when they are again."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Reporting(SpanExporter):
+        def __init__(self) -> None:
+            self._is_out = False
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            result = exporter.export(spans)
+            is_out = result is not SpanExportResult.SUCCESS
+            if is_out and not self._is_out:
+                _log.warning("spans are dropped until %s takes them: %s", url, library_log.last_message)
+            elif self._is_out and not is_out:
+                _log.info("spans are delivered again to %s", url)
+            self._is_out = is_out
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+    return Reporting()
+
+
+def _provider(exporter: SpanExporter) -> TracerProvider:
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    ours = {"service.name": "radixkv", "service.version": __version__, "service.instance.id": str(uuid.uuid4())}
+    # What the environment says wins.
+    resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _shut_down(provider: TracerProvider, exporter: SpanExporter) -> None:
+    """Send the spans that wait, and give up after `_FLUSH_S`."""
+    flushing = threading.Thread(target=provider.shutdown, name="radixkv-spans-flush", daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_S)
+    if flushing.is_alive():
+        _log.warning("spans that were not delivered within %g s of the end are dropped", _FLUSH_S)
+        exporter.shutdown()  # aborts the attempt
+        flushing.join(_ABORT_S)

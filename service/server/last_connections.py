@@ -1,0 +1,146 @@
+"""Ends the connections of a gRPC server that has answered all it will answer, so that clients see UNAVAILABLE.
+
+gRPC's own `Server.stop` cancels every call that arrives between the start of the stop and the moment when the client
+reads its GOAWAY frame, and every call that no handler has taken yet. The client sees CANCELLED, which no client retries
+(grpc/grpc issue 41785). A connection that ends in TCP is UNAVAILABLE instead, for every call on it that has no status
+yet. gRPC offers no way to do that, so this module finds the sockets by their port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import stat
+import struct
+import sys
+import termios
+from collections.abc import Collection
+
+_PERIOD_S = 0.005
+# A thread of gRPC that was accepting a connection as the listening socket closed has finished after this time.
+_LAST_ACCEPT_S = 0.1
+
+
+async def end_connections(ports: Collection[int], timeout_s: float) -> None:
+    """Refuse new connections to these ports of this process, and end the connections that are open.
+
+        open ──▶ every byte acknowledged ──▶ FIN ──▶ closed by the client
+                                                     (or by us when the time is over)
+
+    A client reads all that was sent before it sees the end. The caller must not answer calls any more, other than by
+    refusals, and should stop the gRPC server afterwards. Does nothing on systems other than Linux.
+
+    Args:
+        ports: listening ports of gRPC servers in this process.
+        timeout_s: how long clients may take to read what was sent and to close. Then their connections are closed.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.ExitStack() as stack:
+        finder = _SocketFinder(ports, stack)
+        unsent: dict[int, socket.socket] = {}
+        for fd, each in finder.new_sockets():
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                _stop_listening(fd, each)
+            else:
+                unsent[each.fileno()] = each
+        unclosed: dict[int, socket.socket] = {}
+        poll = select.poll()
+        start_s = asyncio.get_running_loop().time()
+        while True:
+            unsent.update((each.fileno(), each) for _, each in finder.new_sockets())
+            for fd in [fd for fd, each in unsent.items() if _num_unacknowledged_bytes(each) == 0]:
+                unclosed[fd] = unsent.pop(fd)
+                _shut(unclosed[fd], socket.SHUT_WR)
+                poll.register(fd, 0)  # reports only that both sides have ended
+            for fd, _ in poll.poll(0):
+                poll.unregister(fd)
+                del unclosed[fd]
+            past_s = asyncio.get_running_loop().time() - start_s
+            if past_s >= _LAST_ACCEPT_S and (past_s >= timeout_s or not (unsent or unclosed)):
+                break
+            await asyncio.sleep(_PERIOD_S)
+        for each in (*unsent.values(), *unclosed.values()):
+            _shut(each, socket.SHUT_RDWR)
+
+
+class _SocketFinder:
+    """Finds the TCP sockets of this process that are bound to some ports.
+
+    Args:
+        ports: local ports.
+        stack: closes the duplicates.
+    """
+
+    def __init__(self, ports: Collection[int], stack: contextlib.ExitStack) -> None:
+        self._ports = ports
+        self._stack = stack
+        self._known: set[int] = set()  # inodes
+
+    def new_sockets(self) -> list[tuple[int, socket.socket]]:
+        """Return the file descriptor and a duplicate of each socket that was not found before.
+
+        Connections for which the process has no file descriptor left are missing; gRPC ends those.
+        """
+        found = []
+        for fd, inode in _socket_fds():
+            if inode in self._known:
+                continue
+            with contextlib.suppress(OSError):  # it was closed, or there is no descriptor left
+                each = socket.socket(fileno=os.dup(fd))
+                if os.fstat(each.fileno()).st_ino != inode:  # another one has its number
+                    each.close()
+                    continue
+                self._known.add(inode)
+                is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+                if is_tcp and each.getsockname()[1] in self._ports:
+                    found.append((fd, self._stack.enter_context(each)))
+                else:
+                    each.close()
+        return found
+
+
+def _socket_fds() -> list[tuple[int, int]]:
+    """Return the file descriptors of this process that are sockets, with their inodes; none if none can be opened."""
+    fds = []
+    with contextlib.suppress(OSError):
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # it was closed
+                status = os.fstat(fd)
+                if stat.S_ISSOCK(status.st_mode):
+                    fds.append((fd, status.st_ino))
+    return fds
+
+
+def _stop_listening(fd: int, duplicate: socket.socket) -> None:
+    """Close the listening socket of gRPC, which is left with one that nobody connects to.
+
+    If gRPC accepted from a socket that does not listen, it would log an error.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as idle:
+            idle.setblocking(False)
+            idle.bind("")  # Linux picks a free name in the abstract namespace
+            idle.listen(1)
+            os.dup2(idle.fileno(), fd, inheritable=False)
+        duplicate.close()
+    except OSError:  # no file descriptor is left
+        _shut(duplicate, socket.SHUT_RDWR)
+
+
+def _shut(each: socket.socket, directions: int) -> None:
+    with contextlib.suppress(OSError):  # the client has ended the connection already
+        each.shutdown(directions)
+
+
+def _num_unacknowledged_bytes(each: socket.socket) -> int:
+    """Return how many bytes that were written the other side has not acknowledged yet; 0 for a broken connection."""
+    try:
+        number: int = struct.unpack("i", fcntl.ioctl(each, termios.TIOCOUTQ, bytes(4)))[0]
+    except OSError:
+        return 0
+    return number

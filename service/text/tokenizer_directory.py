@@ -1,0 +1,157 @@
+"""The files of a directory with `tokenizer.json`, as transformers publishes and reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+DEFAULT_TEMPLATE = "default"
+
+_TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerDirectory:
+    """What a directory says about a tokenizer.
+
+    Attributes:
+        backend: the tokenizer of the package tokenizers.
+        special_tokens: texts of special tokens by name, such as `bos_token`.
+        chat_templates: sources by name; `default` is the one for conversations without a name.
+        is_cleaned_up: whether blanks before punctuation are removed from decoded text.
+    """
+
+    backend: Backend
+    special_tokens: Mapping[str, str]
+    chat_templates: Mapping[str, str]
+    is_cleaned_up: bool
+
+    @classmethod
+    def read(cls, directory: Path) -> TokenizerDirectory:
+        """Read `tokenizer.json`, and of the files next to it those that there are.
+
+        Raises:
+            OSError: a file can't be read.
+            Exception: `tokenizer.json` is not one; the package tokenizers has no narrower type.
+            ValueError: another file is not what it should be.
+        """
+        settings = _json(directory / "tokenizer_config.json")
+        backend = Backend.from_file(str(directory / "tokenizer.json"))
+        special_tokens = _complete(backend, directory, settings)
+        backend.no_truncation()  # prompts are never cut in silence
+        backend.no_padding()
+        backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
+        return cls(backend, special_tokens, _chat_templates(directory, settings), _is_cleaned_up(backend, settings))
+
+
+def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Add to a tokenizer what only the files next to `tokenizer.json` name; return its named special tokens.
+
+    Older versions of transformers kept tokens that were added after training in files of their own.
+    """
+    known = backend.get_added_tokens_decoder()
+    added: dict[int, AddedToken] = {}
+    if "added_tokens_decoder" in settings:
+        added = {
+            int(token_id): AddedToken(**_fields(token)) for token_id, token in settings["added_tokens_decoder"].items()
+        }
+    else:
+        for name, value in _json(directory / "special_tokens_map.json").items():
+            settings[name] = value
+        special = {_content(value) for value in (*_named(settings).values(), *_unnamed(settings))}
+        for content, token_id in _json(directory / "added_tokens.json").items():
+            is_special = content in special
+            added[token_id] = AddedToken(content, normalized=not is_special, special=is_special)
+        added |= known
+    by_content = {token.content: token for token in added.values()}
+    named = {name: _token(value, by_content) for name, value in _named(settings).items()}
+    others = [_token(value, by_content) for value in _unnamed(settings)]
+
+    same = {repr(token) for token in known.values()}  # with its flags
+    missing = [token for _, token in sorted(added.items()) if repr(token) not in same]
+    contents = {token.content for token in (*known.values(), *missing)}
+    for token in (*named.values(), *others):
+        if token.content not in contents:
+            missing.append(token)
+            contents.add(token.content)
+    names = {token.content for token in named.values()}
+    for token in missing:
+        token.special = token.special or token.content in names
+    backend.add_tokens(missing)
+    return {name: token.content for name, token in named.items()}
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens with a name: the usual ones, and others of the model, such as `image_token`."""
+    found = {name: value for name, value in settings.items() if name.endswith("_token") and _is_token(value)}
+    extra = settings.get("extra_special_tokens")
+    return found | (extra if isinstance(extra, dict) else {})
+
+
+def _unnamed(settings: Mapping[str, Any]) -> list[Any]:
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        if isinstance(settings.get(name), list) and settings[name]:
+            return list(settings[name])
+    return []
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+
+
+def _content(value: Any) -> str:
+    return str(value if isinstance(value, str) else value["content"])
+
+
+def _token(value: Any, by_content: Mapping[str, AddedToken]) -> AddedToken:
+    """The token of a special token's entry; where the vocabulary of added tokens has it, with the flags there."""
+    content = _content(value)
+    if content in by_content:
+        return by_content[content]
+    return (
+        AddedToken(content, special=True)
+        if isinstance(value, str)
+        else AddedToken(**_fields(value) | {"special": True})
+    )
+
+
+def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name not in ("__type", "id")}
+
+
+def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Files with templates come before the configuration, as transformers has it; that of a processor comes last."""
+    files = {path.stem: path for path in sorted((directory / _TEMPLATES).glob("*.jinja"))}
+    if (path := directory / "chat_template.jinja").is_file():
+        files[DEFAULT_TEMPLATE] = path
+    if files:
+        return {name: path.read_text("utf-8") for name, path in files.items()}
+    given = settings.get("chat_template") or _json(directory / "chat_template.json").get("chat_template")
+    if isinstance(given, list):
+        given = {each["name"]: each["template"] for each in given}
+    if isinstance(given, str):
+        given = {DEFAULT_TEMPLATE: given}
+    return given or {}
+
+
+def _is_cleaned_up(backend: Backend, settings: Mapping[str, Any]) -> bool:
+    """Models with BPE often say so too. It would remove blanks that they wrote, so transformers ignores it for them."""
+    even_bpe = settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return bool(settings.get("clean_up_tokenization_spaces")) and (bool(even_bpe) or not isinstance(backend.model, BPE))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one if there is no file."""
+    if not path.is_file():
+        return {}
+    tree = json.loads(path.read_text("utf-8"))
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path.name}: expected an object, got {type(tree).__name__}")
+    return tree

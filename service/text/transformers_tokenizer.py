@@ -1,0 +1,90 @@
+"""Tokenizers without `tokenizer.json`, read by transformers. It takes seconds and torch, so clients avoid it."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MAX_REASON_CHARS = 200
+
+
+def load_with_transformers(directory: Path) -> Any:
+    """Return the tokenizer of transformers. Nothing is downloaded, and no code in the directory is run.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        ValueError: transformers can't read the files; the message says why.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers raises over a bad directory
+        raise ValueError(_reason(directory, error)) from error
+
+
+def converted_files(directory: Path) -> Mapping[str, bytes] | None:
+    """Convert a tokenizer to `tokenizer.json` and the files that belong to it.
+
+    Returns:
+        Their contents by name, some in a folder; None if the tokenizer has no such form.
+
+    Raises:
+        ModuleNotFoundError, ValueError: as `load_with_transformers`.
+    """
+    tokenizer = load_with_transformers(directory)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="radixkv-") as name:
+        tokenizer.save_pretrained(name)
+        files = [path for path in Path(name).rglob("*") if path.is_file()]
+        return {path.relative_to(name).as_posix(): path.read_bytes() for path in files}
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    ids: list[int]
+
+
+class SlowBackend:
+    """A tokenizer written in Python, with the methods of the package tokenizers that `Tokenizer` calls.
+
+    Args:
+        model: a tokenizer of transformers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> _Encoding:
+        """Return an object with the token ids of a text."""
+        return _Encoding(list(self._model.encode(text, add_special_tokens=add_special_tokens)))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        return str(self._model.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token; None if the vocabulary has none."""
+        token_id: int | None = self._model.convert_tokens_to_ids(token)
+        return token_id
+
+    def to_str(self) -> str:
+        """Refuse: there is no JSON form.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("expected a tokenizer of the package tokenizers, got one that only transformers can run")
+
+
+def _reason(directory: Path, error: Exception) -> str:
+    """The first line of an error. For files of SentencePiece, transformers asks for a package that it does not need."""
+    is_sentencepiece = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
+    if is_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
+        return "to read its tokenizer.model, pip install sentencepiece"
+    return str(error).strip().partition("\n")[0][:_MAX_REASON_CHARS] or type(error).__name__

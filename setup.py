@@ -1,0 +1,68 @@
+"""Compiles the C++ kernels when radixkv is installed or packed on Linux x86-64; all else is in pyproject.toml.
+
+One library for each variant (`kernels/native/variants.py`), which is loaded with ctypes and knows nothing of Python, so
+a wheel is for all versions of Python 3. Without GCC the installation has no libraries, and the first start compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+sys.path.insert(0, str(Path(__file__).parent))  # build front ends leave it out
+
+from radixkv.kernels.native.compiler import NotCompiled, compile_kernels, is_current, library_name
+from radixkv.kernels.native.variants import VARIANTS
+
+_PACKAGE = "radixkv.kernels.native"
+_SOURCES = sorted(str(path) for path in Path(*_PACKAGE.split(".")).glob("*.cpp"))
+_VARIANTS = {f"{_PACKAGE}.{Path(library_name(variant)).stem}": variant for variant in VARIANTS}
+_IS_SUPPORTED = platform.system() == "Linux" and platform.machine() == "x86_64"
+
+
+class BuildKernels(build_ext):
+    """Compiles the variants side by side, with the options of `compiler.py` rather than those of Python itself."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.parallel = True
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{os.path.join(*fullname.split('.'))}.so"
+
+    def build_extension(self, ext: Extension) -> None:
+        variant, file = _VARIANTS[ext.name], Path(self.get_ext_fullpath(ext.name))
+        if is_current(file, variant):
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        in_place = Path(self.get_ext_filename(ext.name))  # of an earlier editable installation
+        if is_current(in_place, variant):
+            self.copy_file(in_place, file)
+            return
+        try:
+            num_jobs = max(1, (os.cpu_count() or 1) // len(VARIANTS))
+            compile_kernels(variant, file, num_jobs=num_jobs)
+        except (NotCompiled, OSError) as error:
+            file.unlink(missing_ok=True)
+            raise CompileError(str(error)) from error
+
+
+class PackKernels(bdist_wheel):
+    """Marks a wheel with libraries as one for all versions of Python 3 on this platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform_tag = super().get_tag()
+        return ("py3", "none", platform_tag) if self.distribution.has_ext_modules() else (python, abi, platform_tag)
+
+
+setup(
+    ext_modules=[Extension(name, _SOURCES, optional=True) for name in _VARIANTS] if _IS_SUPPORTED else [],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PackKernels},
+)

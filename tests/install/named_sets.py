@@ -1,0 +1,113 @@
+"""The sets of extras that the documentation names, and what pyproject.toml says about them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+# Files that tell a reader what to install. `service` and `radixkv` have a page for each part.
+_PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+    "docs/**/*.md",
+    "service/**/*.md",
+    "radixkv/**/*.md",
+    "bench/**/*.md",
+)
+_DEPLOY = ("docs/deploy/Dockerfile", "docs/deploy/radixkv.service")
+# '.[engine,text]' as an argument of pip, "$(echo *.whl)[engine]", and `EXTRAS_demo := engine,plot` of the Makefile
+_ARGUMENT = re.compile(r"(?:\.|\.whl\)?)\[([a-z]+(?:,[a-z]+)*)\]")
+_VARIABLE = re.compile(r"^EXTRAS_\S+\s*:?=\s*([a-z]+(?:,[a-z]+)*)\s*$", re.MULTILINE)
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[([a-z,]+)\])?\s*([^;]*)")
+
+Extras = tuple[str, ...]
+
+
+def project() -> dict[str, Any]:
+    """Return the table `project` of pyproject.toml."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        table: dict[str, Any] = tomllib.load(file)["project"]
+    return table
+
+
+def sets_in(text: str) -> set[Extras]:
+    """Return the sets of extras that a text says to install, each sorted.
+
+    >>> sorted(sets_in("pip install '.[text]' or '.[engine,events]'"))
+    [('engine', 'events'), ('text',)]
+    """
+    found = (*_ARGUMENT.findall(text), *_VARIABLE.findall(text))
+    return {tuple(sorted(names.split(","))) for names in found}
+
+
+def named_sets() -> list[Extras]:
+    """Return every set that a file of the project names; the empty one, a plain `pip install .`, comes first."""
+    files = {file for pattern in (*_PAGES, *_DEPLOY) for file in ROOT.glob(pattern)}
+    extras = project()["optional-dependencies"]
+    named = {each for file in files for each in sets_in(file.read_text(encoding="utf-8"))}
+    return sorted({(), *(each for each in named if set(each) <= set(extras))}, key=lambda each: (len(each), each))
+
+
+def closure(extras: Iterable[str]) -> set[str]:
+    """Return extras and those that they bring: `cuda` brings `engine`."""
+    tables = project()["optional-dependencies"]
+    closed: set[str] = set()
+    waiting = [*extras]
+    while waiting:
+        extra = waiting.pop()
+        if extra not in closed:
+            closed.add(extra)
+            waiting += [name for requirement in tables[extra] for name in _own_extras(requirement)]
+    return closed
+
+
+def requirements(extras: Iterable[str]) -> list[str]:
+    """Return the requirements of the base and of some extras on other projects, without environment markers."""
+    table = project()
+    own = [
+        *table["dependencies"],
+        *(requirement for extra in closure(extras) for requirement in table["optional-dependencies"][extra]),
+    ]
+    return [requirement.partition(";")[0].strip() for requirement in own if not _own_extras(requirement)]
+
+
+def package_of(requirement: str) -> str:
+    """Return the name in a requirement.
+
+    >>> package_of("redis[hiredis]>=6.4")
+    'redis'
+    """
+    match = _REQUIREMENT.match(requirement)
+    assert match is not None
+    return match[1]
+
+
+def oldest(requirements: Iterable[str]) -> list[str]:
+    """Return constraints that install the oldest version that each requirement allows.
+
+    >>> oldest(["torch>=2.11,<2.14", "redis[hiredis]>=6.4", "smg==1.13.0"])
+    ['torch==2.11', 'redis==6.4', 'smg==1.13.0']
+
+    Raises:
+        ValueError: a requirement has no lower bound, so nobody can say which versions work.
+    """
+    constraints = []
+    for requirement in requirements:
+        bound = re.search(r"[>=]=\s*([0-9][0-9a-z.]*)", requirement)
+        if bound is None:
+            raise ValueError(f"{requirement}: expected a lower bound, got none")
+        constraints.append(f"{package_of(requirement)}=={bound[1]}")
+    return constraints
+
+
+def _own_extras(requirement: str) -> list[str]:
+    """Return the extras in a requirement on radixkv itself, such as `radixkv[engine]`."""
+    match = _REQUIREMENT.match(requirement)
+    assert match is not None
+    return match[2].split(",") if match[1] == "radixkv" and match[2] else []

@@ -1,0 +1,96 @@
+import doctest
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from . import matrix
+from . import named_sets as named_sets_module
+from .checks import CHECKS
+from .named_sets import ROOT, closure, named_sets, oldest, project, requirements, sets_in
+
+_FOR_DEVELOPERS = {"dev", "all"}
+
+
+def test_sets_of_all_kinds_of_files_are_found() -> None:
+    assert sets_in("RUN pip install --no-cache-dir '.[engine,text]' && x") == {("engine", "text")}
+    assert sets_in('pip install "$(echo /wheels/radixkv-*.whl)[engine]"') == {("engine",)}
+    assert sets_in("EXTRAS_demo         := engine,plot\nEXTRAS_all := all") == {("engine", "plot"), ("all",)}
+    assert sets_in("`.[ray]` and `.[text]`, `[engine]`") == {("ray",), ("text",)}
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/deploy/Dockerfile", "docs/deploy/radixkv.service"])
+def test_what_a_file_says_to_install_is_in_the_matrix(file: str) -> None:
+    named = sets_in((ROOT / file).read_text(encoding="utf-8"))
+    assert named
+    assert named <= set(named_sets())
+
+
+def test_every_extra_is_named_somewhere_and_has_a_check() -> None:
+    extras = set(project()["optional-dependencies"]) - {"dev"}
+    assert extras == {extra for each in named_sets() for extra in each}
+    assert set(CHECKS) == extras - _FOR_DEVELOPERS
+
+
+def test_an_extra_brings_those_that_it_is_made_of() -> None:
+    assert closure(["flashinfer"]) == {"flashinfer", "cuda", "engine"}
+    assert {"torch", "numpy"} <= {each.partition(">")[0] for each in requirements(["cuda"])}
+
+
+def test_every_requirement_has_a_lower_bound() -> None:
+    assert oldest(requirements(project()["optional-dependencies"]))
+    with pytest.raises(ValueError, match="numpy: expected a lower bound"):
+        oldest(["numpy"])
+
+
+@pytest.mark.parametrize("module", [named_sets_module, matrix])
+def test_examples_are_true(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_a_set_that_does_not_work_fails_the_matrix_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fake(matrix.Environment):
+        def __init__(self, place: Path, wheel: Path, tools: Path) -> None:
+            self.installed: list[str] = []
+
+        def install(self, extras: Iterable[str], constraints: Iterable[str] = ()) -> None:
+            self.installed = [*extras]
+            if "redis" in self.installed:
+                raise matrix.Failed("pip install '.[redis]': exit status 1\nno such version")
+
+        def check(self, kind: str, extras: Iterable[str]) -> Iterable[str]:
+            yield f"ok: {kind} {sorted(extras)}"
+            if kind == "ENGINE" and "engine" not in self.installed:
+                raise matrix.Failed("there is no engine")
+
+        def versions(self) -> dict[str, str]:
+            return {"numpy": "2.4"}
+
+        def num_bytes(self) -> int:
+            return 10**7
+
+    wheel = tmp_path / "radixkv.whl"
+    wheel.touch()
+    monkeypatch.setattr(matrix, "Environment", Fake)
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "build_wheel", lambda folder: wheel)
+    assert matrix.main(["", "redis", "events"]) == 1
+    out = capsys.readouterr().out
+    assert "no such version" in out
+    plain, redis, events = out.splitlines()[-3:]
+    assert plain.endswith("ok: NONE []")
+    assert redis.endswith("FAILED: pip install '.[redis]': exit status 1")
+    assert events.endswith("ok: NONE ['events']; ok: ENGINE ['events']")
+    assert matrix.main([""]) == 0
+
+
+def test_an_unknown_extra_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        matrix.main(["engin"])
+    assert ended.value.code == 2
+    assert "expected extras of pyproject.toml, got engin" in capsys.readouterr().err

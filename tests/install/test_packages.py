@@ -1,0 +1,222 @@
+"""radixkv imports in the same way from a checkout, an editable installation, a wheel and a wheel of an sdist."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from radixkv.kernels.native.compiler import digest_of, library_name
+from radixkv.kernels.native.variants import VARIANTS
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("radixkv", "kernels", "service", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+LIBRARIES = {f"radixkv/kernels/native/{library_name(variant)}" for variant in VARIANTS}
+# Writes what it was asked to define, where a compiler would write what it compiled.
+COMPILER = """#!/bin/sh
+for argument; do [ "$last" = -o ] && target="$argument"; last="$argument"; done
+case "$*" in
+  *-shared*) cat "$2" > "$target" ;;
+  *) echo "$@" > "$target" ;;
+esac
+"""
+
+is_linux = pytest.mark.skipif(
+    sysconfig.get_platform() != "linux-x86_64", reason="kernels are compiled for Linux on x86-64 only"
+)
+
+
+def build(hook: str, source: Path, target: Path, environment: dict[str, str]) -> Path:
+    """Call a hook of the build back end, as `pip` and `build` do; return what it made."""
+    target.mkdir()
+    program = f"from setuptools import build_meta; print(build_meta.{hook}({str(target)!r}))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=source, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return target / result.stdout.splitlines()[-1]
+
+
+def clean_environment(**names: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")} | names
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packages")
+
+
+@pytest.fixture(scope="module")
+def checkout(folder: Path) -> Path:
+    """A fresh clone, as far as it is packed."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+    for name in PARTS:
+        source, target = ROOT / name, folder / "checkout" / name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(source, target)
+    return folder / "checkout"
+
+
+@pytest.fixture(scope="module")
+def with_compiler(folder: Path) -> dict[str, str]:
+    file = folder / "c++"
+    file.write_text(COMPILER)
+    file.chmod(0o755)
+    return clean_environment(CXX=str(file))
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, folder: Path, with_compiler: dict[str, str]) -> Path:
+    """The wheel that `pip install .` makes, where there is a compiler."""
+    return build("build_wheel", checkout, folder / "wheel", with_compiler)
+
+
+@pytest.fixture(scope="module")
+def wheel_of_sdist(checkout: Path, folder: Path) -> Path:
+    """The wheel of an sdist, where there is no compiler."""
+    sdist = build("build_sdist", checkout, folder / "sdist", clean_environment())
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (source,) = (folder / "unpacked").iterdir()
+    return build("build_wheel", source, folder / "wheel of sdist", clean_environment(CXX=str(folder / "none")))
+
+
+@pytest.fixture(scope="module")
+def editable(checkout: Path, folder: Path, with_compiler: dict[str, str]) -> Path:
+    return build("build_editable", checkout, folder / "editable", with_compiler)
+
+
+@pytest.fixture(scope="module", params=["wheel", "wheel_of_sdist", "editable"])
+def python(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """An interpreter whose site-packages have radixkv, and the packages that it needs."""
+    package, environment = request.getfixturevalue(request.param), folder / f"{request.param} environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(package) as archive:
+        archive.extractall(site_packages)
+    (site_packages / "needs.pth").write_text(sysconfig.get_path("purelib"))
+    return environment / "bin" / "python"
+
+
+def names_in(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def imports_of_the_readme() -> str:
+    """The import statements of all Python snippets."""
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    nodes = [node for snippet in snippets for node in ast.parse(snippet).body]
+    return "\n".join(ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside the checkout", "outside"])
+def test_the_readmes_snippets_import_everywhere(is_inside: bool, python: Path, checkout: Path, tmp_path: Path) -> None:
+    statements = imports_of_the_readme()
+    assert "radixkv" in statements
+    program = f"{statements}\nimport radixkv\nprint(radixkv.__file__)"
+    result = subprocess.run(
+        [python, "-c", program],
+        cwd=checkout if is_inside else tmp_path,
+        env=clean_environment(),
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert str(checkout.parent) in result.stdout  # not this checkout
+
+
+@pytest.mark.parametrize("module", ["radixkv", "radixkv.service"])
+def test_the_command_is_a_module(module: str, python: Path, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [python, "-m", module, "--version"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert result.stdout.startswith("radixkv 0.")
+
+
+@pytest.mark.slow
+def test_type_checkers_see_types(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(
+        "from radixkv.service.client import Client\n"
+        "reveal_type(Client('127.0.0.1:1').prefill([1]).usage.cached_tokens)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", tmp_path / "cache", "user.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert re.search(r'Revealed type is "(builtins\.)?int"', result.stdout)
+    assert result.stdout.endswith("Success: no issues found in 1 source file\n")
+
+
+def test_a_wheel_has_one_name_at_the_top(wheel: Path, wheel_of_sdist: Path) -> None:
+    for each in (wheel, wheel_of_sdist):
+        tops = {name.partition("/")[0] for name in names_in(each)}
+        assert {top for top in tops if not top.endswith(".dist-info")} == {"radixkv"}
+
+
+def test_an_sdist_has_all_that_a_wheel_needs(wheel: Path, wheel_of_sdist: Path) -> None:
+    assert names_in(wheel) - LIBRARIES == names_in(wheel_of_sdist) - LIBRARIES
+    assert "radixkv/py.typed" in names_in(wheel)
+
+
+def test_an_editable_installation_is_a_path(editable: Path, checkout: Path) -> None:
+    """Type checkers read paths, and no import hooks."""
+    (file,) = (name for name in names_in(editable) if name.endswith(".pth"))
+    assert Path(zipfile.ZipFile(editable).read(file).decode().strip()) == checkout
+
+
+@is_linux
+def test_a_wheel_carries_kernels_for_every_python(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    assert names_in(wheel) >= LIBRARIES
+    for variant in VARIANTS:
+        content = zipfile.ZipFile(wheel).read(f"radixkv/kernels/native/{library_name(variant)}").decode()
+        assert f"radixkv kernels {variant.name} {digest_of(variant)}" in content
+        assert all(option in content.split() for option in variant.options)
+
+
+@is_linux
+def test_an_editable_installation_compiles_into_the_checkout(editable: Path, checkout: Path) -> None:
+    assert {f"radixkv/kernels/native/{path.name}" for path in checkout.glob("kernels/native/*.so")} == LIBRARIES
+
+
+def test_without_a_compiler_the_installation_has_no_kernels(wheel_of_sdist: Path) -> None:
+    assert not [name for name in names_in(wheel_of_sdist) if name.endswith(".so")]
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Darwin", "x86_64"), ("Linux", "aarch64")])
+def test_other_platforms_have_a_pure_wheel(system: str, machine: str, checkout: Path) -> None:
+    program = (
+        "import platform, setuptools; from distutils.core import run_setup\n"
+        f"platform.system, platform.machine = lambda: {system!r}, lambda: {machine!r}\n"
+        "command = run_setup('setup.py', stop_after='init').get_command_obj('bdist_wheel')\n"
+        "command.ensure_finalized(); print(*command.get_tag())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=checkout,
+        env=clean_environment(),
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert result.stdout.splitlines()[-1] == "py3 none any"

@@ -1,0 +1,96 @@
+"""NaN or infinite values of the model fail the request that they belong to, whatever it asks for, and no other one."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from radixkv.errors import NotFinite
+from tests.core_bench import BLOCK_SIZE, Bench
+from tests.fake_runner import next_token, tokens
+
+PROMPT = list(range(10))
+OTHER = list(range(50, 60))
+
+
+def continuation(ids: list[int], count: int) -> list[int]:
+    """Return the tokens that the fake model generates."""
+    path = list(ids)
+    for _ in range(count):
+        path.append(next_token(tokens(path)))
+    return path[len(ids) :]
+
+
+def assert_failed_alone(bench: Bench, bad: Future[Any], good: Future[Any]) -> None:
+    error = bad.exception(0)
+    assert isinstance(error, NotFinite)
+    assert str(error).startswith("step: the model computed NaN or infinite values for this request")
+    assert good.exception(0) is None
+    assert bench.cache.pool.num_leased == 0
+    assert len(bench.core.held_leases) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"top_logprobs": 3}, {"return_logits": True}, {"hold_lease": True}])
+def test_a_prefill_fails_and_nothing_of_it_is_cached(options: dict[str, Any]) -> None:
+    bench = Bench(max_step_tokens=32)
+    bench.runner.not_finite = tokens(PROMPT)
+    bad, good = bench.submit(PROMPT, **options), bench.submit(OTHER)
+    bench.run()
+    assert_failed_alone(bench, bad, good)
+    bench.runner.not_finite = None
+    assert bench.prefill(PROMPT).usage.cached_tokens == 0
+    assert bench.prefill(OTHER).usage.cached_tokens == len(OTHER) - 1
+
+
+def test_of_a_prefill_in_chunks_those_before_the_bad_one_stay_cached() -> None:
+    bench = Bench(max_step_tokens=BLOCK_SIZE)
+    bad = bench.submit(PROMPT)
+    bench.core.step()
+    bench.runner.not_finite = tokens(PROMPT)
+    good = bench.submit(OTHER)
+    bench.run()
+    assert_failed_alone(bench, bad, good)
+    bench.runner.not_finite = None
+    assert bench.prefill(PROMPT).usage.cached_tokens == BLOCK_SIZE
+
+
+@pytest.mark.parametrize("num_good", range(8))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"logprobs": 2},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        {"prompt_logprobs": 2, "logit_bias": ((7, 1.0),)},
+    ],
+    ids=["greedy", "log probabilities", "drawn", "prompt log probabilities and a bias"],
+)
+def test_a_generation_fails_at_any_token_after_those_before_it_were_sent(
+    num_good: int, options: dict[str, Any]
+) -> None:
+    bench = Bench(max_step_tokens=64)
+    bench.runner.logits_scale = 100.0  # so that what is drawn is the most likely token
+    sent = continuation(PROMPT, num_good)
+    bench.runner.not_finite = tokens([*PROMPT, *sent])
+    bad, good = bench.generate(PROMPT, 12, **options), bench.generate(OTHER, 12, **options)
+    bench.run()
+    assert_failed_alone(bench, bad, good)
+    assert bad.told == sent
+    assert list(good.result(0).token_ids) == continuation(OTHER, 12)
+    bench.runner.not_finite = None
+    whole_blocks = (len(PROMPT) + num_good - 1) // BLOCK_SIZE * BLOCK_SIZE
+    cached = bench.prefill([*PROMPT, *sent, 255]).usage.cached_tokens
+    assert cached == (max(len(PROMPT), whole_blocks) if num_good else 0)
+
+
+def test_of_several_answers_to_one_prompt_only_the_bad_one_fails() -> None:
+    bench = Bench(max_step_tokens=64)
+    bench.runner.not_finite = tokens([*PROMPT, 77])
+    bad = bench.generate(PROMPT, 5, logit_bias=((77, 100.0),))
+    good = bench.generate(PROMPT, 5)
+    bench.run()
+    assert_failed_alone(bench, bad, good)
+    assert bad.told == [77]
+    assert list(good.result(0).token_ids) == continuation(PROMPT, 5)
