@@ -106,7 +106,7 @@ class Model:
         choices = ProductChoices(is_exact=is_exact, weights=weights, budget=budget)
         is_packed = device.type == "cpu" and is_fused is None
         if is_packed:
-            report("loading the C++ kernels")
+            report("loading or compiling the C++ kernels")
         library = native_library() if is_packed else None  # before packings are chosen
         if is_packed:
             pack_linears(module, choices, may_gate=not max_adapters)

@@ -292,7 +292,7 @@ class _Handler(WSGIRequestHandler):
 
 def _process_tracing() -> Observer | None:
     """Make an observer for spans if the process has set OpenTelemetry up, as `opentelemetry-instrument` does."""
-    if "opentelemetry.trace" not in sys.modules:
+    if sys.modules.get("opentelemetry") is None:  # not imported, so not set up
         return None
     from opentelemetry import trace
 

@@ -85,5 +85,5 @@ def test_the_page_does_what_it_says(shell, tmp_path):
             else:
                 output, _ = process.communicate(timeout=PATIENCE_S)
                 assert is_as_written(written, output), (command, output)
-    assert num_commands == 18
+    assert num_commands == 19
     assert server.wait(PATIENCE_S) == 0

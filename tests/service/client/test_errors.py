@@ -394,3 +394,12 @@ def test_a_closed_client_makes_no_calls(address: str, is_awaited: bool) -> None:
 def test_a_missing_file_is_an_error_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Client("127.0.0.1:1", tls_ca=tmp_path / "none.pem")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_prompt_of_text_fails_alike_while_its_tokenizer_is_fetched(
+    closed_address: str, address: str, call: Call
+) -> None:
+    assert type(error_of(call, closed_address, "Hello")) is ConnectError
+    error = error_of(call, address, "Hello")
+    assert (type(error), error.call) == (Unimplemented, "GetTokenizer")
