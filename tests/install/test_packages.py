@@ -21,11 +21,14 @@ from radixkv.kernels.native.variants import VARIANTS
 ROOT = Path(__file__).parents[2]
 PARTS = ("radixkv", "kernels", "service", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 LIBRARIES = {f"radixkv/kernels/native/{library_name(variant)}" for variant in VARIANTS}
-# Writes what it was asked to define, where a compiler would write what it compiled.
+# Writes its arguments where a compiler would write what it compiled, and joins such files where it would link them.
 COMPILER = """#!/bin/sh
-for argument; do [ "$last" = -o ] && target="$argument"; last="$argument"; done
+for argument; do
+  [ "$last" = -o ] && target="$argument"; last="$argument"
+  case "$argument" in *.o) objects="$objects $argument" ;; esac
+done
 case "$*" in
-  *-shared*) cat "$2" > "$target" ;;
+  *-shared*) cat $objects > "$target" ;;
   *) echo "$@" > "$target" ;;
 esac
 """

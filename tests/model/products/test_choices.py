@@ -129,7 +129,7 @@ def test_what_decides_the_order_of_sums_is_tried_anew(
 def test_what_older_sources_chose_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _machine.__wrapped__()
     assert _machine.__wrapped__() == before
-    monkeypatch.setattr("radixkv.model.products.choices.sources", lambda: ["of another version"])
+    monkeypatch.setattr("radixkv.kernels.native.compiler.sources", lambda: ["of another version"])
     assert _machine.__wrapped__() != before
 
 
