@@ -20,7 +20,7 @@ help:
 	@echo "make test      run the tests"
 	@echo "make check     lint, format check, types"
 	@echo "make install-matrix  install each set of extras that the docs name into a clean environment, and use it; about an"
-	@echo "               hour, or some of them: SETS=\"'' engine engine,text oldest\""
+	@echo "               hour, or some of them: SETS=\"'' engine engine,text engine@oldest\""
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
 	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
@@ -82,7 +82,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet -m "not slow" --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 
-# '' in SETS is the package without extras, `oldest` is the engine with the oldest versions that pyproject.toml allows.
+# '' in SETS is the package without extras, `engine@oldest` installs the oldest versions that pyproject.toml allows.
 install-matrix:
 	$(PYTHON) -m tests.install.matrix $(SETS)
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.service.client.access import is_on_this_machine
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
@@ -104,6 +105,8 @@ def async_channel_to(address: str, credentials: grpc.ChannelCredentials | None, 
 
 def call_of(request: Message) -> str:
     """Return the name of the call that takes a message: all are named alike, such as `Prefill` and `PrefillRequest`."""
+    if isinstance(request, StringValue):
+        return "Check"  # of a server's health; see `health_check`
     return str(request.DESCRIPTOR.name).removesuffix("Request")
 
 

@@ -331,8 +331,9 @@ class Client(RouteCalls):
             timeout_s: deadline of this call.
 
         Raises:
-            grpc.RpcError: the server can't be reached, has no such service (NOT_FOUND), or was installed without gRPC's
-                health service (UNIMPLEMENTED).
+            NotFound: the server has no service of this name.
+            Unimplemented: the server was installed without gRPC's health service.
+            Unavailable: the server can't be reached.
         """
         status: ServingStatus = self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
         return status

@@ -25,7 +25,7 @@ from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.last_connections import end_connections
 from radixkv.service.server.listen_address import host_port, not_free
-from radixkv.service.server.standard_services import add_standard_services
+from radixkv.service.server.standard_services import add_standard_services, log_missing_services
 from radixkv.service.server.status import StatusInterceptor
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from radixkv.v1 import (
@@ -111,6 +111,7 @@ class IngressServer:
         except RuntimeError as error:
             raise not_free("server.port", self._config.host, self._config.port) from error
         self._port = port
+        log_missing_services()
         await self._grpc.start()
         self._termination = asyncio.ensure_future(self._grpc.wait_for_termination())
         self._health.set(_SERVICES, is_serving=True)

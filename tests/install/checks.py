@@ -10,13 +10,16 @@ python -m tests.install.checks ENGINE|NONE EXTRA ...
 from __future__ import annotations
 
 import contextlib
+import http.server
 import importlib
 import json
 import os
 import platform
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import urllib.request
@@ -237,12 +240,30 @@ def mooncake(folder: Path) -> None:
 
 
 def tracing(folder: Path) -> None:
-    """Check that a server runs with OpenTelemetry there."""
+    """Check that the span of a request reaches an OpenTelemetry collector."""
     from radixkv.service.client import Client
 
-    importlib.import_module("opentelemetry.trace")
-    with serving() as address, Client(address, timeout_s=PATIENCE_S) as client:
-        expect(client.prefill(PROMPT).usage.prompt_tokens == len(PROMPT), "another answer came")
+    received: queue.Queue[bytes] = queue.Queue()
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.put(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Print nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    try:
+        with serving(f"telemetry.otlp_endpoint={endpoint}") as address:
+            with Client(address, timeout_s=PATIENCE_S) as client:
+                client.prefill(PROMPT)
+            expect(b"radixkv" in received.get(timeout=PATIENCE_S), "tracing: other spans came")
+    finally:
+        server.shutdown()
 
 
 def plot(folder: Path) -> None:

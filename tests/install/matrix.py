@@ -2,8 +2,8 @@
 
     python -m tests.install.matrix [SET ...] [--keep]
 
-A set is extras separated by commas, such as `engine,text`; '' is the plain package, and `oldest` is `engine` with the
-oldest version that each requirement allows. The default is every set that `named_sets.py` finds, and `oldest`.
+A set is extras separated by commas, such as `engine,text`; '' is the plain package. `engine@oldest` installs the oldest
+version that each requirement allows. The default is every set that `named_sets.py` finds, and `engine@oldest`.
 
 Each set gets a clean virtual environment with the newest versions that pip finds. A set without the engine is used
 alone first; then the engine is installed next to it, where an extra is for servers. Prints a table; the exit status is
@@ -27,7 +27,7 @@ from pathlib import Path
 from tests.install.checks import CHECKS
 from tests.install.named_sets import ROOT, Extras, closure, named_sets, oldest, package_of, project, requirements
 
-OLDEST = "oldest"
+OLDEST = "@oldest"
 _ENGINE = "engine"
 # Shown for every set that has them.
 _MAIN_PACKAGES = ("torch", "transformers", "numpy", "grpcio", "protobuf")
@@ -125,11 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.install.matrix", description="Install sets of extras, use them."
     )
     parser.add_argument(
-        "sets", nargs="*", metavar="SET", help="extras separated by commas, '' or oldest (default: all)"
+        "sets", nargs="*", metavar="SET", help="extras separated by commas, '' for none, @oldest (default: all)"
     )
     parser.add_argument("--keep", action="store_true", help="keep the environments, in build/install-matrix")
     options = parser.parse_args(arguments)
-    sets = options.sets or [*(",".join(each) for each in named_sets()), OLDEST]
+    sets = options.sets or [*(",".join(each) for each in named_sets()), _ENGINE + OLDEST]
     for name in sets:
         if unknown := set(extras_of(name)) - set(project()["optional-dependencies"]):
             parser.error(f"SET: expected extras of pyproject.toml, got {', '.join(sorted(unknown))}")
@@ -218,23 +218,25 @@ def table(rows: Sequence[Row]) -> str:
 def extras_of(name: str) -> Extras:
     """Return the extras of a set by its name.
 
-    >>> extras_of("engine,text"), extras_of(""), extras_of("oldest")
+    >>> extras_of("engine,text"), extras_of(""), extras_of("engine@oldest")
     (('engine', 'text'), (), ('engine',))
     """
-    return (_ENGINE,) if name == OLDEST else tuple(extra for extra in name.split(",") if extra)
+    return tuple(extra for extra in name.removesuffix(OLDEST).split(",") if extra)
 
 
 def _use(row: Row, environment: Environment) -> None:
     """Install a set, check what each of its extras is for, and note that in its row."""
     extras = extras_of(row.name)
-    constraints = oldest(requirements(extras)) if row.name == OLDEST else []
+    is_oldest = row.name.endswith(OLDEST)
+    constraints = oldest(requirements(extras)) if is_oldest else []
     brought = closure(extras)
     environment.install(extras, constraints)
     row.num_bytes = environment.num_bytes()
     row.outcomes += environment.check("NONE", brought)
     is_for_servers = any(CHECKS[each].served is not None for each in brought if each in CHECKS)
     if is_for_servers and _ENGINE not in brought:
-        environment.install((_ENGINE, *extras))
+        served = (_ENGINE, *extras)
+        environment.install(served, oldest(requirements(served)) if is_oldest else [])
         row.num_bytes_served = environment.num_bytes()
     if is_for_servers:
         row.outcomes += environment.check("ENGINE", brought)

@@ -65,6 +65,7 @@ def test_both_clients_take_the_same_arguments():
         "release",
         "renew",
         "stats",
+        "health",
         "close",
         "retain",
         "purge",
