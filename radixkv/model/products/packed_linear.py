@@ -248,7 +248,8 @@ class _Shares:
 
 
 def _num_weights(layer: nn.Module) -> int:
-    return layer.weight.numel() if type(layer) in (nn.Linear, Conv1D) else 0
+    known = _parameters(layer)
+    return 0 if known is None else known[0].numel()
 
 
 @cache
