@@ -248,11 +248,8 @@ class _Shares:
 
 
 def _num_weights(layer: nn.Module) -> int:
-    if type(layer) not in (nn.Linear, Conv1D):
-        return 0
-    weight = layer.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.numel()
+    known = _parameters(layer)
+    return 0 if known is None else known[0].numel()
 
 
 @cache
