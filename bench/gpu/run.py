@@ -59,9 +59,11 @@ def lay_out(folder: Path, sglang: Path | None) -> None:
     """
     package = folder / "radixkv"
     package.mkdir()
-    for source in (*(ROOT / "radixkv").iterdir(), ROOT / "kernels", ROOT / "service"):
-        if source.name != "__pycache__":
-            (package / source.name).symlink_to(source)
+    # `radixkv/kernels` and `radixkv/service` are links in a checkout, which a copy of it may lack.
+    sources = {source.name: source for source in (*(ROOT / "radixkv").iterdir(), ROOT / "kernels", ROOT / "service")}
+    for name, source in sources.items():
+        if name != "__pycache__":
+            (package / name).symlink_to(source)
     for name in ("bench", "tests"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "pytest.ini").write_text(_PYTEST_INI, encoding="utf-8")

@@ -278,7 +278,10 @@ def run(
 
 
 async def _serve_until_signal(
-    engine: Engine, config: ServerConfig, make_server: Callable[..., Server], on_ready: Callable[[], None]
+    engine: Engine,
+    config: ServerConfig,
+    make_server: Callable[..., Server],
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     stop = asyncio.Event()
     # Files that can't be used when another server takes over leave what was.

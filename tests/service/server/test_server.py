@@ -42,7 +42,7 @@ def test_every_service_is_healthy_once_started():
 def test_what_is_there_before_serving_is_left_alone_by_garbage_collection(monkeypatch):
     frozen = []
 
-    async def serve(engine, config, make_server):
+    async def serve(*_):
         frozen.append(gc.get_freeze_count())
 
     monkeypatch.setattr(server_module, "_serve_until_signal", serve)

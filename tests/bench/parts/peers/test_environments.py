@@ -66,8 +66,8 @@ def test_a_worker_imports_bench_and_nothing_else_of_the_checkout(tmp_path: Path)
     for _ in range(2):
         variables = environments.variables()
     seen = "import importlib.util as u; print([u.find_spec(n) is not None for n in ('bench', 'tests', 'service')])"
-    done = subprocess.run(
-        [sys.executable, "-c", seen], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
+    done = subprocess.run(  # without site-packages, in which this checkout is installed
+        [sys.executable, "-S", "-c", seen], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[True, False, False]"
 
