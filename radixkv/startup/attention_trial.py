@@ -60,7 +60,7 @@ def try_attention(
             env=environment,
         )
     except OSError as error:
-        raise UnsupportedModel(f"its trial can't be started: {error.strerror}") from error
+        raise UnsupportedModel(f"its trial can't be started: {error.filename}: {error.strerror}") from error
     try:
         printed, errors = process.communicate(_written(name, use), timeout=timeout_s)
     except subprocess.TimeoutExpired as late:

@@ -106,8 +106,6 @@ def _serve(arguments: argparse.Namespace) -> None:
         from radixkv.service.server.start_requirements import require_startable
 
         require_startable(config)
-        if config.model.path != "tiny":
-            _logger.info("found %.2f GB of weights", check_servable(config.model.path) / 1e9)
         try:
             _run(config, progress)
         finally:
@@ -159,8 +157,14 @@ def _without_collections() -> Iterator[None]:
 
 
 def _announce(model: ModelConfig) -> None:
-    """Log what will be served: the first line of the log."""
-    what = "the embedded model tiny" if model.path == "tiny" else model.path
+    """Log what will be served: the first line of the log.
+
+    Raises:
+        ConfigError: there is no model in the configured directory.
+    """
+    what = "the embedded model tiny"
+    if model.path != "tiny":
+        what = f"{model.path} ({check_servable(model.path) / 1e9:.2f} GB of weights)"
     _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, what, model.device, model.dtype)
 
 

@@ -247,7 +247,7 @@ def _tell_of_the_disk(pipe: Pipe) -> None:
 
     class Telling(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.msg.startswith("tier %s: room") and record.args[0] == "disk":  # type: ignore[index]
+            if record.msg.startswith("tier %s has room") and record.args[0] == "disk":  # type: ignore[index]
                 pipe.say("opened")
             if record.msg.startswith("found %d blocks on disk"):
                 pipe.say("found", record.args[0], record.args[2])  # type: ignore[index]

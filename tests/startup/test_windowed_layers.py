@@ -52,7 +52,8 @@ def test_windowed_layers_get_what_their_window_needs(gemma2: Path, caplog: pytes
         engine = build_engine(config(gemma2))
     storage = engine._core._runner.storage
     assert (storage.num_blocks, storage.num_parts) == (308, 38)
-    assert "2 of 3 layers have windows of up to 24 tokens, and hold 608 tokens, the others 4928: " in caplog.text
+    assert "2 of 3 layers have windows of at most 24 tokens: the pool holds 608 tokens for them in " in caplog.text
+    assert ", and 4928 tokens for the other layers in " in caplog.text
 
 
 @pytest.mark.parametrize("windowed_tokens", [272, 1024, 2000])
@@ -81,7 +82,7 @@ def test_a_window_as_long_as_usual_prompts_leaves_one_pool(tmp_path: Path) -> No
     ("settings", "reason"),
     [
         (["transfer.serve=true"], "because of transfers of K/V, which send whole blocks"),
-        (["cache.capacity_tokens=256"], "18 blocks of theirs would be no fewer than all"),
+        (["cache.capacity_tokens=256"], "a pool of their own would need 18 blocks, no fewer"),
     ],
 )
 def test_windowed_layers_hold_everything_where_something_needs_that(

@@ -232,7 +232,7 @@ def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
         rows_agree(weight, bias)
         return True
 
-    def exact(module: Any) -> exactness.ExactFunctions:
+    def exact(module: Any, _: Any) -> exactness.ExactFunctions:
         products = exactness._Products(module, attempt, lambda rows, weight, bias, _: linear(rows, weight, bias))
         assert functional.linear in products.functions
         return exactness.ExactFunctions(products.functions | row_functions())
