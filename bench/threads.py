@@ -89,7 +89,7 @@ def measure(client: Client, max_id: int, seed: str, new_tokens: int) -> dict[str
         client: of the server.
         max_id: prompts consist of smaller token ids.
         seed: equal seeds make equal prompts.
-        new_tokens: tokens that are decoded, at least 3.
+        new_tokens: tokens that are decoded, at least 2.
 
     Returns:
         Milliseconds: per prompt for `cold` and `warm`, per token for `decode`.
@@ -195,9 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of radixkv, to run in turn")
     parser.add_argument("--busy", type=positive, default=2, help="processes that use the CPU in the busy condition")
     parser.add_argument("--rounds", type=positive, default=5, help="measurements per row, after one that warms up")
-    parser.add_argument("--new-tokens", type=positive, default=48, help="tokens to decode, at least 3")
+    parser.add_argument("--new-tokens", type=positive, default=48, help="tokens to decode, at least 2 (default: 48)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    if options.new_tokens < 2:
+        parser.error(f"--new-tokens: expected at least 2, between which time passes, got {options.new_tokens}")
     checkouts = [None] if options.against is None else [options.against.resolve(), None]
     settings = [Setting(*each) for each in itertools.product(options.models, options.threads, checkouts)]
     try:

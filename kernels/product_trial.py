@@ -134,7 +134,7 @@ def choose_product(
     return best
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entrant:
     """A packing that is timed.
 
@@ -214,7 +214,41 @@ def _race(
             first, behind = entrant, first or entrant
         if behind is not first:
             behind.calls = None  # it is packed again in the rare case that it is needed
-    return sorted(entrants, key=lambda entrant: entrant.score)
+    ranked = sorted(entrants, key=lambda entrant: entrant.score)
+    _confirm(ranked, rows, weight, bias, weighed, watch, left_s)
+    return sorted(ranked, key=lambda entrant: entrant.score)
+
+
+def _confirm(
+    ranked: Sequence[_Entrant],
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weighed: Sequence[int],
+    watch: Stopwatch,
+    left_s: Callable[[], float],
+) -> None:
+    """Time a leader whose rows are not alike once more, in turn with the fastest packing whose rows are.
+
+    It keeps its lead only if it has it with the slower of its own times and the faster ones of the other: what
+    disturbed the machine during one of them rarely does so twice. A wrong leader costs a model more than a right one
+    gains, since the layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms instead of 3.6.
+    """
+    leader = ranked[0]
+    steady = next((each for each in ranked if PACKINGS[each.name].rows_are_alike and each.score < math.inf), None)
+    if steady is None or steady is leader:
+        return
+    if left_s() <= 0:
+        leader.score = math.inf
+        return
+    calls = {each: each.calls or cold_calls(each.name, weight, bias) for each in (leader, steady)}
+    for num_rows in dict.fromkeys(weighed):
+        aligned = aligned_rows(rows[:num_rows])
+        again_s = {each: watch.shortest(own, aligned) for each, own in calls.items()}
+        leader.costs[num_rows] = max(leader.costs[num_rows], again_s[leader])
+        steady.costs[num_rows] = min(steady.costs[num_rows], again_s[steady])
+    leader.score = _score([leader.costs[each] for each in weighed])
+    steady.score = _score([steady.costs[each] / LEAD for each in weighed])
 
 
 def _fastest_exact(

@@ -364,7 +364,7 @@ void attend(const Problem& problem, const Item& item, const char* query, const c
 template <class Arithmetic>
 void attend_all(const Problem& problem, const void* query, const void* key, const void* value, void* output,
                 const float* sinks) {
-  share(problem.num_items, problem.num_threads, [&](Items& items) {
+  parallel_items(problem.num_items, problem.num_threads, [&](Items& items) {
     Scratch<Arithmetic> scratch(problem.most_rows, problem.head_dim);
     for (int64_t i; items.next(i);)
       attend(problem, problem.items[i], static_cast<const char*>(query), static_cast<const char*>(key),

@@ -128,7 +128,7 @@ class LayerOfTokens {
     if (norm.weight == nullptr) return;
     const int64_t size = layer_.head_dim, width = layer_.heads.out_features;
     const bool is_shared = num_threads_ > 1 && num_tokens_ * num_heads * size > kNumbersAThread;
-    share_each(num_tokens_, is_shared ? num_threads_ : 1, [&](int64_t t) {
+    parallel_for(num_tokens_, is_shared ? num_threads_ : 1, [&](int64_t t) {
       char* own = heads + t * width * bytes_of(layer_.kind);
       radixkv_norm(own, norm.weight, own, num_heads, size, size, layer_.kind, norm.kind, norm.eps, norm.rounds_first, 1);
     });
@@ -143,7 +143,7 @@ class LayerOfTokens {
 
   void add(const void* some, const void* others, void* sums, int64_t num_numbers) const {
     const bool is_shared = num_threads_ > 1 && num_numbers > kNumbersAThread;
-    share_each((num_numbers + kLanes - 1) / kLanes, is_shared ? num_threads_ : 1, [&](int64_t vector) {
+    parallel_for((num_numbers + kLanes - 1) / kLanes, is_shared ? num_threads_ : 1, [&](int64_t vector) {
       const int64_t i = vector * kLanes;
       const Lanes lanes = first_lanes(num_numbers - i);
       store(sums, i, layer_.kind, lanes, load(some, i, layer_.kind, lanes) + load(others, i, layer_.kind, lanes));

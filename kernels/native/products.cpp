@@ -170,11 +170,11 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_words * block / num_blocks;
     const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
-    share_each(num_tiles, product.num_threads, [&](int64_t t) {
+    parallel_for(num_tiles, product.num_threads, [&](int64_t t) {
       lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
                           reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
     });
-    share(num_groups, product.num_threads, [&](Items& items) {
+    parallel_items(num_groups, product.num_threads, [&](Items& items) {
       const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
       for (int64_t g; items.next(g);) {
         const bool is_whole = g < num_panels / tile.panels;
@@ -211,7 +211,7 @@ template <class Word>
 void lay_out_weight(const Word* weight, int64_t num_features, int64_t num_words, int64_t first_feature, Word* panels,
                     int64_t num_threads) {
   const int64_t first_vector = first_feature / kLanes, end_feature = first_feature + num_features;
-  share_each((end_feature + kLanes - 1) / kLanes - first_vector, num_threads, [&](int64_t index) {
+  parallel_for((end_feature + kLanes - 1) / kLanes - first_vector, num_threads, [&](int64_t index) {
     const int64_t vector = first_vector + index;
     const int64_t first = std::max(first_feature, vector * kLanes), end = std::min(end_feature, (vector + 1) * kLanes);
     const Word* rows = weight + (first - first_feature) * num_words;

@@ -64,7 +64,7 @@ extern "C" void radixkv_norm(const void* rows, const void* weight, void* normed,
                              int64_t row_stride, int64_t kind, int64_t weight_kind, double eps, int64_t rounds_first,
                              int64_t num_threads) {
   const bool is_shared = num_threads > 1 && num_rows * num_columns > kNumbersAThread;
-  share_each(num_rows, is_shared ? num_threads : 1, [&](int64_t r) {
+  parallel_for(num_rows, is_shared ? num_threads : 1, [&](int64_t r) {
     norm_row(static_cast<const char*>(rows) + r * row_stride * bytes_of(kind), weight,
              static_cast<char*>(normed) + r * num_columns * bytes_of(kind), num_columns, kind, weight_kind,
              static_cast<float>(eps), rounds_first != 0);
@@ -76,7 +76,7 @@ extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* s
                                int64_t num_threads) {
   const int64_t bytes = head_dim * bytes_of(kind);
   const bool is_shared = num_threads > 1 && num_tokens * num_heads * head_dim > kNumbersAThread;
-  share_each(num_tokens, is_shared ? num_threads : 1, [&](int64_t t) {
+  parallel_for(num_tokens, is_shared ? num_threads : 1, [&](int64_t t) {
     for (int64_t h = 0; h < num_heads; h++)
       rotate_head(static_cast<const char*>(heads) + t * token_stride * bytes_of(kind) + h * bytes,
                   static_cast<const char*>(cos) + t * bytes, static_cast<const char*>(sin) + t * bytes,
@@ -87,7 +87,7 @@ extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* s
 extern "C" void radixkv_gate(const void* rows, void* gated, int64_t num_rows, int64_t width, int64_t kind,
                              int64_t num_threads) {
   const bool is_shared = num_threads > 1 && num_rows * width > kNumbersAThread;
-  share_each(num_rows, is_shared ? num_threads : 1, [&](int64_t r) {
+  parallel_for(num_rows, is_shared ? num_threads : 1, [&](int64_t r) {
     gate_row(static_cast<const char*>(rows) + 2 * r * width * bytes_of(kind),
              static_cast<char*>(gated) + r * width * bytes_of(kind), width, kind);
   });

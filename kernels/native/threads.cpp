@@ -1,18 +1,18 @@
-// A pool of threads for parallel regions, made for machines that are also busy with other work.
+// A pool of threads for parallel loops, made for machines that are also busy with other work.
 //
-//   caller   publishes a region ─▶ claims ranges of items ─▶ waits for the ranges that others have claimed
-//   worker   spins for a moment, then sleeps ─▶ sees the region ─▶ claims ranges ─▶ spins again
+//   caller   publishes a loop ─▶ claims ranges of items ─▶ waits for the ranges that others have claimed
+//   worker   spins for a moment, then sleeps ─▶ sees the loop ─▶ claims ranges ─▶ spins again
 //
 // OpenMP's barriers wait for every thread of a team, also for one that the operating system has not scheduled, and
-// GNU's OpenMP spins meanwhile: next to two busy processes a decoded token took 14 times as long as on a quiet machine.
-// Here the caller waits only for ranges that a thread has begun. A worker that is not running costs nothing, since the
-// caller computes its share. Spinning is bounded in time, and nearly off for a while after a thread that was spinning
-// has noticed that it was preempted, because then the machine has other work.
+// GNU's OpenMP spins meanwhile. Here the caller waits only for ranges that a thread has begun: a worker that is not
+// running delays nothing, since the caller computes its share. A worker that is preempted in the middle of a range delays
+// the caller until it is scheduled again. Spinning is bounded in time, and nearly off for a while after a thread that was
+// spinning has noticed that it was preempted, because then the machine has other work. bench/results/threads.json
+// compares both.
 
 #include "threads.h"
 
 #include <atomic>
-#include <cerrno>
 #include <climits>
 #include <csignal>
 #include <ctime>
@@ -38,6 +38,8 @@ int64_t now_ns() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
+static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free, "a futex is 4 bytes");
+
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
 }
@@ -46,8 +48,8 @@ void futex_wake(std::atomic<uint32_t>& word, int num_threads) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, num_threads, nullptr, nullptr, 0);
 }
 
-// A region's ranges in one word, so that claiming one is a single atomic addition: the number of threads that may claim,
-// the number of ranges, and the next range. `next` exceeds `total` by at most one for each thread.
+// A loop's ranges in one word, so that claiming one is a single atomic addition: the number of threads that look for
+// ranges, the number of ranges, and the next range. `next` exceeds `total` by at most one for each thread.
 struct Ticket {
   uint64_t bits;
 
@@ -64,7 +66,7 @@ class Pool {
  public:
   static Pool& get();
 
-  void share(int64_t num_items, int64_t num_threads, Work work, void* context) {
+  void run(int64_t num_items, int64_t num_threads, Work work, void* context) {
     if (is_taken_.test_and_set(std::memory_order_acquire)) {  // by another thread, or by a caller of this one
       Items items(num_items);
       return work(context, items);
@@ -75,7 +77,7 @@ class Pool {
     num_left_.store(static_cast<uint32_t>(num_ranges), std::memory_order_relaxed);
     ticket_.store(Ticket::pack(num_threads, num_ranges), std::memory_order_release);
     epoch_.fetch_add(1);
-    if (num_sleeping_.load() > 0) futex_wake(epoch_, INT_MAX);
+    if (num_sleeping_.load() > 0) futex_wake(epoch_, INT_MAX);  // a futex does not know which worker has which index
     compute();
     wait_until_done();
     is_taken_.clear(std::memory_order_release);
@@ -89,11 +91,12 @@ class Pool {
   }
 
  private:
-  // Computes ranges of the current region, if any is left. A thread that comes late claims nothing.
+  // Computes ranges of the current loop, if any is left. A worker that comes late claims nothing, or a range of the loop
+  // after the one that it saw.
   void compute() {
     const int64_t range = claim();
     if (range < 0) return;
-    // The region lasts until this range is counted below, so its fields are those that belong to the range.
+    // The loop lasts until this range is counted below, so its fields are those that belong to the range.
     const int64_t num_ranges = Ticket{ticket_.load(std::memory_order_relaxed)}.total();
     Items items(range, num_ranges, num_items_);
     work_(context_, items);
@@ -141,14 +144,16 @@ class Pool {
   }
 
   void add_workers(int64_t num_wanted) {
-    for (; num_workers_ < num_wanted; num_workers_++) {
+    for (; num_workers_ < num_wanted && can_start_; num_workers_++) {
       struct Start {
         Pool* pool;
         int64_t index;
       };
-      sigset_t all, before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are handled by the program's own threads
+      // Signals to the process are handled by its other threads. Those of a fault are handled where it happens.
+      sigset_t blocked, before;
+      sigfillset(&blocked);
+      for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGPROF}) sigdelset(&blocked, own);
+      pthread_sigmask(SIG_SETMASK, &blocked, &before);
       pthread_t thread;
       Start* start = new Start{this, num_workers_ + 1};
       const auto run = [](void* argument) -> void* {
@@ -161,7 +166,8 @@ class Pool {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       if (error != 0) {
         delete start;
-        return;  // there are fewer threads, and the others compute everything
+        can_start_ = false;  // there are fewer threads, and they compute everything
+        return;
       }
       pthread_setname_np(thread, "radixkv-compute");
       pthread_detach(thread);
@@ -170,11 +176,12 @@ class Pool {
 
   std::atomic_flag is_taken_ = ATOMIC_FLAG_INIT;
   int64_t num_workers_ = 0;
-  Work work_ = nullptr;  // of the current region, as are the next two
+  bool can_start_ = true;
+  Work work_ = nullptr;  // of the current loop, as are the next two
   void* context_ = nullptr;
   int64_t num_items_ = 0;
   alignas(64) std::atomic<uint64_t> ticket_{0};
-  alignas(64) std::atomic<uint32_t> epoch_{0};  // regions so far
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // loops so far
   std::atomic<int32_t> num_sleeping_{0};
   alignas(64) std::atomic<uint32_t> num_left_{0};  // ranges that are not computed
   std::atomic<bool> is_caller_asleep_{false};
@@ -219,6 +226,6 @@ void Items::take(int64_t range) {
   end_ = num_items_ * (range + 1) / num_ranges_;
 }
 
-void share_items(int64_t num_items, int64_t num_threads, Work work, void* context) {
-  Pool::get().share(num_items, num_threads, work, context);
+void run_parallel(int64_t num_items, int64_t num_threads, Work work, void* context) {
+  Pool::get().run(num_items, num_threads, work, context);
 }

@@ -314,7 +314,7 @@ class Attention {
 bool attend_in_tiles(const Problem& problem, const void* query, const void* key, const void* value, void* output,
                      const float* sinks) {
   if (problem.query_kind != kBfloat16 || !has_tiles()) return false;
-  share(problem.num_items, problem.num_threads, [&](Items& items) {
+  parallel_items(problem.num_items, problem.num_threads, [&](Items& items) {
     const Tiles tiles;
     Attention attention(problem, static_cast<const char*>(query), static_cast<const char*>(key),
                         static_cast<const char*>(value), static_cast<char*>(output), sinks);

@@ -106,12 +106,12 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_steps * block / num_blocks * kTileWords;
     const int64_t words_here = num_steps * (block + 1) / num_blocks * kTileWords - first_word;
-    share_each(num_pairs, product.num_threads, [&](int64_t t) {
+    parallel_for(num_pairs, product.num_threads, [&](int64_t t) {
       const int64_t row = t * kPairRows;
       lay_out(product, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
               laid_out + row * words_here);
     });
-    share(num_panels, product.num_threads, [&](Items& items) {
+    parallel_items(num_panels, product.num_threads, [&](Items& items) {
       const Tiles tiles;
       alignas(64) float own[2 * kPairRows * kFeatures];
       for (int64_t p; items.next(p);)

@@ -119,6 +119,29 @@ def test_one_whose_rows_are_alike_may_be_slower(
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
+def test_a_lead_that_was_a_disturbance_of_the_other_is_lost_when_both_are_timed_again(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def add_timed(name: str, seconds: list[float]) -> None:
+        """Let calls take these seconds one after another, and then for ever the last of them."""
+
+        def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+            nonlocal now_s
+            now_s += seconds.pop(0) if len(seconds) > 1 else seconds[0]
+            return (rows[:, None] * weight).sum(-1)
+
+        add(monkeypatch, name, multiply)
+
+    add_timed("alike", [1e-2] * 2 + [3e-2] * 8 + [1e-2])  # other work slows it down while it is timed first
+    add_timed("other", [1e-2])
+    monkeypatch.setitem(PACKINGS, "alike", PACKINGS["alike"]._replace(rows_are_alike=True))
+    choice = choose_product(torch.empty(4, 8), None, ("alike", "other"), is_exact=is_exact, clock=lambda: now_s)
+    assert choice == ProductChoice("alike")
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
 def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
     ticks = itertools.count()
     now_s = [0.0]
