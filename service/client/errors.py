@@ -106,8 +106,8 @@ class ServiceError(grpc.aio.AioRpcError):
         return type(self), self.args, {**self.__dict__, **sent}
 
 
-# Code for the synchronous API checks `isinstance(error, grpc.Call)` before it reads a status. gRPC's own exceptions pass
-# this check too, and implement no more of its methods than these.
+# Code for the synchronous API checks `isinstance(error, grpc.Call)` before it reads a status. gRPC's own exceptions
+# pass this check too, and implement no more of its methods than these.
 grpc.Call.register(ServiceError)  # type: ignore[attr-defined]  # an ABC, which its stubs don't say
 
 
