@@ -23,8 +23,8 @@ class ModelConfig:
         weights: `auto` (as `dtype` says), or `int8` on a CPU: linear layers have 8 bits a weight, one scale for each
             output feature, and round their inputs to 8 bits as well, one scale for each token. Embeddings, norms and
             experts keep their dtype.
-        threads: threads that compute on the CPU. Without it, one per physical core that the process may use, by its
-            CPU affinity and cgroup quota.
+        threads: threads that compute on the CPU. Without it, `OMP_NUM_THREADS`, or else one per physical core within
+            the CPU affinity and the cgroup quota.
         max_adapters: different LoRA adapters that may be loaded; as many more may still drain. 0 switches adapters
             off, unless there are sections `adapters.NAME`: then as many as these.
         adapter_bytes: device memory of adapters; those used last are kept there, the others in host memory.

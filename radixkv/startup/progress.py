@@ -1,4 +1,4 @@
-"""Logs what a start is doing, so that nobody has to guess whether it is stuck."""
+"""Logs the progress of a start, so that a slow start can be told from a stuck one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-# The log is never silent for longer than this, but for a library that holds the GIL while it is loaded: the longest
-# such stretch of importing PyTorch took 0.9 s. Less than 5 s, so that a busy machine is not later than that.
+# A line is logged at least this often, unless a library holds the GIL while it is loaded: importing PyTorch held it for
+# up to 0.9 s at a time. The interval is below 5 s so that lines are at most 5 s apart on a busy machine too.
 REMINDER_S = 4.0
 
 _log = logging.getLogger(__name__)
 
 
 class StartProgress:
-    """The progress of a start: one phase after the other, each of which is logged when it begins.
+    """The progress of a start as a sequence of phases, each of which is logged when it begins.
 
-    As a context manager it also repeats, from a thread of its own, which phase is still going on, for how long, and
-    the last detail that was reported. The thread ends with `ready`, or with the `with` block.
+    As a context manager it also runs a thread that logs reminders: which phase is still running, for how long, and the
+    last detail that was reported. The thread ends at `ready` or at the end of the `with` block.
 
         with StartProgress() as progress:
             progress.begin("loading the model")          loading the model
@@ -28,8 +28,8 @@ class StartProgress:
             progress.ready()                             ready after 6.5 s
 
     Args:
-        reminder_s: seconds without a phase or a reminder after which the current phase is logged again.
-        now: seconds of a steady clock.
+        reminder_s: seconds after the last phase or reminder at which the current phase is logged again.
+        now: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, reminder_s: float = REMINDER_S, now: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class StartProgress:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> StartProgress:
-        """Start the thread that repeats the current phase."""
+        """Start the thread that logs reminders."""
         self._thread = threading.Thread(target=self._keep_reminding, name="start-progress", daemon=True)
         self._thread.start()
         return self
@@ -51,14 +51,14 @@ class StartProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the thread, if `ready` did not."""
+        """End the thread, unless `ready` has ended it."""
         self._end()
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, which ends the one before, and log it.
+        """End the previous phase, begin the next one, and log its name.
 
         Args:
-            phase: what is being done, such as `loading the model`.
+            phase: name of the phase, such as `loading the model`.
         """
         with self._lock:
             self._phase, self._detail = phase, ""
@@ -66,22 +66,22 @@ class StartProgress:
         _log.info("%s", phase)
 
     def report(self, detail: str) -> None:
-        """Keep a detail of the current phase for the next reminder. Cheap: nothing is logged now.
+        """Keep a detail of the current phase for the next reminder. This is cheap: it logs nothing.
 
         Args:
-            detail: how far the phase is, such as `layer 3 of 30`.
+            detail: how far the phase has come, such as `layer 3 of 30`.
         """
         self._detail = detail
 
     def note(self, fact: str) -> None:
-        """Add a fact about what was started, such as `native attention`, to the line that `ready` logs."""
+        """Add a fact about the server, such as `native attention`, to the line that `ready` logs."""
         self._facts.append(fact)
 
     def remind(self) -> float:
-        """Log the current phase again if the last line is old enough.
+        """Log a reminder of the current phase if the last line is at least `reminder_s` old.
 
         Returns:
-            Seconds until that will be the case.
+            Seconds until the next reminder is due.
         """
         with self._lock:
             now_s = self._now()
@@ -95,7 +95,7 @@ class StartProgress:
         return self._reminder_s
 
     def ready(self) -> None:
-        """End the start: no reminder comes any more. Log how long it took, and the facts that were noted."""
+        """End the start and its reminders. Log how long it took, and the facts that were noted."""
         self._end()
         facts = f": {', '.join(self._facts)}" if self._facts else ""
         _log.info("ready after %.1f s%s", self._now() - self._start_s, facts)

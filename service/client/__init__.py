@@ -1,7 +1,7 @@
-"""Clients of the service. They need gRPC and numpy, and for text tokenizers and jinja2; neither torch nor the engine.
+"""Python clients of the service. They need gRPC, protobuf and numpy, and for text the extra `text`, but not torch.
 
-`Client` blocks, `AsyncClient` is awaited. Prompts are text or token ids. Both return protobuf messages, in chunks with
-text where the prompt was text:
+`Client` is synchronous, `AsyncClient` is for asyncio. A prompt is text or token ids. Calls return protobuf messages;
+for a text prompt, `generate` and `chat` return chunks with text:
 
     from radixkv.service.client import Client, MissReason, Retention
 
@@ -12,26 +12,26 @@ text where the prompt was text:
         answer = client.prefill([1, 2, 3], tenant="acme", retention=Retention(priority=80, ttl_s=3600))
         print(answer.usage.cached_tokens, answer.next_token_id, MissReason.Name(answer.miss_reason))
 
-A call that fails raises a `ServiceError`. Its subclasses say how to go on; each is a `grpc.RpcError` as well:
+A call that fails raises a subclass of `ServiceError`, which is also a `grpc.RpcError`. What to do about each:
 
     ServiceError
     ├── InvalidArgument        fix the request
-    │   └── OutOfRange         follow events from 0 again
-    ├── FailedPrecondition     ask for another configuration of the service or the tenant
-    ├── NotFound               load the adapter, hold the lease, register the prefix first
+    │   └── OutOfRange         subscribe to events from 0
+    ├── FailedPrecondition     change the configuration of the service or the tenant
+    ├── NotFound               load the adapter, hold the lease or register the prefix first
     ├── Unimplemented          switch the feature on in the service's configuration
     ├── Unauthenticated        pass a valid token or certificate
     ├── PermissionDenied       use a credential that allows the call
-    ├── ResourceExhausted      try again after `retry_after_s`
-    │   └── MessageTooLarge    send or ask for less, or raise the limit
-    ├── Unavailable            try again, or on another server
+    ├── ResourceExhausted      retry after `retry_after_s`, if that is not None
+    │   └── MessageTooLarge    send or request less, or raise the limit
+    ├── Unavailable            retry, or use another server
     │   └── ConnectError       check the address, TLS, and whether the server runs
     ├── DeadlineExceeded       allow more time with `timeout_s`
-    ├── Cancelled              the call was cancelled
-    ├── DataLoss               follow events from 0 again
+    ├── Cancelled              nothing: the call was cancelled, usually by this program
+    ├── DataLoss               subscribe to events from 0
     └── InternalError          read the server's log
 
-`radixkv.service.client.errors` says more about each.
+`radixkv.service.client.errors` describes each.
 """
 
 from radixkv.api.compression import Compression, CompressionPolicy

@@ -3,34 +3,35 @@
     grpc.RpcError
     └── ServiceError                 a call failed
         ├── InvalidArgument          the request is wrong, and would be wrong again
-        │   └── OutOfRange           an event number that the service no longer knows, or never gave
-        ├── FailedPrecondition       the request is valid, but not with the configuration or the K/V format there
-        ├── NotFound                 no such adapter, lease, public prefix or tokenizer
+        │   └── OutOfRange           the service has restarted since this event number, or the events were dropped
+        ├── FailedPrecondition       the request is valid, but the configuration or the K/V format rules it out
+        ├── NotFound                 the adapter, lease, public prefix or tokenizer does not exist
         ├── Unimplemented            the service does not offer this call, or its configuration leaves it out
-        ├── Unauthenticated          no credential, or none that the service knows
-        ├── PermissionDenied         the credential does not allow this call, or not for this tenant
-        ├── ResourceExhausted        the service is full; `retry_after_s` says when to try again
-        │   └── MessageTooLarge      a request or an answer exceeds a limit in bytes; trying again does not help
-        ├── Unavailable              the service can't take or finish the call now; try again, or elsewhere
-        │   └── ConnectError         no connection was made, so the call has not reached the service
+        ├── Unauthenticated          the call has no valid credential
+        ├── PermissionDenied         the credential does not allow this call, or this tenant
+        ├── ResourceExhausted        the service or the tenant is at a limit; retry after `retry_after_s`
+        │   └── MessageTooLarge      a request or a response exceeds a limit in bytes; a retry does not help
+        ├── Unavailable              the service can't take or finish the call now; retry, or use another server
+        │   └── ConnectError         no connection was made, so the call did not reach the service
         ├── DeadlineExceeded         the call was not answered within its deadline
         ├── Cancelled                the call was cancelled
-        ├── DataLoss                 a reader of events fell behind; begin again from 0
+        ├── DataLoss                 an event subscriber fell behind; subscribe again from 0
         └── InternalError            the service failed; its log has the cause
 
-Each class stands for one gRPC status, and a status without a class of its own is a plain `ServiceError`. The text of
-an exception is one line that says what happened and what to do. Each is a `grpc.RpcError`, a `grpc.aio.AioRpcError` and
-a `grpc.Call`, so code that is written for gRPC keeps working: `code()`, `details()`, `trailing_metadata()`.
+Each class maps to one gRPC status, which `code()` returns. `MessageTooLarge` and `ConnectError` share the status of
+their base class, and a status without a class of its own is raised as a plain `ServiceError`. The text of an exception
+is one line that says what happened and what to do. Each is a `grpc.RpcError`, a `grpc.aio.AioRpcError` and a
+`grpc.Call`, so code that is written for gRPC keeps working: `code()`, `details()`, `trailing_metadata()`.
 
     try:
         answer = client.prefill(token_ids, timeout_s=30)
     except ResourceExhausted as error:
         time.sleep(error.retry_after_s or 1)
     except Unavailable:
-        ...  # another replica
+        ...  # retry on another replica
 
-Not in this tree: arguments that can't be sent raise a `ValueError` or a `TypeError`, files that can't be read an
-`OSError`, and a task that is cancelled while it awaits an `AsyncClient` gets its `asyncio.CancelledError`.
+Three kinds of exception are not in this tree: invalid arguments raise a `ValueError` or a `TypeError`, unreadable files
+an `OSError`, and a task that is cancelled while it awaits an `AsyncClient` gets `asyncio.CancelledError`.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ CAUSE = "radixkv-cause"
 
 
 class ServiceError(grpc.aio.AioRpcError):
-    """A call failed; the root of this tree.
+    """A call failed. This is the base class of the others.
 
     Args:
-        message: one line: what happened and what to do.
-        code: the gRPC status; None for that of the class.
-        details: what the service or gRPC said.
+        message: one line that says what happened and what to do.
+        code: the gRPC status; None for the status of the class.
+        details: the details that the service or gRPC sent; None for `message`.
         initial_metadata, trailing_metadata: of the call.
         debug_error_string: gRPC's own report.
-        address: where the call went.
-        call: its name in the .proto files, such as `Prefill`.
-        timeout_s: its deadline; None without one.
+        address: the address that was called.
+        call: name of the call in the .proto files, such as `Prefill`.
+        timeout_s: its deadline in seconds; None if it had none.
 
     Attributes:
         address, call, timeout_s: see above.
-        retry_after_s: seconds after which to try again, if the service said so; else None.
-        cause: `radixkv-cause` of the trailing metadata, such as `kv_source`; None where class and text say enough.
+        retry_after_s: seconds to wait before a retry, if the service named a time; else None.
+        cause: `radixkv-cause` of the trailing metadata, such as `kv_source`; None if the service sent none.
     """
 
     status = grpc.StatusCode.UNKNOWN
@@ -97,7 +98,7 @@ class ServiceError(grpc.aio.AioRpcError):
         return f"{type(self).__name__}({self.args[0]!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # gRPC's own entries of metadata can't be pickled.
+        # gRPC's own metadata entries can't be pickled.
         sent = {
             name: tuple((key, value) for key, value in self.__dict__[name] or ())
             for name in ("_initial_metadata", "_trailing_metadata")
@@ -105,31 +106,31 @@ class ServiceError(grpc.aio.AioRpcError):
         return type(self), self.args, {**self.__dict__, **sent}
 
 
-# Code for the blocking API asks `isinstance(error, grpc.Call)` before it reads a status. gRPC's own exceptions are such
-# calls, and have no more of its methods than these.
+# Code for the synchronous API checks `isinstance(error, grpc.Call)` before it reads a status. gRPC's own exceptions
+# pass this check too, and implement no more of its methods than these.
 grpc.Call.register(ServiceError)  # type: ignore[attr-defined]  # an ABC, which its stubs don't say
 
 
 class InvalidArgument(ServiceError):
-    """The request is wrong, and would be wrong again: the text names the field, what was expected and what came."""
+    """The request is wrong; a retry fails too. The text names the field, what was expected and what came."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class OutOfRange(InvalidArgument):
-    """No event batches follow this number: it is of another life of the service, or they are forgotten."""
+    """The event number is unknown: the service has restarted since, or the events were dropped."""
 
     status = grpc.StatusCode.OUT_OF_RANGE
 
 
 class FailedPrecondition(ServiceError):
-    """The request is valid, but not with the tenant's ceiling, the configuration or the K/V format there."""
+    """The request is valid, but the tenant's ceiling, the configuration or the K/V format rules it out."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class NotFound(ServiceError):
-    """No adapter, lease or public prefix of this name is there, or the model has no tokenizer."""
+    """The adapter, lease or public prefix does not exist, or the model has no tokenizer."""
 
     status = grpc.StatusCode.NOT_FOUND
 
@@ -141,51 +142,51 @@ class Unimplemented(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """The call has no credential, or none that the service knows."""
+    """The call has no valid credential: no token or certificate, or one that the service does not know."""
 
     status = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(ServiceError):
-    """The credential does not allow this call, or not for this tenant."""
+    """The credential does not allow this call, or does not allow it for this tenant."""
 
     status = grpc.StatusCode.PERMISSION_DENIED
 
 
 class ResourceExhausted(ServiceError):
-    """The service is full, or a tenant at its limit; `retry_after_s` says when to try again."""
+    """The service is full, or the tenant is at a limit; retry after `retry_after_s` seconds, if that is not None."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class MessageTooLarge(ResourceExhausted):
-    """A request or an answer exceeds a limit in bytes, which the text names. Trying again does not help."""
+    """A request or a response exceeds a limit in bytes, which the text names. A retry does not help."""
 
 
 class Unavailable(ServiceError):
-    """The service can't take the call now, or ended in the middle of it. Try again, or elsewhere."""
+    """The service can't take the call now, or stopped during the call. Retry, or use another server."""
 
     status = grpc.StatusCode.UNAVAILABLE
 
 
 class ConnectError(Unavailable):
-    """No connection was made: nothing listens, an unknown host, or TLS that fails. Nothing was sent."""
+    """No connection was made: nothing listens, the host is unknown, or TLS failed. Nothing was sent."""
 
 
 class DeadlineExceeded(ServiceError):
-    """The call was not answered within `timeout_s`, or within the service's own deadline if that is None."""
+    """The call was not answered within `timeout_s`, or within the service's own deadline if `timeout_s` is None."""
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Cancelled(ServiceError):
-    """The call was cancelled: by the service, or here, by another thread or by closing the client."""
+    """The call was cancelled by the service, or by this program, which cancelled it or closed the client."""
 
     status = grpc.StatusCode.CANCELLED
 
 
 class DataLoss(ServiceError):
-    """A reader of events fell behind, and the next batch is forgotten: begin again from 0."""
+    """An event subscriber fell behind, and the next batch was dropped: subscribe again from 0."""
 
     status = grpc.StatusCode.DATA_LOSS
 

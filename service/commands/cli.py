@@ -1,8 +1,14 @@
-"""The `radixkv` command: its parser, its exit codes, and one line on stderr for every error.
+"""The `radixkv` command: its parser, its exit codes, and how it reports errors.
 
-Answers go to stdout; statistics about an answer, progress and errors go to stderr.
+Answers go to stdout; statistics about an answer, progress and errors go to stderr. An expected error is one line on
+stderr; an unexpected one, which is a bug, has a traceback.
 
-Exit codes: 0 done, 1 the service refused or can't be reached, 2 the command line or the configuration is wrong.
+| exit code | meaning |
+|---|---|
+| 0 | success |
+| 1 | a call or the service failed, the output could not be written, or there was an unexpected error |
+| 2 | the command line or the configuration is wrong, or a package is missing |
+| 130 | interrupted by SIGINT |
 """
 
 from __future__ import annotations
@@ -85,7 +91,7 @@ _ENGINE_MODULES = frozenset(
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds an option's default to its help, unless it is a flag or the help says what holds without it."""
+    """Adds an option's default to its help, unless it is a flag or the help already states the default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if "(default: " in (action.help or "") or any(action.default is each for each in (None, False, True)):
@@ -94,13 +100,13 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one line; argparse would print the usage first."""
+    """Reports a wrong command line in one line; argparse would print the usage first."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **arguments})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse unknown options here, where the command is known whose --help lists them."""
+        """Refuse unknown options here, so that the error names the command whose --help lists the options."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -139,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(2, missing_package(package, "engine"))
     except RadixKVError as error:
         return _complain(1, str(error))
-    except BrokenPipeError:  # the reader, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it ends
+    except BrokenPipeError:  # the reader, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would report it again at exit
         return 1
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -188,7 +194,7 @@ def _call_failure(error: Exception) -> str | None:
 
 
 def _complain(code: int, message: str) -> int:
-    with contextlib.suppress(OSError):  # what was printed comes first, where both streams are one
+    with contextlib.suppress(OSError):  # output comes before the error if both streams are one
         sys.stdout.flush()
     print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
     return code

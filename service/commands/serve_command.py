@@ -1,4 +1,4 @@
-"""`radixkv serve`: its options, its log, and the way from a configuration to a server that listens."""
+"""`radixkv serve`: its options, its log, and the start of the server from its configuration."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def add_serve_command(serve: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="threads that compute on the CPU (default: one per physical core that the process may use, by its CPU "
-        "affinity and cgroup quota)",
+        help="threads that compute on the CPU (default: OMP_NUM_THREADS, or else one per physical core within the CPU "
+        "affinity and the cgroup quota)",
     )
     serve.add_argument("--host", help=f"address to listen on (default: {server.host})")
     serve.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")
@@ -58,8 +58,8 @@ def add_serve_command(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--role",
         choices=("both", "prefill", "decode"),
-        help="prefill does not generate, and sends K/V to servers that do; decode generates, with K/V of its sections "
-        f"kv_sources (default: {TransferConfig().role})",
+        help="prefill does not generate, and lets decode servers fetch its K/V; decode generates from K/V fetched from "
+        f"the servers in [kv_sources.*] (default: {TransferConfig().role})",
     )
     serve.add_argument("--config", metavar="F", help="a TOML file (default: none)")
     serve.add_argument(
@@ -147,7 +147,11 @@ def _run(config: Config, progress: StartProgress) -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Make objects that stay. Garbage collections would walk the 600,000 of torch and transformers for 0.7 s."""
+    """Disable garbage collection during imports, then exempt what they created from later collections.
+
+    Importing torch and transformers creates 600,000 objects that live until the process exits. Collections would spend
+    0.7 s on traversing them.
+    """
     gc.disable()
     try:
         yield
@@ -157,10 +161,10 @@ def _without_collections() -> Iterator[None]:
 
 
 def _announce(model: ModelConfig) -> None:
-    """Log what will be served: the first line of the log.
+    """Log which model will be served. This is the first line of the log.
 
     Raises:
-        ConfigError: there is no model in the configured directory.
+        ConfigError: the configured directory has no model that can be served.
     """
     what = "the embedded model tiny"
     if model.path != "tiny":
@@ -168,16 +172,17 @@ def _announce(model: ModelConfig) -> None:
     _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, what, model.device, model.dtype)
 
 
-def tells_of_more_than_a_gone_caller(record: logging.LogRecord) -> bool:
-    """Return False for what gRPC logs for each answer whose caller has gone, by which strangers could fill the log.
+def is_not_disconnect_noise(record: logging.LogRecord) -> bool:
+    """Return whether a log record of gRPC is worth keeping; a filter for its logger.
 
-    Errors of handlers, gRPC's and ours, are other records.
+    gRPC logs an error for each response that it can't deliver because the client has disconnected. Clients without
+    credentials could fill the log with them. Exceptions in handlers are logged as other records, which are kept.
     """
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def _start_log(level: str, log_format: str) -> None:
-    logging.getLogger("grpc._cython.cygrpc").addFilter(tells_of_more_than_a_gone_caller)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(is_not_disconnect_noise)
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonLines() if log_format == "json" else text)

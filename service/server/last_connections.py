@@ -91,8 +91,13 @@ class _SocketFinder:
             if inode in self._known:
                 continue
             with contextlib.suppress(OSError):  # it was closed, or there is no descriptor left
-                each = socket.socket(fileno=os.dup(fd))
-                if os.fstat(each.fileno()).st_ino != inode:  # another one has its number
+                duplicate = os.dup(fd)
+                try:
+                    each = socket.socket(fileno=duplicate)
+                except OSError:  # the number was reused for a file that is not a socket
+                    os.close(duplicate)
+                    continue
+                if os.fstat(each.fileno()).st_ino != inode:  # the number was reused for another socket
                     each.close()
                     continue
                 self._known.add(inode)

@@ -17,7 +17,7 @@ from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.service.client import Client
 from radixkv.service.commands import serve_command
 from radixkv.service.commands.cli import main
-from radixkv.service.commands.serve_command import JsonLines, tells_of_more_than_a_gone_caller
+from radixkv.service.commands.serve_command import JsonLines, is_not_disconnect_noise
 from radixkv.startup.progress import StartProgress
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
@@ -312,9 +312,9 @@ def test_imports_are_left_alone_by_garbage_collection(monkeypatch):
     assert num_frozen > 10_000
 
 
-def test_only_what_grpc_logs_of_callers_that_have_gone_is_left_out():
+def test_only_the_records_of_disconnected_clients_are_dropped_from_the_log_of_grpc():
     def record(text):
         return logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "", 0, text, ("/a/b",), None)
 
-    assert not tells_of_more_than_a_gone_caller(record("ExecuteBatchError raised in core by servicer method [%s]"))
-    assert tells_of_more_than_a_gone_caller(record("Unexpected [ValueError] raised by servicer method [%s]"))
+    assert not is_not_disconnect_noise(record("ExecuteBatchError raised in core by servicer method [%s]"))
+    assert is_not_disconnect_noise(record("Unexpected [ValueError] raised by servicer method [%s]"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -13,6 +15,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+import radixkv.service.server.last_connections as last_connections_module
 import radixkv.service.server.server as server_module
 from bench.hostile.attacks.frames import RawConnection
 from radixkv.service.client import AsyncClient
@@ -137,3 +140,14 @@ def test_other_connections_of_the_process_stay_open() -> None:
                     return ours.recv(100)
 
     assert asyncio.run(run()) == b"still here"
+
+
+def test_a_descriptor_that_is_reused_for_a_file_leaves_no_duplicate_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(last_connections_module, "_socket_fds", lambda: [(file.fileno(), 0)])
+        asyncio.run(end_connections({1}, 0))  # once without a count, which opens the event loop's own files
+        before = os.listdir("/proc/self/fd")
+        asyncio.run(end_connections({1}, 0))
+        assert os.listdir("/proc/self/fd") == before
