@@ -36,6 +36,10 @@ _MOST_COPIES = 32
 # Places of rows at which bits are compared: the beginning, the end, and another order.
 _NUM_PLACES = 3
 
+# Numbers of rows that are checked where there is no time for all: they cost a quarter, a 20th and a 150th of that.
+# Rows between are filled up, and more rows take several calls: with calls of 8 rows only, a long prompt is slow.
+_SELECTIONS = ((1, 4, 16, 64, 256), (1, 8, 64), (1, 8))
+
 # Fewer rows than these can't begin a set of numbers that agree: to compute all rows by them takes too long.
 _FEWEST_TO_BEGIN = 8
 
@@ -86,8 +90,8 @@ def choose_product(
 
     Packings whose rows are alike are timed first, then the others in the order of `packings`. When the time limit is
     reached, the fastest of those that were timed is chosen; with no time at all, the first one. A packing whose rows
-    are not alike is called only with numbers of rows whose bits were seen to agree: those up to 8 are always checked,
-    and as many larger ones as there is time for.
+    are not alike is called only with numbers of rows whose bits were seen to agree. Half of the time is kept for these
+    checks; with less time fewer numbers of rows are checked, at least 1 and 8.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -114,10 +118,11 @@ def choose_product(
     )
     weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
     hopeful = _hopeful(packings, rows[:2], part, part_bias, watch)
+    steady = next((each for each in packings if PACKINGS[each].rows_are_alike), None)
     entrants = [_Entrant(hopeful[0])]
     if len(hopeful) > 1:
-        entrants = _race(hopeful, rows, part, part_bias, weighed, watch, left_s)
-    steady = next((each for each in packings if PACKINGS[each].rows_are_alike), None)
+        kept_s = limit_s / 2 if is_exact and steady is None and limit_s < math.inf else 0.0
+        entrants = _race(hopeful, rows, part, part_bias, weighed, watch, lambda: left_s() - kept_s)
     if watch.is_busy and steady is not None:
         return ProductChoice(steady)
     if not is_exact:
@@ -347,21 +352,26 @@ def _affordable(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> tuple[int, ...]:
-    """Return the smallest numbers of rows, as many as there is time to check: at least those up to 8.
+    """Return the numbers of rows that there is time to check: all of them, or those of one of `_SELECTIONS`.
 
     Args:
         sizes: numbers of rows, in ascending order.
         calls: products with the weight.
         rows: to multiply.
         known: what some numbers cost.
+        watch: times the calls whose costs are not known.
+        left_s: returns the seconds that are left.
     """
     few = tuple(size for size in sizes if size <= _FEWEST_TO_BEGIN)
     costs = dict(known)
     for size in {few[0], few[-1]} - known.keys():
         costs[size] = watch.shortest(calls, aligned_rows(rows[:size]))
-    expected_s = itertools.accumulate(_NUM_PLACES * _expected_s(costs, size) for size in sizes)
     time_s = left_s()
-    return tuple(size for size, cost_s in zip(sizes, expected_s, strict=True) if size in few or cost_s <= time_s)
+    for selection in (sizes, *_SELECTIONS):
+        selected = tuple(size for size in sizes if size in selection)
+        if sum(_NUM_PLACES * _expected_s(costs, size) for size in selected) <= time_s:
+            break
+    return selected
 
 
 def _expected_s(costs: Mapping[int, float], num_rows: int) -> float:

@@ -226,7 +226,7 @@ def test_without_time_one_whose_rows_are_alike_is_chosen(
 
 @pytest.mark.parametrize(
     ("limit_s", "sizes"),
-    [(0.0, (1, 2, 4, 8)), (120.0, (1, 2, 4, 8, 16)), (2000.0, SIZES[: SIZES.index(192) + 1]), (1e6, SIZES)],
+    [(0.0, (1, 8)), (250.0, (1, 8, 64)), (1050.0, (1, 4, 16, 64, 256)), (5000.0, SIZES)],
 )
 def test_the_less_time_there_is_the_fewer_numbers_of_rows_are_checked_and_used(
     limit_s: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

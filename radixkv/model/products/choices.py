@@ -37,8 +37,8 @@ _ENVIRONMENT = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_")
 
 
 # Seconds of all trials of a start, on one core or, with more threads, on the clock. The trials of a model of 0.2B whose
-# vocabulary has 262,144 tokens took 5.1 s in bfloat16 on a Xeon with AMX, and 29 s without a compiler for AVX2, 24 of
-# them for the weights of the logits; with this budget 1.3 and 4.0 s.
+# vocabulary has 262,144 tokens took 5.0 s in bfloat16 on a Xeon with AMX, and 29 s without a compiler for AVX2, 24 of
+# them for the weights of the logits; with this budget 1.2 and 3.9 s.
 TRIAL_BUDGET_S = 4.0
 
 # The part of the budget for weights whose part in the model is not known: experts, and heads with latent attention.
