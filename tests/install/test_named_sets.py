@@ -79,6 +79,7 @@ def test_a_set_that_does_not_work_fails_the_matrix_and_the_others_go_on(
     monkeypatch.setattr(matrix, "Environment", Fake)
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     monkeypatch.setattr(matrix, "build_wheel", lambda folder: wheel)
+    monkeypatch.setattr(matrix, "provide_redis", lambda folder, tools: None)
     assert matrix.main(["", "redis", "events"]) == 1
     out = capsys.readouterr().out
     assert "no such version" in out
