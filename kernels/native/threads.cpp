@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int64_t kRangesPerThread = 4;
-constexpr int64_t kQuietSpinNs = 100'000;        // covers what Python does between two layers
+constexpr int64_t kQuietSpinNs = 500'000;        // covers what Python does between two layers
 constexpr int64_t kBusySpinNs = 5'000;
 constexpr int64_t kPreemptedNs = 200'000;        // between two readings of the clock: the thread was preempted
 constexpr int64_t kBusyForNs = 100'000'000;      // how long a preemption counts

@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 def bound_spinning(environment: MutableMapping[str, str], cpuinfo: Path = _CPUINFO) -> None:
     """Let threads of GNU's OpenMP spin for about 100 microseconds before they sleep, instead of several milliseconds.
 
-    A spinning thread takes a core from whatever else could run there, including the thread for which it waits: next to
-    two busy processes on two cores, a decoded token of a model whose layers PyTorch computes took 14 times as long as
-    on a quiet machine, and takes 1.9 times as long with this bound (`python -m bench.threads`). Without any spinning it
-    would take 1.3 times as long on a quiet machine.
+    A spinning thread takes a core from whatever else could run there, including the thread for which it waits. Measured
+    when the C++ kernels still ran on OpenMP, next to two busy processes on two cores: a decoded token of a model of
+    135M parameters took 14 times as long as on a quiet machine, and 1.9 times as long with this bound. Without any
+    spinning it took 1.2 times as long on a quiet machine.
 
     OpenMP reads these variables when it is loaded, so call this before torch is imported. A variable that the user has
     set wins.
