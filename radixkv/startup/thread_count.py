@@ -44,10 +44,10 @@ def choose_thread_count(
         system: root of the file system with `/proc` and `/sys`.
     """
     if configured is not None:
-        return ThreadCount(configured, "as model.threads says")
+        return ThreadCount(configured, "set by model.threads")
     wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if wanted.isdecimal() and int(wanted) > 0:
-        return ThreadCount(int(wanted), "as OMP_NUM_THREADS says")
+        return ThreadCount(int(wanted), "set by OMP_NUM_THREADS")
     if cpus is None:
         cpus = available_cpus()
     num_cores = _num_cores(cpus, system)
@@ -66,7 +66,7 @@ def available_cpus() -> Set[int]:
 
 
 def _num_cores(cpus: Set[int], system: Path) -> int:
-    """Count physical cores. Two hardware threads of a core share the units that multiply, and gain nothing."""
+    """Count physical cores. A second hardware thread shares the FMA units and gains little."""
     cores = set()
     for cpu in cpus:
         siblings = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

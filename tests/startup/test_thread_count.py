@@ -34,7 +34,7 @@ def count(system: Path, cpus: set[int], **environment: str) -> int:
 
 def test_the_configuration_wins(tmp_path: Path) -> None:
     chosen = choose_thread_count(3, {"OMP_NUM_THREADS": "2"}, {0, 1}, tmp_path)
-    assert (chosen.count, chosen.reason) == (3, "as model.threads says")
+    assert (chosen.count, chosen.reason) == (3, "set by model.threads")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("2", 2), ("2,1", 2), (" 3 ", 3), ("", 4), ("0", 4), ("many", 4)])
