@@ -34,7 +34,7 @@ from bench.parts.null_service import NEXT_TOKEN_ID, VOCAB_SIZE
 from bench.parts.report import distribution
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
-from radixkv.service.commands.argument_types import positive
+from radixkv.service.cli.argument_types import positive
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import prefill_pb2
 

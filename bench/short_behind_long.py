@@ -25,8 +25,8 @@ from pathlib import Path
 from bench.parts.environment import describe_run
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
+from radixkv.service.cli.argument_types import positive
 from radixkv.service.client import AsyncClient
-from radixkv.service.commands.argument_types import positive
 
 VOCAB_SIZE = 256
 PROBE_TOKENS = 16

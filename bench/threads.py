@@ -28,8 +28,8 @@ from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
+from radixkv.service.cli.argument_types import positive
 from radixkv.service.client import Client
-from radixkv.service.commands.argument_types import positive
 
 PREFIX_TOKENS = 512
 SUFFIX_TOKENS = 64

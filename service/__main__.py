@@ -2,7 +2,7 @@
 
 import sys
 
-from radixkv.service.commands.cli import main
+from radixkv.service.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

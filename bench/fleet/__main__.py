@@ -26,7 +26,7 @@ from radixkv.planning.fleet import Fleet, FleetSimulation, simulate_fleet
 from radixkv.planning.simulate import simulate
 from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.routing.routings import PREFIX, ROUTINGS
-from radixkv.service.commands.argument_types import names, positive, whole
+from radixkv.service.cli.argument_types import names, positive, whole
 
 _MOST_SPREAD = 1.15
 _LEAST_SHARES = {8: 0.95, 64: 0.9}

@@ -34,8 +34,8 @@ from bench.fleet.killing import MOST_RESTART_S, kill_one, shown_kill
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.errors import ConfigError
+from radixkv.service.cli.argument_types import positive, positive_number
 from radixkv.service.client import Client
-from radixkv.service.commands.argument_types import positive, positive_number
 
 _PREFIX, _ROUND_ROBIN = "prefix", "round-robin"
 _FORGOTTEN_S = 1.0  # until routers know of a purge

@@ -33,9 +33,9 @@ from radixkv.routing.fleet_view import FleetView
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.router import Router
 from radixkv.routing.routings import make_routing
+from radixkv.service.cli.argument_types import positive
 from radixkv.service.client import AsyncClient
-from radixkv.service.commands.argument_types import positive
-from radixkv.service.routing.event_stream import EventStream
+from radixkv.service.fleet.event_subscription import EventStream
 from radixkv.v1 import events_pb2
 
 _EVENT_BLOCK_TOKENS = 16  # the default of `events.block_size`

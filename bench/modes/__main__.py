@@ -33,7 +33,7 @@ from bench.modes.traffic import TRAFFICS, Traffic, traffics
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.engine.engine import Engine
-from radixkv.service.commands.argument_types import positive
+from radixkv.service.cli.argument_types import positive
 
 _HEADER = (
     f"{'':26} {'TTFT p50':>11} {'quartiles':>15} {'last round':>11} {'quartiles':>15} {'request':>11} {'hit rate':>9} "

@@ -15,7 +15,7 @@ import yaml
 
 from radixkv.config import ServerConfig
 from radixkv.engine.offload.offload import CLOSE_LIMIT_S
-from radixkv.service.commands.cli import make_parser
+from radixkv.service.cli.main import make_parser
 from tests.patience import PATIENCE_S
 
 from .prometheus import DEPLOY, PROMTOOL
@@ -126,7 +126,7 @@ def test_the_image_is_built_from_all_that_the_package_is_made_of(tmp_path: Path)
             shutil.copy(source, tmp_path / name)
     program = "from setuptools import find_packages as f; print(*f('.', include=['radixkv', 'radixkv.*']))"
     found = set(output_of(sys.executable, "-c", program, cwd=tmp_path).split())
-    assert {"radixkv", "radixkv.kernels.native", "radixkv.service.commands", "radixkv.service.server.page"} <= found
+    assert {"radixkv", "radixkv.kernels.native", "radixkv.service.cli", "radixkv.service.server.page"} <= found
 
 
 def test_the_image_compiles_kernels_and_has_no_compiler() -> None:
@@ -155,7 +155,7 @@ def test_one_health_check_is_for_servers_with_and_without_tls() -> None:
     assert program == "radixkv"
     parsed = make_parser().parse_args(arguments)
     assert parsed.address == f"127.0.0.1:{ServerConfig().port}"
-    assert parsed.tls_ca is None  # tests/service/commands/test_health_command.py runs it against both
+    assert parsed.tls_ca is None  # tests/service/cli/test_health.py runs it against both
 
 
 def test_the_image_has_the_torch_that_the_package_keeps() -> None:

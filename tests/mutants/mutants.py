@@ -1278,10 +1278,10 @@ STORE_MUTANTS = (
     Mutant("storage/tiers/disk.py", "                self._buffers.give_back(buffer)\n", "                pass\n"),
 )
 FLEET_MUTANTS = (
-    Mutant("service/cluster/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
-    Mutant("service/cluster/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
-    Mutant("service/cluster/replica_connection.py", "health_check(watch)", "health_check(calls)"),
-    Mutant("service/cluster/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
+    Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
+    Mutant("service/fleet/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
+    Mutant("service/fleet/replica_connection.py", "health_check(watch)", "health_check(calls)"),
+    Mutant("service/fleet/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
 )
 SERVICE_MUTANTS = (
     Mutant(

@@ -196,8 +196,8 @@ STORE_TESTS = (
     "tests/startup/test_tiers.py",
 )
 FLEET_TESTS = (
-    "tests/service/cluster/test_replica.py",
-    "tests/service/cluster/test_replica_connection.py",
+    "tests/service/fleet/test_replica.py",
+    "tests/service/fleet/test_replica_connection.py",
 )
 SERVICE_TESTS = (
     "tests/service/client/test_client.py",

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from radixkv.service.commands.cli import main
+from radixkv.service.cli.main import main
 from tests.patience import PATIENCE_S
 from tests.service.serving import serve_and_call
 

@@ -23,6 +23,6 @@ if __name__ == "__main__":
     stand_in = types.ModuleType("radixkv.startup.build_engine")
     stand_in.build_engine = build_engine
     sys.modules["radixkv.startup.build_engine"] = stand_in
-    from radixkv.service.commands.cli import main
+    from radixkv.service.cli.main import main
 
     sys.exit(main(sys.argv[2:]))

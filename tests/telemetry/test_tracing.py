@@ -185,7 +185,7 @@ import sys
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
-from radixkv.service.commands.cli import main
+from radixkv.service.cli.main import main
 provider = TracerProvider()
 file = open(sys.argv[1], "w")
 exporter = ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\\n")

@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 from bench.fleet.processes import descendants, listener_of
 from radixkv.service.client import Client, KVSource
 from tests.patience import PATIENCE_S, wait_until
-from tests.service.cluster.fleet_process import command_of, running_fleet
+from tests.service.fleet.fleet_process import command_of, running_fleet
 from tests.service.server.identity.certificates import Papers
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 from bench.fleet.processes import listener_of
 from radixkv.service.client import Client
 from tests.patience import PATIENCE_S, wait_until
-from tests.service.cluster.fleet_process import running_fleet
+from tests.service.fleet.fleet_process import running_fleet
 
 pytestmark = pytest.mark.slow
 

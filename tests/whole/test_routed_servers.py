@@ -19,7 +19,7 @@ from radixkv.routing.router import Router
 from radixkv.routing.routings import make_routing
 from radixkv.routing.rule import Rule
 from radixkv.service.client import AsyncClient
-from radixkv.service.routing.event_stream import EventStream
+from radixkv.service.fleet.event_subscription import EventStream
 from tests.patience import PATIENCE_S
 from tests.service.serving import becomes_true
 from tests.whole.forked_server import serving

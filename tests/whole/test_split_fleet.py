@@ -14,13 +14,13 @@ import pytest
 
 from radixkv.config import ServerConfig
 from radixkv.service.client import AsyncClient, Client, KVSource
-from radixkv.service.cluster.fleet_state import FleetState
-from radixkv.service.cluster.forwarder import Forwarder
-from radixkv.service.cluster.ingress_server import IngressServer
-from radixkv.service.cluster.replica_connection import Patience, ReplicaConnection
-from radixkv.service.cluster.split.hand_over import HandOver
+from radixkv.service.fleet.disaggregated_prefill import HandOver
+from radixkv.service.fleet.fleet_state import FleetState
+from radixkv.service.fleet.forwarder import Forwarder
+from radixkv.service.fleet.ingress_server import IngressServer
+from radixkv.service.fleet.replica_connection import Patience, ReplicaConnection
 from tests.patience import PATIENCE_S, wait_until
-from tests.service.cluster.fake_connection import facts
+from tests.service.fleet.fake_connection import facts
 from tests.whole.forked_server import serving
 from tests.whole.test_transfer import fetching_from, prompt
 

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from radixkv.service.cli.main import main
 from radixkv.service.client import Client, Tokenizer
-from radixkv.service.commands.cli import main
 from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
 from tests.patience import PATIENCE_S
 from tests.whole.forked_server import serving

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from radixkv.service.cli.main import main
 from radixkv.service.client import Client, Tokenizer
-from radixkv.service.commands.cli import main
 from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
 from tests.patience import PATIENCE_S, wait_until
 from tests.whole.forked_server import serving

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from radixkv.config import Config
 from radixkv.errors import ConfigError
 from radixkv.scheduling.request import Outcome
+from radixkv.service.cli.main import main
 from radixkv.service.client import Client
-from radixkv.service.commands.cli import main
 from radixkv.service.server import metrics_port
 from radixkv.service.server.metrics_port import Telemetry
 from tests.patience import PATIENCE_S

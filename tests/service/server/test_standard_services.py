@@ -18,7 +18,7 @@ from radixkv.config import Config, ServerConfig
 from radixkv.errors import InvariantViolation
 from radixkv.gateway import vllm_engine_pb2_grpc
 from radixkv.service.client import AsyncClient
-from radixkv.service.cluster.ingress_server import IngressServer
+from radixkv.service.fleet.ingress_server import IngressServer
 from radixkv.service.server import server as server_module
 from radixkv.service.server.identity.rpc_rules import RULES, Access, Rule
 from radixkv.service.server.optional_services import optional_services
@@ -27,8 +27,8 @@ from radixkv.service.server.standard_services import log_missing_services
 from radixkv.v1 import cache_pb2_grpc, events_pb2_grpc, fleet_pb2_grpc, model_pb2_grpc, prefill_pb2_grpc
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
-from tests.service.cluster.fake_connection import facts
 from tests.service.fake_engine import FakeEngine
+from tests.service.fleet.fake_connection import facts
 from tests.service.serving import refusal_of, serving
 
 GENERATED = {

@@ -376,7 +376,7 @@ def test_a_flush_forgets_the_gateways_tenant_alone():
 
 def test_without_the_gateway_its_messages_are_not_loaded():
     program = (
-        "import sys, radixkv.service.server.server, radixkv.service.commands.cli\n"
+        "import sys, radixkv.service.server.server, radixkv.service.cli.main\n"
         "from radixkv.config import Config\n"
         "from radixkv.service.server.optional_services import optional_services\n"
         "assert optional_services(None, Config()) == []\n"

@@ -27,7 +27,7 @@ REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 # Reflection describes it where grpcio-health-checking is new enough to have it.
 OLD_HEALTH = set() if hasattr(health_pb2, "HealthListRequest") else {"/grpc.health.v1.Health/List"}
-OF_FLEETS = {"/radixkv.v1.FleetService/Route"}  # tests/service/cluster/test_ingress_server.py calls it
+OF_FLEETS = {"/radixkv.v1.FleetService/Route"}  # tests/service/fleet/test_ingress_server.py calls it
 
 _OWN = {"acme", "some", "every"}  # those who may act for the tenant acme
 _ALL = set(TOKENS) - {"watcher", "boss"}  # operators have another port

@@ -1,0 +1,178 @@
+"""`radixkv fleet`: several engines behind one address, on Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import signal
+import socket
+import sys
+import threading
+
+from radixkv.config import Config, ServerConfig
+from radixkv.config.model_directory import check_servable
+from radixkv.errors import ConfigError
+from radixkv.service.cli import argument_types
+from radixkv.service.client.access import tls_credentials
+from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
+from radixkv.service.server.listen_address import host_port, not_free, require_free
+from radixkv.service.server.transfer.kv_sources import require_sources
+from radixkv.telemetry.otlp import require_exportable
+
+_DEFAULT_REPLICAS = "2"
+# Keys of ports and sockets that a single server has, and a fleet has not.
+_OF_ONE_SERVER = (
+    ("server", "metrics_port"),
+    ("server", "admin_port"),
+    ("events", "zmq_endpoint"),
+    ("events", "replay_endpoint"),
+)
+
+
+def add_fleet_command(fleet: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fleet` to its parser."""
+    server = ServerConfig()
+    fleet.description = (
+        "Serve a model with several engines on Ray until SIGTERM or SIGINT. Each request is routed to the engine "
+        "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready."
+    )
+    fleet.add_argument(
+        "--replicas", metavar="N|N:M", help="number of engines; N:M scales between N and M with the load (default: 2)"
+    )
+    fleet.add_argument(
+        "--prefill-replicas",
+        metavar="N",
+        type=int,
+        help="number of engines that only prefill, instead of --replicas (default: none)",
+    )
+    fleet.add_argument(
+        "--decode-replicas", metavar="N", type=int, help="number of engines that decode from their K/V (default: none)"
+    )
+    fleet.add_argument("--model", metavar="tiny|DIR", help="the embedded model, or a directory (default: tiny)")
+    fleet.add_argument("--host", metavar="HOST", help=f"address to listen on (default: {server.host})")
+    fleet.add_argument(
+        "--port", metavar="PORT", type=int, help=f"port to listen on; 0 picks a free one (default: {server.port})"
+    )
+    fleet.add_argument(
+        "--replica-host",
+        metavar="H",
+        default="127.0.0.1",
+        help="address that engines listen on; node: that of their machine",
+    )
+    fleet.add_argument("--cpus", metavar="N", type=argument_types.processors, default=1.0, help="CPUs per engine")
+    fleet.add_argument("--gpus", metavar="N", type=argument_types.processors, default=0.0, help="GPUs per engine")
+    fleet.add_argument("--ray-address", metavar="A", help="address of a running Ray cluster (default: starts its own)")
+    fleet.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS or credentials")
+    fleet.add_argument("--config", metavar="FILE", help="TOML file with the configuration (default: none)")
+    fleet.add_argument(
+        "--set",
+        metavar="a.b=v",
+        action="append",
+        default=[],
+        help="set one key of the configuration; may be repeated (default: none)",
+    )
+    fleet.set_defaults(command=_fleet)
+
+
+def _fleet(arguments: argparse.Namespace) -> None:
+    from radixkv.service.fleet.ray_fleet import FleetPlan, running_fleet, with_port
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
+    if config.fleet.has_roles and arguments.replicas is not None:
+        raise ConfigError("--replicas: expected none beside fleet.prefill_replicas and fleet.decode_replicas, got some")
+    least, most = _numbers(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
+    _require_of_a_fleet(config)
+    require_secure(config.server)
+    require_free(config.server)
+    _require_private(arguments.replica_host, config)
+    require_sources(config.kv_sources)
+    require_exportable(config.telemetry)
+    config = with_port(config, config.server.port or _free_port(config.server.host))
+    plan = FleetPlan(
+        config,
+        least,
+        most,
+        arguments.replica_host,
+        arguments.cpus,
+        arguments.gpus,
+        arguments.ray_address,
+    )
+    if config.model.path != "tiny":
+        check_servable(config.model.path)
+    stop = threading.Event()
+    with running_fleet(plan):
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has handlers of its own
+            signal.signal(number, lambda *_: stop.set())
+        print(f"listening on {host_port(config.server.host, config.server.port)}", flush=True)
+        stop.wait()
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(f"--replicas: expected N, or N:M with N of at least 1 and at most M, got {text!r}")
+    return least, most
+
+
+def _require_of_a_fleet(config: Config) -> None:
+    """Refuse keys that nothing in a fleet would read, and one role for all replicas."""
+    for section, key in _OF_ONE_SERVER:
+        value = getattr(getattr(config, section), key)
+        if value is not None:
+            raise ConfigError(f"{section}.{key}: expected none in a fleet, got {value}")
+    if (role := config.transfer.role) != "both":
+        raise ConfigError(f"transfer.role: expected both in a fleet, which has --prefill-replicas, got {role}")
+
+
+def _require_private(host: str, config: Config) -> None:
+    """Refuse replicas that strangers could reach, and tokens that would go there in the clear."""
+    server, has_tls = config.server, config.fleet.tls_ca is not None
+    if has_tls and server.tls_certificate is None:
+        raise ConfigError("fleet.tls_ca: expected server.tls_certificate beside it, got none")
+    if has_tls:
+        try:
+            tls_credentials(str(config.fleet.tls_ca))
+        except OSError as error:
+            reason = f"{config.fleet.tls_ca}: {error.strerror}"
+            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
+        except ValueError as error:
+            reason = f"{config.fleet.tls_ca}, which has none"
+            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
+    if is_on_this_machine(host):
+        return
+    if not has_tls and server.tokens_file is not None:
+        raise ConfigError(
+            f"--replica-host: expected 127.0.0.1, ::1 or localhost without fleet.tls_ca, got {host!r}: tokens would "
+            "go to replicas in the clear"
+        )
+    if server.tokens_file is None and not server.insecure:
+        raise ConfigError(
+            f"--replica-host: expected 127.0.0.1, ::1 or localhost without server.tokens_file and fleet.tls_ca, got "
+            f"{host!r}; --insecure takes a network of your own"
+        )
+
+
+def _free_port(host: str) -> int:
+    """Find a port that is free now. It must stay the same when Ray starts the ingress again."""
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+            port: int = found.getsockname()[1]
+    except (OSError, UnicodeError) as error:
+        raise not_free("server.port", host, 0) from error
+    return port
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    named = {
+        "model.path": arguments.model,
+        "server.host": arguments.host,
+        "server.port": arguments.port,
+        "server.insecure": arguments.insecure or None,
+        "fleet.prefill_replicas": arguments.prefill_replicas,
+        "fleet.decode_replicas": arguments.decode_replicas,
+    }
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]

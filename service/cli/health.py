@@ -1,0 +1,87 @@
+"""`radixkv health`: whether a service accepts requests, for scripts and for the health checks of containers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import ssl
+import sys
+from typing import Any
+
+import grpc
+from google.protobuf.wrappers_pb2 import StringValue
+
+from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.client.access import is_on_this_machine
+from radixkv.service.client.channel import channel_to, named
+from radixkv.service.client.health import ServingStatus, health_check
+
+_TIMEOUT_S = 5.0
+
+
+def add_health_command(health: argparse.ArgumentParser) -> None:
+    """Add the arguments of `health` to its parser."""
+    health.description = (
+        "Check whether a service accepts requests. Prints SERVING and exits with 0 if it does; prints "
+        "NOT_SERVING and exits with 1 if it does not, and exits with 1 if it can't be reached. Needs no credential. "
+        "A service on this machine may have TLS: without --tls-ca its certificate is not verified."
+    )
+    health.add_argument("--service", default="", help="name of one gRPC service (default: the whole server)")
+    add_connection(health)
+    health.set_defaults(command=_health, timeout_s=_TIMEOUT_S)
+
+
+def _health(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        try:
+            status = client.health(arguments.service)
+        except grpc.RpcError as error:
+            is_unreachable = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
+            if arguments.tls_ca is not None or not is_unreachable or not is_on_this_machine(arguments.address):
+                raise
+            unverified = _status_over_tls(arguments)
+            if unverified is None:
+                raise
+            status = unverified
+    print(json.dumps({"status": status.name}) if arguments.json else status.name)
+    if status is not ServingStatus.SERVING:
+        sys.exit(1)
+
+
+def _status_over_tls(arguments: argparse.Namespace) -> ServingStatus | None:
+    """Ask a server on this machine that has TLS, whatever its certificate; None if none with TLS is there.
+
+    No credential is sent: the server is not known to be who it says.
+    """
+    try:
+        certificate, name = _certificate_at(arguments.address, arguments.timeout_s)
+    except OSError:
+        return None
+    credentials = grpc.ssl_channel_credentials(certificate.encode())
+    with channel_to(arguments.address, credentials, named(name)) as channel:
+        status: ServingStatus = health_check(channel)(StringValue(value=arguments.service), timeout=arguments.timeout_s)
+        return status
+
+
+def _certificate_at(address: str, timeout_s: float) -> tuple[str, str]:
+    """Return the certificate of a server with TLS, in PEM, and a name in it. Raises OSError if there is none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    place = (host.strip("[]"), int(port))
+    with socket.create_connection(place, timeout_s) as plain, context.wrap_socket(plain) as connection:
+        certificate = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
+    # Python reads the names only of a certificate that it has verified: here, against itself.
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=certificate)
+    with socket.create_connection(place, timeout_s) as plain, context.wrap_socket(plain) as connection:
+        fields: Any = connection.getpeercert() or {}
+    names = [value for kind, value in fields.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    names += [value for part in fields.get("subject", ()) for kind, value in part if kind == "commonName"]
+    if not names:
+        raise OSError("expected a certificate with a name, got one without")
+    return certificate, names[0]

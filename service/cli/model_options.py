@@ -1,0 +1,134 @@
+"""Options that tell the shape of a model's K/V: flags, a config.json, or both."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from importlib.resources import as_file, files
+
+from radixkv.config import ModelConfig
+from radixkv.errors import ConfigError
+from radixkv.model.tiny_files import CONFIG
+from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
+from radixkv.service.cli.argument_types import whole
+from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV, MixedKV
+
+# The flag and the name in config.json, for each field of a Checkpoint that a layout needs.
+_NAMES = {
+    "num_layers": ("--layers", "num_hidden_layers"),
+    "num_kv_heads": ("--kv-heads", "num_key_value_heads"),
+    "head_dim": ("--head-dim", "head_dim"),
+    "mla_rank": ("--mla-rank", "kv_lora_rank"),
+    "rope_dim": ("--rope-dim", "qk_rope_head_dim"),
+}
+
+
+def add_model_arguments(model: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flags that a model's K/V follow from."""
+    model.add_argument(
+        "--model",
+        metavar="tiny|DIR|FILE",
+        help="the embedded model, a directory with a config.json, or a config.json (default: none)",
+    )
+    model.add_argument("--layers", metavar="N", type=whole, help="number of layers (default: that of --model)")
+    model.add_argument(
+        "--query-heads", metavar="N", type=whole, help="query heads per layer (default: that of --model)"
+    )
+    model.add_argument(
+        "--kv-heads",
+        metavar="N",
+        type=whole,
+        help="K/V heads per layer (default: that of --model, or --query-heads)",
+    )
+    model.add_argument("--head-dim", metavar="N", type=whole, help="dimension of a head (default: that of --model)")
+    model.add_argument(
+        "--mla-rank", metavar="N", type=whole, help="rank of the K/V latent of MLA (default: that of --model, or none)"
+    )
+    model.add_argument(
+        "--rope-dim", metavar="N", type=whole, help="dimension of the rotary key of MLA (default: that of --model)"
+    )
+    model.add_argument(
+        "--dtype",
+        metavar="D",
+        help="of the K/V: fp32, bf16, fp16, fp8, int8, fp4, int4 (default: that of --model, or bf16)",
+    )
+    model.add_argument("--scales", action="store_true", help="add a float32 scale for each vector")
+
+
+def model_of(arguments: argparse.Namespace) -> Checkpoint:
+    """Return the sizes in --model, replaced by those of the flags.
+
+    Raises:
+        ConfigError: the model can't be read, or flags name one shape for layers that have two.
+    """
+    model = Checkpoint(dtype="bf16") if arguments.model is None else _checkpoint(arguments.model)
+    if model.sliding is not None and (arguments.layers or arguments.kv_heads or arguments.head_dim):
+        raise ConfigError(
+            "--layers, --kv-heads, --head-dim: expected none beside a --model whose sliding layers store other K/V "
+            "than the others"
+        )
+    given = {
+        "num_layers": arguments.layers,
+        "num_query_heads": arguments.query_heads,
+        "num_kv_heads": arguments.kv_heads,
+        "head_dim": arguments.head_dim,
+        "mla_rank": arguments.mla_rank,
+        "rope_dim": arguments.rope_dim,
+        "dtype": arguments.dtype and FORMAT_OF_DTYPE.get(arguments.dtype, arguments.dtype),
+    }
+    model = dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
+    if model.num_kv_heads is None:
+        model = dataclasses.replace(model, num_kv_heads=model.num_query_heads)
+    return model
+
+
+def _checkpoint(model: str) -> Checkpoint:
+    if model != ModelConfig().path:
+        return read_checkpoint(model)
+    return Checkpoint(
+        num_layers=CONFIG["num_hidden_layers"],
+        num_query_heads=CONFIG["num_attention_heads"],
+        num_kv_heads=CONFIG["num_key_value_heads"],
+        head_dim=CONFIG["head_dim"],
+        dtype="fp32",
+        weights_bytes=_tiny_weights_bytes(),
+    )
+
+
+def _tiny_weights_bytes() -> int:
+    """Return the size of the embedded weights as they are served: in float32, while their file has bfloat16."""
+    with as_file(files("radixkv.model") / "tiny" / "weights.safetensors") as file:
+        return 2 * file.stat().st_size
+
+
+def layout_of(model: Checkpoint, subject: str) -> KVLayout:
+    """Return what a model stores for a token.
+
+    Raises:
+        ConfigError: a size is missing. The message begins with `subject`.
+    """
+    is_latent = model.mla_rank is not None or model.rope_dim is not None
+    needed = ("num_layers", "mla_rank", "rope_dim") if is_latent else ("num_layers", "num_kv_heads", "head_dim")
+    sizes = [getattr(model, name) for name in needed]
+    missing = [_NAMES[name] for name, size in zip(needed, sizes, strict=True) if size is None]
+    if missing:
+        flags, fields = (", ".join(names) for names in zip(*missing, strict=True))
+        raise ConfigError(f"{subject}: expected {flags}, or a --model whose config.json has {fields}; got neither")
+    if is_latent:
+        return LatentKV(*sizes)
+    num_layers, num_kv_heads, head_dim = sizes
+    if model.sliding is not None:
+        num_others = num_layers - model.sliding.num_layers
+        return MixedKV(model.sliding, HeadKV(num_others, num_kv_heads, head_dim, model.num_query_heads))
+    return HeadKV(num_layers, num_kv_heads, head_dim, model.num_query_heads)
+
+
+def format_of(model: Checkpoint, arguments: argparse.Namespace) -> KVFormat:
+    """Return how a model's K/V are stored.
+
+    Raises:
+        ConfigError: nothing names a dtype, or it has no scales.
+    """
+    if model.dtype is None:
+        raise ConfigError("dtype: expected --dtype, or float32, bfloat16 or float16 in the config.json, got neither")
+    return KVFormat(model.dtype, arguments.scales)

@@ -1,0 +1,209 @@
+"""`radixkv simulate`: replays a trace with a progress bar, then prints a table or JSON, and draws a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from radixkv.config import CacheConfig
+from radixkv.config.needed_package import missing_package
+from radixkv.errors import ConfigError
+from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
+from radixkv.planning.tiers import TierRoom
+from radixkv.planning.trace import TraceRequest, load_trace
+from radixkv.service.cli.argument_types import COUNTS, capacities, names, positive, share
+from radixkv.service.cli.model_options import add_model_arguments, format_of, layout_of, model_of
+from radixkv.service.cli.progress_bar import progress_bar
+from radixkv.service.cli.simulate_fleet import add_fleet_arguments, fleets_of, run_fleets
+from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.tier_options import add_tier_argument, rooms_of
+
+
+def add_simulate_command(simulate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `simulate` to its parser."""
+    simulate.description = f"Replay a trace without a model to find the hit rate for each capacity and policy. {COUNTS}"
+    simulate.add_argument("trace", metavar="TRACE", help="file of requests in Mooncake's JSONL format, plain or gzip")
+    simulate.add_argument(
+        "--capacity-tokens", metavar="N[,N...]", type=capacities, required=True, help="capacity of the cache in tokens"
+    )
+    simulate.add_argument(
+        "--policy",
+        metavar="P[,P...]",
+        type=names,
+        default="adaptive",
+        help=f"eviction policies: {', '.join(SIMULATED_POLICIES)}",
+    )
+    simulate.add_argument("--block-size", metavar="B", type=positive, default=512, help="tokens per block")
+    simulate.add_argument(
+        "--probation-share",
+        metavar="X",
+        type=share,
+        default=1.0,
+        help="share of the cache for prompts that came once, as cache.probation_share (whose default is "
+        f"{CacheConfig().probation_share}); with 1 the policy alone decides",
+    )
+    add_tier_argument(simulate, "stores for blocks that leave the cache")
+    simulate.add_argument("--limit", metavar="N", type=positive, help="replay only the first N requests (default: all)")
+    simulate.add_argument("--json", action="store_true", help="print a JSON list, an object per policy and capacity")
+    simulate.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="plot the hit rate against the capacity; needs matplotlib, from the extra `plot` (default: no plot)",
+    )
+    add_fleet_arguments(
+        simulate.add_argument_group("a fleet", "Several servers, each with a cache of --capacity-tokens.")
+    )
+    add_model_arguments(simulate.add_argument_group("the model", "Needed only for tiers whose size is in bytes."))
+    simulate.set_defaults(command=_simulate)
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    fleets = fleets_of(arguments)
+    print(_run(arguments) if fleets is None else run_fleets(arguments, fleets))
+
+
+def _run(arguments: argparse.Namespace) -> str:
+    def token_bytes_of(subject: str) -> int:
+        model = model_of(arguments)
+        return layout_of(model, subject).token_bytes(format_of(model, arguments))
+
+    return run_simulations(
+        arguments.trace,
+        capacities_tokens=arguments.capacity_tokens,
+        policies=arguments.policy,
+        block_size=arguments.block_size,
+        probation_share=arguments.probation_share,
+        tiers=rooms_of(arguments.tiers, token_bytes_of, arguments.block_size),
+        limit=arguments.limit,
+        plot=arguments.plot,
+        as_json=arguments.json,
+    )
+
+
+def run_simulations(
+    trace: str,
+    *,
+    capacities_tokens: Sequence[int],
+    policies: Sequence[str],
+    block_size: int,
+    probation_share: float,
+    tiers: Sequence[TierRoom],
+    limit: int | None,
+    plot: str | None,
+    as_json: bool,
+) -> str:
+    """Replay a trace for each policy and capacity.
+
+    Args:
+        trace: a Mooncake JSONL file, plain or compressed with gzip.
+        capacities_tokens: tokens that the cache holds.
+        policies: names from `SIMULATED_POLICIES`.
+        block_size: tokens a block.
+        probation_share: the part of the cache beyond which prompts that came once go first.
+        tiers: stores below the cache, the fastest first.
+        limit: number of requests to replay at most; None for all.
+        plot: a PNG file to write, or None. The optimum is drawn also if it is not among the policies.
+        as_json: a list of objects instead of a table.
+
+    Returns:
+        The text to print.
+
+    Raises:
+        ConfigError: an argument makes no sense; raised before anything is replayed.
+    """
+    for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
+        check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers)
+    if plot is not None:
+        _require_plottable(Path(plot))
+    requests = load_trace(trace, limit=limit)
+    simulations = _simulate_all(requests, policies, capacities_tokens, block_size, probation_share, tiers)
+    if plot is not None:
+        from radixkv.service.cli.hit_rate_plot import draw_hit_rates
+
+        unasked = [] if OPTIMAL in policies else [OPTIMAL]
+        bound = _simulate_all(requests, unasked, capacities_tokens, block_size, probation_share, tiers)
+        draw_hit_rates(Path(plot), [*simulations, *bound], Path(trace).name)
+    if as_json:
+        return json.dumps([_object_of(simulation) for simulation in simulations], indent=2)
+    return simulation_table(simulations)
+
+
+def simulation_table(simulations: Sequence[Simulation]) -> str:
+    """Return a table with a line for each policy and capacity; with tiers, also what each of them brought and took."""
+    names = list(dict.fromkeys(tier.tier for each in simulations for tier in each.tiers))
+    parts = ["device", *names] if names else []
+    written = [f"{name} written" for name in names]
+    rows = [("policy", "capacity", "hit rate", *parts, "cached", "evicted", *written, "time")]
+    for each in simulations:
+        tiers = {tier.tier: tier for tier in each.tiers}
+        rates = {"device": each.device_tokens / each.prompt_tokens} if tiers else {}
+        rates |= {name: tier.token_hit_rate for name, tier in tiers.items()}
+        rows.append(
+            (
+                each.policy,
+                f"{each.capacity_tokens:,}",
+                f"{each.token_hit_rate:.4f}",
+                *(f"{rates[part]:.4f}" if part in rates else "-" for part in parts),
+                f"{each.cached_tokens:,}",
+                f"{each.evicted_tokens:,}",
+                *(f"{tiers[name].written_blocks:,}" if name in tiers else "-" for name in names),
+                f"{each.seconds:.1f} s",
+            )
+        )
+    first = simulations[0]
+    about = f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}"
+    notes = ["hit rates are of tokens, written are blocks"] if names else []
+    return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
+
+
+def _object_of(simulation: Simulation) -> dict[str, Any]:
+    """Return the fields of a simulation; those of tiers only where there are some."""
+    fields = dataclasses.asdict(simulation)
+    if not simulation.tiers:
+        del fields["tiers"]
+        return fields
+    device = {"device_tokens": simulation.device_tokens}
+    return fields | device | {"device_hit_rate": simulation.device_tokens / simulation.prompt_tokens}
+
+
+def _simulate_all(
+    requests: Sequence[TraceRequest],
+    policies: Sequence[str],
+    capacities_tokens: Sequence[int],
+    block_size: int,
+    probation_share: float,
+    tiers: Sequence[TierRoom],
+) -> list[Simulation]:
+    simulations = []
+    for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
+        with progress_bar(f"{policy} at {capacity_tokens:,}", len(requests)) as advance:
+            simulations.append(
+                simulate(
+                    requests,
+                    policy=policy,
+                    capacity_tokens=capacity_tokens,
+                    block_size=block_size,
+                    probation_share=probation_share,
+                    tiers=tiers,
+                    on_request=advance,
+                )
+            )
+    return simulations
+
+
+def _require_plottable(plot: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot: {missing_package('matplotlib', 'plot')}")
+    if plot.suffix.lower() != ".png":
+        raise ConfigError(f"--plot: expected a file name ending in .png, got {plot}")
+    if not plot.parent.is_dir():
+        raise ConfigError(f"--plot: expected an existing directory, got {plot.parent}")
+    if plot.is_dir() or not os.access(plot if plot.exists() else plot.parent, os.W_OK):
+        raise ConfigError(f"--plot: expected a file that can be written, got {plot}")

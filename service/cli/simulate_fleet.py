@@ -1,0 +1,167 @@
+"""The options of `radixkv simulate` for a fleet, and what it prints with them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from radixkv.errors import ConfigError
+from radixkv.planning.fleet import Fleet, FleetSimulation, check_fleet, simulate_fleet
+from radixkv.planning.simulate import Simulation, simulate
+from radixkv.planning.trace import TraceRequest, load_trace
+from radixkv.routing.routings import PREFIX, ROUTINGS
+from radixkv.service.cli.argument_types import names, positive, whole
+from radixkv.service.cli.progress_bar import progress_bar
+from radixkv.service.cli.terminal import aligned
+
+_TOKENS_PER_S = 20_000
+_MAX_REPLICAS = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """A fleet's simulation beside that of one cache.
+
+    Attributes:
+        fleet: the fleet's.
+        single: that of one cache with the room of all replicas.
+    """
+
+    fleet: FleetSimulation
+    single: Simulation
+
+    @property
+    def share(self) -> float:
+        """The fleet's hit rate over that of one cache; 1 if both find nothing."""
+        return self.fleet.token_hit_rate / self.single.token_hit_rate if self.single.cached_tokens else 1.0
+
+
+def add_fleet_arguments(parser: argparse._ArgumentGroup) -> None:
+    """Add `--replicas`, `--routing` and `--tokens-per-s` to a command."""
+    parser.add_argument(
+        "--replicas", metavar="N", type=positive, help="number of servers (default: one cache without queues)"
+    )
+    parser.add_argument(
+        "--routing", metavar="R[,R...]", type=names, help=f"routing policies: {', '.join(ROUTINGS)} (default: {PREFIX})"
+    )
+    parser.add_argument(
+        "--tokens-per-s",
+        metavar="X",
+        type=whole,
+        help=f"tokens that a server computes per second, one prompt at a time (default: {_TOKENS_PER_S:g})",
+    )
+
+
+def fleets_of(arguments: argparse.Namespace) -> list[Fleet] | None:
+    """Return the fleets that the options ask for, one for each capacity; None if they ask for none.
+
+    Raises:
+        ConfigError: options contradict each other, or ask for what a fleet can't have.
+    """
+    if arguments.replicas is None:
+        for option in ("routing", "tokens_per_s"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(f"--{option.replace('_', '-')}: expected --replicas beside it, got none")
+        return None
+    if arguments.replicas > _MAX_REPLICAS:
+        raise ConfigError(f"--replicas: expected at most {_MAX_REPLICAS}, got {arguments.replicas}")
+    for option in ("tier", "plot"):
+        if getattr(arguments, "tiers" if option == "tier" else option):
+            raise ConfigError(f"--{option}: expected none with --replicas, got one")
+    tokens_per_s = _TOKENS_PER_S if arguments.tokens_per_s is None else arguments.tokens_per_s
+    return [Fleet(arguments.replicas, capacity, tokens_per_s) for capacity in arguments.capacity_tokens]
+
+
+def run_fleets(arguments: argparse.Namespace, fleets: Sequence[Fleet]) -> str:
+    """Replay a trace through each fleet by each routing and policy. Returns the text to print.
+
+    Raises:
+        ConfigError: an argument makes no sense; raised before anything is replayed.
+    """
+    routings, block_size = arguments.routing or [PREFIX], arguments.block_size
+    for policy, fleet, routing in itertools.product(arguments.policy, fleets, routings):
+        check_fleet(fleet, routing=routing, policy=policy, block_size=block_size)
+    requests = load_trace(arguments.trace, limit=arguments.limit)
+    results = [
+        result
+        for policy, fleet in itertools.product(arguments.policy, fleets)
+        for result in _compare(requests, fleet, routings, policy, block_size, arguments.probation_share)
+    ]
+    if arguments.json:
+        return json.dumps([_object_of(result) for result in results], indent=2)
+    return fleet_table(results)
+
+
+def fleet_table(results: Sequence[Result]) -> str:
+    """Return a table with a line for each simulation."""
+    rows = [("routing", "policy", "capacity", "hit rate", "one cache", "share", "spread", "busy", "p50", "p99", "time")]
+    for result in results:
+        each = result.fleet
+        rows.append(
+            (
+                each.routing,
+                each.policy,
+                f"{each.replicas} x {each.capacity_tokens:,}",
+                f"{each.token_hit_rate:.4f}",
+                f"{result.single.token_hit_rate:.4f}",
+                f"{result.share:.3f}",
+                f"{each.load_spread:.3f}",
+                f"{each.busy:.2f}",
+                f"{each.ttft_p50_s:.2f} s",
+                f"{each.ttft_p99_s:.2f} s",
+                f"{each.seconds:.1f} s",
+            )
+        )
+    first = results[0].fleet
+    about = (
+        f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}, "
+        f"{first.tokens_per_s:g} tokens/s a server"
+    )
+    notes = (
+        "share: of the hit rate of one cache with the room of all",
+        "spread: tokens that the busiest server computed, over the mean; p50, p99: of the time to the first token",
+    )
+    return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
+
+
+def _compare(
+    requests: Sequence[TraceRequest],
+    fleet: Fleet,
+    routings: Sequence[str],
+    policy: str,
+    block_size: int,
+    probation_share: float,
+) -> list[Result]:
+    total_tokens = fleet.replicas * fleet.capacity_tokens
+    with progress_bar(f"{policy} at {total_tokens:,}", len(requests)) as advance:
+        single = simulate(
+            requests,
+            policy=policy,
+            capacity_tokens=total_tokens,
+            block_size=block_size,
+            probation_share=probation_share,
+            on_request=advance,
+        )
+    results = []
+    for routing in routings:
+        with progress_bar(f"{routing}, {fleet.replicas} x {fleet.capacity_tokens:,}", len(requests)) as advance:
+            simulated = simulate_fleet(
+                requests,
+                fleet,
+                routing=routing,
+                policy=policy,
+                block_size=block_size,
+                probation_share=probation_share,
+                on_request=advance,
+            )
+        results.append(Result(simulated, single))
+    return results
+
+
+def _object_of(result: Result) -> dict[str, Any]:
+    compared = {"single_cache_hit_rate": result.single.token_hit_rate, "share_of_single_cache": result.share}
+    return dataclasses.asdict(result.fleet) | compared

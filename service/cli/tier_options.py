@@ -1,0 +1,105 @@
+"""The option `--tier`: names and rooms of stores below the device."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from radixkv.planning.tiers import TierRoom, check_tiers, room_tokens
+from radixkv.service.cli.argument_types import positive_number, whole
+
+UNBOUNDED = "unbounded"
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_BYTES = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)([kmgt]i?)?b", re.IGNORECASE)
+_POWERS = "kmgt"
+_MOST_BYTES = 2**60  # larger numbers are typing errors
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """The room of a store as the command line has it: in bytes, in tokens, or neither, for any number.
+
+    Attributes:
+        name: of the store.
+        num_bytes: its bytes, or None.
+        num_tokens: its tokens, or None.
+    """
+
+    name: str
+    num_bytes: int | None = None
+    num_tokens: int | None = None
+
+
+def add_tier_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup, about: str) -> None:
+    """Add `--tier` to a command."""
+    parser.add_argument(
+        "--tier",
+        metavar="NAME=SIZE[,...]",
+        dest="tiers",
+        type=tier_sizes,
+        action="extend",
+        default=[],
+        help=f"{about}, the fastest first, such as host=16GB,disk=200GB; a size is in bytes (16GB, 16GiB), in tokens "
+        f"(10.24M), or {UNBOUNDED} (default: none)",
+    )
+
+
+def tier_sizes(text: str) -> list[TierSize]:
+    """Read names and rooms of stores, with commas between."""
+    return [_tier_size(name, size) for name, size in _pairs(text)]
+
+
+def tier_numbers(text: str) -> dict[str, float]:
+    """Read names of stores, each with a positive number."""
+    return {name: positive_number(number) for name, number in _pairs(text)}
+
+
+def rooms_of(sizes: Sequence[TierSize], token_bytes_of: Callable[[str], int], block_size: int) -> list[TierRoom]:
+    """Return the rooms of stores in tokens.
+
+    Args:
+        sizes: of `--tier`.
+        token_bytes_of: returns the bytes of a token; given what needs it, for a message.
+        block_size: tokens a block.
+
+    Raises:
+        ConfigError: bytes, and no model; two stores of one name; a store without room for a block.
+    """
+    rooms = []
+    for size in sizes:
+        num_tokens = size.num_tokens
+        if size.num_bytes is not None:
+            token_bytes = token_bytes_of(f"--tier {size.name} in bytes")
+            num_tokens = room_tokens(size.name, size.num_bytes, token_bytes, block_size)
+        rooms.append(TierRoom(size.name, num_tokens))
+    check_tiers(rooms, block_size)
+    return rooms
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for item in text.split(","):
+        name, is_there, value = (part.strip() for part in item.partition("="))
+        if not (is_there and _NAME.fullmatch(name) and name != "device"):
+            raise argparse.ArgumentTypeError(
+                f"expected NAME=VALUE with names such as host and disk, other than device; got {item.strip() or 'none'}"
+            )
+        pairs.append((name, value))
+    return pairs
+
+
+def _tier_size(name: str, text: str) -> TierSize:
+    if text.lower() == UNBOUNDED:
+        return TierSize(name)
+    match = _BYTES.fullmatch(text)
+    if match is None:
+        return TierSize(name, num_tokens=whole(text))
+    unit = (match[2] or "").lower()
+    power = _POWERS.index(unit[0]) + 1 if unit else 0
+    num_bytes = int(Decimal(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+    if not 1 <= num_bytes <= _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST_BYTES} bytes, got {text}")
+    return TierSize(name, num_bytes=num_bytes)

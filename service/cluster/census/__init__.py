@@ -1,4 +1,0 @@
-"""Calls that all replicas of a fleet answer, and their answers in one.
-
-Face: `FleetCacheCalls`.
-"""

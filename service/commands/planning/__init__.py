@@ -1,4 +1,0 @@
-"""Commands that estimate before anything is served: `plan` and `simulate`.
-
-Face: `add_plan_command`, `add_simulate_command`.
-"""

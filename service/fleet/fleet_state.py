@@ -1,0 +1,177 @@
+"""Knowledge of a fleet's router about its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from radixkv.errors import NoReplica, UnknownLease
+from radixkv.events.block_identity import Identities
+from radixkv.namespace import Namespace
+from radixkv.routing.fleet_load import FleetLoad
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prefix_demand import PrefixDemand
+from radixkv.routing.router import Route, Router
+from radixkv.routing.routings import PREFIX, make_routing
+from radixkv.routing.rule import Rule
+from radixkv.service.fleet.event_subscription import EventStream
+from radixkv.service.fleet.replica_connection import ReplicaConnection
+from radixkv.service.fleet.replica_facts import ReplicaFacts
+from radixkv.service.fleet.replica_speeds import MeasuredTimes
+from radixkv.service.fleet.routing_request import Question, Reason, Routed
+from radixkv.tokens import TOKEN_BYTES
+
+_log = logging.getLogger(__name__)
+
+
+class FleetState:
+    """Knows the replicas of a fleet, and which of them gets a request.
+
+        Ray: who is there ─▶ update ─▶ a connection each ─┬─ events ─▶ view ─┐
+                                                          └─ health          ├─▶ route ─▶ the rule of radixkv.routing
+        answers ─▶ finish ─▶ queues, measured times ─────────────────────────┘
+
+    It belongs to one event loop.
+
+    Args:
+        connect: makes the connection to a replica.
+        routing: name of the rule, for comparisons.
+        rule: its weights.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[ReplicaFacts], ReplicaConnection] = ReplicaConnection,
+        *,
+        routing: str = PREFIX,
+        rule: Rule = Rule(),  # noqa: B008 - it is frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connect = connect
+        self._choose = make_routing(routing, rule)
+        self._rule = rule
+        self._clock = clock
+        self._connections: dict[str, ReplicaConnection] = {}
+        self._tasks: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._times = MeasuredTimes(clock)
+        self._router: Router | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Addresses of the replicas."""
+        return tuple(self._connections)
+
+    @property
+    def connections(self) -> tuple[ReplicaConnection, ...]:
+        """Connections to the replicas."""
+        return tuple(self._connections.values())
+
+    def is_in_step(self, name: str) -> bool:
+        """Whether all that a replica has cached is known."""
+        return self._router is not None and name in self._connections and self._router.view.is_in_step(name)
+
+    def update(self, replicas: Iterable[ReplicaFacts]) -> None:
+        """Follow those replicas that are there now, and forget the others."""
+        there = {facts.address: facts for facts in replicas}
+        for name, connection in list(self._connections.items()):
+            if there.get(name) != connection.facts:
+                self._leave(name)
+        for name, facts in there.items():
+            if name not in self._connections:
+                self._join(facts)
+
+    def route(self, question: Question) -> Routed:
+        """Choose the replica of a request, and expect it there.
+
+        A replica that does not answer health checks gets nothing, unless there is no other.
+
+        Raises:
+            InvalidRequest: the prompt is empty.
+            NoReplica: no replica is left.
+            UnknownLease: the replica with its K/V is not there.
+        """
+        if question.source and question.source not in self._connections:
+            raise UnknownLease("kv_source.address: expected that of a replica, got another, or of one that has ended")
+        silent = {name for name, connection in self._connections.items() if not connection.is_up}
+        left = self._connections.keys() - question.avoid
+        if self._router is None or not left:
+            raise NoReplica("replicas: expected one that may get the request, got none")
+        avoid = question.avoid | silent if left - silent else question.avoid
+        if question.source and self._connections.keys() - avoid - {question.source}:
+            avoid = avoid | {question.source}
+        namespace = Namespace(self._fingerprint, question.tenant, question.adapter, question.salt)
+        route = self._router.route(namespace, question.tokens, avoid)
+        asyncio.get_running_loop().call_soon(self._router.remember)
+        connection, num_replicas = self._connections[route.name], len(self._connections.keys() - avoid)
+        left_tokens = len(question.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
+        seconds = left_tokens * self._times.of(route.name).compute_s
+        return Routed(
+            connection, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
+        )
+
+    async def close(self) -> None:
+        """Forget all replicas."""
+        for name in self.names:
+            self._leave(name)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _join(self, facts: ReplicaFacts) -> None:
+        if self._router is None:
+            self._fingerprint = facts.fingerprint
+            self._router = Router(
+                FleetView(facts.event_block_size, clock=self._clock),
+                FleetLoad(clock=self._clock),
+                PrefixDemand(clock=self._clock),
+                self._choose,
+                identities=Identities(facts.open_tenant, facts.secrets.events_key),
+                times=self._times.of,
+            )
+        name = facts.address
+        connection = self._connections[name] = self._connect(facts)
+        self._router.join(name)
+        stream = asyncio.ensure_future(EventStream(name, connection, self._router.view).run())
+        stream.add_done_callback(partial(_tell_failure, name))
+        self._tasks[name] = (stream, asyncio.ensure_future(connection.watch()))
+        _log.info("replica %s: joined, %d in all", name, len(self._connections))
+
+    def _leave(self, name: str) -> None:
+        connection = self._connections.pop(name)
+        if self._router is not None:
+            self._router.leave(name)
+        self._times.forget(name)
+        closing = asyncio.ensure_future(_close(connection, *self._tasks.pop(name)))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        _log.info("replica %s: left, %d in all", name, len(self._connections))
+
+    def _finish(self, route: Route, asked_s: float, computed_tokens: int | None) -> None:
+        if self._router is not None and self._router.finished(route, computed_tokens):
+            self._times.note(route.name, asked_s, computed_tokens)
+
+    def _reason(self, route: Route) -> Reason:
+        if route.is_new_home:
+            return Reason.NEW_HOME
+        least = self._rule.least_match_tokens
+        if route.most_tokens - route.hits.total >= least:
+            return Reason.AWAY
+        return Reason.PREFIX if route.hits.total >= least else Reason.LOAD
+
+
+def _tell_failure(name: str, stream: asyncio.Task[None]) -> None:
+    """Log why a stream of events can't be followed. The replica goes on to get requests, by what it was sent."""
+    if not stream.cancelled() and stream.exception() is not None:
+        _log.error("replica %s: its events can't be followed", name, exc_info=stream.exception())
+
+
+async def _close(connection: ReplicaConnection, stream: asyncio.Task[None], watch: asyncio.Task[None]) -> None:
+    """Let calls end, which are given up only where the replica no longer answers health checks."""
+    stream.cancel()
+    await connection.finish()
+    watch.cancel()
+    await asyncio.gather(stream, watch, return_exceptions=True)
+    await connection.close()

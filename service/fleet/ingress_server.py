@@ -1,0 +1,151 @@
+"""The gRPC server that callers of a fleet reach."""
+
+from __future__ import annotations
+
+import asyncio
+
+from radixkv.api.limits import Limits
+from radixkv.config import ServerConfig
+from radixkv.service.fleet.cache_calls import FleetCacheCalls, RollCall
+from radixkv.service.fleet.disaggregated_prefill import HandOver
+from radixkv.service.fleet.forwarder import Forwarder
+from radixkv.service.fleet.replica_facts import ReplicaFacts
+from radixkv.service.fleet.servicers import (
+    FleetModelServicer,
+    FleetPrefillServicer,
+    FleetServicer,
+    partial_handler,
+)
+from radixkv.service.server.health.health_status import HealthStatus
+from radixkv.service.server.identity.doors import Doors
+from radixkv.service.server.identity.gate import Gate
+from radixkv.service.server.intake.bounds import bounded_server
+from radixkv.service.server.intake.call_lines import CallLines
+from radixkv.service.server.intake.entry import Entry
+from radixkv.service.server.intake.intake import Intake
+from radixkv.service.server.last_connections import end_connections
+from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.standard_services import add_standard_services, log_missing_services
+from radixkv.service.server.status import StatusInterceptor
+from radixkv.service.server.unfinished_calls import UnfinishedCalls
+from radixkv.v1 import (
+    cache_pb2,
+    events_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+
+_CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
+_EVENTS = events_pb2.DESCRIPTOR.services_by_name["EventService"]
+_SERVICES = (
+    prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
+    _CACHE.full_name,
+    fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+)
+_FLUSH_S = 1.0
+
+
+class IngressServer:
+    """The gRPC server of a fleet. Callers are who they are for a single server: see `service/server/identity`.
+
+    To be made inside the event loop that runs it.
+
+    Args:
+        config: where to listen, who may call, and bounds on what callers hold.
+        facts: of a replica; all have the same model.
+        forwarder: sends calls to replicas.
+        roll_call: tells which replicas there are, of all roles.
+        hand_over: generates, where replicas have roles; None where all do both.
+
+    Raises:
+        ConfigError: a file of credentials or certificates can't be used.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        facts: ReplicaFacts,
+        forwarder: Forwarder,
+        roll_call: RollCall,
+        hand_over: HandOver | None = None,
+    ) -> None:
+        self._config = config
+        self._hand_over = hand_over
+        self._doors = Doors(config)
+        self._unfinished = UnfinishedCalls()
+        self._health = HealthStatus()
+        self._port: int | None = None
+        limits = _limits(facts)
+        self._intake = Intake(config, limits, self._unfinished)
+        entry = Entry(Gate(self._doors.requests), self._intake)
+        self._grpc = bounded_server(config, limits, StatusInterceptor(entry))
+        lines = CallLines(self._grpc)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), lines)  # type: ignore[no-untyped-call]
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), lines)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), lines)  # type: ignore[no-untyped-call]
+        lines.add_generic_rpc_handlers(
+            (partial_handler(_CACHE, FleetCacheCalls(roll_call).methods), partial_handler(_EVENTS))
+        )
+        add_standard_services(self._grpc, self._health, _SERVICES)
+
+    async def start(self) -> str:
+        """Bind and serve.
+
+        Returns:
+            `HOST:PORT` with the port that was taken.
+
+        Raises:
+            ConfigError: the address can't be bound.
+        """
+        address = host_port(self._config.host, self._config.port)
+        try:
+            if self._doors.tls is None:
+                port = self._grpc.add_insecure_port(address)
+            else:
+                port = self._grpc.add_secure_port(address, self._doors.tls.grpc_credentials())
+        except RuntimeError as error:
+            raise not_free("server.port", self._config.host, self._config.port) from error
+        self._port = port
+        log_missing_services()
+        await self._grpc.start()
+        self._termination = asyncio.ensure_future(self._grpc.wait_for_termination())
+        self._health.set(_SERVICES, is_serving=True)
+        return host_port(self._config.host, port)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether gRPC stopped serving by itself; see `Server.has_ended`."""
+        return self._termination.done()
+
+    async def drain(self) -> None:
+        """Refuse new calls, let running ones finish within `server.drain_timeout_s`, and stop."""
+        self._health.leave()
+        self._intake.refuse_new()
+        await self._unfinished.finish(self._config.drain_timeout_s)
+        if self._hand_over is not None:
+            await self._hand_over.finish()
+        if self._port is not None:
+            await end_connections({self._port}, _FLUSH_S)
+            self._port = None
+        await self._grpc.stop(_FLUSH_S)
+
+
+def _limits(facts: ReplicaFacts) -> Limits:
+    """Return the bounds on messages. Replicas check all else."""
+    return Limits(
+        model=facts.model,
+        device="",
+        vocab_size=facts.vocab_size,
+        max_prompt_tokens=facts.max_prompt_tokens,
+        max_sequence_tokens=facts.max_prompt_tokens,
+        block_size=1,
+        epoch=0,
+        ceiling_tokens={},
+        default_ceiling_tokens=None,
+        pool_tokens=facts.max_prompt_tokens,
+    )

@@ -1,0 +1,164 @@
+"""A replica of a fleet: one engine and its gRPC server in a process of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+from typing import Any
+
+from radixkv.config import Config, ServerConfig
+from radixkv.service.fleet.authentication import replica_doors
+from radixkv.service.fleet.replica_facts import FleetSecrets, ReplicaFacts
+from radixkv.service.server.calls import answer_of
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.startup.openmp_threads import bound_spinning
+from radixkv.telemetry.otlp import exported_spans
+
+CALLS = "calls"
+"""Name of the number by which a fleet grows and shrinks."""
+
+# Callers of the ingress have two of them at most, those who come by a route the rest.
+_TIMES_MAX_CALLS = 4
+_MAX_INT32 = 2**31 - 1
+_YEAR_S = 366 * 24 * 3600
+
+_log = logging.getLogger(__name__)
+
+
+class Replica:
+    """An engine with a server of its own, whose life Ray watches.
+
+    Requests do not pass through Ray: the ingress, and callers who asked for a route, reach the server over gRPC. Ray
+    starts the process, asks for its health, starts another one where it ends, and has it drained before it is stopped.
+
+    Args:
+        config: of the engine and the server; the server's port is a free one, and it has no ports for admins or
+            metrics.
+        secrets: of the fleet.
+        host: address to listen on; `node` for the address that this machine has in Ray's cluster.
+    """
+
+    async def __init__(self, config: Config, secrets: FleetSecrets, host: str) -> None:  # type: ignore[misc]  # Ray awaits it
+        bound_spinning(os.environ)
+        from radixkv.engine.transfer.transfer import FleetAccess
+        from radixkv.service.server.garbage.survivors import frozen_survivors
+        from radixkv.service.server.optional_services import optional_services
+        from radixkv.service.server.server import Server
+        from radixkv.startup.build_engine import build_engine
+
+        self._config = config
+        self._resources = contextlib.ExitStack()
+        tracing = self._resources.enter_context(exported_spans(config.telemetry))
+        observers = () if tracing is None else (tracing,)
+        self._engine = await asyncio.to_thread(build_engine, _sending(config), observers, secrets.events_key)
+        if self._engine.transfer is not None:
+            self._engine.transfer.fleet = FleetAccess(secrets.token, config.fleet.tls_ca, config.fleet.tls_name)
+        self._resources.enter_context(frozen_survivors())
+        self._engine.start()
+        self._resources.callback(self._engine.stop)
+        server_config = replica_server(config, _address_of_node() if host == "node" else host)
+        self._mailbox = Mailbox()
+        self._server = Server(
+            self._engine,
+            server_config,
+            config.model.path,
+            optional_services(self._engine, config),
+            config.gateway.tenant,
+            doors=replica_doors(server_config, secrets.token),
+        )
+        limits = self._engine.limits
+        self._facts = ReplicaFacts(
+            address=await self._server.start(),
+            epoch=limits.epoch,
+            model=limits.model,
+            fingerprint=limits.model_fingerprint,
+            vocab_size=limits.vocab_size,
+            max_prompt_tokens=limits.max_prompt_tokens,
+            event_block_size=config.events.block_size,
+            open_tenant=config.gateway.tenant,
+            max_deadline_s=server_config.max_deadline_s,
+            secrets=secrets,
+        )
+        _log.info("replica listens on %s", self._facts.address)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what the router needs to know. Ray asks once, and hands it to every router."""
+        return self._facts.to_metadata()
+
+    async def check_health(self) -> None:
+        """Raise if the process should be replaced. Ray asks every few seconds."""
+        if self._server.has_ended:
+            raise RuntimeError("server: expected it to serve, got one that has ended")
+        if not self._engine.is_healthy:
+            raise RuntimeError("engine: expected steps that end, got one that hangs, or several that failed")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the requests that run or wait here. Ray asks every few seconds."""
+        load = await answer_of(self._engine, self._mailbox, self._engine.load())
+        return {CALLS: float(load.requests.running + load.requests.waiting)}
+
+    async def __del__(self) -> None:
+        """Let running requests finish, then stop. Ray calls it when it no longer sends anything here."""
+        if hasattr(self, "_facts"):
+            await self._server.drain()
+        if hasattr(self, "_resources"):
+            self._resources.close()
+
+
+def _sending(config: Config) -> Config:
+    """Return the configuration of an engine whose K/V other replicas may fetch."""
+    return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, serve=True))
+
+
+def replica_server(config: Config, host: str) -> ServerConfig:
+    """Return the configuration of a replica's server: a free port, and TLS only if the ingress knows its authorities.
+
+    Certificates of callers end at the ingress, which has none itself: it shows a token. To the replica all callers of
+    the ingress are one, on one connection. The ingress bounds their calls, to twice `max_calls` in all, and ends each
+    within `max_deadline_s`; the replica's bounds are beyond that, so that none of them is refused for the calls of
+    another, or ends with the connection because another one reads slowly.
+    """
+    has_tls = config.fleet.tls_ca is not None
+    max_calls = min(_TIMES_MAX_CALLS * config.server.max_calls, _MAX_INT32)
+    return dataclasses.replace(
+        config.server,
+        host=host,
+        port=0,
+        metrics_port=None,
+        admin_port=None,
+        tls_certificate=config.server.tls_certificate if has_tls else None,
+        tls_key=config.server.tls_key if has_tls else None,
+        client_ca=None,
+        max_calls=max_calls,
+        send_timeout_s=min(config.server.max_deadline_s + config.server.send_timeout_s, _YEAR_S),
+        max_connection_calls=max(max_calls, config.server.max_connection_calls),
+    )
+
+
+class ReplicasForLoad:
+    """Ray's rule for the number of replicas: as many as share the calls that run or wait.
+
+    Args:
+        calls_per_replica: to aim at.
+    """
+
+    def __init__(self, calls_per_replica: float) -> None:
+        self._calls_per_replica = calls_per_replica
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return the number of replicas, and no state. `context` is Ray's `AutoscalingContext`."""
+        told = (context.aggregated_metrics or {}).get(CALLS, {})
+        wanted = math.ceil(sum(told.values()) / self._calls_per_replica)
+        most, least = context.capacity_adjusted_max_replicas, context.capacity_adjusted_min_replicas
+        return max(least, min(most, wanted)), {}
+
+
+def _address_of_node() -> str:
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address

@@ -1,0 +1,247 @@
+"""The gRPC services of a fleet's ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from radixkv.errors import InvalidRequest, SwitchedOff
+from radixkv.service.fleet.disaggregated_prefill import HandOver, SourceLost
+from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
+from radixkv.service.fleet.replica_connection import ReplicaConnection
+from radixkv.service.fleet.routing_request import Question, Routed
+from radixkv.service.server.calls import traceparent_of
+from radixkv.service.server.generation.options import read_num_answers, read_sampling
+from radixkv.service.server.messages import require_names
+from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.token_ids import read_token_ids
+from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+REPLICA = "radixkv-replica"
+"""Name of the trailing metadata that tells which replica has answered."""
+
+_Prompt = TypeVar("_Prompt", prefill_pb2.PrefillRequest, prefill_pb2.ProbeRequest, fleet_pb2.RouteRequest)
+
+
+class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Sends prompts where they cost least.
+
+    Args:
+        forwarder: sends calls; where the replicas have roles, to those that compute prompts.
+        hand_over: generates then; None where all do both.
+    """
+
+    def __init__(self, forwarder: Forwarder, hand_over: HandOver | None = None) -> None:
+        self._forwarder = forwarder
+        self._hand_over = hand_over
+        self._generating = forwarder if hand_over is None else hand_over.generating
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
+        """Have a replica compute the part of a prompt that it has not cached."""
+        if request.hold_lease:
+            raise _ask_a_replica("hold_lease")
+        question = _question(request)
+        async with replica_errors_as_status(context):
+            routed, answer = await self._forwarder.answer(
+                question, lambda connection: connection.prefill.Prefill(request, **call_options(connection, context))
+            )
+        routed.finish(answer.usage.computed_tokens)
+        _name(routed, context)
+        response: prefill_pb2.PrefillResponse = answer
+        return response
+
+    async def Generate(  # noqa: N802
+        self, request: prefill_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
+        """Have a replica generate tokens after a prompt; with `kv_source` another one than has computed it."""
+        async with replica_errors_as_status(context), contextlib.aclosing(await self._parts(request, context)) as parts:
+            async for routed, part in parts:
+                if part.HasField("usage"):
+                    if self._hand_over is None:  # else its load is what it generates, until the end
+                        routed.finish(part.usage.computed_tokens)
+                    _name(routed, context)
+                yield part
+
+    async def _parts(
+        self, request: prefill_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[tuple[Routed, prefill_pb2.GenerateResponse], None]:
+        """Return the parts of an answer as they come, each with the replica that generates."""
+        question = _question(request.prefill, "prefill.token_ids")
+        if self._hand_over is not None:
+            if not request.HasField("kv_source"):
+                read_sampling(request), read_num_answers(request)  # before anything is computed
+                return self._hand_over.stream(
+                    request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
+                )
+            there = _question(request.prefill)
+            there.source = _source(request)
+            (await self._forwarder.routed(there)).finish(0)  # no address but that of a replica
+        elif request.HasField("kv_source"):
+            question.source = _source(request)
+        return self._generating.stream(
+            question,
+            lambda connection: connection.prefill.Generate(
+                _for(connection, request), **call_options(connection, context)
+            ),
+        )
+
+    async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
+        """Ask the replica that would get a prompt what it would reuse."""
+        async with replica_errors_as_status(context):
+            routed, answer = await self._forwarder.answer(
+                _question(request),
+                lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
+            )
+        routed.finish(0)
+        _name(routed, context)
+        response: prefill_pb2.ProbeResponse = answer
+        return response
+
+    async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
+        """Refuse: only the replica that holds a lease knows it."""
+        raise _ask_a_replica("Release")
+
+    async def Renew(self, request: prefill_pb2.RenewRequest, context: Context) -> prefill_pb2.RenewResponse:  # noqa: N802
+        """Refuse: only the replica that holds a lease knows it."""
+        raise _ask_a_replica("Renew")
+
+    async def FetchKV(  # noqa: N802
+        self, request: prefill_pb2.FetchKVRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.FetchKVResponse]:
+        """Refuse: only the replica that holds a lease knows it."""
+        raise _ask_a_replica("FetchKV")
+        yield  # which makes it a stream
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """Tells which replica to ask.
+
+    Args:
+        forwarder: knows them.
+    """
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
+
+    async def Route(self, request: fleet_pb2.RouteRequest, context: Context) -> fleet_pb2.RouteResponse:  # noqa: N802
+        """Choose a replica. It counts as busy with the prompt for as long as computing that should take."""
+        question = _question(request)
+        question.avoid.update(request.avoid)
+        async with replica_errors_as_status(context):
+            routed = await self._forwarder.routed(question)
+        asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None)
+        return fleet_pb2.RouteResponse(
+            address=routed.name,
+            reason=routed.reason.value,
+            cached_tokens=routed.route.hits.total,
+            most_cached_tokens=routed.route.most_tokens,
+            queue_tokens=routed.route.queue_tokens,
+            num_replicas=routed.num_replicas,
+        )
+
+
+class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Has a replica send the model's tokenizer: all have the same.
+
+    Args:
+        forwarder: sends calls.
+    """
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: model_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[model_pb2.TokenizerChunk]:
+        """Send the files of the tokenizer."""
+        parts = self._forwarder.stream(
+            Question(bytes(4)),
+            lambda connection: connection.model.GetTokenizer(request, **call_options(connection, context)),
+        )
+        async with replica_errors_as_status(context), contextlib.aclosing(parts):
+            async for routed, part in parts:
+                routed.finish(0)
+                yield part
+
+
+def partial_handler(
+    service: ServiceDescriptor, methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({})
+) -> grpc.GenericRpcHandler[Any, Any]:
+    """Return a handler of a service of which a fleet has only some methods. The others say to ask a replica."""
+
+    def refusal(name: str) -> Any:
+        async def refuse(request: object, context: Context) -> None:
+            raise _ask_a_replica(name)
+
+        return refuse
+
+    handlers = {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            methods.get(method.name) or refusal(method.name),
+            request_deserializer=GetMessageClass(method.input_type).FromString,
+            response_serializer=lambda message: message.SerializeToString(),
+        )
+        for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _ask_a_replica(subject: str) -> SwitchedOff:
+    return SwitchedOff(f"{subject}: expected a call to a replica, whose address Route tells, got one to the fleet")
+
+
+def _question(request: _Prompt, field: str = "token_ids") -> Question:
+    require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+    tokens = read_token_ids(request)
+    if not tokens:
+        raise InvalidRequest(f"{field}: expected at least 1 token, got 0")
+    return Question(tokens, request.tenant, request.adapter, request.salt)
+
+
+def _source(request: prefill_pb2.GenerateRequest) -> str:
+    """Return the address of the replica that a request names as the source of its K/V."""
+    address: str = request.kv_source.address
+    if not address:
+        raise InvalidRequest("kv_source.address: expected that of a replica, got none")
+    return address
+
+
+def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) -> prefill_pb2.GenerateRequest:
+    """Return a request for a replica: one that has the K/V itself fetches nothing."""
+    if request.kv_source.address == connection.facts.address:
+        request.ClearField("kv_source")
+    return request
+
+
+def call_options(connection: ReplicaConnection, context: Context) -> dict[str, Any]:
+    """Return the deadline and the metadata of a call to a replica on behalf of another call.
+
+    Each has a deadline: a caller who reads on for ever, however slowly, does not keep an answer in the replica.
+    """
+    left_s, most_s = context.time_remaining(), connection.facts.max_deadline_s
+    traceparent = traceparent_of(context)
+    metadata = (*connection.metadata, ("traceparent", traceparent)) if traceparent else connection.metadata
+    return {"timeout": most_s if left_s is None else min(left_s, most_s), "metadata": metadata}
+
+
+def _name(routed: Routed, context: Context) -> None:
+    context.set_trailing_metadata(((REPLICA, routed.name),))
+
+
+@contextlib.asynccontextmanager
+async def replica_errors_as_status(context: Context) -> AsyncIterator[None]:
+    """End a call as the replica has ended it."""
+    try:
+        yield
+    except ReplicaRefusal as refusal:
+        await context.abort(refusal.code, refusal.details, refusal.trailing)
+    except SourceLost as lost:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(lost))

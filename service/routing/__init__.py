@@ -1,1 +1,0 @@
-"""The wire of routers: event streams of live servers, read into a view of the fleet."""

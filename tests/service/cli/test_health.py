@@ -1,0 +1,96 @@
+"""`radixkv health`: exit codes that scripts and health checks of containers go by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import Int32Value
+
+from radixkv.service.cli.main import main
+from tests.service.fake_engine import FakeEngine
+from tests.service.server.identity.certificates import Papers
+from tests.service.serving import serve_and_call
+
+
+def status_of(*arguments: str) -> Callable[[str], int]:
+    """A function that runs the command against an address."""
+
+    def run(address: str) -> int:
+        try:
+            return main(["health", "--address", address, "--timeout-s", "60", *arguments])
+        except SystemExit as ended:
+            return int(str(ended.code))
+
+    return run
+
+
+def engine(*, is_healthy: bool = True) -> FakeEngine:
+    made = FakeEngine()
+    made.is_healthy = is_healthy
+    return made
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return Papers(tmp_path_factory.mktemp("papers"))
+
+
+@pytest.mark.parametrize("is_healthy", [True, False])
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_the_exit_code_says_whether_a_server_serves_with_and_without_tls(
+    papers: Papers, capsys: pytest.CaptureFixture[str], is_healthy: bool, has_tls: bool
+) -> None:
+    tls: dict[str, Any] = papers.tls if has_tls else {}
+    assert serve_and_call(engine(is_healthy=is_healthy), status_of(), **tls) == (0 if is_healthy else 1)
+    assert capsys.readouterr().out == ("SERVING\n" if is_healthy else "NOT_SERVING\n")
+
+
+def test_a_certificate_of_an_authority_is_verified_if_the_authority_is_given(
+    papers: Papers, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert serve_and_call(engine(), status_of("--tls-ca", str(papers.ca_file), "--json"), **papers.tls) == 0
+    assert json.loads(capsys.readouterr().out) == {"status": "SERVING"}
+    others = Papers(tmp_path)
+    assert serve_and_call(engine(), status_of("--tls-ca", str(others.ca_file)), **papers.tls) == 1
+
+
+def test_no_token_is_sent_to_a_server_whose_certificate_is_not_verified(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def check(request: bytes, context: grpc.ServicerContext) -> bytes:
+        seen.extend(str(key) for key, _ in context.invocation_metadata())
+        return Int32Value(value=1).SerializeToString()
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    handlers = {"Check": grpc.unary_unary_rpc_method_handler(check)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers),))
+    key, certificate = ((papers.folder / name).read_bytes() for name in ("server.key", "server.pem"))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
+    server.start()
+    monkeypatch.setenv("RADIXKV_TOKEN", "secret")
+    try:
+        assert status_of()(f"127.0.0.1:{port}") == 0
+    finally:
+        server.stop(None).wait()
+    assert "user-agent" in seen
+    assert "authorization" not in seen
+
+
+def test_a_service_has_a_health_of_its_own_and_an_unknown_one_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve_and_call(engine(), status_of("--service", "radixkv.v1.PrefillService")) == 0
+    assert serve_and_call(engine(), status_of("--service", "a.B")) == 1
+    assert "NOT_FOUND" in capsys.readouterr().err
+
+
+def test_where_no_server_is_the_exit_code_is_1_and_one_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of()("127.0.0.1:1") == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)

@@ -1,0 +1,491 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from radixkv.service.cli.main import main
+from tests.patience import PATIENCE_S
+from tests.service.command_line import usage_error
+from tests.service.serving import WITHOUT_ENGINE
+
+LLAMA_8B = ("--layers", "32", "--query-heads", "32", "--kv-heads", "8", "--head-dim", "128")
+CARD = ("--memory-gb", "24", "--weights-gb", "16", "--overhead-gb", "1")
+
+
+def plan(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def plan_json(capsys, *arguments):
+    return json.loads(plan(capsys, *arguments, "--json"))
+
+
+def refusal(capsys, *arguments):
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err.removeprefix("radixkv: ").rstrip("\n")
+
+
+@pytest.fixture
+def model(tmp_path):
+    fields = {
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "num_key_value_heads": 8,
+        "dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 141107412992}}')
+    return tmp_path
+
+
+def test_the_tables(capsys):
+    arguments = ("--batch", "16", "--block-size", "16", "--context", "35", *CARD, "--shared-prefix", "2Ki")
+    out = plan(capsys, *LLAMA_8B, *arguments, "--requests", "1000", "--params-b", "8", "--new-tokens", "128")
+    assert (
+        out
+        == """\
+bytes a token
+  stored     32 layers x 2 x 8 KV heads x 128, bf16
+  a token    131,072 bytes, 128.00 KiB (131.07 kB)
+  on a rank  131,072 bytes, 128.00 KiB (131.07 kB), tp 1
+
+cache size
+  a sequence  35 tokens, 4.38 MiB (4.59 MB)
+  the batch   16 sequences, 73,400,320 bytes, 70.00 MiB (73.40 MB)
+  on a rank   73,400,320 bytes, 70.00 MiB (73.40 MB)
+
+who fits on one device
+  memory                 22.35 GiB (24.00 GB)
+    weights              14.90 GiB (16.00 GB)
+    overhead             953.67 MiB (1.00 GB)
+    left for K/V         6.52 GiB (7.00 GB)
+  a user                 6.00 MiB (6.29 MB)
+  users                  1,112
+  cache.capacity_tokens  53,392
+
+attention kinds, 560 tokens
+       stored a layer  bytes a token  cache
+  MHA  2 x 32 x 128    524,288        280.00 MiB (293.60 MB)
+  GQA  2 x 8 x 128     131,072        70.00 MiB (73.40 MB)    this model
+  MQA  2 x 1 x 128     16,384         8.75 MiB (9.18 MB)
+  MLA  512 + 64        36,864         19.69 MiB (20.64 MB)
+
+blocks and waste
+  a block     16 tokens, 2.00 MiB (2.10 MB)
+  a sequence  35 tokens in 3 blocks
+  last block  3 used, 13 free
+  waste       1.62 MiB (1.70 MB), 27.08 %
+
+sharing a prefix of 2,048 tokens, 1,000 requests
+                   shared                  each its own
+  tokens computed  2,048                   2,048,000
+  blocks           128                     128,000
+  memory           256.00 MiB (268.44 MB)  250.00 GiB (268.44 GB)
+
+load or recompute
+  load         3.28 us a token, PCIe at 40 GB/s
+  recompute    16.18 us a token, 8B params at 989 TFLOP/s
+  HBM to PCIe  83.8x, HBM at 3350 GB/s
+
+decoding 128 tokens after 35, one attention layer
+  without a cache  1,715.427 GFLOP
+  with one         21.969 GFLOP
+  ratio            78.08x
+"""
+    )
+
+
+def test_states_of_sequences_are_counted(capsys, tmp_path):
+    """LFM2 of 1.2 billion parameters: 6 layers attend, 10 keep two inputs of 2,048 numbers."""
+    fields = {
+        "conv_L_cache": 3,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = ("--model", str(tmp_path), "--batch", "8", "--context", "1000", "--weights-gb", "2.34")
+    out = plan(capsys, *options, "--memory-gb", "4")
+    assert (
+        """
+states of sequences
+  a state    81,920 bytes, 80.00 KiB (81.92 kB)
+  the batch  8 running sequences, 640.00 KiB (655.36 kB)
+  snapshots  120, 9.38 MiB (9.83 MB), cache.state_bytes by default
+"""
+        in out
+    )
+    numbers = json.loads(plan(capsys, *options, "--memory-gb", "4", "--json"))
+    assert (numbers["state_bytes"], numbers["batch_state_bytes"], numbers["snapshots"]) == (81_920, 655_360, 120)
+    assert numbers["token_bytes"] == 6 * 2 * 8 * 64 * 2
+    assert numbers["user_bytes"] == 1024 * 12_288 + 81_920
+    users = 1_660_000_000 // numbers["user_bytes"]
+    assert numbers["users"] == users
+    kv_bytes = numbers["capacity_tokens"] * 12_288
+    assert kv_bytes * 1.1 + users * 81_920 <= 1_660_000_000 < (kv_bytes + 64 * 12_288) * 1.1 + users * 81_920
+
+
+TIERS = ("--tier", "host=16GB,disk=200GB,redis=unbounded")
+
+
+def test_tiers_tell_their_tokens_and_whether_loading_pays(capsys):
+    rates = ("--tier-gb-s", "host=25,redis=2.5", "--tier-ms", "disk=1,redis=20", "--prefill-tokens-per-s", "20000")
+    out = plan(capsys, *LLAMA_8B, *TIERS, *rates)
+    assert out.endswith(
+        """\
+tiers, blocks of 64 tokens
+         tokens     load a block                         compute it  same time at      loading pays
+  host   122,048    335.5 us, 25 GB/s                    3,200.0 us  190,735 tokens/s  always
+  disk   1,525,120  2,796.2 us, 3 GB/s + 1 ms a call     3,200.0 us  22,888 tokens/s   from 192 tokens on
+  redis  unbounded  3,355.4 us, 2.5 GB/s + 20 ms a call  3,200.0 us  19,073 tokens/s   never
+"""
+    )
+
+
+def test_json_of_tiers(capsys):
+    tree = plan_json(
+        capsys, *LLAMA_8B, "--tier", "host=16GB", "--tier", "disk=1k", "--params-b", "8", "--block-size", "16"
+    )
+    assert {name: value for name, value in tree.items() if name.startswith("tier_")} == {
+        "tier_host_capacity_tokens": 122_048,
+        "tier_host_load_us_per_block": pytest.approx(16 * 3.2768),
+        "tier_host_compute_us_per_block": pytest.approx(16 * 16.178, abs=0.1),
+        "tier_host_latency_us": 0.0,
+        "tier_host_break_even_tokens_per_s": pytest.approx(305_175.8, abs=0.1),
+        "tier_host_least_loaded_tokens": 16,
+        "tier_disk_capacity_tokens": 1000,
+        "tier_disk_load_us_per_block": pytest.approx(16 * 43.69, abs=0.1),
+        "tier_disk_compute_us_per_block": pytest.approx(16 * 16.178, abs=0.1),
+        "tier_disk_latency_us": 0.0,
+        "tier_disk_break_even_tokens_per_s": pytest.approx(22_888.2, abs=0.1),
+        "tier_disk_least_loaded_tokens": None,
+    }
+
+
+def test_without_a_rate_of_prefills_tiers_tell_the_rate_below_which_loading_pays(capsys):
+    out = plan(capsys, *LLAMA_8B, "--tier", "host=16GB")
+    assert re.search(r"^  host  122,048  209\.7 us, 40 GB/s  \? +305,176 tokens/s  below that rate$", out, re.MULTILINE)
+    tree = plan_json(capsys, *LLAMA_8B, "--tier", "host=16GB")
+    assert tree["tier_host_compute_us_per_block"] is tree["tier_host_least_loaded_tokens"] is None
+
+
+def test_json_is_flat_and_names_units(capsys):
+    tree = plan_json(capsys, *LLAMA_8B, "--batch", "64", "--context", "8Ki", "--tp", "2", *CARD, "--block-size", "16")
+    assert tree == {
+        "num_layers": 32,
+        "num_query_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "mla_rank": None,
+        "rope_dim": None,
+        "dtype": "bf16",
+        "has_scales": False,
+        "tp": 2,
+        "token_bytes": 131_072,
+        "rank_token_bytes": 65_536,
+        "batch": 64,
+        "context_tokens": 8192,
+        "sequence_bytes": 2**30,
+        "sequence_gib": 1.0,
+        "cache_bytes": 68_719_476_736,
+        "cache_gib": 64.0,
+        "cache_gb": 68.719476736,
+        "rank_cache_bytes": 34_359_738_368,
+        "rank_cache_gib": 32.0,
+        "rank_cache_gb": 34.359738368,
+        "memory_bytes": 24_000_000_000,
+        "rank_weights_bytes": 8_000_000_000,
+        "overhead_bytes": 1_000_000_000,
+        "kv_memory_bytes": 15_000_000_000,
+        "user_bytes": 2**29,
+        "users": 27,
+        "capacity_tokens": 228_880,
+        "mha_token_bytes": 524_288,
+        "mha_cache_bytes": 256 * 2**30,
+        "mha_cache_gib": 256.0,
+        "gqa_token_bytes": 131_072,
+        "gqa_cache_bytes": 64 * 2**30,
+        "gqa_cache_gib": 64.0,
+        "mqa_token_bytes": 16_384,
+        "mqa_cache_bytes": 8 * 2**30,
+        "mqa_cache_gib": 8.0,
+        "mla_token_bytes": 36_864,
+        "mla_cache_bytes": 18 * 2**30,
+        "mla_cache_gib": 18.0,
+        "block_size": 16,
+        "block_bytes": 2**21,
+        "num_blocks": 512,
+        "last_block_tokens": 16,
+        "waste_tokens": 0,
+        "waste_bytes": 0,
+    }
+
+
+def test_json_of_the_optional_groups(capsys):
+    arguments = ("--shared-prefix", "2040", "--requests", "10", "--block-size", "16", "--params-b", "8")
+    tree = plan_json(capsys, *LLAMA_8B, *arguments, "--new-tokens", "2", "--context", "1")
+    optional = list(tree)[list(tree).index("waste_bytes") + 1 :]
+    assert {name: tree[name] for name in optional} == {
+        "requests": 10,
+        "shared_prefix_tokens": 2040,
+        "shared_blocks": 127,
+        "prefix_blocks": 137,
+        "prefix_blocks_unshared": 1280,
+        "prefix_computed_tokens": 2040,
+        "prefix_computed_tokens_unshared": 20_400,
+        "prefix_bytes": 137 * 2**21,
+        "prefix_bytes_unshared": 1280 * 2**21,
+        "load_us_per_token": pytest.approx(3.2768),
+        "recompute_us_per_token": pytest.approx(16.178, abs=1e-3),
+        "hbm_to_pcie_ratio": 83.75,
+        "new_tokens": 2,
+        "decode_naive_flops": 8 * 3 * 4096**2 + 4 * 5 * 4096,
+        "decode_cached_flops": 8 * 2 * 4096**2 + 4 * 3 * 4096,
+        "decode_flops_ratio": pytest.approx(1.5, abs=1e-3),
+    }
+
+
+@pytest.mark.parametrize(("context", "user_gb", "users"), [("8Ki", "1.2", 5), ("32Ki", "5", 1)])
+def test_users_of_a_given_size(capsys, context, user_gb, users):
+    tree = plan_json(capsys, *LLAMA_8B, *CARD, "--context", context, "--user-gb", user_gb)
+    assert tree["users"] == users
+
+
+def test_a_user_takes_whole_blocks(capsys):
+    tree = plan_json(capsys, *LLAMA_8B, *CARD, "--context", "65")
+    assert tree["user_bytes"] == 2 * 64 * 131_072
+
+
+def test_weights_that_do_not_fit_are_said_to(capsys):
+    too_much = plan(capsys, *LLAMA_8B, "--memory-gib", "24", "--weights-gb", "16", "--overhead-gb", "16")
+    assert "left for K/V         0 B, 5.80 GiB (6.23 GB) too little for the rest\n" in too_much
+
+
+def test_memory_in_gib(capsys):
+    assert plan_json(capsys, *LLAMA_8B, "--memory-gib", "80", "--weights-gb", "0")["kv_memory_bytes"] == 80 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("8k", 8000), ("128Ki", 131_072), ("128000", 128_000), ("1.5m", 1_500_000)]
+)
+def test_a_k_is_1000_tokens_and_a_ki_1024(capsys, text, tokens):
+    assert plan_json(capsys, *LLAMA_8B, "--context", text)["context_tokens"] == tokens
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "fp32"), ("bfloat16", "bf16"), ("fp8", "fp8")])
+def test_dtypes_have_two_names(capsys, dtype, name):
+    assert plan_json(capsys, *LLAMA_8B, "--dtype", dtype)["dtype"] == name
+
+
+def test_scales_count(capsys):
+    tree = plan_json(capsys, *LLAMA_8B, "--dtype", "int8", "--scales")
+    assert (tree["token_bytes"], tree["has_scales"]) == (65_536 + 2048, True)
+    assert "int8, a float32 scale a vector" in plan(capsys, *LLAMA_8B, "--dtype", "int8", "--scales")
+
+
+def test_a_model_directory_says_everything(capsys, model):
+    tree = plan_json(capsys, "--model", str(model), "--context", "128Ki", "--memory-gib", "80", "--tp", "4")
+    assert (tree["token_bytes"], tree["cache_gib"], tree["dtype"]) == (327_680, 40.0, "fp16")
+    assert tree["rank_weights_bytes"] == 141_107_412_992 // 4
+    assert tree["rank_cache_gib"] == 10.0
+
+
+def test_the_embedded_model_has_a_name(capsys):
+    planned = plan_json(capsys, "--model", "tiny", "--memory-gb", "1")
+    assert planned["token_bytes"] == 2 * 4 * 2 * 32 * 4
+    assert planned["rank_weights_bytes"] == pytest.approx(4 * 3.93e6, rel=0.01)
+
+
+def test_weights_of_8_bits_leave_more_for_users(capsys, model):
+    name, shape = "model.layers.0.self_attn.q_proj.weight", (1024, 512)
+    header = json.dumps({name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 2 * 1024 * 512]}}).encode()
+    (model / "model.safetensors.index.json").unlink()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2 * 1024 * 512))
+    options = ("--model", str(model / "config.json"), "--memory-gib", "1")
+    assert plan_json(capsys, *options)["rank_weights_bytes"] == 2 * 1024 * 512 + len(header) + 8
+    assert plan_json(capsys, *options, "--weights", "int8")["rank_weights_bytes"] == 1024 * 512 + 1024 * 8
+
+
+def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
+    fields = json.loads((model / "config.json").read_text())
+    fields |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 20, "sliding_window": 512}
+    (model / "config.json").write_text(json.dumps(fields))
+    arguments = ("--model", str(model), "--context", "16Ki")
+    out = plan(capsys, *arguments)
+    assert "60 of 80, a window of 512 tokens" in out
+    assert "9 of 256 blocks there, 1.38 GiB (1.48 GB) in all" in out
+    numbers = plan_json(capsys, *arguments)
+    block_bytes = 64 * numbers["token_bytes"]
+    assert numbers["windowed_sequence_bytes"] == block_bytes * 256 // 4 + block_bytes * 9 * 3 // 4
+    assert numbers["windowed_blocks"] == 9
+    assert numbers["other_share"] == 4 / (1 + 3 / 4), "a quarter of these for three quarters of the layers"
+    assert numbers["windowed_share"] == numbers["other_share"] / 4
+
+
+def test_layers_of_two_shapes_count_by_their_own_bytes(capsys, model):
+    fields = json.loads((model / "config.json").read_text())
+    fields |= {"model_type": "gemma4_text", "global_head_dim": 512, "num_key_value_heads": 8, "head_dim": 256}
+    fields |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 20, "sliding_window": 512}
+    (model / "config.json").write_text(json.dumps(fields))
+    arguments = ("--model", str(model), "--context", "16Ki")
+    assert "60 layers x 2 x 8 KV heads x 256 + 20 layers x 2 x 8 KV heads x 512" in plan(capsys, *arguments)
+    numbers = plan_json(capsys, *arguments)
+    sliding, other = 60 * 2 * 8 * 256 * 2, 20 * 2 * 8 * 512 * 2
+    assert numbers["token_bytes"] == sliding + other
+    assert numbers["windowed_sequence_bytes"] == 64 * (other * 256 + sliding * 9)
+    assert numbers["other_share"] == (sliding + other) / (other + sliding / 4)
+    assert "expected none beside a --model whose sliding layers" in refusal(capsys, *arguments, "--kv-heads", "4")
+
+
+def test_flags_win_over_the_model(capsys, model):
+    tree = plan_json(capsys, "--model", str(model / "config.json"), "--kv-heads", "64", "--dtype", "fp8")
+    assert (tree["token_bytes"], tree["num_kv_heads"], tree["dtype"]) == (1_310_720, 64, "fp8")
+
+
+def test_query_heads_are_the_kv_heads_where_nothing_else_is_said(capsys):
+    assert plan_json(capsys, "--layers", "1", "--query-heads", "4", "--head-dim", "8")["num_kv_heads"] == 4
+
+
+def test_without_query_heads_there_is_nothing_to_compare(capsys):
+    arguments = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
+    assert "attention kinds\n  expected --query-heads and --head-dim\n" in plan(capsys, *arguments)
+    tree = plan_json(capsys, *arguments)
+    assert tree["token_bytes"] == 131_072
+    assert "mha_token_bytes" not in tree
+
+
+def test_a_latent(capsys):
+    arguments = ("--layers", "61", "--mla-rank", "512", "--rope-dim", "64", "--query-heads", "128", "--head-dim", "128")
+    tree = plan_json(capsys, *arguments, "--tp", "8")
+    assert tree["token_bytes"] == tree["rank_token_bytes"] == tree["mla_token_bytes"] == 70_272
+    assert tree["mha_token_bytes"] == 61 * 2 * 128 * 128 * 2
+    out = plan(capsys, *arguments)
+    assert "61 layers x (latent of 512 + rotary key of 64), bf16" in out
+    assert re.search(r"^  MLA .* this model$", out, re.MULTILINE)
+
+
+def test_the_kinds_are_the_models_own_where_it_has_them(capsys):
+    heads = ("--query-heads", "12", "--head-dim", "32")
+    tree = plan_json(capsys, "--layers", "1", *heads, "--kv-heads", "3")
+    assert tree["gqa_token_bytes"] == 2 * 3 * 32 * 2
+    tree = plan_json(capsys, "--layers", "1", *heads, "--mla-rank", "7", "--rope-dim", "5")
+    assert tree["mla_token_bytes"] == (7 + 5) * 2
+
+
+def test_small_sizes_are_bytes(capsys):
+    arguments = ("--layers", "1", "--kv-heads", "1", "--head-dim", "4", "--context", "1", "--block-size", "1")
+    assert "a sequence  1 tokens, 16 B" in plan(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (),
+            "plan: expected --layers, --kv-heads, --head-dim, or a --model whose config.json has num_hidden_layers, "
+            "num_key_value_heads, head_dim; got neither",
+        ),
+        (
+            ("--layers", "3", "--mla-rank", "4"),
+            "plan: expected --rope-dim, or a --model whose config.json has qk_rope_head_dim; got neither",
+        ),
+        (
+            (*LLAMA_8B, "--memory-gb", "24"),
+            "plan: expected --weights-gb, or a --model directory with safetensors, got neither",
+        ),
+        (
+            (*LLAMA_8B, "--user-gb", "0"),
+            "plan: expected --memory-gb or --memory-gib with --weights, --weights-gb, --overhead-gb or --user-gb, got "
+            "neither",
+        ),
+        (
+            (*LLAMA_8B, *CARD, "--weights", "int8"),
+            "plan: expected --weights int8 with --model and without --weights-gb, got --weights-gb",
+        ),
+        (
+            (*LLAMA_8B, "--weights", "int8"),
+            "plan: expected --weights int8 with --model and without --weights-gb, got no --model",
+        ),
+        ((*LLAMA_8B, *CARD, "--user-gb", "0"), "user_bytes: expected at least 1, got 0"),
+        (
+            (*LLAMA_8B, "--shared-prefix", "8"),
+            "plan: expected --shared-prefix and --requests together, got only --shared-prefix",
+        ),
+        (
+            (*LLAMA_8B, "--requests", "8"),
+            "plan: expected --shared-prefix and --requests together, got only --requests",
+        ),
+        (
+            ("--layers", "1", "--kv-heads", "1", "--head-dim", "1", "--new-tokens", "1"),
+            "plan: expected --query-heads and --head-dim with --new-tokens, got not both",
+        ),
+        ((*LLAMA_8B, "--tp", "3"), "num_query_heads: expected a multiple of tp 3, got 32"),
+        ((*LLAMA_8B, "--kv-heads", "5"), "num_query_heads: expected a multiple of num_kv_heads 5, got 32"),
+        ((*LLAMA_8B, "--dtype", "fp7"), "dtype: expected one of fp32, bf16, fp16, fp8, int8, fp4, int4, got fp7"),
+        ((*LLAMA_8B, "--tier", "host=1kB"), "tier host: expected room for a block, 8389056 bytes, got 1000"),
+        (
+            (*LLAMA_8B, "--tier", "host=1GB", "--tier-ms", "hots=1"),
+            "--tier-ms: expected names of --tier, got hots",
+        ),
+        ((*LLAMA_8B, "--tier-gb-s", "disk=1"), "--tier-gb-s: expected names of --tier, got disk"),
+        ((*LLAMA_8B, "--scales"), "scales: expected a dtype below 16 bits, got bf16"),
+        (
+            ("--model", "nowhere"),
+            "model: expected a directory with a config.json, or such a file, got nowhere: No such file or directory",
+        ),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert refusal(capsys, *arguments) == message
+
+
+def test_a_model_that_names_no_dtype_needs_one(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"n_layer": 2, "n_head": 4, "n_embd": 32}')
+    assert refusal(capsys, "--model", str(tmp_path)) == (
+        "dtype: expected --dtype, or float32, bfloat16 or float16 in the config.json, got neither"
+    )
+    assert plan_json(capsys, "--model", str(tmp_path), "--dtype", "fp32")["token_bytes"] == 2 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--context", "0"), "--context: expected a whole number from 1, such as 8192, 8k (8000) or 8Ki (8192), got 0"),
+        (("--context", "8kb"), "got 8kb"),
+        (("--context", "1.0005k"), "got 1.0005k"),
+        (("--context", "k"), "got k"),
+        (("--context", ""), "--context: expected a whole number"),
+        (("--context", "²"), "--context: expected a whole number"),
+        (("--context", "9" * 5000), "--context: expected a whole number"),
+        (("--batch=-1",), "got -1"),
+        (("--memory-gb", "x"), "--memory-gb: expected a number from 0, got x"),
+        (("--memory-gb", "nan"), "--memory-gb: expected a number from 0, got nan"),
+        (("--memory-gb", "1e999999999"), "--memory-gb: expected a number from 0"),
+        (("--memory-gib=-1",), "--memory-gib: expected a number from 0, got -1"),
+        (("--memory-gb", "1", "--memory-gib", "1"), "not allowed with"),
+        (("--tflops", "0"), "--tflops: expected a positive number, got 0"),
+        (("--pcie-gb-s", "x"), "--pcie-gb-s: expected a positive number, got x"),
+    ],
+)
+def test_a_wrong_number_is_one_line_and_exit_code_2(capsys, arguments, words):
+    assert words in usage_error(capsys, "plan", *arguments)
+
+
+def test_planning_works_where_the_engine_is_not_installed(model):
+    program = WITHOUT_ENGINE + "from radixkv.service.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-P", "-c", program, "plan", "--model", str(model), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["token_bytes"] == 327_680

@@ -1,0 +1,224 @@
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from radixkv.service.cli.main import main
+from tests.service.command_line import usage_error
+
+CHAT = [
+    {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]},
+    {"timestamp": 900, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]},
+    {"timestamp": 1500, "input_length": 1500, "output_length": 5, "hash_ids": [1, 5, 6]},
+]
+
+
+RESULT_FIELDS = (
+    "policy capacity_tokens block_size requests prompt_tokens cached_tokens token_hit_rate evicted_tokens seconds"
+)
+
+
+@pytest.fixture
+def chat_trace(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in CHAT))
+    return str(path)
+
+
+def test_simulate_prints_json(capsys, chat_trace):
+    arguments = ["--capacity-tokens", "3584,0.004096M", "--policy", "lru,adaptive,optimal", "--json"]
+    assert main(["simulate", chat_trace, *arguments]) == 0
+    out, err = capsys.readouterr()
+    results = json.loads(out)
+    assert err == ""
+    assert [(each["policy"], each["capacity_tokens"]) for each in results] == [
+        (policy, capacity) for policy in ("lru", "adaptive", "optimal") for capacity in (3584, 4096)
+    ]
+    assert all(list(each) == RESULT_FIELDS.split() for each in results)
+    assert (results[0]["requests"], results[0]["prompt_tokens"], results[0]["cached_tokens"]) == (3, 3100, 512)
+
+
+def test_simulate_reads_a_compressed_trace(capsys, chat_trace):
+    Path(chat_trace + ".gz").write_bytes(gzip.compress(Path(chat_trace).read_bytes()))
+    assert main(["simulate", chat_trace + ".gz", "--capacity-tokens", "4k"]) == 0
+    assert capsys.readouterr().out.startswith("3 requests, 3,100 prompt tokens")
+
+
+def test_simulate_prints_a_table_and_takes_a_block_size_and_a_limit(capsys, chat_trace):
+    options = ["--capacity-tokens", "64k", "--block-size", "64", "--limit", "2"]
+    assert main(["simulate", chat_trace, *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 requests, 1,600 prompt tokens, blocks of 64\n")
+    assert re.search(r"^adaptive +64,000 +0\.0000 ", out, re.MULTILINE)
+
+
+def test_simulate_takes_a_probation(capsys, tmp_path):
+    path, ids = tmp_path / "flood.jsonl", [0, 0, 1, 2, 3, 4, 0]
+    lines = ({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [each]} for each in ids)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for options in ([], ["--probation-share", "0.5"]):
+        arguments = ["--capacity-tokens", "2k", "--policy", "lru", "--json", *options]
+        assert main(["simulate", str(path), *arguments]) == 0
+        found.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
+    assert found == [511, 2 * 511]
+
+
+def test_simulate_draws(capsys, chat_trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "hits.png"
+    arguments = ["--capacity-tokens", "2k,4k", "--policy", "lru", "--plot", str(picture), "--json"]
+    assert main(["simulate", chat_trace, *arguments]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {each["policy"] for each in json.loads(capsys.readouterr().out)} == {"lru"}  # the optimum is only drawn
+
+
+LOOP = [
+    {"timestamp": 1000 * index, "input_length": 1024, "output_length": 5, "hash_ids": [each, each + 1]}
+    for index, each in enumerate([10, 20, 10, 20])
+]
+LLAMA_8B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
+
+
+@pytest.fixture
+def loop_trace(tmp_path):
+    path = tmp_path / "loop.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LOOP))
+    return str(path)
+
+
+def test_simulate_with_tiers_tells_what_each_of_them_brought_and_took(capsys, loop_trace):
+    arguments = ["--capacity-tokens", "1024", "--tier", "host=512,disk=unbounded", "--policy", "lru,optimal"]
+    assert main(["simulate", loop_trace, *arguments, "--json"]) == 0
+    with_tiers, bound = json.loads(capsys.readouterr().out)
+    assert list(with_tiers) == [*RESULT_FIELDS.split(), "tiers", "device_tokens", "device_hit_rate"]
+    assert (with_tiers["cached_tokens"], with_tiers["device_tokens"], with_tiers["device_hit_rate"]) == (1024, 0, 0)
+    assert with_tiers["tiers"] == [
+        {
+            "tier": "host",
+            "capacity_tokens": 512,
+            "cached_tokens": 1024,
+            "token_hit_rate": 0.25,
+            "written_blocks": 6,
+            "held_blocks": 1,
+        },
+        {
+            "tier": "disk",
+            "capacity_tokens": None,
+            "cached_tokens": 0,
+            "token_hit_rate": 0.0,
+            "written_blocks": 4,
+            "held_blocks": 4,
+        },
+    ]
+    assert list(bound) == RESULT_FIELDS.split()
+    assert (bound["capacity_tokens"], bound["cached_tokens"]) == (1024, 2 * 1023)
+    assert main(["simulate", loop_trace, *arguments]) == 0
+    out = capsys.readouterr().out
+    columns = r"^policy +capacity +hit rate +device +host +disk +cached +evicted +host written +disk written +time$"
+    assert re.search(columns, out, re.MULTILINE)
+    assert re.search(r"^lru +1,024 +0\.2500 +0\.0000 +0\.2500 +0\.0000 +1,024 +3,072 +6 +4 ", out, re.MULTILINE)
+    assert re.search(r"^optimal +1,024 +0\.4995 +- +- +- +2,046 +0 +- +- ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens"),
+    [
+        ("4096", 4096),
+        ("10.24M", 10_240_000),
+        ("unbounded", None),
+        ("16GB", 121_856),
+        ("16gib", 130_560),
+        ("0.5TB", 3_814_400),
+        ("68000000b", 512),
+    ],
+)
+def test_a_tier_has_room_for_tokens_bytes_or_everything(capsys, loop_trace, size, tokens):
+    arguments = ["--capacity-tokens", "1024", "--tier", f"host={size}", *LLAMA_8B, "--json"]
+    assert main(["simulate", loop_trace, *arguments]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [tier["capacity_tokens"] for tier in result["tiers"]] == [tokens]
+
+
+def test_simulate_draws_with_tiers(capsys, loop_trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "hits.png"
+    arguments = ["--capacity-tokens", "1k,2k", "--tier", "host=4k", "--plot", str(picture)]
+    assert main(["simulate", loop_trace, *arguments]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("tier", "words"),
+    [
+        ("host", "expected NAME=VALUE with names such as host and disk, other than device; got host"),
+        ("", "got none"),
+        ("device=1k", "got device=1k"),
+        ("Host=1k", "got Host=1k"),
+        ("host=", "expected a whole number from 1"),
+        ("host=-1", "expected a whole number from 1"),
+        ("host=0GB", "expected 1 to 1152921504606846976 bytes, got 0GB"),
+        ("host=9999999TB", "expected 1 to 1152921504606846976 bytes, got 9999999TB"),
+        ("host=1XB", "got 1XB"),
+    ],
+)
+def test_simulate_refuses_a_tier_that_is_none(capsys, loop_trace, tier, words):
+    err = usage_error(capsys, "simulate", loop_trace, "--capacity-tokens", "1k", "--tier", tier)
+    assert "--tier: " in err
+    assert words in err
+
+
+@pytest.mark.parametrize("capacity", ["0", "-1", "many", "", "1.5", "2k,,", "infM"])
+def test_simulate_refuses_a_capacity_that_is_none(capsys, chat_trace, capacity):
+    err = usage_error(capsys, "simulate", chat_trace, f"--capacity-tokens={capacity}")
+    assert "--capacity-tokens: expected a whole number from 1" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "fifo"], "policy: expected one of adaptive, lru, slru, lfu, priority, optimal, got fifo"),
+        (["--capacity-tokens", "100"], "capacity_tokens: expected at least a block of 512 tokens, got 100"),
+        (
+            ["--tier", "host=16GB"],
+            "--tier host in bytes: expected --layers, --kv-heads, --head-dim, or a --model whose config.json has "
+            "num_hidden_layers, num_key_value_heads, head_dim; got neither",
+        ),
+        (
+            ["--tier", "disk=1MB", *LLAMA_8B],
+            "tier disk: expected room for a block, 67112960 bytes, got 1000000",
+        ),
+        (["--tier", "host=1k", "--tier", "host=2k"], "tier host: expected each tier once, got 2"),
+        (["--tier", "host=511"], "tier host: expected room for at least a block of 512 tokens, got 511 tokens"),
+        (["--plot", "/nowhere/hits.png"], "--plot: expected an existing directory, got /nowhere"),
+        (["--plot", "hits.pdf"], "--plot: expected a file name ending in .png, got hits.pdf"),
+    ],
+)
+def test_simulate_refuses_nonsense(capsys, chat_trace, options, message):
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k", *options]) == 2
+    assert capsys.readouterr() == ("", f"radixkv: {message}\n")
+
+
+def test_simulate_names_the_malformed_line(capsys, chat_trace):
+    with open(chat_trace, "a") as file:
+        file.write('{"timestamp": 1}\n')
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k"]) == 2
+    assert capsys.readouterr().err.startswith(f"radixkv: {chat_trace}:4: hash_ids: expected this field")
+
+
+def test_simulate_refuses_a_picture_in_the_place_of_a_directory(capsys, chat_trace, tmp_path):
+    (tmp_path / "hits.png").mkdir()
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k", "--plot", str(tmp_path / "hits.png")]) == 2
+    message = f"--plot: expected a file that can be written, got {tmp_path / 'hits.png'}"
+    assert capsys.readouterr() == ("", f"radixkv: {message}\n")
+
+
+def test_simulate_says_which_extra_a_picture_needs(capsys, chat_trace, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", chat_trace, "--capacity-tokens", "4k", "--plot", "hits.png"]) == 2
+    assert capsys.readouterr().err == (
+        "radixkv: --plot: the package matplotlib is missing; "
+        "install it from a checkout of radixkv: pip install '.[plot]'\n"
+    )

@@ -1,0 +1,68 @@
+import json
+import re
+
+import pytest
+
+from radixkv.service.cli.main import main
+
+FIELDS = (
+    "routing policy replicas capacity_tokens tokens_per_s block_size requests prompt_tokens cached_tokens "
+    "token_hit_rate evicted_tokens load_spread busy ttft_p50_s ttft_p99_s new_homes seconds single_cache_hit_rate "
+    "share_of_single_cache"
+)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Twelve conversations of four turns; each turn is three blocks longer."""
+    path = tmp_path / "chat.jsonl"
+    lines = (
+        {"timestamp": 1000 * (12 * turn + each), "output_length": 5, "input_length": 512 * 3 * (turn + 1),
+         "hash_ids": [100 * each + index for index in range(3 * (turn + 1))]}
+        for turn in range(4) for each in range(12)
+    )  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_simulate_compares_routings_with_one_cache(capsys, trace):
+    options = ["--capacity-tokens", "64k", "--replicas", "3", "--routing", "prefix,round-robin", "--policy", "lru"]
+    assert main(["simulate", trace, *options, "--tokens-per-s", "10k", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(list(each) == FIELDS.split() for each in found)
+    prefix, turns = found
+    assert (prefix["routing"], turns["routing"]) == ("prefix", "round-robin")
+    assert (prefix["replicas"], prefix["capacity_tokens"], prefix["tokens_per_s"]) == (3, 64_000, 10_000)
+    assert prefix["share_of_single_cache"] == prefix["token_hit_rate"] / prefix["single_cache_hit_rate"] == 1.0
+    assert turns["share_of_single_cache"] == 1.0  # twelve conversations, three servers: each meets its own again
+
+
+def test_simulate_prints_a_table_of_fleets(capsys, trace):
+    options = ["--capacity-tokens", "64k", "--replicas", "5", "--routing", "prefix,round-robin"]
+    assert main(["simulate", trace, *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("48 requests, 184,320 prompt tokens, blocks of 512, 20000 tokens/s a server\n")
+    assert re.search(r"^prefix +adaptive +5 x 64,000 +0\.\d{4} +0\.\d{4} +1\.000 ", out, re.MULTILINE)
+    assert re.search(r"^round-robin +adaptive +5 x 64,000 +0\.\d{4} +0\.\d{4} +0\.[0-8]\d\d ", out, re.MULTILINE)
+
+
+def test_a_fleet_that_finds_nothing_finds_all_that_one_cache_finds(capsys, trace):
+    assert main(["simulate", trace, "--capacity-tokens", "64k", "--replicas", "2", "--limit", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["share_of_single_cache"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--routing", "prefix"], "--routing: expected --replicas beside it, got none"),
+        (["--tokens-per-s", "9"], "--tokens-per-s: expected --replicas beside it, got none"),
+        (["--replicas", "2", "--tier", "host=1k"], "--tier: expected none with --replicas, got one"),
+        (["--replicas", "2", "--plot", "x.png"], "--plot: expected none with --replicas, got one"),
+        (["--replicas", "2000"], "--replicas: expected at most 1024, got 2000"),
+        (["--replicas", "2", "--routing", "sideways"], "routing: expected one of prefix, "),
+        (["--replicas", "2", "--policy", "optimal"], "policy: expected one that replicas can have, got optimal"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(capsys, trace, options, message):
+    assert main(["simulate", trace, "--capacity-tokens", "64k", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,17 @@
+from radixkv.service.cli.terminal import aligned, percent
+
+
+def test_columns_are_as_wide_as_their_widest_cell():
+    assert aligned([("a", "bcd", "e"), ("fgh", "i"), ("j",)]) == ["a    bcd  e", "fgh  i", "j"]
+
+
+def test_numbers_stand_at_the_right():
+    assert aligned([("name", "n"), ("a", "100")], is_right=True) == ["name    n", "a     100"]
+
+
+def test_a_terminal_obeys_nothing_that_a_caller_chose():
+    assert aligned([("tenant \x1b[2J", "1"), ("é", "2")]) == ["tenant \\x1b[2J  1", "é               2"]
+
+
+def test_a_share_of_nothing_is_not_shown():
+    assert (percent(1, 3), percent(0, 0)) == (" (33.3 %)", "")

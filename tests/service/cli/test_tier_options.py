@@ -1,0 +1,37 @@
+import argparse
+
+import pytest
+
+from radixkv.planning.tiers import TierRoom
+from radixkv.service.cli.tier_options import TierSize, rooms_of, tier_numbers, tier_sizes
+
+
+def test_sizes_are_bytes_tokens_or_nothing():
+    assert tier_sizes("host=16GB, disk = 1.5TiB,redis=10.24M,far=Unbounded") == [
+        TierSize("host", num_bytes=16 * 10**9),
+        TierSize("disk", num_bytes=3 * 2**39),
+        TierSize("redis", num_tokens=10_240_000),
+        TierSize("far"),
+    ]
+
+
+def test_numbers_have_names():
+    assert tier_numbers("host=40,disk=2.5") == {"host": 40.0, "disk": 2.5}
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^expected a positive number, got 0$"):
+        tier_numbers("host=0")
+
+
+def test_only_bytes_ask_for_the_bytes_of_a_token():
+    asked = []
+
+    def token_bytes_of(subject):
+        asked.append(subject)
+        return 1024
+
+    sizes = tier_sizes("host=1MiB,disk=1000,far=unbounded")
+    assert rooms_of(sizes, token_bytes_of, 16) == [
+        TierRoom("host", 1_048_576 // 16_640 * 16),
+        TierRoom("disk", 1000),
+        TierRoom("far", None),
+    ]
+    assert asked == ["--tier host in bytes"]

@@ -1,0 +1,64 @@
+"""Replicas without servers, for tests of what routes to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+
+from radixkv.errors import Cause
+from radixkv.service.fleet.replica_connection import ReplicaLost
+from radixkv.service.fleet.replica_facts import FleetSecrets, ReplicaFacts
+from radixkv.service.server.status import CAUSE
+
+SECRETS = FleetSecrets(bytes(range(32)), "token")
+
+
+def facts(address: str, epoch: int = 1) -> ReplicaFacts:
+    return ReplicaFacts(address, epoch, "fake", "fingerprint", 256, 4096, 4, "", 3600.0, SECRETS)
+
+
+def failure(code: grpc.StatusCode, details: str = "told so", cause: Cause | None = None) -> grpc.aio.AioRpcError:
+    trailing = [("a", "b")] if cause is None else [("a", "b"), (CAUSE, cause.value)]
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
+
+
+class FakeConnection:
+    """A connection whose replica answers what a test says."""
+
+    metadata = (("authorization", "Bearer token"),)
+
+    def __init__(self, about: ReplicaFacts) -> None:
+        self.facts = about
+        self.is_up = True
+        self.is_lost = False
+        self.num_looks = self.num_calls = 0
+        self.is_closed = False
+        self.prefill = SimpleNamespace()
+        self.batches: asyncio.Queue = asyncio.Queue()
+
+    async def subscribe(self, start_sequence_number: int = 0, *, stores: bool = False):
+        while True:
+            yield await self.batches.get()
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def look(self) -> None:
+        self.num_looks += 1
+
+    async def wait_for(self, awaitable: Awaitable):
+        if self.is_lost:
+            asyncio.ensure_future(awaitable).cancel()
+            raise ReplicaLost("replica: expected an answer, got none")
+        return await awaitable
+
+    async def finish(self) -> None:
+        while self.num_calls:
+            await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,236 @@
+"""Two steps of a generation, and what goes wrong between them, with replicas that answer what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from radixkv.errors import Cause, NoReplica
+from radixkv.service.fleet.disaggregated_prefill import HandOver
+from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
+from radixkv.service.fleet.routing_request import Question
+from radixkv.v1.prefill_pb2 import GenerateRequest, GenerateResponse, PrefillRequest, PrefillResponse, Usage
+from tests.service.fleet.fake_connection import FakeConnection, facts, failure
+
+GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+NO_LEASE = failure(grpc.StatusCode.NOT_FOUND, "in any words", Cause.KV_SOURCE)
+NO_SOURCE = failure(grpc.StatusCode.UNAVAILABLE, "in any words", Cause.KV_SOURCE)
+REQUEST = GenerateRequest(prefill=PrefillRequest(token_ids=[1, 2, 3], tenant="acme"), max_new_tokens=2)
+ANSWER = [GenerateResponse(token_ids=[7], usage=Usage(prompt_tokens=3)), GenerateResponse(token_ids=[8], finished=True)]
+
+
+class Replicas:
+    """Replicas of one role that are chosen in order, and what each of them answers, call by call."""
+
+    def __init__(self, **answers: list[Any]) -> None:
+        self.answers = answers
+        self.connections = {name: FakeConnection(facts(name)) for name in answers}
+        self.requests: list[tuple[str, Any]] = []
+        self.released: list[tuple[str, str]] = []
+        self.calls: list[Call] = []
+        for name, connection in self.connections.items():
+            connection.metadata = ()
+            connection.prefill.Prefill = lambda request, name=name: self.prefill(name, request)
+            connection.prefill.Generate = lambda request, name=name: self.generate(name, request)
+            connection.prefill.Release = lambda request, name=name, **_: self.release(name, request)
+        self.forwarder = Forwarder(self.choose, 0.0)
+
+    async def choose(self, question: Question) -> Any:
+        for name, connection in self.connections.items():
+            if name not in question.avoid:
+                return SimpleNamespace(name=name, connection=connection, finish=lambda *_: None)
+        raise NoReplica("replicas: expected one, got none")
+
+    async def prefill(self, name: str, request: PrefillRequest) -> PrefillResponse:
+        self.requests.append((name, request))
+        answer = self.answers[name].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        usage = Usage(prompt_tokens=3, cached_tokens=1, computed_tokens=2, device_tokens=1)
+        return PrefillResponse(lease_id=answer, epoch=5, usage=usage)
+
+    def generate(self, name: str, request: GenerateRequest) -> Call:
+        self.requests.append((name, request))
+        self.calls.append(Call(self.answers[name].pop(0)))
+        return self.calls[-1]
+
+    async def release(self, name: str, request: Any) -> None:
+        assert request.tenant == "acme"
+        self.released.append((name, request.lease_id))
+
+
+class Call:
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = list(parts)
+        self.is_cancelled = False
+
+    async def read(self) -> Any:
+        part = self.parts.pop(0) if self.parts else grpc.aio.EOF
+        if isinstance(part, Exception):
+            raise part
+        if isinstance(part, GenerateResponse):
+            copied = GenerateResponse()
+            copied.CopyFrom(part)
+            return copied
+        return part
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Split:
+    """A fleet of replicas that compute and of those that generate."""
+
+    def __init__(self, computing: Replicas, generating: Replicas) -> None:
+        self.computing, self.generating = computing, generating
+        self.hand_over = HandOver(computing.forwarder, generating.forwarder)
+
+    def parts(self, request: GenerateRequest = REQUEST) -> Any:
+        return self.hand_over.stream(request, lambda: Question(b"123412341234", "acme"), lambda connection: {})
+
+    def answer(self, request: GenerateRequest = REQUEST) -> list[GenerateResponse]:
+        async def all_parts() -> list[GenerateResponse]:
+            try:
+                return [part async for _, part in self.parts(request)]
+            finally:
+                await self.hand_over.finish()
+
+        return asyncio.run(all_parts())
+
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """Replicas that generated, each with the lease."""
+        return [(name, request.kv_source.lease_id) for name, request in self.generating.requests]
+
+
+def tokens_of(parts: list[GenerateResponse]) -> list[int]:
+    return [token_id for part in parts for token_id in part.token_ids]
+
+
+def test_one_replica_computes_and_another_one_generates() -> None:
+    split = Split(Replicas(p=["lease"]), Replicas(d=[ANSWER]))
+    parts = split.answer()
+    assert tokens_of(parts) == [7, 8]
+    ((_, computed),) = split.computing.requests
+    assert (computed.hold_lease, computed.tenant, list(computed.token_ids)) == (True, "acme", [1, 2, 3])
+    ((_, generated),) = split.generating.requests
+    source = generated.kv_source
+    assert (source.address, source.lease_id, source.epoch, generated.max_new_tokens) == ("p", "lease", 5, 2)
+    assert not generated.prefill.hold_lease
+    assert split.computing.released == [("p", "lease")]
+    assert (parts[0].usage.cached_tokens, parts[0].usage.computed_tokens) == (1, 2)
+    assert not REQUEST.HasField("kv_source")
+
+
+def test_another_one_generates_from_the_same_lease_where_one_is_gone() -> None:
+    split = Split(Replicas(p=["lease"]), Replicas(d=[[GONE]], e=[ANSWER]))
+    assert tokens_of(split.answer()) == [7, 8]
+    assert split.sources == [("d", "lease"), ("e", "lease")]
+    assert split.computing.released == [("p", "lease")]
+
+
+@pytest.mark.parametrize("lost", [NO_LEASE, NO_SOURCE], ids=["restarted", "gone"])
+def test_a_prompt_whose_lease_is_lost_is_computed_elsewhere(lost: Exception) -> None:
+    split = Split(Replicas(p=["one"], q=["two"]), Replicas(d=[[lost], ANSWER]))
+    assert tokens_of(split.answer()) == [7, 8]
+    assert split.sources == [("d", "one"), ("d", "two")], "who generates is not to blame"
+    assert split.computing.released == [("p", "one"), ("q", "two")]
+
+
+def test_a_source_that_is_silent_is_left() -> None:
+    split = Split(Replicas(p=["one"], q=["two"]), Replicas(d=[ANSWER, ANSWER]))
+    split.computing.connections["p"].is_lost = True
+    split.computing.connections["p"].wait_for = first_only(split.computing.connections["p"])
+    assert tokens_of(split.answer()) == [7, 8]
+    assert split.sources == [("d", "one"), ("d", "two")]
+    assert split.generating.calls[0].is_cancelled
+
+
+def first_only(connection: FakeConnection) -> Any:
+    """Answers the prefill, and is silent from then on."""
+    silent, num_calls = connection.wait_for, 0
+
+    async def wait_for(awaitable: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return await awaitable if num_calls == 1 else await silent(awaitable)
+
+    return wait_for
+
+
+def test_without_replicas_that_compute_the_other_one_does() -> None:
+    full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "in any words", Cause.HOLD_LEASE)
+    for computing in (Replicas(), Replicas(p=[GONE]), Replicas(p=[""]), Replicas(p=[full])):
+        split = Split(computing, Replicas(d=[ANSWER]))
+        parts = split.answer()
+        assert (tokens_of(parts), parts[0].usage.cached_tokens) == ([7, 8], 0)
+        assert split.sources == [("d", "")]
+        assert not split.generating.requests[0][1].HasField("kv_source")
+
+
+def test_after_three_lost_leases_the_one_that_generates_computes() -> None:
+    computing = Replicas(**{name: [name] for name in "pqrs"})
+    split = Split(computing, Replicas(d=[[NO_LEASE], [NO_LEASE], [NO_LEASE], ANSWER]))
+    assert tokens_of(split.answer()) == [7, 8]
+    assert split.sources == [("d", "p"), ("d", "q"), ("d", "r"), ("d", "")]
+    assert [name for name, _ in computing.released] == ["p", "q", "r"]
+
+
+def test_an_answer_that_has_begun_is_not_begun_again() -> None:
+    split = Split(Replicas(p=["lease"]), Replicas(d=[[ANSWER[0], GONE]], e=[ANSWER]))
+    with pytest.raises(ReplicaRefusal, match="expected the rest of the answer, got none"):
+        split.answer()
+    assert split.sources == [("d", "lease")]
+    assert split.computing.released == [("p", "lease")]
+
+
+def test_the_text_of_a_refusal_decides_nothing() -> None:
+    full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "hold_lease: expected at most 9 blocks in held leases, got 9")
+    with pytest.raises(ReplicaRefusal, match="hold_lease"):
+        Split(Replicas(p=[full]), Replicas(d=[ANSWER])).answer()
+    lost = failure(grpc.StatusCode.NOT_FOUND, "kv_source: lease_id: expected a lease that this tenant holds, got none")
+    with pytest.raises(ReplicaRefusal, match="kv_source"):
+        Split(Replicas(p=["one"], q=["two"]), Replicas(d=[[lost], ANSWER])).answer()
+
+
+@pytest.mark.parametrize("step", ["prefill", "generate"])
+def test_refusals_are_told_and_nothing_stays_held(step: str) -> None:
+    refused = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue: expected room, got none")
+    computing = Replicas(p=[refused if step == "prefill" else "lease"])
+    split = Split(computing, Replicas(d=[[refused]]))
+    with pytest.raises(ReplicaRefusal) as refusal:
+        split.answer()
+    assert (refusal.value.code, refusal.value.trailing) == (grpc.StatusCode.RESOURCE_EXHAUSTED, (("a", "b"),))
+    assert computing.released == ([] if step == "prefill" else [("p", "lease")])
+
+
+def test_a_reader_that_leaves_gives_the_lease_back() -> None:
+    split = Split(Replicas(p=["lease"]), Replicas(d=[ANSWER]))
+
+    async def leave(num_parts: int) -> None:
+        parts = split.parts()
+        for _ in range(num_parts):
+            await anext(parts)
+        await parts.aclose()
+        await split.hand_over.finish()
+
+    asyncio.run(leave(1))
+    assert (split.computing.released, split.generating.calls[0].is_cancelled) == ([("p", "lease")], True)
+
+
+@pytest.mark.parametrize("change", ["read_cache", "write_cache", "prompt_logprobs"])
+def test_what_no_lease_could_bring_is_computed_where_it_is_generated(change: str) -> None:
+    request = GenerateRequest()
+    request.CopyFrom(REQUEST)
+    if change == "prompt_logprobs":
+        request.prompt_logprobs = 0
+    else:
+        setattr(request.prefill, change, False)
+    split = Split(Replicas(p=[]), Replicas(d=[ANSWER]))
+    assert tokens_of(split.answer(request)) == [7, 8]
+    assert (split.computing.requests, split.sources) == ([], [("d", "")])

@@ -1,0 +1,174 @@
+"""Views of live servers on loopback: in step, after gaps, lives and cuts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.events.block_identity import Identities
+from radixkv.routing.candidate import Hits
+from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.prompt_blocks import PromptBlocks
+from radixkv.service.client import AsyncClient
+from radixkv.service.fleet.event_subscription import EventStream
+from tests.events.fake_source import BASE, BLOCK_SIZE, FakeSource
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.fleet.scripted_server import ScriptedServer, batch, refusal, snapshot
+from tests.service.serving import becomes_true, serving
+
+
+def run(test) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def prompt(first: int, count: int = 9) -> list[int]:
+    return list(range(first, first + count))
+
+
+def hits(view: FleetView, ids: list[int], *names: str) -> list[int]:
+    blocks = PromptBlocks(BASE, np.array(ids, "<u4").tobytes(), BLOCK_SIZE, Identities())
+    return [found.device for found in view.match(blocks.all(), names or view.names)]
+
+
+@contextlib.asynccontextmanager
+async def server_with_events():
+    """Yield a source of events and the address of a server that streams them."""
+    engine = FakeEngine()
+    engine.events = FakeSource()
+    async with serving(engine) as (_, address):
+        yield engine.events, address
+
+
+@contextlib.asynccontextmanager
+async def followed(view: FleetView, name: str, address: str):
+    """Yield a stream that runs."""
+    async with AsyncClient(address) as client:
+        stream = EventStream(name, client, view)
+        task = asyncio.create_task(stream.run())
+        try:
+            yield stream
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def test_a_view_of_two_servers_is_in_step_and_heals():
+    async def test():
+        view = FleetView(BLOCK_SIZE)
+        async with server_with_events() as (first, one), server_with_events() as (second, two):
+            first.store(*prompt(0))
+            for name in "ab":
+                view.join(name)
+            async with followed(view, "a", one) as stream, followed(view, "b", two):
+                assert await becomes_true(lambda: view.is_in_step("a") and view.is_in_step("b"))
+                assert hits(view, prompt(0)) == [8, 0]
+                second.store(*prompt(0))
+                second.store(*prompt(100))
+                assert await becomes_true(lambda: hits(view, prompt(100)) == [0, 8])
+                assert hits(view, prompt(0)) == [8, 8]
+                second.cache.purge()
+                second.feed.publish()
+                assert await becomes_true(lambda: hits(view, prompt(0)) == [8, 0])
+
+                view.lose("a")  # a batch was lost on the way
+                first.store(*prompt(200))
+                assert await becomes_true(lambda: hits(view, prompt(200), "a") == [8])
+                assert (view.is_in_step("a"), stream.num_gaps) == (True, 1)
+                assert await becomes_true(lambda: first.num_readers == 1)
+
+    run(test)
+
+
+def test_a_server_that_was_started_again_is_read_from_its_snapshot():
+    async def test():
+        view = FleetView(BLOCK_SIZE)
+        view.join("a")
+        async with server_with_events() as (source, address), followed(view, "a", address):
+            source.store(*prompt(0))
+            source.store(*prompt(100))
+            assert await becomes_true(lambda: hits(view, prompt(100)) == [8])
+        async with server_with_events() as (source, address):
+            source.store(*prompt(300))
+            async with followed(view, "a", address) as stream:
+                assert await becomes_true(lambda: hits(view, prompt(300)) == [8])
+                assert hits(view, prompt(100)) == [0]
+                assert stream.num_gaps == 1
+
+    run(test)
+
+
+def test_a_server_without_events_and_blocks_of_another_size_end_a_stream():
+    async def test():
+        view = FleetView(BLOCK_SIZE + 1)
+        view.join("a")
+        async with server_with_events() as (source, address), AsyncClient(address) as client:
+            source.store(*prompt(0))
+            with pytest.raises(ConfigError, match=r"events\.block_size: expected 5 tokens"):
+                await EventStream("a", client, view).run()
+        async with serving(FakeEngine()) as (_, address), AsyncClient(address) as client:
+            view.join("a")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await EventStream("a", client, view).run()
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    run(test)
+
+
+def test_a_stream_that_breaks_goes_on_after_the_last_number_and_waits_longer_each_time():
+    server = ScriptedServer(
+        [snapshot(5, 1, 2), batch(6, 3), refusal(grpc.StatusCode.UNAVAILABLE)],
+        [refusal(grpc.StatusCode.UNAVAILABLE)],
+        [refusal(grpc.StatusCode.CANCELLED)],
+        [batch(7, 4), refusal(grpc.StatusCode.UNAVAILABLE)],
+    )
+    stream = server.run()
+    assert server.starts == [0, 6, 6, 6, 7]
+    assert server.pauses == [0.05, 0.1, 0.2, 0.05]
+    assert (stream.num_breaks, stream.num_gaps) == (4, 0)
+    assert server.view.match([1, 2, 3, 4], ["a"]) == [Hits(device=16)]
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS])
+def test_a_number_that_the_server_does_not_know_is_given_up(code):
+    server = ScriptedServer([snapshot(5, 1, 2), refusal(code)], [snapshot(9, 1)])
+    stream = server.run()
+    assert server.starts == [0, 0, 9]
+    assert (stream.num_breaks, stream.num_gaps) == (0, 1)
+    assert server.view.match([1, 2], ["a"]) == [Hits(device=4)]
+
+
+def test_a_missing_batch_asks_for_a_snapshot():
+    server = ScriptedServer([snapshot(5, 1, 2), batch(7, 3), batch(8, 4)], [snapshot(8, 1, 2, 3)])
+    stream = server.run()
+    assert server.starts == [0, 0, 8]
+    assert (stream.num_gaps, server.num_closed) == (1, 3)
+    assert server.view.match([1, 2, 3], ["a"]) == [Hits(device=12)]
+
+
+def test_what_a_silent_server_had_is_forgotten_after_a_while():
+    cut = [refusal(grpc.StatusCode.UNAVAILABLE)]
+    server = ScriptedServer([snapshot(5, 1), *cut], cut, cut, seconds_a_pause=16)
+    server.run(before_the_last=lambda: server.view.match([1], ["a"]) == [Hits(device=4)])
+    assert server.view.match([1], ["a"]) == [Hits()]
+    assert server.view.number_of("a") == 0
+
+
+def test_a_stream_ends_when_its_server_leaves_the_view():
+    server = ScriptedServer([snapshot(5, 1), refusal(grpc.StatusCode.UNAVAILABLE)])
+    server.view.leave("a")
+    server.run()
+    assert server.starts == []
+
+
+def test_a_refused_caller_is_told():
+    server = ScriptedServer([refusal(grpc.StatusCode.UNAUTHENTICATED)])
+    with pytest.raises(grpc.aio.AioRpcError):
+        server.run()

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import pytest
+
+from radixkv.errors import Cause, NoReplica
+from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
+from radixkv.service.fleet.routing_request import Question
+from tests.service.fleet.fake_connection import FakeConnection, facts, failure
+
+GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+
+
+class Fleet:
+    """Replicas that are chosen in order, and a clock that moves when somebody sleeps."""
+
+    def __init__(self, **answers) -> None:
+        self.answers = answers
+        self.connections = {name: FakeConnection(facts(name)) for name in answers}
+        self.asked: list[str] = []
+        self.finished: list[str] = []
+        self.now_s = 0.0
+        self.forwarder = Forwarder(self.choose, 5.0, self.sleep, lambda: self.now_s)
+
+    async def choose(self, question):
+        for name, connection in self.connections.items():
+            if name not in question.avoid:
+                return SimpleNamespace(
+                    name=name, connection=connection, finish=lambda *_, name=name: self.finished.append(name)
+                )
+        raise NoReplica("replicas: expected one, got none")
+
+    async def sleep(self, seconds) -> None:
+        self.now_s += seconds
+
+    async def ask(self, connection):
+        self.asked.append(connection.facts.address)
+        answer = self.answers[connection.facts.address]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def stream(self, connection):
+        self.asked.append(connection.facts.address)
+        return FakeCall(self.answers[connection.facts.address])
+
+    async def parts(self):
+        parts = []
+        async for routed, part in self.forwarder.stream(Question(b"1234"), self.stream):
+            parts.append((routed.name, part))
+        return parts
+
+
+class FakeCall:
+    """A streaming call that reads from a list."""
+
+    def __init__(self, parts) -> None:
+        self.parts = list(parts)
+        self.is_cancelled = False
+
+    async def read(self):
+        part = self.parts.pop(0) if self.parts else grpc.aio.EOF
+        if isinstance(part, Exception):
+            raise part
+        return part
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def answered(fleet: Fleet):
+    routed, answer = asyncio.run(fleet.forwarder.answer(Question(b"1234"), fleet.ask))
+    return routed.name, answer
+
+
+def test_another_replica_is_asked_when_one_is_gone() -> None:
+    fleet = Fleet(a=GONE, b="yes")
+    assert answered(fleet) == ("b", "yes")
+    assert (fleet.asked, fleet.finished, fleet.forwarder.num_retries) == (["a", "b"], ["a"], 1)
+    assert [connection.num_calls for connection in fleet.connections.values()] == [0, 0]
+    assert fleet.connections["a"].num_looks == 1
+
+
+def test_another_replica_is_asked_when_one_is_silent() -> None:
+    fleet = Fleet(a="never told", b="yes")
+    fleet.connections["a"].is_lost = True
+    assert answered(fleet) == ("b", "yes")
+
+
+def test_what_a_replica_refuses_is_told_at_once() -> None:
+    fleet = Fleet(a=failure(grpc.StatusCode.INVALID_ARGUMENT, "token_ids: ..."), b="yes")
+    with pytest.raises(ReplicaRefusal) as refusal:
+        answered(fleet)
+    assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refusal.value.details, refusal.value.trailing) == ("token_ids: ...", (("a", "b"),))
+    assert (fleet.asked, fleet.finished) == (["a"], ["a"])
+
+
+def test_a_replica_that_can_not_reach_the_source_of_its_kv_is_not_to_blame() -> None:
+    fleet = Fleet(a=failure(grpc.StatusCode.UNAVAILABLE, "in any words", Cause.KV_SOURCE), b="yes")
+    with pytest.raises(ReplicaRefusal, match="in any words") as refusal:
+        answered(fleet)
+    assert (fleet.asked, fleet.connections["a"].num_looks) == (["a"], 0)
+    assert (refusal.value.is_of(Cause.KV_SOURCE), refusal.value.is_of(Cause.HOLD_LEASE)) == (True, False)
+
+
+def test_a_replica_that_starts_again_is_waited_for() -> None:
+    fleet = Fleet(a=GONE)
+
+    async def sleep(seconds) -> None:
+        fleet.now_s += seconds
+        if fleet.now_s > 3:
+            fleet.answers["b"] = "yes"
+            fleet.connections["b"] = FakeConnection(facts("b"))
+
+    fleet.forwarder = Forwarder(fleet.choose, 5.0, sleep, lambda: fleet.now_s)
+    assert answered(fleet) == ("b", "yes")
+
+
+def test_the_last_failure_is_told_when_none_comes() -> None:
+    with pytest.raises(ReplicaRefusal, match="connection refused"):
+        answered(Fleet(a=GONE))
+    with pytest.raises(NoReplica):
+        answered(Fleet())
+
+
+def test_a_stream_that_has_told_nothing_goes_on_elsewhere() -> None:
+    fleet = Fleet(a=[GONE], b=["one", "two"])
+    assert asyncio.run(fleet.parts()) == [("b", "one"), ("b", "two")]
+
+
+def test_a_stream_that_has_begun_ends_with_its_replica() -> None:
+    fleet = Fleet(a=["one", GONE], b=["one", "two"])
+    with pytest.raises(ReplicaRefusal, match="expected the rest of the answer, got none") as refusal:
+        asyncio.run(fleet.parts())
+    assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
+    assert fleet.asked == ["a"]
+    assert "a" in fleet.finished
+
+
+def test_a_reader_that_leaves_ends_the_call() -> None:
+    fleet = Fleet(a=["one", "two"])
+    calls = []
+
+    def ask(connection):
+        calls.append(fleet.stream(connection))
+        return calls[-1]
+
+    async def leave() -> None:
+        parts = fleet.forwarder.stream(Question(b"1234"), ask)
+        await anext(parts)
+        await parts.aclose()
+
+    asyncio.run(leave())
+    assert calls[0].is_cancelled
+    assert (fleet.finished, fleet.connections["a"].num_calls) == (["a"], 0)

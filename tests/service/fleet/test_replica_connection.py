@@ -1,0 +1,175 @@
+"""Connections to servers of fake engines on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+
+from radixkv.config import Config, ServerConfig
+from radixkv.service.fleet.replica import replica_server
+from radixkv.service.fleet.replica_connection import Patience, ReplicaConnection, ReplicaLost
+from radixkv.v1 import prefill_pb2
+from tests.events.fake_source import FakeSource
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.fleet.fake_connection import facts
+from tests.service.server.identity.certificates import Papers
+from tests.service.serving import becomes_true, serving
+
+
+@contextlib.asynccontextmanager
+async def connection_to(address: str):
+    connection = ReplicaConnection(replace(facts(address)), Patience(0.01, 5.0))
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+def run(test) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_line_is_up_while_the_server_says_so() -> None:
+    async def test() -> None:
+        async with serving(FakeEngine()) as (server, address), connection_to(address) as connection:
+            await connection.look()
+            assert connection.is_up
+            server._health.leave()
+            await connection.look()
+            assert not connection.is_up
+            assert await connection.wait_for(asyncio.sleep(0, "an answer under way")) == "an answer under way"
+
+    run(test)
+
+
+def test_a_line_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
+    papers = Papers(tmp_path)
+
+    async def test() -> None:
+        async with serving(FakeEngine(), **papers.tls) as (_, address):
+            for options, is_up in (
+                ({"tls_ca": str(papers.ca_file)}, True),
+                ({"tls_ca": str(papers.ca_file), "tls_name": "localhost"}, True),
+                ({"tls_ca": str(papers.ca_file), "tls_name": "another"}, False),
+                ({"tls_ca": str(tmp_path / "client_ca.pem")}, False),
+                ({}, False),
+            ):
+                connection = ReplicaConnection(facts(address), Patience(0.01, 5.0), **options)
+                await connection.look()
+                assert connection.is_up == is_up, options
+                await connection.close()
+
+    run(test)
+
+
+def test_calls_to_a_server_that_is_gone_are_given_up() -> None:
+    async def test() -> None:
+        async with connection_to("127.0.0.1:1") as connection:
+            waiting = asyncio.ensure_future(connection.wait_for(asyncio.Event().wait()))
+            await asyncio.sleep(0)
+            await connection.look()
+            assert not connection.is_up
+            with pytest.raises(ReplicaLost, match="expected an answer, got none"):
+                await waiting
+
+    run(test)
+
+
+def test_a_line_recovers() -> None:
+    async def test() -> None:
+        async with serving(FakeEngine()) as (_, address), connection_to(address) as connection:
+            check, connection._check_health = connection._check_health, Refusing(grpc.StatusCode.DEADLINE_EXCEEDED)
+            await connection.look()
+            assert not connection.is_up
+            connection._check_health = check
+            await connection.look()
+            assert connection.is_up
+            assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
+
+    run(test)
+
+
+class Refusing:
+    """Health checks that end with a status."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    async def __call__(self, request, timeout):
+        raise grpc.aio.AioRpcError(self._code, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+def test_a_replica_that_refuses_to_tell_its_health_is_there() -> None:
+    async def test() -> None:
+        async with connection_to("127.0.0.1:1") as connection:
+            connection._check_health = Refusing(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            await connection.look()
+            assert connection.is_up
+            assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
+            connection._check_health = Refusing(grpc.StatusCode.UNAVAILABLE)
+            await connection.look()
+            assert not connection.is_up
+
+    run(test)
+
+
+def test_calls_keep_neither_health_nor_events_waiting() -> None:
+    async def test() -> None:
+        engine = FakeEngine(is_gated=True)
+        engine.events = FakeSource()
+        async with serving(engine, max_connection_calls=2) as (_, address), connection_to(address) as connection:
+            request = prefill_pb2.PrefillRequest(token_ids=[1, 2, 3])
+            calls = [asyncio.ensure_future(connection.prefill.Prefill(request)) for _ in range(3)]
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            await connection.look()
+            assert connection.is_up
+            engine.events.store(1, 2, 3, 4)
+            assert (await anext(connection.subscribe())).events
+            engine.open_gate()
+            assert len(await asyncio.gather(*calls)) == 3
+
+    run(test)
+
+
+def test_an_answer_that_nobody_reads_ends_no_other_call() -> None:
+    async def test() -> None:
+        engine = FakeEngine(is_gated=True)
+        bounds = replica_server(Config(server=ServerConfig(send_timeout_s=0.2)), "127.0.0.1")
+        async with (
+            serving(engine, send_timeout_s=bounds.send_timeout_s) as (server, address),
+            connection_to(address) as connection,
+        ):
+            prompt = prefill_pb2.PrefillRequest(token_ids=[1, 2, 3])
+            large = prefill_pb2.PrefillRequest(token_ids=[1] * 8000)
+            unread = connection.prefill.Generate(
+                prefill_pb2.GenerateRequest(prefill=large, max_new_tokens=2, prompt_logprobs=100)
+            )
+            assert await becomes_true(lambda: server._intake._unsent._since_s)
+            call = asyncio.ensure_future(connection.prefill.Prefill(prompt))
+            await asyncio.sleep(1.0)  # five times as long as the ingress waits
+            assert not call.done(), call.exception()
+            engine.open_gate()
+            assert (await call).next_token_id == 6
+            unread.cancel()
+
+    run(test)
+
+
+def test_what_is_awaited_ends_with_its_caller() -> None:
+    async def test() -> None:
+        async with connection_to("127.0.0.1:1") as connection:
+            inner = asyncio.get_running_loop().create_future()
+            waiting = asyncio.ensure_future(connection.wait_for(inner))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert inner.cancelled()
+
+    run(test)
