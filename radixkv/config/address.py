@@ -1,4 +1,4 @@
-"""Reads the addresses that keys of a configuration hold."""
+"""Parses addresses in the configuration."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ _MAX_PORT = 65_535
 
 
 def host_and_port(key: str, address: str) -> tuple[str, int]:
-    """Take an address `HOST:PORT` apart.
+    """Split an address `HOST:PORT` at its last colon.
 
     >>> host_and_port("tiers.mooncake_master", "10.0.0.5:50051")
     ('10.0.0.5', 50051)
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not such an address. The message names the key.
     """
+    if not address:
+        raise ConfigError(f"{key}: an address HOST:PORT is required")
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= _MAX_PORT):
-        came = repr(address) if address else "none"
-        raise ConfigError(f"{key}: expected HOST:PORT with a port from 1 to {_MAX_PORT}, got {came}")
+        raise ConfigError(f"{key}: expected HOST:PORT with a port from 1 to {_MAX_PORT}, got {address!r}")
     return host, int(port)

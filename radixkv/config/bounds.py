@@ -1,4 +1,4 @@
-"""Bounds of the keys of a configuration, written beside their types; checks a section against them."""
+"""Bounds of configuration keys, given in their type annotations, and the check of a section against them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ _TOML_TYPES = {str: "a string", int: "an integer", float: "a number", bool: "a b
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `least` to `most`, both included; without an upper bound if `most` is None."""
+    """Numbers from `min` to `max`, both included; without an upper bound if `max` is None."""
 
-    least: float
-    most: float | None = None
+    min: float
+    max: float | None = None
 
     def require(self, path: str, value: float) -> None:
-        """Refuse a number out of range.
+        """Raise `ConfigError` if a number is out of range.
 
         >>> Range(0, 65535).require("server.port", 70000)
         Traceback (most recent call last):
             ...
         radixkv.errors.ConfigError: server.port: expected 0 to 65535, got 70000
         """
-        if not (self.least <= value and (self.most is None or value <= self.most)):
-            expected = f"at least {self.least}" if self.most is None else f"{self.least} to {self.most}"
+        if not (self.min <= value and (self.max is None or value <= self.max)):
+            expected = f"at least {self.min}" if self.max is None else f"{self.min} to {self.max}"
             raise ConfigError(f"{path}: expected {expected}, got {value}")
 
 
 class OneOf:
-    """A set of values that a key may have."""
+    """The set of values that a key accepts."""
 
     def __init__(self, *values: object) -> None:
         self._values = values
 
     def require(self, path: str, value: object) -> None:
-        """Refuse a value that is not in the set."""
+        """Raise `ConfigError` if a value is not in the set."""
         if value not in self._values:
             raise ConfigError(
                 f"{path}: expected one of {', '.join(map(str, self._values))}, got {str(value) or repr(value)}"
@@ -53,7 +53,7 @@ def require_fields(path: str, section: Any) -> None:
         section: fields are str, int, float or bool, `Annotated` with bounds, and optional with `| None`.
 
     Raises:
-        ConfigError: the message names the key, what was expected and what came.
+        ConfigError: the message names the key, the expected and the actual value.
     """
     for name, hint in get_type_hints(type(section), include_extras=True).items():
         value = getattr(section, name)

@@ -1,4 +1,4 @@
-"""The folder for files that are kept between runs and can be made again."""
+"""The directory for files that are kept between runs and can be recreated at any time."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Return `$XDG_CACHE_HOME/radixkv`, or else `~/.cache/radixkv`. It need not exist.
+    """Return `$XDG_CACHE_HOME/radixkv`, or `~/.cache/radixkv` if the variable is not set. It may not exist yet.
 
-    A user without a home, such as a number that only a container knows, has an empty folder that no other user can
-    write to, and that is removed when the process ends.
+    For a user without a home directory, such as a bare user id in a container, this is `temporary_cache_directory()`.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if Path(base).is_absolute():
         return Path(base) / "radixkv"
     try:
         return Path("~/.cache").expanduser() / "radixkv"
-    except RuntimeError:  # there is no $HOME, and the user is in no list
+    except RuntimeError:  # $HOME is not set, and the user is not in the password database
         return temporary_cache_directory()
 
 
 @cache
 def temporary_cache_directory() -> Path:
-    """Return a folder of this process that no other user can write to. It is removed when the process ends."""
+    """Return a private directory of this process, which is removed when the process exits."""
     folder = tempfile.mkdtemp(prefix="radixkv-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

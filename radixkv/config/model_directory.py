@@ -1,4 +1,4 @@
-"""The files of a model directory, checked and read without torch."""
+"""Checks and reads the files of a model directory without importing torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_servable(path: str | Path) -> int:
-    """Check, without torch, that a directory has a config.json and the safetensors of a model.
+    """Check that a directory has a config.json and all safetensors files of a model.
 
     Returns:
-        Bytes of the weights.
+        Size of the weights in bytes.
 
     Raises:
-        ConfigError: a file is missing or can't be read. The message names it.
+        ConfigError: a file is missing or cannot be read. The message names it.
     """
     directory = Path(path)
-    if not os.path.isfile(directory / "config.json"):  # which also takes names that are too long, unlike Path
+    if not os.path.isfile(directory / "config.json"):  # unlike Path, it accepts names that are too long
         raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {path}")
     read_object(directory / "config.json")
     index = directory / INDEX
@@ -30,11 +30,11 @@ def check_servable(path: str | Path) -> int:
     if index.is_file() and not (directory / "model.safetensors").is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index}: weight_map: expected a file for each weight, got {shown(weight_map)}")
+            raise ConfigError(f"{index}: weight_map: expected a table of file names, got {shown(weight_map)}")
         names = {str(name) for name in weight_map.values()}
     for name in sorted(names):
         if not (directory / name).is_file():
-            raise ConfigError(f"model.path: expected a directory with {name}, got {path} without it")
+            raise ConfigError(f"model.path: {path} has no {name}")
     return sum((directory / name).stat().st_size for name in names)
 
 
@@ -42,7 +42,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
     Raises:
-        ConfigError: it can't be read, or holds something else.
+        ConfigError: the file cannot be read, or contains something else.
     """
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
@@ -51,14 +51,14 @@ def read_object(file: Path) -> dict[str, Any]:
             f"model: expected a directory with a config.json, or such a file, got {file}: {error.strerror}"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: expected a JSON object, got text that is not JSON ({error})") from error
+        raise ConfigError(f"{file}: expected a JSON object: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: expected a JSON object, got {shown(tree)}")
     return tree
 
 
 def shown(value: object) -> str:
-    """A value as error messages show it: its type and at most 60 characters.
+    """Format a value for an error message, as its type and its repr, in at most 60 characters.
 
     >>> shown([1, 2])
     'list [1, 2]'

@@ -1,4 +1,4 @@
-"""Reads the files that keys of a configuration name."""
+"""Reads files whose paths are in the configuration."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from radixkv.errors import ConfigError
 
 
 def read_named(key: str, path: str | Path) -> bytes:
-    """Read a file that a key names.
+    """Read a file whose path is the value of a key.
 
     Args:
-        key: for the message.
-        path: as it was given; a relative one begins in the directory of the process.
+        key: name of the key, for the error message.
+        path: value of the key; relative paths start at the working directory.
 
     Raises:
-        ConfigError: it can't be read. The message names the key and the path, and nothing of what is in the file.
+        ConfigError: the file cannot be read. The message names the key and the path, and nothing of the contents.
     """
-    if not str(path):  # which would be read as the directory itself
+    if not str(path):  # Path would take it for the working directory
         raise ConfigError(f"{key}: expected a readable file, got an empty path")
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{key}: expected a readable file, got {path}: {error.strerror}") from error
     except ValueError as error:  # a zero byte
-        raise ConfigError(f"{key}: expected a readable file, got {str(path)!r}, which is no path") from error
+        raise ConfigError(f"{key}: expected a readable file, got the invalid path {str(path)!r}") from error

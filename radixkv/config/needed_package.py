@@ -1,4 +1,4 @@
-"""The packages that keys of a configuration need."""
+"""Optional packages that a configuration key needs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from radixkv.errors import ConfigError
 
 
 def missing_package(package: str, extra: str) -> str:
-    """Say what is missing, and how to install it from a checkout; radixkv is on no package index yet."""
+    """Return an error message with the command that installs the package. radixkv is not on a package index yet."""
     return f"the package {package} is missing; install it from a checkout of radixkv: pip install '.[{extra}]'"
 
 
 def require_package(key: str, module: str, package: str, extra: str) -> None:
-    """Refuse a key whose package is not installed. Nothing is imported but the parents of a module with dots.
+    """Raise `ConfigError` if the package of a key is not installed. Only parent packages of `module` are imported.
 
     Args:
-        key: for the message.
-        module: what the package is imported as.
-        package: its name in an index.
-        extra: of ours, which installs it.
+        key: name of the key, for the error message.
+        module: import name of the package.
+        package: name of the package on the package index.
+        extra: extra of radixkv that installs it.
 
     Raises:
         ConfigError: the message names the key and the command that installs the package.

@@ -1,58 +1,179 @@
-"""The sections of a configuration: their keys, defaults and bounds."""
+"""The sections of the configuration: one frozen dataclass each, with the keys, their defaults and their bounds.
+
+`docs/deploy/radixkv.toml` is generated from the docstrings here: `python -m tests.config.example_file`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
+from radixkv.config.address import host_and_port
 from radixkv.config.bounds import OneOf, Range, require_fields
-from radixkv.config.cache_section import CacheConfig
-from radixkv.config.fleet_section import FleetConfig
-from radixkv.config.model_section import AdapterConfig, ModelConfig
-from radixkv.config.reading import laid_over, read_file, read_setting, require_known, section_with, table
-from radixkv.config.tenant_section import TenantConfig
-from radixkv.config.tiers_section import StoreConfig, TiersConfig
-from radixkv.config.transfer_section import KVSourceConfig, TransferConfig
 from radixkv.errors import ConfigError
 
-_MAX_INT32 = 2**31 - 1
-_YEAR_S = 366 * 24 * 3600  # clocks and time stamps overflow far beyond it
+KV_DTYPES = ("auto", "bf16", "fp8", "int8", "int4")
+EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
+MAX_BLOCKS = 2**31 - 1  # block ids are int32
+STATE_SHARE = 0.1  # of the memory of K and V: the memory for state snapshots without `cache.state_bytes`
 
-# Sections that have a name of their own below theirs.
-_NAMED = {"adapters": AdapterConfig, "kv_sources": KVSourceConfig, "stores": StoreConfig, "tenants": TenantConfig}
+_DEFAULT_CAPACITY_TOKENS = 131_072
+_MAX_INT32 = 2**31 - 1
+_YEAR_S = 366 * 24 * 3600  # clocks and timestamps overflow far beyond it
 
 _Count = Annotated[int, Range(0)]
 _PositiveCount = Annotated[int, Range(1)]
+_Bytes = Annotated[int, Range(1, 2**63 - 1)]
+_Share = Annotated[float, Range(0, 1)]
 _Port = Annotated[int, Range(0, 65535)]
 _Seconds = Annotated[float, Range(0, _YEAR_S)]
+_Rate = Annotated[float, Range(1e-3, 1e12)]
+_Replicas = Annotated[int, Range(1, 999_999)]
 
-
-# Launches of a step take the host 25 to 35 ms for a model of 8 billion parameters, by an estimate, whatever the tokens;
-# 512 tokens take a GPU 15 ms of it, 2048 tokens 55 ms.
+# Launching a step costs the host an estimated 25 to 35 ms for a model of 8 billion parameters, whatever the number of
+# tokens. A GPU computes 512 tokens in 15 ms and 2048 tokens in 55 ms.
 _STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Limits of requests and of the steps that compute them.
+class ModelConfig:
+    """The model to serve, its device, and its LoRA adapters.
 
     Attributes:
-        max_step_tokens: tokens that one forward pass computes at most; longer suffixes are split into chunks.
-            Without it 512 on a CPU, 2048 on a GPU.
-        max_running_requests: requests that may hold blocks at the same time.
-        max_waiting_requests: unfinished requests beyond the running ones; more are refused with RESOURCE_EXHAUSTED.
-        max_tenant_requests: unfinished requests of a single tenant.
-        max_waiting_calls: calls that wait between two steps, Probe, Retain and Release; as many of admins. More are
-            refused with RESOURCE_EXHAUSTED.
-        max_tenant_calls: waiting calls of a single tenant.
-        held_lease_ttl_s: seconds after which a held lease is released by itself, if it was not renewed.
-        max_held_leases: leases that may be held; more are refused with RESOURCE_EXHAUSTED.
-        max_tenant_held_leases: leases that a single tenant may hold.
-        step_timeout_s: seconds after which a step hangs: all requests are cancelled, new ones refused until it ends.
-        cuda_graphs: whether short steps are recorded at load, on a GPU, so that each is a single launch.
+        path: `tiny` for the embedded model, or a directory with config.json and safetensors files.
+        device: `auto`, `cpu` or `cuda`. `auto` uses a CUDA device if there is one.
+        dtype: data type of weights and activations: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
+        exactness: `exact`: a cache hit never changes a bit of the output. `fast`: the last bits of the output may
+            depend on the batch and on what is cached.
+        weights: format of the weights of linear layers: `auto` (as `dtype` says), or `int8`, on a CPU only: 8-bit
+            weights with one scale per output feature, and 8-bit activations with one scale per token. Embeddings,
+            norms and experts keep their data type.
+        threads: number of CPU threads that compute. Default: `OMP_NUM_THREADS` if it is set, otherwise one per physical
+            core within the CPU affinity and the cgroup quota.
+        max_adapters: maximum number of different LoRA adapters that are loaded; as many again may be draining. 0
+            disables adapters, unless there are sections `adapters.NAME`: then the number of sections is the maximum.
+        adapter_bytes: device memory for adapter weights, in bytes. The most recently used adapters are kept there, the
+            others in host memory.
+        adapter_directory: directory below which `LoadAdapter` may load adapters. Empty: it may load none.
+    """
+
+    path: str = "tiny"
+    device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
+    exactness: Annotated[str, OneOf("exact", "fast")] = "exact"
+    weights: Annotated[str, OneOf("auto", "int8")] = "auto"
+    threads: Annotated[int, Range(1, 8192)] | None = None
+    max_adapters: Annotated[int, Range(0, 4096)] = 0
+    adapter_bytes: Annotated[int, Range(1)] = 2**30
+    adapter_directory: str = ""
+
+    def __post_init__(self) -> None:
+        require_fields("model", self)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA adapter that is loaded at startup, from a section `adapters.NAME`.
+
+    Attributes:
+        path: directory with adapter_config.json and adapter_model.safetensors, as PEFT writes it.
+    """
+
+    path: str = ""
+
+    def require(self, path: str) -> None:
+        """Check all values. `Config` calls this, since only it knows the name of the section.
+
+        Args:
+            path: `adapters.NAME`.
+
+        Raises:
+            ConfigError: the path or the name is missing. The message names the key.
+        """
+        require_fields(path, self)
+        if path == "adapters.":
+            raise ConfigError("adapters: each section needs a name; the empty name is the base model")
+        if not self.path:
+            raise ConfigError(f"{path}.path: a directory is required")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The pool of K/V blocks, and the rules for what stays cached in it.
+
+    Attributes:
+        block_size: tokens per block: 16, 32 or 64.
+        capacity_tokens: capacity of the pool in tokens, rounded down to whole blocks. If layers with sliding-window
+            attention store fewer tokens, the pool takes the same memory and the other layers store more. Default: on a
+            GPU, as many as `memory_share` allows; on a CPU, 131,072.
+        windowed_tokens: capacity, in tokens, of the separate pool for layers with sliding-window attention; rounded
+            down to whole blocks. 0: these layers store every token, like the others. Default: derived from the window;
+            every token if another feature requires it, or if a separate pool would save nothing.
+        memory_share: fraction of a GPU's memory that weights, activations, the pool and other processes may use
+            together, 0 to 1.
+        kv_dtype: storage format of K and V: `auto` (the model's data type), `bf16`, `fp8`, `int8` or `int4`. The last
+            three store one scale per token and head.
+        evicted_prefixes: number of evicted prefixes to remember, so that later misses can be explained.
+        policy: eviction policy for unused blocks: `adaptive`, `lru`, `slru`, `lfu` or `priority`.
+        max_retained_share: maximum fraction of the pool with a retention priority above the default, 0 to 1.
+        max_held_share: maximum fraction of the pool that held leases may keep, 0 to 1.
+        max_public_share: maximum fraction of the pool for public prefixes, 0 to 1. 0 disables public prefixes.
+        probation_share: fraction of the pool, 0 to 1, for prompts that were used only once; what exceeds it is evicted
+            before anything that was reused. 1: the policy alone decides.
+        state_bytes: memory for state snapshots of recurrent models, in bytes, in addition to the states of running
+            requests. Default: a tenth of the memory of K and V, and at least 64 snapshots.
+        state_every_tokens: number of tokens between the state snapshots of a long prompt; rounded down to whole blocks,
+            at least one.
+    """
+
+    block_size: Annotated[int, OneOf(16, 32, 64)] = 64
+    capacity_tokens: int | None = None
+    windowed_tokens: _Count | None = None
+    memory_share: _Share = 0.9
+    kv_dtype: Annotated[str, OneOf(*KV_DTYPES)] = "auto"
+    evicted_prefixes: _Count = 65_536
+    policy: Annotated[str, OneOf(*EVICTION_POLICIES)] = "adaptive"
+    max_retained_share: _Share = 0.2
+    max_held_share: _Share = 0.5
+    max_public_share: _Share = 0.25
+    probation_share: _Share = 0.5
+    state_bytes: Annotated[int, Range(0, 2**63 - 1)] | None = None
+    state_every_tokens: Annotated[int, Range(1)] = 512
+
+    def __post_init__(self) -> None:
+        require_fields("cache", self)
+        if self.capacity_tokens is not None:
+            Range(self.block_size, MAX_BLOCKS * self.block_size).require("cache.capacity_tokens", self.capacity_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the pool, if its size does not depend on a GPU's memory."""
+        capacity_tokens = _DEFAULT_CAPACITY_TOKENS if self.capacity_tokens is None else self.capacity_tokens
+        return capacity_tokens // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of requests, and of the forward passes (steps) that compute them.
+
+    Attributes:
+        max_step_tokens: maximum number of tokens per step; longer prompts are prefilled in chunks. Default: 512 on a
+            CPU, 2048 on a GPU.
+        max_running_requests: maximum number of running requests, which are those that hold blocks.
+        max_waiting_requests: maximum number of unfinished requests in addition to the running ones; further requests
+            are refused with RESOURCE_EXHAUSTED.
+        max_tenant_requests: maximum number of unfinished requests per tenant.
+        max_waiting_calls: maximum number of Probe, Retain and Release calls that wait for a step to end. Calls of
+            administrators have the same limit of their own. Further calls are refused with RESOURCE_EXHAUSTED.
+        max_tenant_calls: maximum number of such calls per tenant.
+        held_lease_ttl_s: seconds after which a held lease expires if it is not renewed.
+        max_held_leases: maximum number of held leases; further ones are refused with RESOURCE_EXHAUSTED.
+        max_tenant_held_leases: maximum number of held leases per tenant.
+        step_timeout_s: seconds after which a step counts as stalled: all requests are cancelled, and new ones refused
+            until the step ends.
+        cuda_graphs: whether to capture short steps as CUDA graphs at startup, so that each is a single launch; GPU
+            only.
     """
 
     max_step_tokens: _PositiveCount | None = None
@@ -72,11 +193,11 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one forward pass computes at most, where nobody said on which device; see `on`."""
+        """Maximum number of tokens per step, as on a CPU unless `max_step_tokens` is set; see `on`."""
         return _STEP_TOKENS["cpu"] if self.max_step_tokens is None else self.max_step_tokens
 
     def on(self, device_type: str) -> EngineConfig:
-        """Return the same limits with those that depend on the device, `cpu` or `cuda`."""
+        """Return a copy in which the limits that depend on the device, `cpu` or `cuda`, are set."""
         step_tokens = _STEP_TOKENS[device_type] if self.max_step_tokens is None else self.max_step_tokens
         return dataclasses.replace(self, max_step_tokens=step_tokens)
 
@@ -87,31 +208,34 @@ class ServerConfig:
 
     Attributes:
         host: address to listen on.
-        port: 0 picks a free one.
-        metrics_port: port of Prometheus metrics over HTTP, on the same host; 0 picks a free one. Without it there are
-            none.
-        drain_timeout_s: seconds that running requests may still take after SIGTERM.
-        max_message_bytes: largest message accepted. Without it, what the longest prompt takes that the engine accepts:
-            5 bytes a token, since each may come with a tag of its own, and half a MiB for all else.
-        max_connections: open connections; more are closed at once.
-        connection_idle_s: a connection without calls is closed after this time.
-        max_connection_calls: calls under way on a connection; a client holds more of them back.
-        max_calls: calls under way; more are refused to callers that have an equal share of them, and twice as many to
-            all. Health watches have an eighth of it for themselves, and so have streams of events.
-        max_receiving_bytes: messages that are being received, at their largest; more wait, connection by connection.
-        receive_timeout_s: seconds that a message may take to come, and a call of reflection to end.
-        max_held_bytes: requests of calls under way and answers that are not sent yet. What is beyond is refused to
-            tenants that hold more than an equal share.
-        send_timeout_s: seconds that a caller may leave an answer unread; then its connection is closed.
-        default_deadline_s: deadline of a prompt that comes without one.
-        max_deadline_s: latest deadline of a prompt; later ones are moved to it.
-        tls_certificate: PEM file with the server's certificate chain; needs `tls_key`. Without it there is no TLS.
-        tls_key: PEM file with its private key, without a password.
-        client_ca: PEM file with the authorities of callers' certificates, which every caller then needs.
-        tokens_file: TOML file that says who callers are. Without it, anyone may make every call.
-        insecure: whether to listen beyond this machine without TLS or credentials, or to take tokens without TLS.
-        admin_port: port of the calls of admins and readers, on the same host; 0 picks a free one. Without it they share
-            `port`.
+        port: port to listen on. 0 picks a free one.
+        metrics_port: HTTP port for Prometheus metrics, on the same host. 0 picks a free one. Default: no metrics port.
+        drain_timeout_s: seconds that running requests may take after SIGTERM.
+        max_message_bytes: maximum size of a request message. Default: enough for the longest prompt that the engine
+            accepts: 5 bytes per token, since each may be encoded with a tag of its own, and 512 KiB for the rest.
+        max_connections: maximum number of open connections; further ones are closed at once.
+        connection_idle_s: seconds after which a connection without calls is closed.
+        max_connection_calls: maximum number of concurrent calls per connection; clients queue further ones.
+        max_calls: maximum number of concurrent calls. Beyond it, callers that already have an equal share of them are
+            refused; at twice the number, every caller is. Health watches and event streams each have a limit of their
+            own, an eighth of it.
+        max_receiving_bytes: memory for messages that are being received, in bytes; each counts with its maximum size.
+            Further messages wait, and connections take turns.
+        receive_timeout_s: seconds within which a message must arrive, and a reflection call must end.
+        max_held_bytes: memory for the requests of concurrent calls and for unsent responses, in bytes. Beyond it,
+            tenants that hold more than an equal share are refused.
+        send_timeout_s: seconds that a client may leave a response unread before its connection is closed.
+        default_deadline_s: deadline of calls that have none, in seconds.
+        max_deadline_s: maximum deadline, in seconds; later deadlines are shortened to it.
+        tls_certificate: PEM file with the server's certificate chain; requires `tls_key`. Default: no TLS.
+        tls_key: PEM file with the private key, without a password.
+        client_ca: PEM file with the certificate authorities of clients; every client then needs a certificate (mTLS).
+        tokens_file: TOML file that maps bearer tokens and client certificates to tenants and roles. Default: every
+            caller may make every call.
+        insecure: whether to allow listening on a non-loopback address without TLS or authentication, and bearer tokens
+            without TLS.
+        admin_port: separate port for calls of administrators and readers, on the same host. 0 picks a free one.
+            Default: they use `port`.
     """
 
     host: str = "127.0.0.1"
@@ -142,16 +266,17 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EventsConfig:
-    """The events of what is cached, and where they are published over ZMQ beside gRPC.
+    """K/V cache events for routers. They are streamed over gRPC, and published over ZMQ if an endpoint is set.
 
     Attributes:
-        zmq_endpoint: address of a ZMQ PUB socket, such as `tcp://127.0.0.1:5557`. Without it there is none.
-        replay_endpoint: address of a ZMQ ROUTER socket that sends batches again; needs `zmq_endpoint`.
-        form: `array`, `map` or `plain_map`, of the events in a ZMQ message. Arrays have no field that isolates, so only
-            what may be matched by tokens is published in them, and so it is in plain maps, for readers that refuse
-            a message with that field.
+        zmq_endpoint: address of the ZMQ PUB socket, such as `tcp://127.0.0.1:5557`. Default: no ZMQ.
+        replay_endpoint: address of the ZMQ ROUTER socket from which readers request missed batches again; requires
+            `zmq_endpoint`.
+        form: encoding of an event in a ZMQ message: `array`, `map` or `plain_map`. Only `map` has the field that tells
+            namespaces apart, so the other two contain only blocks that may be matched by their tokens alone.
+            `plain_map` is for readers that reject messages with that field.
         topic: first frame of each ZMQ message. Some routers read the server's name from it: `kv@SERVER@MODEL`.
-        block_size: tokens of an event block, whatever blocks the pool has.
+        block_size: tokens per event block, independent of the block size of the pool.
     """
 
     zmq_endpoint: str | None = None
@@ -166,12 +291,12 @@ class EventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """The service for the SMG gateway, vLLM's engine protocol, on the server's port.
+    """The service for the SMG gateway: vLLM's gRPC engine protocol, on the server's port.
 
     Attributes:
-        enabled: whether there is one.
-        tenant: owner of all data of the gateway's requests. A gateway passes no tenants, salts or users.
-        model_name: the model's name in the gateway's requests; the model's own by default.
+        enabled: whether the service is available.
+        tenant: tenant of all requests of the gateway, which passes on no tenants, salts or users.
+        model_name: name of the model in the gateway's requests. Empty: the model's own name.
     """
 
     enabled: bool = False
@@ -184,11 +309,11 @@ class GatewayConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """Where spans of requests are sent. Metrics have a port of their own, `server.metrics_port`.
+    """Export of OpenTelemetry spans. Prometheus metrics have a port of their own, `server.metrics_port`.
 
     Attributes:
-        otlp_endpoint: URL of an OpenTelemetry collector. The protocol is gRPC, or HTTP for port 4318 or a URL with a
-            path, unless `OTEL_EXPORTER_OTLP_PROTOCOL` names it. Without it no spans are exported.
+        otlp_endpoint: URL of an OpenTelemetry collector. The protocol is gRPC, or HTTP if the port is 4318 or the URL
+            has a path; `OTEL_EXPORTER_OTLP_PROTOCOL` overrides it. Default: no spans are exported.
     """
 
     otlp_endpoint: str | None = None
@@ -198,106 +323,214 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """The whole configuration, a section for each owner.
+class FleetConfig:
+    """A fleet of replicas on Ray, as `radixkv fleet` starts it. A single server ignores this section.
 
     Attributes:
-        stores: sections `stores.NAME`, by name.
-        kv_sources: sections `kv_sources.NAME`, by name.
-        adapters: sections `adapters.NAME`, by name.
-        tenants: sections `tenants.NAME`, by name.
-        default_tenant: the bounds of each tenant that has no section of its own.
+        routing: routing policy: `prefix`, which weighs cached tokens against load, or, for comparison,
+            `longest-prefix`, `least-loaded` or `round-robin`.
+        least_match_tokens: minimum number of cached tokens for which a replica is preferred.
+        health_timeout_s: seconds without an answer to a health check after which calls to a replica are abandoned; they
+            are retried on another replica if they have not been answered in part.
+        start_timeout_s: seconds that a request waits while no replica is available.
+        calls_per_replica: target number of concurrent calls per replica when the fleet scales with its load.
+        grow_after_s: seconds for which the load must require more replicas before some are added.
+        shrink_after_s: seconds for which fewer replicas must suffice before some are drained and removed.
+        prefill_replicas: number of replicas that only prefill; the decode replicas generate from their K/V. Default:
+            every replica does both.
+        decode_replicas: number of decode replicas; required with `prefill_replicas`.
+        tls_ca: PEM file with the certificate authorities of the replicas. Replicas then use the TLS files of section
+            `server`, at the same paths on each machine. Default: no TLS.
+        tls_name: name in the replicas' certificates. Empty: the replica's address.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    engine: EngineConfig = EngineConfig()
-    server: ServerConfig = ServerConfig()
-    events: EventsConfig = EventsConfig()
-    gateway: GatewayConfig = GatewayConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    fleet: FleetConfig = field(default_factory=FleetConfig)
-    tiers: TiersConfig = field(default_factory=TiersConfig)
-    stores: Mapping[str, StoreConfig] = field(default_factory=dict)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    kv_sources: Mapping[str, KVSourceConfig] = field(default_factory=dict)
-    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
-    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
-    default_tenant: TenantConfig = field(default_factory=TenantConfig)
+    routing: Annotated[str, OneOf("prefix", "longest-prefix", "least-loaded", "round-robin")] = "prefix"
+    least_match_tokens: Annotated[int, Range(0, _MAX_INT32)] = 1024
+    health_timeout_s: Annotated[float, Range(0.1, 600)] = 3.0
+    start_timeout_s: _Seconds = 30.0
+    calls_per_replica: Annotated[float, Range(0.01, 1e6)] = 8.0
+    grow_after_s: _Seconds = 30.0
+    shrink_after_s: _Seconds = 600.0
+    prefill_replicas: _Replicas | None = None
+    decode_replicas: _Replicas | None = None
+    tls_ca: str | None = None
+    tls_name: str = ""
 
     def __post_init__(self) -> None:
-        for name, store in self.stores.items():
-            store.require(f"stores.{name}")
-        for name, source in self.kv_sources.items():
-            source.require(f"kv_sources.{name}")
-        for name, adapter in self.adapters.items():
-            adapter.require(f"adapters.{name}")
-        if 0 < self.model.max_adapters < len(self.adapters):
-            raise ConfigError(
-                f"model.max_adapters: expected at least the {len(self.adapters)} sections adapters.*, "
-                f"got {self.model.max_adapters}"
-            )
-        self.default_tenant.require("default_tenant")
-        if self.default_tenant.floor_tokens:
-            raise ConfigError(
-                "default_tenant.floor_tokens: expected 0, since any number of tenants may come, got "
-                f"{self.default_tenant.floor_tokens}"
-            )
-        if self.default_tenant.weight != 1:
-            raise ConfigError(
-                "default_tenant.weight: expected 1, which the weights of other tenants are relative to, got "
-                f"{self.default_tenant.weight}"
-            )
-        for name, tenant in self.tenants.items():
-            tenant.require(f"tenants.{name}")
-        floors = sum(tenant.floor_tokens for tenant in self.tenants.values())
-        if self.cache.capacity_tokens is not None and floors > self.cache.capacity_tokens:
-            raise ConfigError(
-                f"tenants.*.floor_tokens: expected at most cache.capacity_tokens {self.cache.capacity_tokens} in all, "
-                f"got {floors}"
-            )
+        require_fields("fleet", self)
 
     @property
-    def max_adapters(self) -> int:
-        """Different adapters that may be loaded; 0 if adapters are off."""
-        return self.model.max_adapters or len(self.adapters)
-
-    @classmethod
-    def load(cls, file: str | Path | None = None, settings: Iterable[str] = ()) -> Config:
-        """Read a TOML file, and lay `section.key=value` settings over it; of equal keys the last one counts.
-
-        What results is judged as a whole, so the order of different keys does not matter.
+    def has_roles(self) -> bool:
+        """Whether prefill and decode run on different replicas.
 
         Raises:
-            ConfigError: the file can't be read, a key is unknown (the message names the nearest one), or a value has
-                the wrong type or range.
+            ConfigError: only one of the two numbers is set.
         """
-        trees = [] if file is None else [read_file(file)]
-        trees += map(read_setting, settings)
-        keys: dict[str, Any] = {}
-        for tree in trees:
-            _require_sections(tree)
-            keys = laid_over(keys, tree)
-        return cls._of(keys)
-
-    @classmethod
-    def _of(cls, tree: Mapping[str, Any]) -> Config:
-        defaults = cls()
-        sections: dict[str, Any] = {}
-        for name, values in tree.items():
-            if name in _NAMED:
-                sections[name] = {
-                    each: section_with(f"{name}.{each}", _NAMED[name](), keys) for each, keys in values.items()
-                }
-            else:
-                sections[name] = section_with(name, getattr(defaults, name), values)
-        return cls(**sections)
+        numbers = {"prefill_replicas": self.prefill_replicas, "decode_replicas": self.decode_replicas}
+        missing = [name for name, number in numbers.items() if number is None]
+        if len(missing) == 1:
+            (there,) = numbers.keys() - set(missing)
+            raise ConfigError(f"fleet.{there} requires fleet.{missing[0]}")
+        return not missing
 
 
-def _require_sections(tree: Mapping[str, Any]) -> None:
-    """Refuse sections that are unknown or no tables, also where those of another tree will replace them."""
-    for name, values in tree.items():
-        require_known(name, [each.name for each in dataclasses.fields(Config)])
-        for each, keys in table(name, values).items():
-            if name in _NAMED:
-                table(f"{name}.{each}", keys)
+@dataclass(frozen=True, slots=True)
+class TiersConfig:
+    """Stores for blocks that are evicted from the device. Each is off unless its keys are set.
+
+    Attributes:
+        host_bytes: size of the host memory tier, in bytes. The memory is pinned if there is a GPU.
+        disk_path: directory for the disk tier. Its blocks survive a restart with the same model. Only one process can
+            use it at a time.
+        disk_bytes: size of the disk tier, in bytes. Default: half of the free space at startup.
+        redis_url: URL of a Redis or Valkey that all servers of one model share: `redis://[USER:PASSWORD@]HOST:PORT/DB`,
+            `rediss://` for TLS, or `unix://PATH`.
+        mooncake_master: `HOST:PORT` of the master of a Mooncake Store that all servers of one model share.
+        mooncake_bytes: memory that this server contributes to the Mooncake Store, in bytes.
+        secret_file: file with a secret, the same on all servers that share a store. Without it, anyone who can read a
+            store can test whether a prompt is in it.
+        encryption_key_file: file with 64 hexadecimal digits, from which a key is derived per tenant. Blocks are
+            encrypted on disk and in shared stores, not in host memory.
+    """
+
+    host_bytes: _Bytes | None = None
+    disk_path: str | None = None
+    disk_bytes: _Bytes | None = None
+    redis_url: str | None = None
+    mooncake_master: str | None = None
+    mooncake_bytes: _Bytes = 2**30
+    secret_file: str | None = None
+    encryption_key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        require_fields("tiers", self)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """A store from a plug-in, below the tiers of section `tiers`; from a section `stores.NAME`.
+
+    NAME is the name of an entry point in the group `radixkv.stores`.
+
+    Attributes:
+        place: passed to the plug-in: a directory, a URL, an address.
+        max_bytes: passed to the plug-in: its size in bytes. Default: the plug-in has a limit of its own.
+    """
+
+    place: str = ""
+    max_bytes: _Bytes | None = None
+
+    def require(self, path: str) -> None:
+        """Check all values. `Config` calls this, since only it knows the name of the section.
+
+        Args:
+            path: `stores.NAME`.
+
+        Raises:
+            ConfigError: a value or the name is refused. The message names the key.
+        """
+        require_fields(path, self)
+        if path.removeprefix("stores.") in ("", "host", "disk", "redis", "mooncake"):
+            raise ConfigError(
+                f"{path}: expected the name of a plug-in's entry point; the built-in tiers have keys in section tiers"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Transfer of K/V between servers.
+
+    Attributes:
+        role: the calls that this server accepts: `both`; `prefill` does not accept Generate, and serves FetchKV even
+            without `serve`; `decode` does not accept Prefill, and requires sections `kv_sources.NAME`.
+        serve: whether the holder of a lease may fetch the K/V of its prompt with FetchKV.
+        max_fetching_bytes: maximum size of K/V that was fetched from the sections `kv_sources.NAME` and is not yet on
+            the device, in bytes; half of it per tenant. What exceeds it is computed instead.
+    """
+
+    role: Annotated[str, OneOf("both", "prefill", "decode")] = "both"
+    serve: bool = False
+    max_fetching_bytes: _Bytes = 2**30
+
+    def __post_init__(self) -> None:
+        require_fields("transfer", self)
+
+    @property
+    def sends(self) -> bool:
+        """Whether this server answers FetchKV."""
+        return self.serve or self.role == "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class KVSourceConfig:
+    """A server from which K/V may be fetched, from a section `kv_sources.NAME`. Requests refer to it by its address.
+
+    Attributes:
+        address: `HOST:PORT`, as in the requests.
+        token_file: file with the bearer token for that server; its tenants must include those whose K/V is fetched.
+        tls_ca: PEM file with the certificate authorities of that server. Default: no TLS.
+    """
+
+    address: str = ""
+    token_file: str | None = None
+    tls_ca: str | None = None
+
+    def require(self, path: str) -> None:
+        """Check all values. `Config` calls this, since only it knows the name of the section.
+
+        Args:
+            path: `kv_sources.NAME`.
+
+        Raises:
+            ConfigError: a value is refused. The message names the key.
+        """
+        require_fields(path, self)
+        host_and_port(f"{path}.address", self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """Quotas and weight of one tenant.
+
+    They come from a section `tenants.NAME`, or from `default_tenant` for every tenant without a section of its own.
+
+    Attributes:
+        floor_tokens: number of cached tokens that other tenants cannot evict; rounded up to whole blocks.
+        ceiling_tokens: maximum number of cached and leased tokens; rounded down to whole blocks. Default: the whole
+            pool.
+        max_retained_tokens: maximum number of tokens with a retention priority above the default; rounded down to whole
+            blocks. Default: what `cache.max_retained_share` allows.
+        max_held_tokens: maximum number of tokens that held leases keep; rounded down to whole blocks. Default: half of
+            what `cache.max_held_share` allows.
+        uses_public_prefixes: whether prompts of the tenant reuse public prefixes, which are computed once for all
+            tenants.
+        weight: share of the computed tokens while tenants compete, relative to the default weight of 1.
+        max_calls_per_s: maximum rate of Prefill and Generate calls, per second; further calls are refused with
+            RESOURCE_EXHAUSTED. Default: unlimited.
+        max_computed_tokens_per_s: maximum rate of computed tokens, per second; while it is exceeded, calls are refused.
+            Cached tokens do not count. Default: unlimited.
+        rate_burst_s: burst size of both rates: unused capacity of this many seconds may be used at once.
+    """
+
+    floor_tokens: _Count = 0
+    ceiling_tokens: _PositiveCount | None = None
+    max_retained_tokens: _Count | None = None
+    max_held_tokens: _Count | None = None
+    uses_public_prefixes: bool = True
+    weight: Annotated[float, Range(1e-3, 1e3)] = 1.0
+    max_calls_per_s: _Rate | None = None
+    max_computed_tokens_per_s: _Rate | None = None
+    rate_burst_s: Annotated[float, Range(1e-3, 3600)] = 10.0
+
+    def require(self, path: str) -> None:
+        """Check all values. `Config` calls this, since only it knows the name of the section.
+
+        Args:
+            path: `tenants.NAME` or `default_tenant`.
+
+        Raises:
+            ConfigError: a value is refused. The message names the key.
+        """
+        require_fields(path, self)
+        if self.ceiling_tokens is not None:
+            Range(self.floor_tokens).require(f"{path}.ceiling_tokens", self.ceiling_tokens)

@@ -6,7 +6,7 @@ import logging
 
 from radixkv.cache.states.state_slots import StateSlots
 from radixkv.config import Config, EngineConfig
-from radixkv.config.cache_section import STATE_SHARE
+from radixkv.config.sections import STATE_SHARE
 from radixkv.errors import UnsupportedModel
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape

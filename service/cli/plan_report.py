@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from radixkv.config.cache_section import STATE_SHARE
+from radixkv.config.sections import STATE_SHARE
 from radixkv.planning.plan import (
     GB,
     GIB,

@@ -1,4 +1,4 @@
-"""Writes docs/deploy/radixkv.toml: every key of the configuration with its default, from the sections' docstrings.
+"""Generates docs/deploy/radixkv.toml from the docstrings of the sections: every key with its default value.
 
 `python -m tests.config.example_file > docs/deploy/radixkv.toml`
 """
@@ -16,10 +16,10 @@ from radixkv.config import Config, TenantConfig
 HEAD = """\
 # Every key of radixkv's configuration with its default: radixkv serve --config radixkv.toml
 #
-# A key that is commented out is absent by default; its value is an example. Delete what you do not change.
-# `--set section.key=value` wins over this file. Paths are relative to the folder in which the service starts."""
+# Keys that are commented out have no default value; the value shown is an example. Delete the keys that you do not
+# change. `--set section.key=value` overrides this file. Relative paths start at the working directory of the server."""
 
-# A value for each key that is absent by default; a new one needs its line here.
+# An example value for each key without a default value. A new key of this kind needs a line here.
 EXAMPLES = {
     "engine.max_step_tokens": 2048,
     "model.threads": 4,
@@ -53,22 +53,22 @@ EXAMPLES = {
     "default_tenant.max_computed_tokens_per_s": 20_000.0,
 }
 STORE = """\
-# A store of another package below the device, by the name of its entry point.
+# A store from a plug-in, below the built-in tiers. The name is that of its entry point.
 # [stores.shelf]
 # place = "10.0.0.7:9000"
 # max_bytes = 200000000000"""
 KV_SOURCE = """\
-# A server whose K/V is fetched for callers that name it, by a name of your own.
+# A server from which K/V may be fetched for requests that refer to it. Choose any name.
 # [kv_sources.first]
 # address = "10.0.0.8:50051"
 # token_file = "/etc/radixkv/first.token"
 # tls_ca = "/etc/radixkv/authorities.pem\""""
 ADAPTER = """\
-# An adapter that is loaded at start, by name: a directory as peft writes it.
+# A LoRA adapter that is loaded at startup, with its name: a directory as PEFT writes it.
 # [adapters.law]
 # path = "/srv/adapters/law\""""
 TENANT = """\
-# Bounds of one tenant by name, in place of those of default_tenant; the keys are the same.
+# Quotas of the tenant of this name, in place of those of default_tenant; the keys are the same.
 # [tenants.acme]
 # floor_tokens = 16384
 # weight = 2.0"""
@@ -84,29 +84,30 @@ def example_file() -> str:
     return "\n\n".join([HEAD, *parts, STORE, KV_SOURCE, ADAPTER, TENANT]) + "\n"
 
 
-def meanings(section: type) -> dict[str, str]:
-    """Return what the docstring of a section says of each key."""
-    told: dict[str, str] = {}
+def key_descriptions(section: type) -> dict[str, str]:
+    """Return the description of each key from the docstring of a section."""
+    descriptions: dict[str, str] = {}
     name = ""
     for line in textwrap.dedent((section.__doc__ or "").partition("Attributes:\n")[2]).splitlines():
         if found := _KEY.match(line):
-            name, told[found[1]] = found[1], found[2]
+            name = found[1]
+            descriptions[name] = found[2]
         elif line.strip():
-            told[name] += " " + line.strip()
-    return told
+            descriptions[name] += " " + line.strip()
+    return descriptions
 
 
 def _section(name: str, defaults: object) -> str:
     kind = type(defaults)
     first = (kind.__doc__ or "").partition("\n")[0]
-    about = "Bounds of each tenant that has no section of its own." if kind is TenantConfig else first
+    about = "Quotas of every tenant without a section of its own." if kind is TenantConfig else first
     return "\n".join([f"# {about}", f"[{name}]", *_keys(name, defaults)])
 
 
 def _keys(section: str, defaults: object) -> Iterator[str]:
-    told = meanings(type(defaults))
+    descriptions = key_descriptions(type(defaults))
     for key in dataclasses.fields(defaults):  # type: ignore[arg-type]
-        text = told[key.name]
+        text = descriptions[key.name]
         yield from textwrap.wrap(
             text[0].upper() + text[1:], 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
         )

@@ -1,4 +1,4 @@
-"""docs/deploy/radixkv.toml is what the sections say, and a server starts with it."""
+"""docs/deploy/radixkv.toml is up to date, and a server starts with it."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.config import Config
-from radixkv.config.reading import read_setting
+from radixkv.config.config import read_setting
 from tests.service.command_line import fake_service
 
 from .example_file import ADAPTER, EXAMPLES, KV_SOURCE, STORE, TENANT, example_file
@@ -15,41 +15,41 @@ FILE = Path(__file__).parents[2] / "docs" / "deploy" / "radixkv.toml"
 ABSENT = re.compile(r"^# (\w+) = (.+)$", re.MULTILINE)
 
 
-def test_the_file_has_every_key_with_its_default_and_its_meaning():
+def test_the_file_is_up_to_date():
     assert FILE.read_text(encoding="utf-8") == example_file(), "run `python -m tests.config.example_file`"
 
 
-def test_the_file_is_the_configuration_without_a_file():
+def test_the_file_contains_the_default_values():
     assert Config.load(FILE) == Config()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_value_of_a_key_that_is_absent_by_default_is_accepted(name):
+def test_example_values_are_valid(name):
     section, _, key = name.partition(".")
     (value,) = {value for found, value in ABSENT.findall(FILE.read_text(encoding="utf-8")) if found == key}
     config = Config.load(FILE, [f"{name}={value}"])
     assert getattr(getattr(config, section), key) == EXAMPLES[name] == read_setting(f"{name}={value}")[section][key]
 
 
-def test_the_section_of_a_tenant_is_accepted(tmp_path):
+def test_the_example_of_a_tenant_is_valid(tmp_path):
     text = "\n".join(line.removeprefix("# ") for line in TENANT.splitlines()[1:])
     (tmp_path / "radixkv.toml").write_text(FILE.read_text(encoding="utf-8") + text)
     assert Config.load(tmp_path / "radixkv.toml").tenants["acme"].floor_tokens == 16_384
 
 
-def test_the_section_of_an_adapter_is_accepted(tmp_path):
+def test_the_example_of_an_adapter_is_valid(tmp_path):
     text = "\n".join(line.removeprefix("# ") for line in ADAPTER.splitlines()[1:])
     (tmp_path / "radixkv.toml").write_text(FILE.read_text(encoding="utf-8") + text)
     assert Config.load(tmp_path / "radixkv.toml").adapters["law"].path == "/srv/adapters/law"
 
 
-def test_the_section_of_a_store_is_accepted(tmp_path):
+def test_the_example_of_a_store_is_valid(tmp_path):
     text = "\n".join(line.removeprefix("# ") for line in STORE.splitlines()[1:])
     (tmp_path / "radixkv.toml").write_text(FILE.read_text(encoding="utf-8") + text)
     assert Config.load(tmp_path / "radixkv.toml").stores["shelf"].max_bytes == 200_000_000_000
 
 
-def test_the_section_of_a_kv_source_is_accepted(tmp_path):
+def test_the_example_of_a_kv_source_is_valid(tmp_path):
     text = "\n".join(line.removeprefix("# ") for line in KV_SOURCE.splitlines()[1:])
     (tmp_path / "radixkv.toml").write_text(FILE.read_text(encoding="utf-8") + text)
     assert Config.load(tmp_path / "radixkv.toml").kv_sources["first"].address == "10.0.0.8:50051"

@@ -9,13 +9,13 @@ from radixkv.config.needed_package import missing_package, require_package
 from radixkv.errors import ConfigError
 
 
-def test_a_package_that_is_there_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
     require_package("a.b", "this", "zen", "poems")
     assert "this" not in sys.modules
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_command_that_installs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "this", None)
     with pytest.raises(ConfigError, match=f"^{re.escape('a.b: ' + missing_package('zen', 'poems'))}$"):
         require_package("a.b", "this", "zen", "poems")

@@ -21,11 +21,11 @@ def test_a_wrong_number_of_replicas_is_refused(replicas, capsys) -> None:
     [
         (
             ["--prefill-replicas", "1"],
-            "fleet.decode_replicas: expected a number beside fleet.prefill_replicas",
+            "fleet.prefill_replicas requires fleet.decode_replicas",
         ),
         (
             ["--decode-replicas", "1"],
-            "fleet.prefill_replicas: expected a number beside fleet.decode_replicas",
+            "fleet.decode_replicas requires fleet.prefill_replicas",
         ),
         (["--prefill-replicas", "0", "--decode-replicas", "1"], "fleet.prefill_replicas: expected"),
         (
