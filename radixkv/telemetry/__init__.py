@@ -1,4 +1,4 @@
-"""Metrics, gauges and spans for operators.
+"""Prometheus metrics and OpenTelemetry spans.
 
 Face: `Metrics`, `EngineGauges`, `Tracing`.
 """

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the moment, read from the engine at each scrape."""
+"""Prometheus metrics of the current state, read from the engine at each scrape."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from radixkv.errors import LifecycleError, QueueFull
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
 
-# Half of the 10 s that Prometheus waits by default. The engine answers between two steps.
+# Half of the default scrape timeout of Prometheus, 10 s. The engine answers between two steps.
 _TIMEOUT_S = 5.0
 _EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, StateStats(), PartStats())
 
 
 class EngineGauges(Collector):
-    """Reports how full the engine is, at each scrape. While a step hangs, it reports only that.
+    """Collects the state of the engine at each scrape. While a step stalls, it reports only `radixkv_up` 0.
 
     Args:
-        engine: asked for its load; it answers between two steps.
-        timeout_s: seconds to wait for the answer.
+        engine: reports its load between two steps.
+        timeout_s: seconds to wait for that report.
     """
 
     def __init__(self, engine: Engine, timeout_s: float = _TIMEOUT_S) -> None:
@@ -35,12 +35,12 @@ class EngineGauges(Collector):
         self._timeout_s = timeout_s
 
     def describe(self) -> Iterable[Metric]:
-        """List all metrics without asking the engine, so that a scrape can ask for some of them by name."""
+        """List all metrics without asking the engine, so that a scrape can select some of them by name."""
         now = (self._adapters(), _tiers([]), _families(_EMPTY), self._aliases(_EMPTY))
         return [*self._states(is_up=False), *self._events(), *itertools.chain(*now)]
 
     def collect(self) -> Iterable[Metric]:
-        """Ask the engine. If it does not answer, `radixkv_up` is 0 and its load is left out. Raises nothing."""
+        """Collect all metrics, without those of the engine's load if it does not answer. Never raises."""
         load = self._load()
         yield from self._states(is_up=load is not None)
         yield from self._events()
@@ -53,21 +53,29 @@ class EngineGauges(Collector):
     def _states(self, *, is_up: bool) -> Iterable[Metric]:
         limits = self._engine.limits
         labels = {"version": __version__, "model": limits.model, "device": limits.device}
-        yield InfoMetricFamily("radixkv", "What is served.", labels)
+        yield InfoMetricFamily("radixkv", "The running server, its model and its device.", labels)
         yield GaugeMetricFamily("radixkv_up", "1 if the engine answered this scrape.", is_up)
-        yield GaugeMetricFamily("radixkv_healthy", "1 if requests are taken and steps work.", self._engine.is_healthy)
+        yield GaugeMetricFamily(
+            "radixkv_healthy", "1 if new requests are accepted and steps succeed.", self._engine.is_healthy
+        )
 
     def _events(self) -> Iterable[Metric]:
-        """Report the event log, which any thread may ask; nothing for an engine without one."""
+        """Report the event log, if there is one. Any thread may read it."""
         if (source := self._engine.events) is not None:
             log = source.log
-            yield CounterMetricFamily("radixkv_event_batches", "Batches of events.", log.num_batches)
+            yield CounterMetricFamily("radixkv_event_batches", "Batches of cache events.", log.num_batches)
             yield CounterMetricFamily("radixkv_event_blocks", "Event blocks stored or removed.", log.num_blocks)
-            yield GaugeMetricFamily("radixkv_event_readers", "Callers that follow events.", source.num_readers)
-            yield CounterMetricFamily("radixkv_event_readers_lost", "Callers that fell behind.", source.num_lost)
+            yield GaugeMetricFamily(
+                "radixkv_event_readers", "Clients that are subscribed to cache events over gRPC.", source.num_readers
+            )
+            yield CounterMetricFamily(
+                "radixkv_event_readers_lost",
+                "Subscriptions that ended because the client fell too far behind.",
+                source.num_lost,
+            )
 
     def _adapters(self) -> Iterable[Metric]:
-        """Report the adapters, which any thread may ask for."""
+        """Report the adapters. Any thread may read them."""
         adapters = {each.digest: each for each in self._engine.adapters.loaded()}.values()
         places = {True: "device", False: "host"}
         num_bytes = dict.fromkeys(places.values(), 0)
@@ -75,18 +83,22 @@ class EngineGauges(Collector):
             num_bytes[places[each.is_on_device]] += each.num_bytes
         draining = sum(each.is_draining for each in adapters)
         states = {"loaded": len(adapters) - draining, "draining": draining}
-        yield _by_label("radixkv_adapters", "Different adapters.", "state", states)
-        yield _by_label("radixkv_adapter_bytes", "Memory of adapters' weights.", "place", num_bytes)
+        yield _by_label("radixkv_adapters", "Different LoRA adapters, by state.", "state", states)
+        yield _by_label("radixkv_adapter_bytes", "Memory of adapter weights in bytes, by place.", "place", num_bytes)
 
     def _aliases(self, load: EngineLoad) -> Iterable[Metric]:
-        """Report what schedulers that know vLLM's metrics ask for. Blocks that can be evicted are no usage."""
+        """Report the metrics of vLLM that schedulers read. Blocks that can be evicted do not count as usage."""
         blocks, requests = load.blocks, load.requests
         num_waiting = requests.waiting + requests.following
         usage = blocks.in_use / blocks.total if blocks.total else 0.0
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests that hold blocks.", requests.running)
-        yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", num_waiting)
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks that can't be evicted, 0 to 1.", usage)
-        pool = GaugeMetricFamily("vllm:cache_config_info", "The block pool.", labels=["block_size", "num_gpu_blocks"])
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that are waiting.", num_waiting)
+        yield GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Fraction of the blocks that cannot be evicted, 0 to 1.", usage
+        )
+        pool = GaugeMetricFamily(
+            "vllm:cache_config_info", "Size of the block pool.", labels=["block_size", "num_gpu_blocks"]
+        )
         pool.add_metric([str(self._engine.limits.block_size), str(blocks.total)], 1)
         yield pool
 
@@ -95,7 +107,7 @@ class EngineGauges(Collector):
             return None
         try:
             future = self._engine.load()
-        except (LifecycleError, QueueFull):  # it has just stopped, or very many ask
+        except (LifecycleError, QueueFull):  # it has just stopped, or too many calls are waiting
             return None
         try:
             return future.result(self._timeout_s)
@@ -108,35 +120,41 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
     blocks, requests = load.blocks, load.requests
     yield _by_label(
         "radixkv_blocks",
-        "Blocks of the pool.",
+        "Blocks of the pool, by state.",
         "state",
         {"free": blocks.free, "leased": blocks.leased, "published": blocks.published},
     )
-    yield GaugeMetricFamily("radixkv_pinned_blocks", "Published blocks that leases use.", blocks.pinned)
-    yield GaugeMetricFamily("radixkv_retained_blocks", "Published blocks with a raised priority.", blocks.retained)
-    yield GaugeMetricFamily("radixkv_probation_blocks", "Published blocks on probation.", blocks.on_probation)
-    yield CounterMetricFamily("radixkv_evicted_blocks", "Blocks that were evicted.", load.evicted_blocks)
+    yield GaugeMetricFamily("radixkv_pinned_blocks", "Published blocks that are used by leases.", blocks.pinned)
+    yield GaugeMetricFamily(
+        "radixkv_retained_blocks", "Published blocks with a retention priority above the default.", blocks.retained
+    )
+    yield GaugeMetricFamily(
+        "radixkv_probation_blocks", "Published blocks of prompts that were used only once.", blocks.on_probation
+    )
+    yield CounterMetricFamily("radixkv_evicted_blocks", "Evicted blocks.", load.evicted_blocks)
     yield CounterMetricFamily(
         "radixkv_evicted_probation_blocks", "Evicted blocks that were on probation.", load.evicted_probation_blocks
     )
     yield _by_label(
         "radixkv_unfinished_requests",
-        "Requests that are not over.",
+        "Unfinished requests, by state.",
         "state",
         {"waiting": requests.waiting, "running": requests.running, "following": requests.following},
     )
-    yield GaugeMetricFamily("radixkv_paused_requests", "Waiting and following ones that ran before.", requests.paused)
-    yield GaugeMetricFamily("radixkv_held_leases", "Leases that outlive their request.", load.held_leases)
+    yield GaugeMetricFamily(
+        "radixkv_paused_requests", "Preempted requests that are waiting to be resumed.", requests.paused
+    )
+    yield GaugeMetricFamily("radixkv_held_leases", "Leases that are held after their request ended.", load.held_leases)
     yield GaugeMetricFamily("radixkv_namespaces", "Namespaces with cached tokens.", load.namespaces)
     if (states := load.states) is not None:
-        yield GaugeMetricFamily("radixkv_snapshots", "Snapshots of states that are kept.", states.snapshots)
-        yield GaugeMetricFamily("radixkv_max_snapshots", "Snapshots that may be kept.", states.max_snapshots)
+        yield GaugeMetricFamily("radixkv_snapshots", "State snapshots in memory.", states.snapshots)
+        yield GaugeMetricFamily("radixkv_max_snapshots", "Maximum number of state snapshots.", states.max_snapshots)
         yield CounterMetricFamily(
-            "radixkv_given_up_snapshots", "Snapshots that were given up for others.", states.given_up_snapshots
+            "radixkv_given_up_snapshots", "State snapshots that were evicted.", states.given_up_snapshots
         )
         yield CounterMetricFamily(
             "radixkv_state_recomputed_tokens",
-            "Cached tokens computed again for want of a state.",
+            "Cached tokens that were computed again because the state snapshot was missing.",
             states.recomputed_tokens,
         )
     if (parts := load.parts) is not None:
@@ -145,32 +163,42 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
 
 def _parts(parts: PartStats) -> Iterable[Metric]:
     counts = {"free": parts.free, "needed": parts.needed, "kept": parts.kept}
-    yield _by_label("radixkv_parts", "Parts of blocks, for windowed layers.", "state", counts)
-    yield CounterMetricFamily("radixkv_given_up_parts", "Kept parts that were taken for others.", parts.given_up)
-    yield CounterMetricFamily("radixkv_shortened_hits", "Hits shortened for want of parts.", parts.shortened_hits)
-    yield CounterMetricFamily("radixkv_part_lost_tokens", "Cached tokens that these left out.", parts.lost_tokens)
+    yield _by_label("radixkv_parts", "Blocks of sliding-window layers, by state.", "state", counts)
+    yield CounterMetricFamily(
+        "radixkv_given_up_parts", "Cached blocks of sliding-window layers that were evicted.", parts.given_up
+    )
+    yield CounterMetricFamily(
+        "radixkv_shortened_hits",
+        "Cache hits that were shortened because blocks of sliding-window layers were missing.",
+        parts.shortened_hits,
+    )
+    yield CounterMetricFamily(
+        "radixkv_part_lost_tokens", "Cached tokens that shortened hits could not reuse.", parts.lost_tokens
+    )
 
 
 def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
     tiers = list(tiers)
     working = {each.tier: int(each.is_working) for each in tiers}
-    yield _by_label("radixkv_tier_working", "0 while a store is not used: left alone, or closed.", "tier", working)
+    yield _by_label(
+        "radixkv_tier_working", "1 if the tier is in use, 0 if it is disabled after failures.", "tier", working
+    )
     for name, documentation, counts in (
-        ("used_bytes", "Bytes of blocks that a store holds.", {each.tier: each.used_bytes for each in tiers}),
-        ("capacity_bytes", "Bytes that a store has room for.", {each.tier: each.capacity_bytes for each in tiers}),
+        ("used_bytes", "Bytes of blocks in the tier.", {each.tier: each.used_bytes for each in tiers}),
+        ("capacity_bytes", "Capacity of the tier in bytes.", {each.tier: each.capacity_bytes for each in tiers}),
     ):
         known = {tier: number for tier, number in counts.items() if number is not None}
         yield _by_label(f"radixkv_tier_{name}", documentation, "tier", known)
-    outcomes = CounterMetricFamily("radixkv_tier_blocks", "Blocks, by what happened.", labels=["tier", "outcome"])
+    outcomes = CounterMetricFamily("radixkv_tier_blocks", "Blocks of the tier, by outcome.", labels=["tier", "outcome"])
     for each in tiers:
         for outcome in ("loaded", "missed", "computed", "saved", "refused", "dropped", "evicted"):
             outcomes.add_metric([each.tier, outcome], getattr(each, f"{outcome}_blocks"))
     yield outcomes
-    loaded = CounterMetricFamily("radixkv_tier_loaded_bytes", "Bytes of loaded blocks.", labels=["tier"])
+    loaded = CounterMetricFamily("radixkv_tier_loaded_bytes", "Bytes of K/V loaded from the tier.", labels=["tier"])
     for each in tiers:
         loaded.add_metric([each.tier], each.loaded_bytes)
     yield loaded
-    seconds = CounterMetricFamily("radixkv_tier_load_seconds", "Time of loads, to the answer.", labels=["tier"])
+    seconds = CounterMetricFamily("radixkv_tier_load_seconds", "Time spent loading from the tier.", labels=["tier"])
     for each in tiers:
         seconds.add_metric([each.tier], each.load_s)
     yield seconds

@@ -1,8 +1,8 @@
-"""Exports spans to a collector over OTLP, where the configuration names one.
+"""Export of spans over OTLP, if `telemetry.otlp_endpoint` is set.
 
-The OpenTelemetry SDK is imported only then. Its standard environment variables apply: `OTEL_SERVICE_NAME`,
-`OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER`, `OTEL_BSP_*`, and `OTEL_EXPORTER_OTLP_*` for what the endpoint does
-not decide: protocol, headers, timeout, compression, certificates.
+The OpenTelemetry SDK is only imported in that case. Its standard environment variables apply: `OTEL_SERVICE_NAME`,
+`OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER`, `OTEL_BSP_*`, and `OTEL_EXPORTER_OTLP_*` for protocol, headers,
+timeout, compression and certificates.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Where spans are sent.
+    """The collector to which spans are sent.
 
     Attributes:
         protocol: `GRPC` or `HTTP`.
-        url: with the scheme http or https; over HTTP with the path.
+        url: URL with the scheme http or https. Over HTTP it includes the path.
     """
 
     protocol: str
@@ -55,22 +55,24 @@ class Collector:
 
     @property
     def is_secure(self) -> bool:
-        """Whether the connection has TLS."""
+        """Whether the connection uses TLS."""
         return self.url.startswith("https:")
 
 
 def collector_of(endpoint: str, environment: Mapping[str, str] = os.environ) -> Collector:
-    """Read an endpoint of the configuration.
+    """Parse `telemetry.otlp_endpoint`.
 
-    The protocol is gRPC, unless the port is 4318 or there is a path, or a standard variable names the protocol. Without
-    a path, HTTP gets /v1/traces.
+    The protocol is HTTP if the port is 4318 or the URL has a path, and gRPC otherwise. The standard environment
+    variables override it. The default path over HTTP is /v1/traces.
 
     Args:
-        endpoint: `http://HOST:PORT` or `https://HOST[:PORT]`, perhaps with a path; `grpc` and `grpcs` mean the same.
-        environment: may have `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` or `OTEL_EXPORTER_OTLP_PROTOCOL`.
+        endpoint: `http://HOST:PORT` or `https://HOST[:PORT]`, optionally with a path. The schemes `grpc` and `grpcs`
+            are synonyms of `http` and `https`.
+        environment: environment variables, of which `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` and
+            `OTEL_EXPORTER_OTLP_PROTOCOL` are read.
 
     Raises:
-        ConfigError: the endpoint is not such a URL, or the protocol is unknown.
+        ConfigError: the endpoint is not such a URL, it contains credentials, or the protocol is unknown.
     """
     try:
         url = urlsplit(endpoint)
@@ -78,7 +80,7 @@ def collector_of(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
     except ValueError as error:
         raise ConfigError(f"{_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}: {error}") from error
     if url.username is not None:  # the URL would be logged
-        raise ConfigError(f"{_KEY}: expected no credentials in the URL; OTEL_EXPORTER_OTLP_HEADERS passes them")
+        raise ConfigError(f"{_KEY}: the URL contains credentials; pass them with OTEL_EXPORTER_OTLP_HEADERS")
     scheme = _SCHEMES.get(url.scheme)
     if scheme is None or not host or (scheme == "http" and port is None):
         raise ConfigError(f"{_KEY}: expected a URL such as http://localhost:4317, got {endpoint!r}")
@@ -95,10 +97,10 @@ def collector_of(endpoint: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def require_exportable(config: TelemetryConfig) -> None:
-    """Refuse an endpoint that spans can't be sent to, before a model is loaded. Nothing is sent or imported.
+    """Check the endpoint and the installed packages before a model is loaded. Nothing is sent or imported.
 
     Raises:
-        ConfigError: the message names the key, or the command that installs what is missing.
+        ConfigError: the message names the key, and the command that installs a missing package.
     """
     if config.otlp_endpoint is None:
         return
@@ -109,29 +111,29 @@ def require_exportable(config: TelemetryConfig) -> None:
 
 @contextlib.contextmanager
 def exported_spans(config: TelemetryConfig) -> Iterator[Observer | None]:
-    """Export the spans of an engine's requests while the context lasts.
+    """Export the spans of an engine's requests while the context is open.
 
-    Spans are sent in batches by a thread of its own. A collector that can't be reached slows nothing down: spans are
-    dropped once 2,048 wait, or `OTEL_BSP_MAX_QUEUE_SIZE`, and one warning per outage is logged. At the end, spans that
-    wait are sent, for at most 5 s.
+    A background thread sends spans in batches. An unreachable collector does not slow down requests: spans are dropped
+    when more than 2,048 (`OTEL_BSP_MAX_QUEUE_SIZE`) are queued, and one warning is logged per outage. On exit, queued
+    spans are sent for at most 5 s.
 
     Yields:
-        An observer for the engine; None if the configuration has no endpoint.
+        An observer for the engine, or None if the configuration has no endpoint.
 
     Raises:
-        ConfigError: as `require_exportable`.
+        ConfigError: see `require_exportable`.
     """
     if config.otlp_endpoint is None:
         yield None
         return
     require_exportable(config)
-    from radixkv.telemetry.tracing import Tracing  # needs OpenTelemetry
+    from radixkv.telemetry.tracing import Tracing  # requires OpenTelemetry
 
     collector = collector_of(config.otlp_endpoint)
     with _captured_library_log() as library_log:
         exporter = _reporting(_exporter(collector), collector.url, library_log)
         provider = _provider(exporter)
-        _log.info("spans go to %s by %s", collector.url, collector.protocol)
+        _log.info("exporting spans to %s over %s", collector.url, collector.protocol)
         try:
             yield Tracing(provider.get_tracer("radixkv", __version__))
         finally:
@@ -139,7 +141,7 @@ def exported_spans(config: TelemetryConfig) -> Iterator[Observer | None]:
 
 
 class _LibraryLog(logging.Handler):
-    """Keeps the last message of OpenTelemetry's own log, which has several lines for each batch that fails."""
+    """Keeps the last message of OpenTelemetry's own log, which has several lines per failed batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ def _exporter(collector: Collector) -> SpanExporter:
 
 
 def _reporting(exporter: SpanExporter, url: str, library_log: _LibraryLog) -> SpanExporter:
-    """Return an exporter that logs when spans stop being delivered, and when they are again."""
+    """Wrap an exporter to log the beginning and the end of each outage."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Reporting(SpanExporter):
@@ -186,9 +188,9 @@ def _reporting(exporter: SpanExporter, url: str, library_log: _LibraryLog) -> Sp
             result = exporter.export(spans)
             is_out = result is not SpanExportResult.SUCCESS
             if is_out and not self._is_out:
-                _log.warning("spans are dropped until %s takes them: %s", url, library_log.last_message)
+                _log.warning("%s is unreachable, dropping spans: %s", url, library_log.last_message)
             elif self._is_out and not is_out:
-                _log.info("spans are delivered again to %s", url)
+                _log.info("exporting spans to %s again", url)
             self._is_out = is_out
             return result
 
@@ -204,7 +206,7 @@ def _provider(exporter: SpanExporter) -> TracerProvider:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     ours = {"service.name": "radixkv", "service.version": __version__, "service.instance.id": str(uuid.uuid4())}
-    # What the environment says wins.
+    # Environment variables take precedence.
     resource = Resource.create(ours).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -212,11 +214,11 @@ def _provider(exporter: SpanExporter) -> TracerProvider:
 
 
 def _shut_down(provider: TracerProvider, exporter: SpanExporter) -> None:
-    """Send the spans that wait, and give up after `_FLUSH_S`."""
+    """Send queued spans, and drop those that are not sent within `_FLUSH_S`."""
     flushing = threading.Thread(target=provider.shutdown, name="radixkv-spans-flush", daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
     if flushing.is_alive():
-        _log.warning("spans that were not delivered within %g s of the end are dropped", _FLUSH_S)
-        exporter.shutdown()  # aborts the attempt
+        _log.warning("dropping spans that could not be sent within %g s of shutdown", _FLUSH_S)
+        exporter.shutdown()  # aborts the export
         flushing.join(_ABORT_S)

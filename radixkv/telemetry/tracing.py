@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests. The only module that needs opentelemetry-api, the extra `tracing`."""
+"""OpenTelemetry spans of requests. The only module that imports opentelemetry-api (the extra `tracing`)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ _log = logging.getLogger(__name__)
 
 
 class Tracing(Observer):
-    """Makes the spans of a request when it is over, from the times that the request keeps.
+    """Creates the spans of a request when it ends, from the timestamps that the request keeps.
 
-        caller's span
-        └─ Prefill | Generate    received ................................. over
-           ├─ queue              received ─ blocks
-           ├─ prefill                       blocks ─ first token
-           └─ decode                                 first token ────────── over    (a generation's only)
+        client's span
+        └─ Prefill | Generate    received ................................. ended
+           ├─ queue              received ─ scheduled
+           ├─ prefill                       scheduled ─ first token
+           └─ decode                                    first token ─────── ended    (Generate only)
 
-    `PrefillParams.traceparent` names the caller's span; usual samplers adopt its sampling decision. A request that ends
-    early has the spans of the phases that it began.
+    `PrefillParams.traceparent` is the parent span; the usual samplers follow its sampling decision. A request that ends
+    early has the spans of the phases that it entered.
 
-    Attributes follow OpenTelemetry's conventions for generative AI where they exist. They never contain tokens or the
-    names of tenants, adapters and salts, because traces are read by more people than logs. The caller's span can carry
-    its name.
+    Attributes follow OpenTelemetry's semantic conventions for generative AI where they exist. They never contain tokens
+    or names of tenants, adapters or salts, since traces are read by more people than logs.
 
     Args:
-        tracer: makes the spans. What it raises is logged.
-        unix_ns: returns nanoseconds since 1970.
+        tracer: creates the spans. Its exceptions are logged.
+        unix_ns: returns the current time in nanoseconds since 1970.
     """
 
     def __init__(self, tracer: trace.Tracer, unix_ns: Callable[[], int] = time.time_ns) -> None:
@@ -45,11 +44,11 @@ class Tracing(Observer):
         self._propagator = TraceContextTextMapPropagator()
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        """Make the spans of a request, if they are recorded."""
+        """Create the spans of a request, if it is sampled."""
         try:
             self._trace(request, outcome, error, _UnixTimes(self._unix_ns(), now_s))
-        except Exception:  # noqa: BLE001 - foreign samplers and processors must not stop the engine
-            _log.exception("a request could not be traced")
+        except Exception:  # noqa: BLE001 - an error in a sampler or a span processor must not stop the engine
+            _log.exception("could not create the spans of a request")
 
     def _trace(self, request: Request, outcome: Outcome, error: Exception | None, times: _UnixTimes) -> None:
         traceparent = request.params.traceparent
@@ -68,7 +67,7 @@ class Tracing(Observer):
         span.end(times.now_ns)
 
     def _trace_phases(self, request: Request, span: Span, times: _UnixTimes) -> None:
-        """Make a span for each phase. A phase ends where the next one begins, and the last one with the request."""
+        """Create a span per phase. A phase ends when the next one begins, and the last one ends with the request."""
         begins = [("queue", request.received_s), ("prefill", request.scheduled_s)]
         if request.generation is not None:
             begins.append(("decode", request.prefilled_s))
@@ -80,14 +79,14 @@ class Tracing(Observer):
 
 
 class _UnixTimes:
-    """Converts times of the engine's clock to nanoseconds since 1970, as OpenTelemetry wants them."""
+    """Converts times of the engine's clock to nanoseconds since 1970, as OpenTelemetry requires."""
 
     def __init__(self, now_ns: int, now_s: float) -> None:
         self.now_ns = now_ns
         self._now_s = now_s
 
     def of(self, time_s: float) -> int:
-        """Convert a time of the engine's clock."""
+        """Convert a time of the engine's clock, in seconds."""
         return self.now_ns - round((self._now_s - time_s) * 1e9)
 
 
@@ -98,7 +97,7 @@ def _attributes(request: Request, outcome: Outcome) -> dict[str, AttributeValue]
         "radixkv.request_id": request.params.request_id,
         "radixkv.outcome": outcome.value,
     }
-    if request.scheduled_s is not None:  # before its admission, it is not known what is cached
+    if request.scheduled_s is not None:  # the number of cached tokens is known only after admission
         attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
         attributes["radixkv.computed_tokens"] = usage.computed_tokens
         attributes["radixkv.miss_reason"] = request.miss_reason.value

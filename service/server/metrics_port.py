@@ -28,7 +28,6 @@ from radixkv.service.server.page.page import Page
 from radixkv.service.server.page.state_feed import StateFeed
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import Metrics
-from radixkv.telemetry.refused_calls import RefusedCalls
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
@@ -55,7 +54,7 @@ class Telemetry:
         self._config = config.server
         self._metrics = None if config.server.metrics_port is None else Metrics(config.tenants)
         self._app = None if self._metrics is None else MetricsApp(self._metrics.registry)
-        self.count_refusal = None if self._metrics is None else RefusedCalls(self._metrics.registry).count
+        self.count_refusal = None if self._metrics is None else self._metrics.call_refused
         self.observers = [
             observer for observer in (self._metrics, tracing or _process_tracing()) if observer is not None
         ]

@@ -1,4 +1,4 @@
-"""Dashboards and alerts hold on to these names: changing one breaks them."""
+"""The names of metrics are stable, because dashboards and alerts depend on them; docs/METRICS.md lists all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from radixkv.errors import QueueFull, StepFailed
 from radixkv.scheduling.request import Outcome
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import MAX_UNKNOWN_TENANTS, Metrics
-from radixkv.telemetry.refused_calls import RefusedCalls
 from tests.events.fake_source import FakeSource
 from tests.service.fake_engine import FakeEngine
 from tests.telemetry.test_metrics import ended_request
@@ -80,7 +79,7 @@ NAMES = {
     "radixkv_event_readers": ("gauge", ()),
     "radixkv_event_readers_lost_total": ("counter", ()),
 }
-# Names of another project, by which its schedulers choose among servers.
+# Metrics of vLLM that schedulers read.
 ALIASES = {
     "vllm:num_requests_running": ("gauge", ()),
     "vllm:num_requests_waiting": ("gauge", ()),
@@ -98,7 +97,7 @@ PROCESS_NAMES = {
 OUR_NAMES = NAMES | ALIASES
 ALL_NAMES = OUR_NAMES | PROCESS_NAMES
 
-# What a sample's name has behind that of its metric.
+# What is appended to the name of a metric to form the names of its samples.
 HISTOGRAM = ("_bucket", "_sum", "_count")
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": "", "histogram": "_count"}
 
@@ -110,7 +109,6 @@ def served(*, is_alive: bool = True) -> CollectorRegistry:
     engine.events = FakeSource()
     engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", True, 1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)])
     metrics.registry.register(EngineGauges(engine))
-    RefusedCalls(metrics.registry)
     metrics.request_refused(QueueFull("full"))
     metrics.request_ended(ended_request(), Outcome.FAILED, StepFailed("broken"), 101.0)
     return metrics.registry
@@ -139,23 +137,28 @@ def listed_below(headings: list[str]) -> set[str]:
     return {name for each in headings for name in re.findall(r"^\| `([\w:]+)` ", sections[each], re.MULTILINE)}
 
 
+def sections_of(enumeration: str) -> list[str]:
+    """Split an enumeration such as `A, B and C`."""
+    return re.split(r", | and ", enumeration)
+
+
 def test_no_name_changed() -> None:
     names = names_of(served())
     assert names == (ALL_NAMES if sys.platform == "linux" else OUR_NAMES)
 
 
-def test_a_scrape_has_no_other_families_but_when_each_series_began() -> None:
+def test_a_scrape_has_no_other_metrics_than_these_and_their_creation_times() -> None:
     families = set(re.findall(r"^# TYPE ([\w:]+)", generate_latest(served()).decode(), re.MULTILINE))
     created = {created_of(name) for name, (kind, _) in NAMES.items() if kind != "gauge"}
     assert families - created <= set(ALL_NAMES)
-    assert families & created, "the document tells of them"
+    assert families & created, "the document describes them"
 
 
 @pytest.mark.parametrize("name", OUR_NAMES)
-def test_a_scrape_can_ask_for_a_metric_by_its_name(name: str) -> None:
+def test_a_scrape_can_select_a_metric_by_name(name: str) -> None:
     kind, _ = OUR_NAMES[name]
-    asked = served().restricted_registry([name])
-    found = {sample.name for family in asked.collect() for sample in family.samples}
+    selected = served().restricted_registry([name])
+    found = {sample.name for family in selected.collect() for sample in family.samples}
     assert found == ({f"{name}{suffix}" for suffix in HISTOGRAM} if kind == "histogram" else {name})
 
 
@@ -169,26 +172,26 @@ def test_the_document_lists_exactly_these() -> None:
 
 
 def test_the_document_says_what_is_missing_while_the_engine_does_not_answer() -> None:
-    text = DOCUMENT.read_text()
-    told_at = r"^\| `radixkv_up` .*those below (.*) are missing, and those below Tiers but `(.*)` \|$"
-    (told,) = re.findall(told_at, text, re.MULTILINE)
-    listed = listed_below([*re.split(r", | and ", told[0]), "Tiers"])
-    assert names_of(served()).keys() - names_of(served(is_alive=False)).keys() == listed - {told[1]}
+    row = r"^\| `radixkv_up` .*the metrics in the sections (.*) are missing, except `(.*)` \|$"
+    ((sections, exception),) = re.findall(row, DOCUMENT.read_text(), re.MULTILINE)
+    listed = listed_below(sections_of(sections))
+    assert names_of(served()).keys() - names_of(served(is_alive=False)).keys() == listed - {exception}
 
 
-def test_the_document_says_which_series_tell_when_they_began() -> None:
+def test_the_document_says_which_metrics_have_a_creation_time() -> None:
     text = " ".join(DOCUMENT.read_text().split())
-    ((headings, excepted),) = re.findall(r"Counters under (.*?) have none, and under Tiers only `(\w+)` has\.", text)
-    without = listed_below([*re.split(r", | and ", headings), "Tiers"]) - {excepted}
+    sentence = r"The counters in the sections (.*?) have no creation time, except `(\w+)`\."
+    ((sections, exception),) = re.findall(sentence, text)
+    without = listed_below(sections_of(sections)) - {exception}
     counted = {name for name, (kind, _) in NAMES.items() if kind in ("counter", "histogram")}
     assert created_in_a_scrape() == {created_of(name) for name in counted - without}
 
 
-def test_the_document_says_how_many_tenants_are_told_apart() -> None:
+def test_the_document_gives_the_maximum_number_of_tenants() -> None:
     assert f"the first {MAX_UNKNOWN_TENANTS} others" in " ".join(DOCUMENT.read_text().split())
 
 
-def test_every_metric_that_the_document_asks_for_exists() -> None:
-    asked = set(re.findall(r"\bradixkv_\w+", DOCUMENT.read_text()))
+def test_the_queries_in_the_document_use_existing_metrics() -> None:
+    used = set(re.findall(r"\bradixkv_\w+", DOCUMENT.read_text()))
     series = {f"{name}{suffix}" for name in NAMES for suffix in ("", *HISTOGRAM)}
-    assert asked <= series | created_in_a_scrape()
+    assert used <= series | created_in_a_scrape()

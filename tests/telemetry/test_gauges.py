@@ -1,4 +1,4 @@
-"""A scrape asks the engine, and never waits for it for ever."""
+"""A scrape asks the engine, and waits for the answer for a limited time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.service.fake_engine import FakeEngine
 
 
 def scrape(engine: Engine, timeout_s: float = PATIENCE_S) -> dict[str, float]:
-    """Values by name; a state is written behind its name with a dot."""
+    """Values by sample name; label values are appended with a dot."""
     registry = CollectorRegistry()
     registry.register(EngineGauges(engine, timeout_s))
     return {
@@ -38,7 +38,7 @@ def scrape(engine: Engine, timeout_s: float = PATIENCE_S) -> dict[str, float]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """The clock of the engine's watchdog."""
+    """The clock of the watchdog."""
     clock = FakeClock()
     monkeypatch.setattr("radixkv.engine.watchdog.time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr("radixkv.engine.watchdog._MAX_PERIOD_S", 0.005)
@@ -60,7 +60,7 @@ def engine(runner: GatedRunner, clock: FakeClock) -> Iterator[Engine]:
     engine.stop()
 
 
-def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
+def test_gauges_equal_the_values_of_stats(engine: Engine) -> None:
     for start in (0, 50, 100, 150):
         engine.prefill(PrefillParams(tokens(range(start, start + 40)), Caller(str(start)))).result(PATIENCE_S)
     engine.prefill(PrefillParams(tokens(range(150, 180)), Caller("150"), hold_lease=True)).result(PATIENCE_S)
@@ -96,7 +96,7 @@ def test_every_gauge_has_the_value_of_stats(engine: Engine) -> None:
     }
 
 
-def test_a_warm_full_cache_is_no_usage_by_vllms_name(engine: Engine) -> None:
+def test_cached_blocks_do_not_count_as_usage_in_vllms_metric(engine: Engine) -> None:
     for start in range(0, 210, 10):
         engine.prefill(PrefillParams(tokens(range(start, start + 40)))).result(PATIENCE_S)
     scraped = scrape(engine)
@@ -104,7 +104,7 @@ def test_a_warm_full_cache_is_no_usage_by_vllms_name(engine: Engine) -> None:
     assert scraped["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_events_and_their_readers_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_and_subscribers_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     source = FakeSource()
     monkeypatch.setattr(engine, "events", source)
     source.switch_on()
@@ -121,7 +121,7 @@ def test_events_and_their_readers_are_counted(engine: Engine, monkeypatch: pytes
     }
 
 
-def test_adapters_are_counted_once_each_whatever_their_names() -> None:
+def test_an_adapter_with_two_names_counts_once() -> None:
     engine = FakeEngine()
     engine.adapters.load_now("law", Path("one"))
     engine.adapters.load_now("court", Path("one"))
@@ -133,14 +133,16 @@ def test_adapters_are_counted_once_each_whatever_their_names() -> None:
     assert (values["radixkv_adapter_bytes.device"], values["radixkv_adapter_bytes.host"]) == (200, 0)
 
 
-def test_what_is_served_is_said(engine: Engine) -> None:
+def test_the_info_metric_names_version_model_and_device(engine: Engine) -> None:
     registry = CollectorRegistry()
     registry.register(EngineGauges(engine))
     labels = {"version": __version__, "model": "fake", "device": "cpu"}
     assert registry.get_sample_value("radixkv_info", labels) == 1
 
 
-def test_while_a_step_hangs_a_scrape_says_only_that(engine: Engine, runner: GatedRunner, clock: FakeClock) -> None:
+def test_a_scrape_during_a_stalled_step_reports_only_that_the_engine_is_down(
+    engine: Engine, runner: GatedRunner, clock: FakeClock
+) -> None:
     runner.gate.clear()
     future = engine.prefill(PrefillParams(tokens(range(8))))
     assert runner.entered.wait(PATIENCE_S)
@@ -152,7 +154,7 @@ def test_while_a_step_hangs_a_scrape_says_only_that(engine: Engine, runner: Gate
     assert scrape(engine)["radixkv_up"] == 1
 
 
-def test_an_engine_that_does_not_run_is_not_waited_for(runner: GatedRunner) -> None:
+def test_a_scrape_does_not_wait_for_a_stopped_engine(runner: GatedRunner) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
     assert scrape(engine, ENDLESS_S) == {"radixkv_up": 0, "radixkv_healthy": 0}
     engine.start()
@@ -161,13 +163,13 @@ def test_an_engine_that_does_not_run_is_not_waited_for(runner: GatedRunner) -> N
     assert scrape(engine, ENDLESS_S) == {"radixkv_up": 0, "radixkv_healthy": 0}
 
 
-def test_an_engine_that_stops_while_it_is_asked_is_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_stops_during_a_scrape_is_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.stop()
     monkeypatch.setattr(Engine, "is_alive", True)
     assert scrape(engine)["radixkv_up"] == 0
 
 
-def test_parts_are_told_with_what_hits_lack() -> None:
+def test_blocks_of_sliding_window_layers_are_reported() -> None:
     families = list(EngineGauges(FakeEngine()).collect())
     values = {
         ".".join([sample.name, *sample.labels.values()]): sample.value

@@ -1,4 +1,4 @@
-"""Metrics, compared with the counts of the engine itself."""
+"""Counters and histograms agree with the counts of the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from radixkv.api.caller import Caller
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
-from radixkv.errors import PromptTooLong, QueueFull, StepFailed
+from radixkv.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PermissionDenied,
+    PromptTooLong,
+    QueueFull,
+    StepFailed,
+    Unauthenticated,
+)
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Outcome, Request
 from radixkv.telemetry.metrics import MAX_UNKNOWN_TENANTS, Metrics
@@ -31,7 +39,7 @@ def token_counts(metrics: Metrics, tenant: str) -> tuple[float | None, ...]:
 
 
 def ended_request(num_generated: int = 0, **fields: object) -> Request:
-    """A request of 10 tokens that came at 100 s."""
+    """A request with 10 tokens that arrived at 100 s."""
     params = PrefillParams(tokens(range(10)), Caller(str(fields.pop("tenant", ""))))
     generation = None
     if num_generated:
@@ -65,12 +73,40 @@ def test_requests_are_counted_by_kind_and_outcome() -> None:
         ("generate", Outcome.FINISHED): 1,
         ("generate", Outcome.FAILED): 1,
     }
-    assert None not in counts.values(), "a series is there before its first request"
+    assert None not in counts.values(), "a series exists before its first request"
     assert value(metrics, "request_failures_total", error="StepFailed") == 1
     assert value(metrics, "step_failures_total") == 1
 
 
-def test_refusals_are_counted_by_error() -> None:
+REASONS = ("unauthenticated", "forbidden", "malformed", "slow", "busy", "other")
+
+
+def refused_calls(metrics: Metrics) -> dict[str, float | None]:
+    return {reason: value(metrics, "refused_calls_total", reason=reason) for reason in REASONS}
+
+
+def test_every_reason_for_refused_calls_has_a_series_from_the_start() -> None:
+    assert refused_calls(Metrics()) == dict.fromkeys(REASONS, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Unauthenticated("x"), "unauthenticated"),
+        (PermissionDenied("x"), "forbidden"),
+        (InvalidRequest("x"), "malformed"),
+        (DeadlineExceeded("x"), "slow"),
+        (QueueFull("x"), "busy"),
+        (StepFailed("x"), "other"),
+    ],
+)
+def test_a_refused_call_counts_for_one_reason(error: Exception, reason: str) -> None:
+    metrics = Metrics()
+    metrics.call_refused(error)
+    assert refused_calls(metrics) == {**dict.fromkeys(REASONS, 0), reason: 1}
+
+
+def test_refused_requests_are_counted_by_error() -> None:
     metrics = Metrics()
     for error in (QueueFull("full"), QueueFull("full"), PromptTooLong("long")):
         metrics.request_refused(error)
@@ -99,7 +135,7 @@ def test_miss_reasons_of_finished_requests_add_up() -> None:
     }
 
 
-def test_tokens_by_tenant_are_those_of_stats() -> None:
+def test_token_counts_per_tenant_equal_those_of_stats() -> None:
     metrics = Metrics()
     bench = Bench(num_blocks=9, observers=[metrics])
     for start in (0, 50, 100):
@@ -119,7 +155,7 @@ def test_tokens_of_requests_that_did_not_finish_are_not_counted() -> None:
     assert token_counts(metrics, "acme") == (0, 0, 0, 0, 0)
 
 
-def test_only_so_many_tenants_have_a_series_of_their_own() -> None:
+def test_the_number_of_series_per_tenant_is_bounded() -> None:
     metrics = Metrics(["known"])
     for n in range(MAX_UNKNOWN_TENANTS + 10):
         metrics.request_ended(ended_request(tenant=f"t{n}"), Outcome.FINISHED, None, 101.0)
@@ -155,30 +191,30 @@ def test_times_of_a_finished_generation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_noted"),
+    ("fields", "num_recorded"),
     [({}, (0, 0)), ({"scheduled_s": 102.0}, (1, 0)), ({"scheduled_s": 102.0, "prefilled_s": 103.0}, (1, 1))],
 )
-def test_of_a_failed_request_the_phases_that_it_completed_are_noted(
-    fields: dict[str, float], num_noted: tuple[int, int]
+def test_completed_phases_of_a_failed_request_are_recorded(
+    fields: dict[str, float], num_recorded: tuple[int, int]
 ) -> None:
     metrics = Metrics()
     metrics.request_ended(ended_request(5, **fields), Outcome.FAILED, StepFailed("broken"), 107.0)
     queue, first = (
         value(metrics, f"{name}_count") for name in ("request_queue_seconds", "time_to_first_token_seconds")
     )
-    assert (queue, first) == num_noted
+    assert (queue, first) == num_recorded
     assert value(metrics, "time_per_output_token_seconds_count") == 0
     assert value(metrics, "request_duration_seconds_count", kind="generate") == 0
 
 
-def test_a_single_token_has_no_time_between_tokens() -> None:
+def test_a_generation_of_one_token_has_no_time_per_output_token() -> None:
     metrics = Metrics()
     metrics.request_ended(ended_request(1, scheduled_s=102.0, prefilled_s=103.0), Outcome.FINISHED, None, 103.0)
     assert value(metrics, "time_per_output_token_seconds_count") == 0
     assert value(metrics, "request_duration_seconds_count", kind="generate") == 1
 
 
-def test_steps_are_timed_and_sized_by_phase() -> None:
+def test_duration_and_size_of_steps_are_recorded() -> None:
     metrics = Metrics()
     metrics.step_done(0.25, 3, 100, 2)
     metrics.step_done(0.5, 2, 0, 2)
@@ -186,10 +222,12 @@ def test_steps_are_timed_and_sized_by_phase() -> None:
     assert value(metrics, "step_requests_sum") == 5
     assert value(metrics, "step_tokens_sum", phase="prefill") == 100
     assert value(metrics, "step_tokens_sum", phase="decode") == 4
-    assert value(metrics, "step_tokens_bucket", phase="prefill", le="0.0") == 1, "a step without any is told apart"
+    assert value(metrics, "step_tokens_bucket", phase="prefill", le="0.0") == 1, (
+        "steps without prefill tokens have a bucket"
+    )
 
 
-def test_the_tokens_of_all_steps_are_those_that_were_computed() -> None:
+def test_step_tokens_add_up_to_the_computed_tokens() -> None:
     metrics = Metrics()
     bench = Bench(num_blocks=9, observers=[metrics])
     for start in (0, 50, 100):
@@ -200,13 +238,13 @@ def test_the_tokens_of_all_steps_are_those_that_were_computed() -> None:
     assert value(metrics, "step_seconds_count") == len(bench.runner.steps)
 
 
-def test_two_services_in_one_process_count_apart() -> None:
+def test_two_services_in_one_process_count_separately() -> None:
     first, second = Metrics(), Metrics()
     first.step_done(1.0, 1, 1, 0)
     assert value(second, "step_seconds_count") == 0
 
 
-def test_any_name_of_a_tenant_can_be_scraped() -> None:
+def test_every_tenant_name_can_be_scraped() -> None:
     metrics = Metrics()
     names = ["", 'a"b', "back\\slash", "é€", "{}"]
     escaped = {"new\nline": r"new\nline", "\udcff": r"\udcff", "\x1b[2J\0": r"\x1b[2J\x00"}
@@ -215,3 +253,19 @@ def test_any_name_of_a_tenant_can_be_scraped() -> None:
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     scraped = [s.labels["tenant"] for f in families for s in f.samples if s.name == "radixkv_prompt_tokens_total"]
     assert sorted(scraped) == sorted([*names, *escaped.values(), "other"])
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [
+        ("step_seconds", {"step_seconds_bucket", "step_seconds_sum", "step_seconds_count"}),
+        ("step_seconds_sum", {"step_seconds_sum"}),
+        ("requests", {"requests_total"}),
+        ("requests_total", {"requests_total"}),
+        ("requests_created", {"requests_created"}),
+        ("step_second", set()),
+    ],
+)
+def test_a_scrape_selects_metrics_and_samples_by_name(name: str, samples: set[str]) -> None:
+    families = Metrics().registry.restricted_registry([f"radixkv_{name}"]).collect()
+    assert {each.name for family in families for each in family.samples} == {f"radixkv_{each}" for each in samples}

@@ -82,7 +82,7 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from radixkv.service.c
     ("files", "message"),
     [
         ({}, "expected `tiny` or a directory with a config.json, got {}"),
-        ({"config.json": "{}"}, "model.path: {} has no model.safetensors"),
+        ({"config.json": "{}"}, "{} has no model.safetensors"),
     ],
 )
 def test_a_wrong_model_directory_is_one_line_before_torch_is_imported(tmp_path, files, message):
