@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a server each second, for tests that ask it."""
+"""Runs a real Prometheus that scrapes a server every second."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Prometheus:
         self._url = url
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The result of a query at this time. Raises HTTPError if it is none."""
+        """Return the current result of a query. Raises HTTPError for an invalid query."""
         url = f"{self._url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             result: list[dict[str, Any]] = json.load(response)["data"]["result"]
         return result
 
     def becomes_known(self, expression: str) -> bool:
-        """Whether a query has a result soon."""
+        """Return whether a query has a result within `PATIENCE_S`."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
@@ -52,7 +52,7 @@ class Prometheus:
         return False
 
     def rules(self) -> dict[str, str]:
-        """Health of each rule for alarms, by its name."""
+        """Return the health of each alerting rule, by name."""
         with urllib.request.urlopen(f"{self._url}/api/v1/rules", timeout=PATIENCE_S) as response:
             groups = json.load(response)["data"]["groups"]
         return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
@@ -60,12 +60,12 @@ class Prometheus:
 
 @contextlib.contextmanager
 def scraping(folder: Path, target: str, edits: dict[str, Any]) -> Iterator[Prometheus]:
-    """Run Prometheus with docs/deploy/prometheus.yml and its alarms in a folder.
+    """Run Prometheus with docs/deploy/prometheus.yml and alerts.yaml in a directory.
 
     Args:
-        folder: has the files that the configuration names.
+        folder: contains the files that the configuration refers to.
         target: `HOST:PORT` of the metrics port, in place of the one in the file.
-        edits: keys of the job that differ from the file.
+        edits: keys of the scrape job to replace.
     """
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

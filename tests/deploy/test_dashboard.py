@@ -1,4 +1,4 @@
-"""The dashboard and the alarms, by a real Prometheus that scrapes a real server over TLS with a reader's token."""
+"""The dashboard and the alerts, with a real Prometheus that scrapes a real server over TLS with a reader's token."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ QUERIES = {
     for panel in DASHBOARD["panels"]
     for target in panel["targets"]
 }
-# What a healthy server has no series of: each comes with the first event.
+# Queries for which a healthy server has no series yet.
 MAY_BE_EMPTY = {"Requests by outcome B"}
 
 
 def names_in(text: str) -> set[str]:
-    """Names of metrics in a query, without what histograms add."""
+    """Names of the metrics in a query, without the suffixes of histograms."""
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\b(?:radixkv|process|vllm:)_\w+", text)}
 
 
-def test_panels_ask_only_for_metrics_that_there_are() -> None:
-    asked = set().union(*(names_in(query) for query in QUERIES.values()))
-    assert asked <= set(ALL_NAMES)
-    assert asked >= {"radixkv_refused_calls_total", "radixkv_time_to_first_token_seconds", "radixkv_blocks"}
+def test_panels_use_existing_metrics() -> None:
+    used = set().union(*(names_in(query) for query in QUERIES.values()))
+    assert used <= set(ALL_NAMES)
+    assert used >= {"radixkv_refused_calls_total", "radixkv_time_to_first_token_seconds", "radixkv_blocks"}
 
 
-def test_alarms_ask_only_for_metrics_that_there_are() -> None:
+def test_alerts_use_existing_metrics() -> None:
     expressions = re.findall(r"radixkv_\w+(?=[{\[ ])", (DEPLOY / "alerts.yaml").read_text(encoding="utf-8"))
     assert names_in(" ".join(expressions)) <= set(ALL_NAMES)
 
 
-def test_panels_have_a_place_of_their_own() -> None:
+def test_panels_do_not_overlap() -> None:
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     cells = [
         (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
@@ -68,7 +68,7 @@ def call_each(address: str, papers: Papers) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has scraped a server before its calls and after them."""
+    """A Prometheus that has scraped a server before and after some calls."""
     if PROMETHEUS is None:
         pytest.skip("needs Prometheus' binary: apt-get install prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -98,41 +98,41 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         log.close()
 
 
-def asked(query: str) -> str:
-    """The query as Grafana sends it, with all servers chosen."""
+def as_sent(query: str) -> str:
+    """The query as Grafana sends it when all servers are selected."""
     return query.replace("$__rate_interval", "1m").replace("$instance", ".*")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", QUERIES)
-def test_a_panel_shows_something(prometheus: Prometheus, title: str) -> None:
-    result = prometheus.query(asked(QUERIES[title]))
+def test_a_panel_shows_data(prometheus: Prometheus, title: str) -> None:
+    result = prometheus.query(as_sent(QUERIES[title]))
     if title not in MAY_BE_EMPTY:
         assert result, QUERIES[title]
         assert [each["value"][1] for each in result if each["value"][1] in ("+Inf", "-Inf")] == []
 
 
 @pytest.mark.slow
-def test_the_legend_of_a_panel_names_labels_that_its_series_have(prometheus: Prometheus) -> None:
+def test_the_legend_of_a_panel_uses_existing_labels(prometheus: Prometheus) -> None:
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
-                result = prometheus.query(asked(target["expr"]))
+                result = prometheus.query(as_sent(target["expr"]))
                 assert all(label in each["metric"] for each in result), panel["title"]
 
 
 @pytest.mark.slow
-def test_the_hit_rate_of_a_tenant_is_told(prometheus: Prometheus) -> None:
+def test_the_hit_rate_of_a_tenant_is_shown(prometheus: Prometheus) -> None:
     (value,) = [
         float(each["value"][1])
-        for each in prometheus.query(asked(QUERIES["Token hit rate of tenants A"]))
+        for each in prometheus.query(as_sent(QUERIES["Token hit rate by tenant A"]))
         if each["metric"]["tenant"] == "acme"
     ]
     assert 0.5 < value < 1
 
 
 @pytest.mark.slow
-def test_every_alarm_can_be_evaluated_and_a_healthy_server_raises_none(prometheus: Prometheus) -> None:
+def test_alerts_can_be_evaluated_and_none_fires_for_a_healthy_server(prometheus: Prometheus) -> None:
     assert prometheus.becomes_known("ALERTS or vector(1)")
     rules = prometheus.rules()
     assert set(rules.values()) == {"ok"}, rules

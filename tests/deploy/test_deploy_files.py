@@ -1,4 +1,4 @@
-"""The files of docs/deploy that other programs read, as far as these programs are here."""
+"""The files in docs/deploy, checked with the programs that read them if those are installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IGNORED = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split
 
 
 class ComposeLoader(yaml.SafeLoader):
-    """Reads compose files. `!override` and `!reset` say how one file is merged into another."""
+    """Loads compose files, whose tags `!override` and `!reset` control how files are merged."""
 
 
 def merge_tag(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
@@ -56,10 +56,10 @@ def output_of(*command: str | Path | None, cwd: Path) -> str:
 
 
 @needs_promtool
-def test_each_alarm_is_raised_by_its_cause_and_none_without(tmp_path: Path) -> None:
+def test_each_alert_fires_for_its_cause_only(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "alerts.yaml", tmp_path)
-    shutil.copy(Path(__file__).parent / "alarms.yaml", tmp_path)
-    assert "SUCCESS" in output_of(PROMTOOL, "test", "rules", "alarms.yaml", cwd=tmp_path)
+    shutil.copy(Path(__file__).parent / "alert_rules.yaml", tmp_path)
+    assert "SUCCESS" in output_of(PROMTOOL, "test", "rules", "alert_rules.yaml", cwd=tmp_path)
 
 
 @needs_promtool
@@ -71,55 +71,57 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
     assert "SUCCESS" in output_of(PROMTOOL, "check", "config", "prometheus.yml", cwd=tmp_path)
 
 
-def test_every_alarm_is_in_the_runbook_and_in_the_test_of_alarms() -> None:
+def test_every_alert_is_in_the_runbook_and_is_tested() -> None:
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text(encoding="utf-8"))["groups"][0]["rules"]
     names = [rule["alert"] for rule in rules]
-    told = re.findall(r"^\| (Radixkv\w+) \|", (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert told == names
-    raised = re.findall(r'alertname="(\w+)"', (Path(__file__).parent / "alarms.yaml").read_text(encoding="utf-8"))
-    assert raised == names
+    documented = re.findall(
+        r"^\| (Radixkv\w+) \|", (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert documented == names
+    tested = re.findall(r'alertname="(\w+)"', (Path(__file__).parent / "alert_rules.yaml").read_text(encoding="utf-8"))
+    assert tested == names
 
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """The unit with a program that is there."""
+    """The unit with a program that exists."""
     assert UNIT.count("ExecStart=/opt/radixkv/bin/radixkv ") == 1
     (tmp_path / "radixkv.service").write_text(UNIT.replace("/opt/radixkv/bin/radixkv", "/bin/true"))
     return tmp_path / "radixkv.service"
 
 
 @needs_systemd
-def test_systemd_finds_nothing_wrong_in_the_unit(unit: Path) -> None:
+def test_systemd_accepts_the_unit(unit: Path) -> None:
     assert "radixkv.service" not in output_of(SYSTEMD_ANALYZE, "verify", "--man=no", unit, cwd=unit.parent)
 
 
 @needs_systemd
-def test_the_unit_exposes_little(unit: Path) -> None:
-    told = output_of(SYSTEMD_ANALYZE, "security", "--offline=true", "--no-pager", unit, cwd=unit.parent)
-    exposure = re.search(r"Overall exposure level for radixkv.service: ([\d.]+)", told)
+def test_the_unit_has_a_low_exposure_level(unit: Path) -> None:
+    report = output_of(SYSTEMD_ANALYZE, "security", "--offline=true", "--no-pager", unit, cwd=unit.parent)
+    exposure = re.search(r"Overall exposure level for radixkv.service: ([\d.]+)", report)
     assert exposure is not None
     assert float(exposure[1]) <= 1.5
 
 
-def test_who_stops_the_service_waits_longer_than_it_takes_to_drain_and_to_save_the_cache() -> None:
-    longest_s = ServerConfig().drain_timeout_s + CLOSE_LIMIT_S + 5
-    assert float(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)[0]) > longest_s
-    assert float(COMPOSE["services"]["radixkv"]["stop_grace_period"].removesuffix("s")) > longest_s
+def test_the_stop_timeouts_exceed_the_time_to_drain_and_to_save_the_cache() -> None:
+    max_stop_s = ServerConfig().drain_timeout_s + CLOSE_LIMIT_S + 5
+    assert float(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)[0]) > max_stop_s
+    assert float(COMPOSE["services"]["radixkv"]["stop_grace_period"].removesuffix("s")) > max_stop_s
 
 
 def instruction(word: str) -> str:
-    """The arguments of the last instruction of this name in the Dockerfile."""
+    """Arguments of the last instruction with this name in the Dockerfile."""
     return re.findall(rf"^{word} (.+)$", DOCKERFILE, re.MULTILINE)[-1]
 
 
-def test_the_image_is_built_from_all_that_the_package_is_made_of(tmp_path: Path) -> None:
-    """`COPY . .` copies what the ignore file lets through; symbolic links stay links, so their targets must come."""
+def test_the_build_context_contains_the_whole_package(tmp_path: Path) -> None:
+    """`COPY . .` keeps symbolic links, so the build context must contain their targets."""
     assert "COPY . ." in DOCKERFILE
     assert IGNORED[1] == "*"
-    let_through = {line[1:] for line in IGNORED if line.startswith("!")}
+    included = {line[1:] for line in IGNORED if line.startswith("!")}
     links = [path for path in (ROOT / "radixkv").iterdir() if path.is_symlink()]
-    assert {str(path.resolve().relative_to(ROOT)) for path in links} <= let_through
-    for name in let_through:
+    assert {str(path.resolve().relative_to(ROOT)) for path in links} <= included
+    for name in included:
         if (source := ROOT / name).is_dir():
             shutil.copytree(source, tmp_path / name, symlinks=True)
         elif source.exists():
@@ -129,7 +131,7 @@ def test_the_image_is_built_from_all_that_the_package_is_made_of(tmp_path: Path)
     assert {"radixkv", "radixkv.kernels.native", "radixkv.service.cli", "radixkv.service.server.page"} <= found
 
 
-def test_the_image_compiles_kernels_and_has_no_compiler() -> None:
+def test_the_build_stage_has_a_compiler_and_the_image_has_none() -> None:
     build, image = DOCKERFILE.split("\nFROM ")[-2:]
     assert "g++" in build
     assert "pip wheel" in build
@@ -137,19 +139,19 @@ def test_the_image_compiles_kernels_and_has_no_compiler() -> None:
     assert "apt-get" not in image
 
 
-def test_the_image_has_extras_that_there_are() -> None:
+def test_the_extras_of_the_image_exist() -> None:
     (extras,) = re.findall(r"\.whl\)\[([\w,]+)\]", DOCKERFILE)
     assert all(re.search(rf"^{extra} = \[", text_of("pyproject.toml"), re.MULTILINE) for extra in extras.split(","))
 
 
-def test_the_image_starts_without_a_mounted_file_and_lets_no_stranger_in() -> None:
+def test_the_image_starts_without_files_and_listens_on_loopback() -> None:
     assert json.loads(instruction("ENTRYPOINT")) == ["radixkv"]
     arguments = make_parser().parse_args(json.loads(instruction("CMD")))
     assert (arguments.config, arguments.model, arguments.host) == (None, None, None)
     assert ServerConfig().host == "127.0.0.1"
 
 
-def test_one_health_check_is_for_servers_with_and_without_tls() -> None:
+def test_the_health_check_works_with_and_without_tls() -> None:
     check = instruction("HEALTHCHECK").partition(" CMD ")[2]
     program, *arguments = json.loads(check)
     assert program == "radixkv"
@@ -158,19 +160,19 @@ def test_one_health_check_is_for_servers_with_and_without_tls() -> None:
     assert parsed.tls_ca is None  # tests/service/cli/test_health.py runs it against both
 
 
-def test_the_image_has_the_torch_that_the_package_keeps() -> None:
+def test_the_image_installs_the_torch_version_of_the_package() -> None:
     (wanted,) = re.findall(r'^ +"(torch[^"]*)",$', text_of("pyproject.toml"), re.MULTILINE)
     assert f"pip install --no-cache-dir '{wanted}' --index-url" in DOCKERFILE
 
 
 def places_of(service: dict[str, Any], key: str) -> list[Path]:
-    """Where mounts of a kind are inside a container. Paths of the host and options are left out."""
+    """Mount points of one kind inside a container."""
     mounts = service.get(key, [])
     return [Path(re.sub(r":(ro|rw)$", "", mount).rpartition(":")[2] if key == "volumes" else mount) for mount in mounts]
 
 
-def test_what_is_compiled_or_measured_is_kept_where_it_can_be_run_and_written() -> None:
-    """Docker mounts a tmpfs with noexec."""
+def test_the_cache_directory_is_writable_and_executable() -> None:
+    """Docker mounts a tmpfs noexec."""
     server = COMPOSE["services"]["radixkv"]
     (cache,) = re.findall(r"\bXDG_CACHE_HOME=(\S+)", DOCKERFILE)
     cache = server.get("environment", {}).get("XDG_CACHE_HOME", cache)
@@ -181,14 +183,14 @@ def test_what_is_compiled_or_measured_is_kept_where_it_can_be_run_and_written() 
     assert f"mkdir --mode 1777 {kept}" in DOCKERFILE  # for the user of compose.tls.yaml too
 
 
-def test_compose_uses_no_variable_that_shells_do_not_export() -> None:
+def test_compose_uses_only_its_own_variables_and_requires_them() -> None:
     for name in ("compose.yaml", "compose.tls.yaml"):
         text = re.sub(r"#.*", "", (DEPLOY / name).read_text(encoding="utf-8"))
         variables = re.findall(r"\$\{?(\w+)([^}]*)", text)
         assert all(variable.startswith("RADIXKV_") and rest.startswith(":?") for variable, rest in variables)
 
 
-def test_a_server_without_credentials_is_published_to_this_machine_only() -> None:
+def test_a_server_without_credentials_is_published_on_loopback_only() -> None:
     server = COMPOSE["services"]["radixkv"]
     assert "--insecure" in server["command"]
     published = [port for service in COMPOSE["services"].values() for port in service.get("ports", [])]
@@ -202,7 +204,7 @@ def test_the_commands_of_the_compose_files_parse(compose: dict[str, Any]) -> Non
     make_parser().parse_args(compose["services"]["radixkv"]["command"])
 
 
-def test_the_services_of_the_compose_files_read_files_that_there_are() -> None:
+def test_the_files_that_compose_mounts_exist() -> None:
     build = COMPOSE["services"]["radixkv"]["build"]
     assert (DEPLOY / build["context"]).resolve() == ROOT
     assert (ROOT / build["dockerfile"]).exists()
@@ -221,13 +223,13 @@ def test_the_services_of_the_compose_files_read_files_that_there_are() -> None:
 
 
 @needs_promtool
-def test_prometheus_accepts_what_compose_configures(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_configuration_in_compose(tmp_path: Path) -> None:
     (tmp_path / "prometheus.yml").write_text(COMPOSE["configs"]["scrape"]["content"])
     shutil.copy(DEPLOY / "alerts.yaml", tmp_path)
     assert "SUCCESS" in output_of(PROMTOOL, "check", "config", "prometheus.yml", cwd=tmp_path)
 
 
-def test_the_unit_compiles_and_loads_kernels_in_its_cache() -> None:
+def test_the_unit_can_compile_and_load_kernels_in_its_cache() -> None:
     (cache,) = re.findall(r"^Environment=.*\bXDG_CACHE_HOME=(\S+)", UNIT, re.MULTILINE)
     (directory,) = re.findall(r"^CacheDirectory=(\S+)$", UNIT, re.MULTILINE)
     assert Path(cache) / "radixkv" == Path("/var/cache") / directory
