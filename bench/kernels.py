@@ -44,11 +44,11 @@ from bench.parts.result_file import write_json
 from bench.parts.row_inputs import GatedRows, NormedRows
 from bench.parts.shared_prefix_inputs import SharedDecodes, SharedPrefix
 from radixkv.kernels import reference
-from radixkv.kernels.copy_blocks import copy_blocks
-from radixkv.kernels.norm import add_rms_norm
+from radixkv.kernels.gpu.copy_blocks import copy_blocks
+from radixkv.kernels.gpu.norm import add_rms_norm
+from radixkv.kernels.gpu.swiglu import swiglu
+from radixkv.kernels.gpu.write_kv import write_kv
 from radixkv.kernels.scoring import Scoring
-from radixkv.kernels.swiglu import swiglu
-from radixkv.kernels.write_kv import write_kv
 from radixkv.model.attention.triton_kernels import TritonKernels
 
 KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention", "shared_prefix")

@@ -35,7 +35,7 @@ from bench.training.tokenizer import load_tokenizer
 from radixkv.config import KV_DTYPES, ModelConfig
 from radixkv.errors import ConfigError
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.int8_linear import adds_integers_exactly
+from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels

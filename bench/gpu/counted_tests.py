@@ -1,6 +1,6 @@
 """Runs tests, and writes after each how many passed: a row for each file of tests.
 
-python -m bench.gpu.counted_tests --json build/tests.json tests/kernels/test_norm.py
+python -m bench.gpu.counted_tests --json build/tests.json tests/kernels/gpu/test_norm.py
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ def interpreted() -> Iterator[None]:
     """Run Triton kernels on the CPU inside the block."""
     import pytest
 
-    from tests.kernels.interpreter import interpret_kernels
+    from tests.kernels.gpu.interpreter import interpret_kernels
 
     with pytest.MonkeyPatch.context() as patch:
         interpret_kernels(patch)

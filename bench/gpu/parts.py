@@ -80,18 +80,18 @@ _KERNELS = (
         "kernel_tests",
         80,
         _TEST_IMPORTS,
-        "-m bench.gpu.counted_tests tests/kernels/test_write_kv.py tests/kernels/test_copy_blocks.py "
-        "tests/kernels/test_paged_attention.py tests/kernels/test_dequantize_blocks.py tests/kernels/test_linear.py "
-        "tests/kernels/test_norm.py tests/kernels/test_swiglu.py tests/kernels/test_pack_queries.py "
-        "tests/kernels/test_low_rank.py tests/kernels/test_rotate.py",
-        "-m bench.gpu.counted_tests tests/kernels/test_copy_blocks.py",
+        "-m bench.gpu.counted_tests tests/kernels/gpu/test_write_kv.py tests/kernels/gpu/test_copy_blocks.py "
+        "tests/kernels/gpu/test_attention.py tests/kernels/gpu/test_dequantize_blocks.py "
+        "tests/kernels/gpu/test_linear.py tests/kernels/gpu/test_norm.py tests/kernels/gpu/test_swiglu.py "
+        "tests/kernels/gpu/test_low_rank.py tests/kernels/gpu/test_hadamard.py",
+        "-m bench.gpu.counted_tests tests/kernels/gpu/test_copy_blocks.py",
     ),
     Stage(
         "specialized_tests",
         40,
         _TEST_IMPORTS,
-        "-m bench.gpu.counted_tests tests/kernels/test_specialized_attention.py",
-        "-m bench.gpu.counted_tests tests/kernels/test_specialized_attention.py -k 'softcap or support'",
+        "-m bench.gpu.counted_tests tests/kernels/gpu/test_hopper_attention.py",
+        "-m bench.gpu.counted_tests tests/kernels/gpu/test_hopper_attention.py -k 'softcap or support'",
         needs_kernels=(SPECIALIZED,),
     ),
     Stage(

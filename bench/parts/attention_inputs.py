@@ -8,8 +8,8 @@ import torch
 
 from bench.parts.device_time import num_input_sets
 from radixkv.kernels import reference
-from radixkv.kernels.attention_splits import HOPPER, DeviceRoom
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.scoring import Scoring

@@ -12,8 +12,8 @@ from bench.parts.attention_inputs import Heads, worst_error
 from bench.parts.device_time import num_input_sets
 from bench.parts.kernel_row import Contestant
 from radixkv.kernels import reference
-from radixkv.kernels.attention_splits import DeviceRoom
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.gpu.attention_splits import DeviceRoom
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from radixkv.kernels.int8_linear import quantize_rows
+from radixkv.kernels.cpu.int8_linear import quantize_rows
 
 
 class RoundedLinear(torch.nn.Module):

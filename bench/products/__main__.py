@@ -23,8 +23,8 @@ import torch
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from radixkv.kernels.linear_packings import packings_for
-from radixkv.kernels.product_trial import cold_copies
+from radixkv.kernels.cpu.gemm_backends import gemm_backends
+from radixkv.kernels.cpu.gemm_trial import cold_copies
 from radixkv.model.on_cpu import native_library
 
 _OURS = "native"
@@ -65,7 +65,7 @@ def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list
         A row for each number: microseconds of each library, and the ratio of ours to the fastest other one; None where
         ours are not in use.
     """
-    copies = {name: cold_copies(name, weight, None) for name in packings_for(weight)}
+    copies = {name: cold_copies(name, weight, None) for name in gemm_backends(weight)}
     dtype = str(weight.dtype).removeprefix("torch.")
     found = []
     for num_rows in nums_rows:

@@ -5,11 +5,11 @@
 //     ┌───────────────────────────────────────────────────────────────────────────────────────────────────┘
 //     └─▶ norm ─▶ gated MLP ─▶ +
 //
-// It calls what products.cpp, rows.cpp and attention.cpp compute, so its bits are theirs.
+// It calls what gemm.cpp, rows.cpp and attention.cpp compute, so its bits are theirs.
 
 #include "attention.h"
 #include "buffer.h"
-#include "products.h"
+#include "gemm.h"
 #include "rows.h"
 #include "threads.h"
 

@@ -12,8 +12,8 @@ import torch
 
 from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.attention import Attention, Queries
+from radixkv.kernels.native.gemm import Panels
 from radixkv.kernels.native.library import KINDS
-from radixkv.kernels.native.products import Panels
 from radixkv.kernels.native.rows import NativeNorm
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double

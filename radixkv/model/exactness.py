@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.product_trial import ProductChoice
-from radixkv.kernels.row_pieces import in_row_pieces
-from radixkv.kernels.row_tiles import SIZES
+from radixkv.kernels.cpu.gemm_trial import GemmChoice
+from radixkv.kernels.cpu.row_pieces import in_row_pieces
+from radixkv.kernels.cpu.row_tiles import SIZES
 from radixkv.model.on_gpu import exact_kernels
 from radixkv.model.products.choices import ProductChoices, TrialBudget
 from radixkv.model.products.packed_linear import Product
@@ -149,14 +149,14 @@ class _Products(Generic[T]):
 
 def _choose_plain(
     budget: TrialBudget | None,
-) -> Callable[[torch.Tensor, torch.Tensor | None], ProductChoice | None]:
+) -> Callable[[torch.Tensor, torch.Tensor | None], GemmChoice | None]:
     """For products of layers that are not packed: experts, and code that calls torch's functions itself."""
     choices = ProductChoices(is_exact=True, budget=budget)
     return lambda weight, bias: choices.choose(weight, bias, ("plain",))
 
 
 def _multiply(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: ProductChoice | None
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: GemmChoice | None
 ) -> torch.Tensor:
     assert choice is not None, "refused before"
     return Product([weight], bias, choice)(rows)

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from radixkv.errors import ConfigError
-from radixkv.kernels.flat_rows import DTYPES
-from radixkv.kernels.norm import rms_norm, row_mean
+from radixkv.kernels.gpu.flat_rows import DTYPES
+from radixkv.kernels.gpu.norm import rms_norm, row_mean
 
 # Shared memory of a block on an H100, H200 or B200, for which the tiles of `linear` were made. GPUs with it have TMA.
 _SHARED_BYTES = 232_448

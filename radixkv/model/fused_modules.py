@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from radixkv.kernels.norm import add_rms_norm, rms_norm
+from radixkv.kernels.gpu.norm import add_rms_norm, rms_norm
+from radixkv.kernels.gpu.swiglu import swiglu
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
-from radixkv.kernels.swiglu import swiglu
 from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, with_stand_ins
 from radixkv.model.refusals import reason_of
 from radixkv.model.replaced_parts import ReplacedParts

@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from radixkv.config import ModelConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
-from radixkv.kernels.int8_linear import adds_integers_exactly
+from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
 from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model

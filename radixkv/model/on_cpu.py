@@ -7,7 +7,7 @@ import logging
 from functools import cache
 
 from radixkv.config.cache_directory import cache_directory
-from radixkv.kernels.native import products
+from radixkv.kernels.native import gemm
 from radixkv.kernels.native.compiler import NotCompiled
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.kernels.native.library import KINDS, load_library
@@ -30,7 +30,7 @@ def native_library() -> ctypes.CDLL | None:
     except NotCompiled as reason:
         _log.warning("no compiled kernels, so models on the CPU run 2 to 3 times slower: %s", reason)
         return None
-    products.use(library)
+    gemm.use(library)
     return library
 
 

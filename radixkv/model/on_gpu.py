@@ -79,7 +79,7 @@ class ExactKernels(NamedTuple):
     """Kernels that compute each row by itself on a GPU.
 
     Attributes:
-        linear: computes the product of rows, a weight and a bias; see `kernels/linear.py`.
+        linear: computes the product of rows, a weight and a bias; see `kernels/gpu/linear.py`.
         rows_agree: whether the rows of a product with a weight are computed alike on this GPU.
         row_functions: replacements of torch's other functions of rows.
     """
@@ -95,7 +95,7 @@ def exact_kernels(device: torch.device) -> ExactKernels:
     Raises:
         ConfigError: they were not made for this GPU.
     """
-    from radixkv.kernels.linear import linear, rows_agree
+    from radixkv.kernels.gpu.linear import linear, rows_agree
     from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions
 
     require_exact_gpu(device)

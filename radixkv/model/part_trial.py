@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from radixkv.kernels.flat_rows import DTYPES
+from radixkv.kernels.gpu.flat_rows import DTYPES
 
 Forward = Callable[..., Any]
 

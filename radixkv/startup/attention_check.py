@@ -10,9 +10,9 @@ import torch
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.cancellation import CANCELLING_SCALE, sensitive_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
-from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 from radixkv.model.attention.interface import AttentionKernels, AttentionKind, AttentionUse
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
@@ -75,7 +75,7 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
 
 
 def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
-    inputs = cancelling_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
+    inputs = sensitive_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
     if shape.is_latent and what == "values":  # all keys are zeros, and so are the queries
         query, _, value = inputs
         inputs = query, value, value

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from .interpreter import interpret_kernels
+from .gpu.interpreter import interpret_kernels
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
-from radixkv.kernels.sum_order import cancelling_product
+from radixkv.kernels.cancellation import sensitive_linear
 from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
@@ -230,7 +230,7 @@ def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
     dtype: torch.dtype, function: Callable[[torch.Tensor], torch.Tensor], num_columns: int
 ) -> None:
     """Functions that exact mode leaves to torch. The numbers of a row cancel, so that the order of a sum shows."""
-    rows, weight, _ = cancelling_product(torch.empty(1, num_columns, dtype=dtype), None, 600)
+    rows, weight, _ = sensitive_linear(torch.empty(1, num_columns, dtype=dtype), None, 600)
     rows = rows * weight
     whole = function(rows[None])[0]
     for start, end in ((0, 2), (5, 7), (9, 12), (0, 16), (3, 35), (100, 308), (9, 521), (520, 600)):

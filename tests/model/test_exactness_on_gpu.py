@@ -9,7 +9,7 @@ from torch.nn import functional
 from radixkv.errors import ConfigError
 from radixkv.model.exactness import ExactFunctions
 from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions
-from tests.kernels.interpreter import interpret_kernels
+from tests.kernels.gpu.interpreter import interpret_kernels
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from radixkv.model.fused_modules import FusedModules
 from radixkv.model.model import Model
 from radixkv.startup.model_check import check_model
 from radixkv.storage.device_pool import KVStorage
-from tests.kernels.interpreter import interpret_kernels
+from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
 
 # Two layers: a row in the interpreter takes a millisecond.

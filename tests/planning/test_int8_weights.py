@@ -5,7 +5,7 @@ import pytest
 
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
-from radixkv.kernels.int8_linear import Int8Weight
+from radixkv.kernels.cpu.int8_linear import Int8Weight
 from radixkv.model.loading import load_model
 from radixkv.model.products.packed_linear import Product
 from radixkv.planning.int8_weights import int8_weights_bytes

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels import cpu_attention
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.cpu import attention as cpu_attention
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.attention.triton_kernels import TritonKernels

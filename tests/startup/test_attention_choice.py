@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels import specialized_attention
-from radixkv.kernels.attention_splits import DeviceRoom
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.dequantize_blocks import dequantize_blocks
+from radixkv.kernels.gpu import hopper_attention
+from radixkv.kernels.gpu.attention_splits import DeviceRoom
+from radixkv.kernels.gpu.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model import on_cpu
@@ -24,7 +24,7 @@ from radixkv.startup.attention_check import check_attention
 from radixkv.startup.attention_choice import attention_kernels, choose_attention
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.storage.device_pool import KVShape
-from tests.kernels.interpreter import interpret_kernels
+from tests.kernels.gpu.interpreter import interpret_kernels
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -165,17 +165,17 @@ def test_the_last_is_left_to_the_check_of_the_model(caplog: pytest.LogCaptureFix
 
 def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
-    launch, launches = specialized_attention.launch, []
+    launch, launches = hopper_attention.launch, []
 
     def noted(*inputs: Any, **scaling: Any) -> None:
         launches.append(inputs[4].tile_rows)
         launch(*inputs, **scaling)
 
-    monkeypatch.setattr(specialized_attention, "launch", noted)
+    monkeypatch.setattr(hopper_attention, "launch", noted)
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=64, dtype=BF16)
     kernels = TritonKernels(is_exact=True, is_specialized=True)
     check_attention(kernels, AttentionUse((AttentionKind(2, 100, 30.0),), BF16, shape, 64, CPU, is_exact=True))
-    assert set(launches) == {specialized_attention.TILE_ROWS}, "all of it went through pointers"
+    assert set(launches) == {hopper_attention.TILE_ROWS}, "all of it went through pointers"
 
 
 @pytest.mark.parametrize(("kv_dtype", "is_specialized"), [("fp8", True), ("int8", False), ("int4", True)])

@@ -33,7 +33,7 @@ from radixkv.compute.runner import Runner, StepResult
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.linear import linear, rows_agree
+from radixkv.kernels.gpu.linear import linear, rows_agree
 from radixkv.model import exactness, fused_modules
 from radixkv.model import model as model_module
 from radixkv.model.attention.attention_function import ATTENTION_NAME

@@ -9,8 +9,8 @@ import torch
 
 from radixkv.compute.forward import StepLayout
 from radixkv.compute.graphs.shapes import StepShape
-from radixkv.kernels.attention_plan import NO_MERGE, NO_ROW, NO_WORK, AttentionPlan
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.gpu.attention_plan import NO_MERGE, NO_ROW, NO_WORK, AttentionPlan
 from radixkv.kernels.staging import StagedArrays
 from radixkv.model.attention.interface import PlanKey
 

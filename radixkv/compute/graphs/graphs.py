@@ -9,9 +9,9 @@ import torch
 from radixkv.compute.forward import StepLayout, StepOutputs, compute_step
 from radixkv.compute.graphs.buffers import StepBuffers
 from radixkv.compute.graphs.shapes import StepShape, most_recorded_tokens, step_shapes
-from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.dequantize_plan import MAX_SHORT_TOKENS
+from radixkv.kernels.gpu.attention_plan import AttentionPlan
+from radixkv.kernels.gpu.dequantize_plan import MAX_SHORT_TOKENS
 from radixkv.model.attention.interface import PlanKey, PlanningKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.model.attention.interface import PlanningKernels
 
 _LEAST_PROMPT_TOKENS = 16

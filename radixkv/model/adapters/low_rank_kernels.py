@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from radixkv.errors import InvalidAdapter
-from radixkv.kernels.low_rank import RANKS, add_low_rank, low_rank_rows_agree, padded_rank
-from radixkv.kernels.low_rank_step import LowRankStep
+from radixkv.kernels.gpu.low_rank import RANKS, LowRankStep, add_low_rank, low_rank_rows_agree, padded_rank
 from radixkv.model.adapters.low_rank_products import Part, Ranges
 from radixkv.model.refusals import SERVE_FAST
 

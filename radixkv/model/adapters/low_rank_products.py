@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from radixkv.errors import InvalidAdapter
-from radixkv.kernels.linear_packings import ALIGNMENT_BYTES, aligned_rows, packings_for
-from radixkv.kernels.row_tiles import RowTiles, tiles_of
+from radixkv.kernels.cpu.gemm_backends import ALIGNMENT_BYTES, aligned_rows, gemm_backends
+from radixkv.kernels.cpu.row_tiles import RowTiles, tiles_of
 from radixkv.model.adapters.adapter_files import LowRank
 from radixkv.model.products.choices import ProductChoices
 from radixkv.model.products.packed_linear import Product
@@ -130,7 +130,7 @@ class LowRankProducts:
     def _product(self, weight: torch.Tensor) -> Product:
         # The first that will do. Weights as they are: with 8 to 48 output features they were the fastest, and packed
         # ones took up to 4 times as long. A trial of all takes twice as long.
-        packings = sorted(packings_for(weight), key=lambda name: name != "plain")
+        packings = sorted(gemm_backends(weight), key=lambda name: name != "plain")
         tried = (self._choices.choose(weight, None, (packing,)) for packing in packings)
         choice = next((each for each in tried if each is not None), None)
         if choice is None:

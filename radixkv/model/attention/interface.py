@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Queries
 from radixkv.kernels.native.layer import KVView

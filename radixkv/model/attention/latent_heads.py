@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.row_tiles import RowFunction
+from radixkv.kernels.cpu.row_tiles import RowFunction
 
 # Where a layer keeps its heads, and the linear layer in it whose weight they share.
 ATTRIBUTE, CHILD = "latent_heads", "kv_b_proj"

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.row_tiles import RowFunction
+from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.model.attention.latent_heads import ATTRIBUTE, CHILD, LatentHeads
 from radixkv.model.products.choices import ProductChoices, TrialBudget
 from radixkv.model.products.packed_linear import Product

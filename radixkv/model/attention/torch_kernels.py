@@ -6,10 +6,10 @@ from collections import deque
 
 import torch
 
-from radixkv.kernels import cpu_attention, reference
+from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.cpu_attention_plan import plan_cpu_attention
-from radixkv.kernels.cpu_attention_work import Demand, Group
+from radixkv.kernels.cpu import attention
+from radixkv.kernels.cpu.attention_plan import Demand, Group, plan_cpu_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 
@@ -34,12 +34,12 @@ class TorchKernels:
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
-        """Compute `reference.paged_attention`; see `cpu_attention.paged_attention`."""
+        """Compute `reference.paged_attention`; see `radixkv.kernels.cpu.attention`."""
         plans = next((plans for planned, plans in self._plans if planned is batch), None)
         if plans is None:
             plans = {}
             self._plans.append((batch, plans))
-        demand = cpu_attention.demand_of(query, pool, scoring)
+        demand = attention.demand_of(query, pool, scoring)
         if demand not in plans:
             plans[demand] = plan_cpu_attention(batch, demand)
-        return cpu_attention.paged_attention(query, pool, layer, plans[demand], scoring)
+        return attention.paged_attention(query, pool, layer, plans[demand], scoring)

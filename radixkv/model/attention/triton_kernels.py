@@ -7,17 +7,16 @@ from typing import Literal
 
 import torch
 
-from radixkv.kernels import copy_blocks, paged_attention, rotate, write_kv
-from radixkv.kernels.attention_plan import AttentionPlan, plan_attention
-from radixkv.kernels.attention_splits import HOPPER, DeviceRoom
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.dequantize_blocks import dequantize_blocks
-from radixkv.kernels.dequantize_plan import DequantizePlan, plan_dequantize
+from radixkv.kernels.gpu import attention, copy_blocks, hadamard, write_kv
+from radixkv.kernels.gpu.attention_plan import AttentionPlan, fitting_tile_rows, plan_attention, tile_rows_for
+from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom
+from radixkv.kernels.gpu.dequantize_blocks import dequantize_blocks
+from radixkv.kernels.gpu.dequantize_plan import DequantizePlan, plan_dequantize
+from radixkv.kernels.gpu.hopper_attention import supports
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.scoring import Scoring
-from radixkv.kernels.specialized_attention import supports
-from radixkv.kernels.tile_choice import fitting_tile_rows, tile_rows_for
 from radixkv.model.attention.interface import AttentionUse, PlanKey
 from radixkv.model.attention.refused_attention import DEQUANTIZED, POINTERS, SPECIALIZED, SPECIALIZED_DEQUANTIZED
 
@@ -35,7 +34,7 @@ class TritonKernels:
         is_specialized: whether warps specialize where `supports` allows it. In exact mode that does not depend on the
             batch either.
         dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
-            see `kernels/dequantize_plan.py`; "always" is for trials. Always "never" in exact mode, since the choice
+            see `kernels/gpu/dequantize_plan.py`; "always" is for trials. Always "never" in exact mode, since the choice
             depends on the batch.
         joins: whether rows of requests that share K/V are joined; off for comparisons.
         has_idle_work: whether plans get items that do nothing, like those of recorded steps; for trials.
@@ -49,7 +48,7 @@ class TritonKernels:
 
     write_kv = staticmethod(write_kv.write_kv)
     copy_blocks = staticmethod(copy_blocks.copy_blocks)
-    rotate = staticmethod(rotate.rotate)
+    rotate = staticmethod(hadamard.rotate)
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class TritonKernels:
             pool = dequantize_blocks(pool, layer, dequantize_plan.block_ids, query.dtype)
             layer, batch = 0, dequantize_plan.batch
         shape = (query.dtype, pool.dtype, pool.head_dim, pool.block_size, plan.tile_rows)
-        return paged_attention.paged_attention(
+        return attention.paged_attention(
             query,
             pool,
             layer,

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from radixkv.config.cache_directory import cache_directory
-from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
+from radixkv.kernels.cpu.gemm_trial import LEAD, GemmChoice, choose_gemm
+from radixkv.kernels.cpu.row_tiles import SIZES
+from radixkv.kernels.cpu.stopwatch import Stopwatch
 from radixkv.kernels.native.compiler import digest_of
 from radixkv.kernels.native.processor import processor_facts
 from radixkv.kernels.native.variants import VARIANTS
-from radixkv.kernels.product_trial import LEAD, ProductChoice, choose_product
-from radixkv.kernels.row_tiles import SIZES
-from radixkv.kernels.stopwatch import Stopwatch
 from radixkv.model.report import Report, report_nothing
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class ProductChoices:
         self._weights = weights
         self._budget = budget
         self._file = (directory or cache_directory()) / _FILE
-        self._known: dict[str, ProductChoice | None] = {}
+        self._known: dict[str, GemmChoice | None] = {}
         self._remembered = self._read()
         self._has_announced = False  # that trials take time
 
@@ -113,10 +113,10 @@ class ProductChoices:
         packings: tuple[str, ...] | None = None,
         most_rows: int = SIZES[-1],
         share: float = _UNKNOWN_SHARE,
-    ) -> ProductChoice | None:
+    ) -> GemmChoice | None:
         """Return how products with weights of this shape, dtype and strides are computed.
 
-        The trial of a shape that is not remembered may take its part of the budget; `choose_product` says what is
+        The trial of a shape that is not remembered may take its part of the budget; `choose_gemm` says what is
         chosen then. It is remembered in any case, so that later starts compute the same bits.
 
         Args:
@@ -130,7 +130,7 @@ class ProductChoices:
             The choice; None if rows are not computed alike.
         """
         if packings is None:
-            packings = ("int8",) if self._weights == "int8" else packings_for(weight)
+            packings = ("int8",) if self._weights == "int8" else gemm_backends(weight)
         key = self._key(weight, bias, packings, most_rows)
         if key not in self._known:
             limit_s = math.inf if self._budget is None else self._budget.grant(share)
@@ -144,7 +144,7 @@ class ProductChoices:
 
     def _tried(
         self, weight: torch.Tensor, bias: torch.Tensor | None, packings: tuple[str, ...], most_rows: int, limit_s: float
-    ) -> ProductChoice | None:
+    ) -> GemmChoice | None:
         if not self._has_announced:
             self._has_announced = True
             _log.info("choosing a matmul for each shape of weight, which %s keeps for later starts", self._file)
@@ -153,7 +153,7 @@ class ProductChoices:
             self._budget.report(f"trying matmuls with {weight.shape[0]} by {weight.shape[1]} weights in {dtype}")
         now = Stopwatch.here().now
         start_s = now()
-        choice = choose_product(weight, bias, packings, is_exact=self._is_exact, most_rows=most_rows, limit_s=limit_s)
+        choice = choose_gemm(weight, bias, packings, is_exact=self._is_exact, most_rows=most_rows, limit_s=limit_s)
         took_s = now() - start_s
         if self._budget is not None:
             self._budget.spend(took_s)
@@ -188,7 +188,7 @@ class ProductChoices:
             return {}
         return tree
 
-    def _settled(self, key: str, choice: ProductChoice, packings: tuple[str, ...]) -> ProductChoice:
+    def _settled(self, key: str, choice: GemmChoice, packings: tuple[str, ...]) -> GemmChoice:
         """Add a choice to the file, and return it; or return that of a process which was first.
 
         Replicas that start side by side try the same shapes. Trials depend on time, and choices decide the last bits of
@@ -215,7 +215,7 @@ class ProductChoices:
             written.replace(self._file)
 
 
-def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> ProductChoice | None:
+def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> GemmChoice | None:
     """Read what the file remembers of a shape; None for nothing, or for something that this program did not write."""
     try:
         packing = entry["packing"]
@@ -223,11 +223,11 @@ def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> Product
     except (TypeError, KeyError, ValueError, OverflowError):
         return None
     are_costs = all(size in SIZES and 0 < cost_s < math.inf for size, cost_s in costs)
-    is_known = packing in packings and packing in PACKINGS and are_costs
+    is_known = packing in packings and packing in GEMM_BACKENDS and are_costs
     if not is_known:
         return None
-    needs_costs = is_exact and not PACKINGS[packing].rows_are_alike
-    return ProductChoice(packing, costs) if bool(costs) == needs_costs else None
+    needs_costs = is_exact and not GEMM_BACKENDS[packing].rows_are_alike
+    return GemmChoice(packing, costs) if bool(costs) == needs_costs else None
 
 
 @cache

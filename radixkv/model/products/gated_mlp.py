@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import activations
 
-from radixkv.kernels.row_pieces import in_row_pieces
-from radixkv.kernels.row_tiles import RowFunction
+from radixkv.kernels.cpu.row_pieces import in_row_pieces
+from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.model.part_trial import Refused, agree, require, with_stand_ins
 from radixkv.model.products.packed_linear import SILU, PackedLinear, PackedSlice, Product
 

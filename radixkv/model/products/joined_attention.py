@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixkv.kernels.row_tiles import RowFunction
+from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionStep
 

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from radixkv.kernels.cpu.row_norm import row_norm
+from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.kernels.native.rows import NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
-from radixkv.kernels.row_norm import row_norm
-from radixkv.kernels.row_tiles import RowFunction
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, require, with_stand_ins

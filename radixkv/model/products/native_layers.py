@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
+from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.kernels.native.layer import LayerParts, NativeLayer, Weights
 from radixkv.kernels.native.rows import NativeNorm, NativeRows
-from radixkv.kernels.row_tiles import RowFunction
 from radixkv.model.attention.interface import AttentionStep
 from radixkv.model.products.gated_mlp import GatedMLP
 from radixkv.model.products.joined_attention import JoinedAttention

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from radixkv.kernels.linear_packings import PACKINGS, aligned_rows
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, aligned_rows
+from radixkv.kernels.cpu.gemm_trial import GemmChoice
+from radixkv.kernels.cpu.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
+from radixkv.kernels.native.gemm import Panels
 from radixkv.kernels.native.layer import Weights
-from radixkv.kernels.native.products import Panels
-from radixkv.kernels.product_trial import ProductChoice
-from radixkv.kernels.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
 from radixkv.model.part_trial import has_hooks
 from radixkv.model.products.choices import ProductChoices
 
@@ -52,8 +52,8 @@ class Product:
         addition: called with rows and the product with them, to which it may add in place; None for nothing to add.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: ProductChoice) -> None:
-        packing = PACKINGS[choice.packing]
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: GemmChoice) -> None:
+        packing = GEMM_BACKENDS[choice.packing]
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self._packed = packing.pack(*weights)
         self._bias = bias
@@ -271,7 +271,7 @@ def _can_gate(layers: list[nn.Module], choices: ProductChoices, share: float) ->
     if any(each is None or each[0].dtype != torch.bfloat16 for each in parameters):
         return False
     chosen = [choices.choose(*each, share=share) for each in parameters if each is not None]
-    return chosen[0] is not None and chosen[0] == chosen[1] and PACKINGS[chosen[0].packing].gate is not None
+    return chosen[0] is not None and chosen[0] == chosen[1] and GEMM_BACKENDS[chosen[0].packing].gate is not None
 
 
 def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[str], share: float) -> list[PackedSlice]:

@@ -68,7 +68,7 @@ def test_tests_run_from_links_without_the_plugins_of_our_own_runs(tmp_path: Path
     lay_out(tmp_path, None)
     without = [word for name in ("timeout", "instafail") for word in ("-p", f"no:{name}")]
     command = [sys.executable, "-m", counted_tests.__name__, "--json", "counted.json", "-n", "0", *without]
-    tests = "tests/kernels/test_tile_choice.py"
+    tests = "tests/kernels/gpu/test_attention_plan.py"
     done = subprocess.run([*command, tests], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     [row] = json.loads((tmp_path / "counted.json").read_text(encoding="utf-8"))["rows"]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bench.perplexity.rounded_linear import RoundedLinear, round_linears
-from radixkv.kernels.int8_linear import int8_product, pack_int8
+from radixkv.kernels.cpu.int8_linear import int8_linear, pack_int8
 from tests.processor import needs_exact_int8
 
 
@@ -15,7 +15,7 @@ def layer(bias: bool) -> torch.nn.Linear:
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_has_the_numbers_that_are_served(bias: bool) -> None:
     linear, rows = layer(bias), torch.randn(17, 300)
-    assert torch.equal(RoundedLinear(linear)(rows), int8_product(rows, pack_int8(linear.weight), linear.bias))
+    assert torch.equal(RoundedLinear(linear)(rows), int8_linear(rows, pack_int8(linear.weight), linear.bias))
 
 
 @pytest.mark.parametrize("bias", [False, True])

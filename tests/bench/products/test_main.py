@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.products.__main__ import main, measure
-from radixkv.kernels.linear_packings import PACKINGS, packings_for
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
 
 
 def test_every_library_is_timed_and_ours_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,7 @@ def test_every_library_is_timed_and_ours_compared(tmp_path: Path, capsys: pytest
     shapes = [(row["in_features"], row["out_features"], row["rows"]) for row in result["rows"]]
     assert shapes == [(24, 40, 1), (24, 40, 9), (40, 24, 1), (40, 24, 9)]
     for row in result["rows"]:
-        assert row["us"].keys() == set(packings_for(torch.empty(24, 40)))
+        assert row["us"].keys() == set(gemm_backends(torch.empty(24, 40)))
         assert all(each > 0 for each in row["us"].values())
         others = [each for name, each in row["us"].items() if name != "native"]
         assert row["ratio"] == (row["us"]["native"] / min(others) if "native" in row["us"] else None)
@@ -25,7 +25,7 @@ def test_every_library_is_timed_and_ours_compared(tmp_path: Path, capsys: pytest
 
 
 def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = PACKINGS["plain"]
-    monkeypatch.setitem(PACKINGS, "plain", plain._replace(multiply=lambda *call: 1.01 * plain.multiply(*call)))
+    plain = GEMM_BACKENDS["plain"]
+    monkeypatch.setitem(GEMM_BACKENDS, "plain", plain._replace(multiply=lambda *call: 1.01 * plain.multiply(*call)))
     with pytest.raises(AssertionError, match="plain: expected the product"):
         measure(torch.ones(3, 5), [2], 1)

@@ -31,9 +31,9 @@ from radixkv.compute.graphs.shapes import StepShape, step_shapes
 from radixkv.compute.runner import Runner, StepResult
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
-from radixkv.kernels.attention_plan import AttentionPlan
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.linear import linear
+from radixkv.kernels.gpu.attention_plan import AttentionPlan
+from radixkv.kernels.gpu.linear import linear
 from radixkv.kernels.staging import StagedArrays
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.triton_kernels import TritonKernels
@@ -44,7 +44,7 @@ from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.storage.device_pool import KVStorage
-from tests.kernels.interpreter import interpret_kernels
+from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import CONFIGS, LAGUNA, VOCAB_SIZE, write_checkpoint
 
 # Attention of padding is what its memory held before. The interpreter says so when that overflows; a GPU is silent.

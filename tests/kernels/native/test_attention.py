@@ -11,11 +11,11 @@ import torch
 
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.cancellation import CANCELLING_SCALE, sensitive_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Attention, Queries, reads
 from radixkv.kernels.native.attention_work import plan_work
 from radixkv.kernels.scoring import Scoring
-from radixkv.kernels.sum_order import CANCELLING_SCALE, cancelling_attention
 
 from ..cases import GQA, LAYER, MHA, MQA, RAGGED, Heads, Step, alone, cut, make_step, share
 
@@ -189,7 +189,7 @@ def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
     what: Literal["values", "scores"], dtype: torch.dtype, head_dim: int, attend: Attend
 ) -> None:
     step = make_step([0], [800], SEVEN, head_dim=head_dim, dtype=dtype)
-    query, key, value = cancelling_attention(what, 800, 7, 1, head_dim)
+    query, key, value = sensitive_attention(what, 800, 7, 1, head_dim)
     reference.write_kv(key.to(dtype), value.to(dtype), step.batch.slots, step.pool, LAYER)
     step = Step(query.to(dtype), step.pool, step.batch)
     whole = in_parts(attend, step, [], Scoring(CANCELLING_SCALE))

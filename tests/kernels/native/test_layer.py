@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from radixkv.kernels.native import products
+from radixkv.kernels.native import gemm
 from radixkv.kernels.native.attention import Attention, Queries
 from radixkv.kernels.native.attention_work import plan_work
+from radixkv.kernels.native.gemm import Panels
 from radixkv.kernels.native.layer import KVView, LayerParts, NativeLayer, Weights
-from radixkv.kernels.native.products import Panels
 from radixkv.kernels.native.rows import NativeNorm, NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, NormStyle
 from radixkv.kernels.scoring import Scoring
@@ -25,8 +25,8 @@ WIDTH = (HEADS.num_query_heads + 2 * HEADS.num_kv_heads) * HEAD_DIM
 
 @pytest.fixture(autouse=True)
 def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_library", None)
-    products.use(library)
+    monkeypatch.setattr(gemm, "_library", None)
+    gemm.use(library)
     torch.manual_seed(0)
 
 
@@ -113,12 +113,12 @@ class Steps:
         if parts.up is None:
             gated = rows.gate(multiply(normed, parts.gate))
         else:
-            gated = products.gate(normed, parts.gate.panels, parts.gate.bias, parts.up.panels, parts.up.bias)
+            gated = gemm.gate(normed, parts.gate.panels, parts.gate.bias, parts.up.panels, parts.up.bias)
         return hidden + multiply(gated, parts.down)
 
 
 def multiply(rows: torch.Tensor, by: Weights) -> torch.Tensor:
-    return products.multiply(rows, by.panels, by.bias)
+    return gemm.multiply(rows, by.panels, by.bias)
 
 
 @pytest.mark.parametrize("kind", ["plain", "rich"])

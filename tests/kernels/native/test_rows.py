@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional
 
 from radixkv.kernels import reference
+from radixkv.kernels.cpu.row_norm import row_norm
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.rows import NativeRows, lies_head_by_head
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
-from radixkv.kernels.row_norm import row_norm
 
 from ..cases import clone, poisoned_pool
 

@@ -12,30 +12,30 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from radixkv.kernels.native import products
+from radixkv.kernels.native import gemm
 from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
 def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_library", None)  # afterwards all is as it was
-    products.use(library)
+    monkeypatch.setattr(gemm, "_library", None)  # afterwards all is as it was
+    gemm.use(library)
 
 
-def matmul() -> tuple[torch.Tensor, products.Panels]:
+def matmul() -> tuple[torch.Tensor, gemm.Panels]:
     """Rows and a weight whose product takes many regions of the pool: each row tile, then each panel."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(40, 130, generator=generator)
-    return rows, products.Panels(torch.randn(300, 130, generator=generator))
+    return rows, gemm.Panels(torch.randn(300, 130, generator=generator))
 
 
 def test_callers_on_several_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, panels = matmul()
-    expected = products.multiply(rows, panels, None)
+    expected = gemm.multiply(rows, panels, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: random.randint(1, 6))
 
     def is_right(_: int) -> bool:
-        return torch.equal(products.multiply(rows, panels, None), expected)
+        return torch.equal(gemm.multiply(rows, panels, None), expected)
 
     with ThreadPoolExecutor(4) as callers:
         assert all(callers.map(is_right, range(2000)))
@@ -43,24 +43,24 @@ def test_callers_on_several_threads_do_not_disturb_each_other(monkeypatch: pytes
 
 def test_more_threads_than_items_and_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, panels = matmul()
-    expected = products.multiply(rows, panels, None)
+    expected = gemm.multiply(rows, panels, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     for _ in range(50):
-        assert torch.equal(products.multiply(rows, panels, None), expected)
-        assert torch.equal(products.multiply(rows[:1], panels, None), expected[:1])
+        assert torch.equal(gemm.multiply(rows, panels, None), expected)
+        assert torch.equal(gemm.multiply(rows[:1], panels, None), expected[:1])
 
 
-def multiply_again(rows: torch.Tensor, panels: products.Panels, expected: torch.Tensor) -> None:
+def multiply_again(rows: torch.Tensor, panels: gemm.Panels, expected: torch.Tensor) -> None:
     for _ in range(100):
-        assert torch.equal(products.multiply(rows, panels, None), expected)
+        assert torch.equal(gemm.multiply(rows, panels, None), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, panels = matmul()
-    expected = products.multiply(rows, panels, None)
+    expected = gemm.multiply(rows, panels, None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(products.multiply(rows, panels, None), expected)  # the threads run
+    assert torch.equal(gemm.multiply(rows, panels, None), expected)  # the threads run
     child = multiprocessing.get_context("fork").Process(target=multiply_again, args=(rows, panels, expected))
     child.start()
     child.join(PATIENCE_S)
@@ -71,13 +71,13 @@ def test_a_forked_process_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch)
 _ENDS = """
 import torch
 from radixkv.config.cache_directory import cache_directory
-from radixkv.kernels.native import products
+from radixkv.kernels.native import gemm
 from radixkv.kernels.native.library import load_library
 
-products.use(load_library(cache_directory()))
+gemm.use(load_library(cache_directory()))
 torch.set_num_threads(3)
-rows, panels = torch.ones(40, 130), products.Panels(torch.ones(300, 130))
-assert (products.multiply(rows, panels, None) == 130).all()
+rows, panels = torch.ones(40, 130), gemm.Panels(torch.ones(300, 130))
+assert (gemm.multiply(rows, panels, None) == 130).all()
 """
 
 

@@ -16,7 +16,7 @@ from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
-from tests.kernels.interpreter import interpret_kernels
+from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.adapters.adapted import Adapted, prompt, tables
 from tests.model.exact.random_adapters import random_adapter
 

@@ -12,9 +12,9 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.dequantize_plan import plan_dequantize
+from radixkv.kernels.gpu.dequantize_plan import plan_dequantize
+from radixkv.kernels.gpu.linear import linear
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.linear import linear
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionUse
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
@@ -22,7 +22,7 @@ from radixkv.model.exactness import ExactFunctions, pointwise_functions
 from radixkv.model.exactness_on_gpu import row_functions
 from radixkv.model.loading import load_model
 from radixkv.storage.device_pool import KVShape, KVStorage
-from tests.kernels.interpreter import interpret_kernels
+from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import CONFIGS, LAGUNA, VOCAB_SIZE, load_eager, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 
@@ -98,7 +98,7 @@ def test_in_exact_mode_tiles_and_splits_do_not_fit_themselves_to_the_batch(monke
     def attend(*inputs: object, **options: object) -> None:
         plans.append(inputs[4])
 
-    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    monkeypatch.setattr("radixkv.kernels.gpu.attention.paged_attention", attend)
     pool = KVPool.allocate(80, 1, 2, 64, 16, dtype=torch.bfloat16)
     kernels = TritonKernels(is_exact=True)
     for query_len, kv_len in ((1, 5000), (700, 5000), (5000, 5000)):
@@ -114,7 +114,7 @@ def test_layers_share_a_plan_if_they_have_as_many_query_heads_and_the_same_windo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans = []
-    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", lambda *inputs, **_: plans.append(inputs[4]))
+    monkeypatch.setattr("radixkv.kernels.gpu.attention.paged_attention", lambda *inputs, **_: plans.append(inputs[4]))
     pool = KVPool.allocate(2, 4, 2, 64, 16, dtype=torch.bfloat16)
     batch = PagedBatch.build([20], [100], [np.arange(2, dtype=np.int32)], 64)
     kernels = TritonKernels(is_exact=False)
@@ -135,7 +135,7 @@ def test_warps_specialize_where_tiles_have_the_rows_for_it(
     def attend(*inputs: object, is_specialized: bool, **options: object) -> None:
         chosen.append(is_specialized)
 
-    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    monkeypatch.setattr("radixkv.kernels.gpu.attention.paged_attention", attend)
     pool = KVPool.allocate(2, 1, 2, 64, 64, dtype=torch.bfloat16)
     for is_specialized in (False, True):
         kernels = TritonKernels(is_exact=is_exact, is_specialized=is_specialized)
@@ -183,7 +183,7 @@ def pools_attended(
     def dequantize(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
         return KVPool.allocate(len(block_ids), 1, 2, 64, 16, dtype=dtype)
 
-    monkeypatch.setattr("radixkv.kernels.paged_attention.paged_attention", attend)
+    monkeypatch.setattr("radixkv.kernels.gpu.attention.paged_attention", attend)
     monkeypatch.setattr("radixkv.model.attention.triton_kernels.dequantize_blocks", dequantize)
     pool = KVPool.allocate(300, 2, 2, 64, 16, dtype=torch.int8)
     tables = len(query_lens) * [np.arange(300, dtype=np.int32)]

@@ -65,7 +65,7 @@ def test_half_precision_is_served(
         pytest.skip("there are no kernels in C++ on this machine")
     monkeypatch.setattr("radixkv.model.model.native_library", lambda: library)
     packing = "native" if is_native else "plain"
-    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: (packing,))
+    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: (packing,))
     kernels = TorchKernels() if library is None else NativeKernels(library)
     write_checkpoint(small_config(model_type), tmp_path, max_shard_size="10MB")
     for exactness in ("exact", "fast"):

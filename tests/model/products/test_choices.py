@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.kernels.product_trial import ProductChoice
-from radixkv.kernels.stopwatch import Stopwatch
+from radixkv.kernels.cpu.gemm_trial import GemmChoice
+from radixkv.kernels.cpu.stopwatch import Stopwatch
 from radixkv.model.products.choices import ProductChoices, TrialBudget, _machine
 
 WEIGHT = torch.empty(8, 16)
@@ -20,11 +20,11 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes that were tried. A trial finds the same each time."""
     tried: list[tuple[int, ...]] = []
 
-    def choose(weight: torch.Tensor, *_: object, is_exact: bool, **__: object) -> ProductChoice:
+    def choose(weight: torch.Tensor, *_: object, is_exact: bool, **__: object) -> GemmChoice:
         tried.append(tuple(weight.shape))
-        return ProductChoice("plain", ((2, 1.5e-6), (512, 2e-3)) if is_exact else ())
+        return GemmChoice("plain", ((2, 1.5e-6), (512, 2e-3)) if is_exact else ())
 
-    monkeypatch.setattr("radixkv.model.products.choices.choose_product", choose)
+    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", choose)
     return tried
 
 
@@ -60,12 +60,12 @@ def test_shapes_share_a_budget_and_get_what_others_left(tmp_path: Path, monkeypa
     limits_s: list[float] = []
     now_s = [0.0]
 
-    def choose(*_: object, limit_s: float, **__: object) -> ProductChoice:
+    def choose(*_: object, limit_s: float, **__: object) -> GemmChoice:
         limits_s.append(limit_s)
         now_s[0] += 0.5
-        return ProductChoice("native")
+        return GemmChoice("native")
 
-    monkeypatch.setattr("radixkv.model.products.choices.choose_product", choose)
+    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", choose)
     monkeypatch.setattr(Stopwatch, "here", lambda: Stopwatch(lambda: now_s[0]))
     reports: list[str] = []
     budget = TrialBudget(4.0, reports.append)
@@ -84,11 +84,11 @@ def test_shapes_share_a_budget_and_get_what_others_left(tmp_path: Path, monkeypa
 def test_without_a_budget_there_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits_s: list[float] = []
 
-    def choose(*_: object, limit_s: float, **__: object) -> ProductChoice:
+    def choose(*_: object, limit_s: float, **__: object) -> GemmChoice:
         limits_s.append(limit_s)
-        return ProductChoice("native")
+        return GemmChoice("native")
 
-    monkeypatch.setattr("radixkv.model.products.choices.choose_product", choose)
+    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", choose)
     ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native",), share=0.0)
     assert limits_s == [math.inf]
 
@@ -98,8 +98,8 @@ def test_processes_that_start_side_by_side_choose_alike(
 ) -> None:
     one, two = (ProductChoices(is_exact=True, directory=tmp_path) for _ in range(2))
     first = one.choose(WEIGHT, None)
-    later = ProductChoice("plain", ((2, 9e-6),))
-    monkeypatch.setattr("radixkv.model.products.choices.choose_product", lambda *_, **__: later)
+    later = GemmChoice("plain", ((2, 9e-6),))
+    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", lambda *_, **__: later)
     assert two.choose(WEIGHT, None) == first != later
     assert two.choose(torch.empty(16, 8), None) == later
     assert ProductChoices(is_exact=True, directory=tmp_path).choose(torch.empty(16, 8), None) == later
@@ -171,18 +171,18 @@ def test_an_entry_that_we_did_not_write_is_tried_again(
     file = tmp_path / "products.json"
     file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), entry)))
     choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
-    assert choice == ProductChoice("plain", ((2, 1.5e-6), (512, 2e-3)))
+    assert choice == GemmChoice("plain", ((2, 1.5e-6), (512, 2e-3)))
     assert len(trials) == 2
 
 
 def test_a_product_for_any_number_of_rows_is_remembered_without_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = iter([ProductChoice("native")])
-    monkeypatch.setattr("radixkv.model.products.choices.choose_product", lambda *_, **__: next(choices))
+    choices = iter([GemmChoice("native")])
+    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", lambda *_, **__: next(choices))
     for _ in range(2):
         choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native", "plain"))
-        assert choice == ProductChoice("native")
+        assert choice == GemmChoice("native")
 
 
 def test_a_directory_that_cannot_be_written_costs_a_trial_and_nothing_else(

@@ -11,15 +11,17 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from radixkv.kernels.linear_packings import PACKINGS, packings_for
-from radixkv.kernels.product_trial import ProductChoice, choose_product
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
+from radixkv.kernels.cpu.gemm_trial import GemmChoice, choose_gemm
 from radixkv.model.part_trial import Refused
 from radixkv.model.products.gated_mlp import is_gated, is_joined, tried_mlp
 from radixkv.model.products.packed_linear import PackedLinear, Product, pack_linears
 from tests.model.products.test_packed_linear import Given
 
 WIDTHS = {"hidden_size": 96, "intermediate_size": 160}
-GATING = [name for name in packings_for(torch.empty(1, 1, dtype=torch.bfloat16)) if PACKINGS[name].gate is not None]
+GATING = [
+    name for name in gemm_backends(torch.empty(1, 1, dtype=torch.bfloat16)) if GEMM_BACKENDS[name].gate is not None
+]
 pytestmark = pytest.mark.skipif(not GATING, reason="no library multiplies bfloat16 on this machine")
 
 
@@ -64,7 +66,7 @@ def test_a_gate_in_the_library_gives_the_modules_numbers(packing: str, *, bias: 
 @pytest.mark.parametrize("packing", GATING)
 def test_rows_of_a_gate_are_alike_whatever_their_number(packing: str, count: int) -> None:
     weight = torch.randn(160, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    choice = choose_product(weight, None, (packing,), is_exact=True)
+    choice = choose_gemm(weight, None, (packing,), is_exact=True)
     if choice is None:
         pytest.skip("this machine does not compute rows of this packing alike")
     gate, up = Product([weight], None, choice), Product([weight.flip(0).contiguous()], None, choice)
@@ -124,4 +126,4 @@ def test_layers_that_are_not_packed_are_neither_joined_nor_gated() -> None:
     part = SimpleNamespace(act_fn=nn.Tanh(), gate_proj=mlp.gate_proj, up_proj=mlp.up_proj, down_proj=mlp.down_proj)
     assert not is_gated(part)
     weight = torch.randn(4, 4).bfloat16()
-    assert not PackedLinear(Product([weight], None, ProductChoice("plain"))).product.can_gate
+    assert not PackedLinear(Product([weight], None, GemmChoice("plain"))).product.can_gate

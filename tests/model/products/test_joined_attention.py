@@ -24,7 +24,7 @@ ATTENTION = JoinedAttention(0, nn.Identity(), 2, 1, 8, (), rotated, nn.Identity(
 @pytest.fixture(params=["C++", "torch"], autouse=True)
 def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, rotations and gates in C++, or by torch; products by torch."""
-    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: ("plain",))
+    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: ("plain",))
     if request.param == "torch":
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     elif native_library() is None:

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from radixkv.kernels.native.products import multiplies
+from radixkv.kernels.native.gemm import multiplies
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
@@ -104,7 +104,7 @@ def test_a_lone_row_is_filled_up_unless_all_of_it_is_computed_alone(
 ) -> None:
     if packing == "native" and not multiplies(torch.empty(1, 1)):
         pytest.skip("there are no products in C++ on this machine")
-    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: (packing,))
+    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: (packing,))
     model = Model(family, make(family), CPU, is_exact=True)
     num_rows: list[int] = []
     model.module.get_input_embeddings().register_forward_hook(lambda *call: num_rows.append(call[2].shape[1]))

@@ -34,7 +34,7 @@ def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products are in C++, whatever is faster here."""
     if native_library() is None:
         pytest.skip("there are no kernels in C++ on this machine")
-    monkeypatch.setattr("radixkv.model.products.choices.packings_for", lambda _: ("native",))
+    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: ("native",))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from radixkv.kernels.linear_packings import PACKINGS, packings_for
-from radixkv.kernels.product_trial import ProductChoice
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
+from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.model.products.choices import ProductChoices
 from radixkv.model.products.packed_linear import JOINS, PackedLinear, PackedSlice, Product, pack_linears
 
@@ -39,12 +39,12 @@ class Given(ProductChoices):
         super().__init__(is_exact=is_exact)
         self.packing, self.costs = packing, ((2, 1e-6), (16, 4e-6)) if is_exact else ()
 
-    def choose(self, *_: object, **__: object) -> ProductChoice | None:
-        return None if self.packing is None else ProductChoice(self.packing, self.costs)
+    def choose(self, *_: object, **__: object) -> GemmChoice | None:
+        return None if self.packing is None else GemmChoice(self.packing, self.costs)
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("packing", packings_for(torch.empty(1, 1)))
+@pytest.mark.parametrize("packing", gemm_backends(torch.empty(1, 1)))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_packed_model_answers_alike(name: str, packing: str, *, is_exact: bool) -> None:
     module = built(name)
@@ -94,14 +94,14 @@ def test_leading_dimensions_stay(shape: tuple[int, ...]) -> None:
     weight = torch.randn(8, 16)
     rows = torch.randn(shape)
     for costs in ((), ((2, 1e-6),)):
-        product = Product([weight], None, ProductChoice("plain", costs))
+        product = Product([weight], None, GemmChoice("plain", costs))
         torch.testing.assert_close(product(rows), rows @ weight.t())
 
 
 def test_a_misplaced_weight_is_moved() -> None:
     weight = torch.randn(8 * 16 + 3)[3:].view(8, 16)
-    assert PACKINGS["plain"].pack(weight).data_ptr() % 64 == 0
-    torch.testing.assert_close(PACKINGS["plain"].pack(weight), weight)
+    assert GEMM_BACKENDS["plain"].pack(weight).data_ptr() % 64 == 0
+    torch.testing.assert_close(GEMM_BACKENDS["plain"].pack(weight), weight)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -138,7 +138,7 @@ def test_a_shape_gets_the_share_of_the_weights_that_have_it() -> None:
     class Watched(Given):
         def choose(
             self, weight: torch.Tensor, bias: torch.Tensor | None, *_: object, share: float, **__: object
-        ) -> ProductChoice | None:
+        ) -> GemmChoice | None:
             shares[(*weight.shape, bias is None)] = share
             return super().choose()
 

@@ -1,0 +1,85 @@
+"""Makes inputs whose sums show the order of addition, even where half precision would nearly always hide it.
+
+Numbers come in pairs whose products cancel. The rounding of the partial sums is left, and all its digits depend on the
+order:
+
+    row     [  3.1    0.7    3.1    0.7  ]
+    weight  [  2.5   -1.9   -2.5    1.9  ]      exactly 0; in float32 0, 1e-7 or -2e-7, depending on the order
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+CANCELLING_SCALE = 100.0
+NUM_CANCELLING_TOKENS = 128
+
+_LARGEST_EXPONENT = 6  # magnitudes from 1 to 64: sums far apart, and no overflow in float16
+_BIAS = 1e-4  # about what is left
+
+
+def sensitive_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Make rows, a weight and a bias whose product would be the bias, if its sums were not rounded.
+
+    Args:
+        weight: `[out_features, in_features]`; its shape, dtype, device and strides are taken.
+        bias: `[out_features]`, or None for none.
+        num_rows: rows to make.
+
+    Returns:
+        The rows `[num_rows, in_features]`, a new weight laid out like `weight`, and a new bias.
+    """
+    out_features, in_features = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    ones, others = torch.randperm(in_features, generator=generator)[: in_features // 2 * 2].chunk(2)
+    rows = torch.zeros(num_rows, in_features)
+    rows[:, ones] = rows[:, others] = _magnitudes(generator, num_rows, len(ones))
+    line = torch.zeros(in_features)
+    line[ones] = _magnitudes(generator, len(ones))
+    line[others] = -line[ones]
+    scales = torch.randn(out_features, 1, generator=generator)
+    cancelling = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+    torch.mul(scales.to(weight), line.to(weight), out=cancelling)
+    small = None if bias is None else (_BIAS * torch.randn(out_features, generator=generator)).to(bias)
+    return rows.to(weight), cancelling, small
+
+
+def sensitive_attention(
+    what: Literal["values", "scores"], num_tokens: int, num_query_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make a query, a key and a value whose sums cancel, for attention.
+
+    Args:
+        what: `values`: all keys are alike, and the values of each `NUM_CANCELLING_TOKENS` tokens add up to 0, also
+            where they are added up by themselves. `scores`: the terms of every score add up to 0; the scale
+            `CANCELLING_SCALE` makes their rounding visible.
+        num_tokens, num_query_heads, num_kv_heads, head_dim: shape, the last one at least 2.
+
+    Returns:
+        Float32 `[num_tokens, heads, head_dim]` each, with no more digits than bfloat16 has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    value = _magnitudes(generator, num_tokens, num_kv_heads, head_dim)
+    query = torch.zeros(num_tokens, num_query_heads, head_dim)
+    key = torch.zeros(num_tokens, num_kv_heads, head_dim)
+    if what == "values":
+        parts = torch.split(torch.arange(num_tokens), NUM_CANCELLING_TOKENS)
+        order = torch.cat([part[torch.randperm(len(part), generator=generator)] for part in parts])
+        pairs = order[: num_tokens // 2 * 2]
+        value[pairs[1::2]] = -value[pairs[::2]]
+    else:
+        ones, others = torch.randperm(head_dim, generator=generator)[: head_dim // 2 * 2].chunk(2)
+        query[:, :, ones] = _magnitudes(generator, num_tokens, num_query_heads, len(ones))
+        query[:, :, others] = query[:, :, ones]
+        key[:, :, ones] = _magnitudes(generator, num_tokens, num_kv_heads, len(ones))
+        key[:, :, others] = -key[:, :, ones]
+    return query.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float()
+
+
+def _magnitudes(generator: torch.Generator, *size: int) -> torch.Tensor:
+    exponents = torch.randint(_LARGEST_EXPONENT + 1, size, generator=generator)
+    return torch.randn(size, generator=generator) * torch.exp2(exponents)

@@ -1,0 +1,1 @@
+"""Kernels for a CPU, made of PyTorch's and oneDNN's operations. `radixkv.kernels.native` has those in C++."""

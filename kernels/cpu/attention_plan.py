@@ -1,0 +1,397 @@
+"""Plans paged attention on a CPU. Made once a step, read by every layer.
+
+The keys of a row are cut into pieces at fixed positions, whoever attends and whatever is cached:
+
+    position   0 ............ 512 ........... 1024 ... 1280 ... 1408
+    pieces     [ unit 0 ......)[ unit 1 ......)[ part  )[ tail  )       of the rows of the tile [1280, 1408)
+
+Rows see units of 512 keys and parts of 256 keys as a whole, so rows of many requests can stand in one product over
+them: those whose blocks are the same. Only the tail, which ends with a row's tile of 128 positions, is masked. A row's
+pieces, and the order in which they are merged, depend on its position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
+
+# Keys that are attended at once. From 512 on, longer units are not faster: 2,048 keys took 0.215 ms in units of 512 and
+# 0.200 in one for 16 rows, 15.5 and 15.1 ms for 1,792 (2 heads of 64, float32, one thread), and are shared less often.
+UNIT_TOKENS = 512
+
+# Keys of a part. With parts of 128 keys, 512 new tokens took 10.2 ms, and 7.1 in bfloat16, beside 9.0 and 4.8.
+PART_TOKENS = 256
+
+# Query tokens that see the same keys. A tile of 64 tokens has fewer masked keys, and needs twice the number of calls.
+TILE_TOKENS = 128
+
+# A matrix product of fewer than four rows takes another way through the library, with another order of sums.
+ROWS_MULTIPLE = 16
+
+# From 64 rows on, processors with AMX take another way for half precision, which adds up numbers 32 at a time. Sums of
+# another length come out differently, so head dims and windows are filled up with zeros.
+SUM_MULTIPLE = 32
+
+
+class Demand(NamedTuple):
+    """Properties that the layers of a plan have in common.
+
+    Attributes:
+        group_size: query heads a KV head.
+        row_numbers: numbers in a row of all KV heads, `num_kv_heads * head_dim`.
+        dtype: dtype of the queries.
+        window: the sliding window, None for full attention.
+        is_whole: whether a tile attends over all its keys at once: with a window, or where partial results can't be
+            merged.
+        reads_in_place: whether K and V of adjacent blocks can be read where they are.
+    """
+
+    group_size: int
+    row_numbers: int
+    dtype: torch.dtype
+    window: int | None
+    is_whole: bool
+    reads_in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Units or parts that some rows of a group see as a whole.
+
+    Attributes:
+        first_piece: place of the first one among the pieces of these rows.
+        num_units: units, or parts.
+        unit_tokens: keys of each.
+        first_row, end_row: rows of the group.
+        first_block: the first of the adjacent blocks where they lie; None if they are copied first.
+        block_ids: int64, the blocks to copy; None if they are read in place.
+    """
+
+    first_piece: int
+    num_units: int
+    unit_tokens: int
+    first_row: int
+    end_row: int
+    first_block: int | None
+    block_ids: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Tiles of some requests of a group, each over its own last keys.
+
+    Attributes:
+        rows: int64 `[num_tiles * num_rows]`, rows of the group, each tile's filled up with its last one; None if they
+            are the first ones of the group.
+        num_tiles: tiles.
+        num_rows: rows of each, a multiple of `ROWS_MULTIPLE`.
+        block_ids: int64, the blocks of the keys, one tile after the other.
+        first_key: keys to skip in the first block of each tile.
+        num_keys: keys of each tile, a multiple of `SUM_MULTIPLE`.
+        unwritten: int64, which of the slots of these blocks may hold anything; None if there are none.
+        positions: int64 `[num_tiles, num_rows]`, of the rows.
+        first_keys: int64 `[num_tiles]`, the position of each tile's first key.
+        kept_mask: the `mask` of these tiles; None if it is too large to be kept.
+    """
+
+    rows: torch.Tensor | None
+    num_tiles: int
+    num_rows: int
+    block_ids: torch.Tensor
+    first_key: int
+    num_keys: int
+    unwritten: torch.Tensor | None
+    positions: torch.Tensor
+    first_keys: torch.Tensor
+    kept_mask: torch.Tensor | None
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return `[num_tiles, 1, num_rows, num_keys]`: 0 where a row sees a key, and -inf elsewhere.
+
+        Args:
+            window: the sliding window, None for full attention.
+            dtype: dtype of the queries.
+        """
+        if self.kept_mask is not None:
+            return self.kept_mask
+        keys = self.first_keys[:, None, None] + torch.arange(self.num_keys)  # [num_tiles, 1, num_keys]
+        positions = self.positions[:, :, None]  # [num_tiles, num_rows, 1]
+        is_hidden = keys > positions
+        if window is not None:
+            is_hidden |= keys <= positions - window
+        return torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that are computed together.
+
+    Attributes:
+        first_token, num_tokens: the tokens of the step, if they follow each other.
+        tokens: int64 `[num_tokens]`, the tokens of the step if they do not; else None.
+        num_pieces: the most units and parts that a row of the group sees.
+        strips: ordered by their first piece.
+        tails: the tiles of these rows.
+        tail_rows: int64, where each row of the group is among the rows of all tails; None if these are the rows.
+    """
+
+    first_token: int
+    num_tokens: int
+    tokens: torch.Tensor | None
+    num_pieces: int
+    strips: tuple[Strip, ...]
+    tails: tuple[Tails, ...]
+    tail_rows: torch.Tensor | None
+
+
+_PARTS_A_UNIT = UNIT_TOKENS // PART_TOKENS
+
+# Rows of a group, beyond which it is not worth more company, and numbers in its pieces or its mask: 64 MiB of float32.
+_GROUP_ROWS = 1024
+_GROUP_NUMBERS = 1 << 24
+
+# Tokens that are copied at once where K and V can't be read in place: 8 MiB of float32 for 2 heads of 64.
+_COPIED_TOKENS = 8192
+
+# Numbers in a mask that is kept for all layers; a larger one, of a tail with a long window, is made in each layer.
+_KEPT_MASK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """A request's query tokens at positions `[start, end)`, in the tile that begins at `tile_start`."""
+
+    request: int
+    tile_start: int
+    start: int
+    end: int
+    first_token: int  # packed row of the token at `start`
+
+
+class _Members(NamedTuple):
+    """The tiles of a group, in `prefix_order`.
+
+    Attributes:
+        tiles: at least one.
+        tables: `[num_tiles, max_blocks]`, the blocks of each tile's request.
+        num_parts: whole parts before each tile, `[num_tiles]`.
+        same_parts: how many of them each shares with the next one, `[num_tiles - 1]`.
+        first_rows: the first row of each tile in the group, and the number of rows, `[num_tiles + 1]`.
+    """
+
+    tiles: Sequence[_Tile]
+    tables: npt.NDArray[np.int32]
+    num_parts: npt.NDArray[np.int64]
+    same_parts: npt.NDArray[np.int64]
+    first_rows: npt.NDArray[np.int64]
+
+
+def plan_cpu_attention(batch: PagedBatch, demand: Demand) -> list[Group]:
+    """Lay out the attention of one step for the layers that make the same demand.
+
+    Args:
+        batch: the token rows of the step. The block size divides `TILE_TOKENS`.
+        demand: what the layers have in common.
+    """
+    tiles = [*_tiles(batch, demand)]
+    num_parts = np.array([_num_parts(tile, demand) for tile in tiles])
+    tables = batch.host_tables[[tile.request for tile in tiles]]
+    order, same_parts = prefix_order(tables, num_parts, PART_TOKENS // batch.block_size)
+    tiles, tables, num_parts = [tiles[i] for i in order], tables[order], num_parts[order]
+    groups = []
+    for first, end in _cut_into_groups(tiles, demand):
+        own = slice(first, end)
+        num_rows = [(tile.end - tile.start) * demand.group_size for tile in tiles[own]]
+        first_rows = np.cumsum([0, *num_rows])
+        members = _Members(tiles[own], tables[own], num_parts[own], same_parts[first : end - 1], first_rows)
+        groups.append(_group(batch, demand, members))
+    return groups
+
+
+def _tiles(batch: PagedBatch, demand: Demand) -> Iterator[_Tile]:
+    for i, kv_len in enumerate(batch.kv_lens):
+        first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
+        prefix_len = kv_len - (end_token - first_token)
+        for tile_start in range(prefix_len // TILE_TOKENS * TILE_TOKENS, kv_len, TILE_TOKENS):
+            start, tile_end = max(tile_start, prefix_len), min(tile_start + TILE_TOKENS, kv_len)
+            whole = _Tile(i, tile_start, start, tile_end, first_token + start - prefix_len)
+            step = max(1, _GROUP_NUMBERS // (_numbers_a_row(whole, demand) * demand.group_size))
+            for at in range(start, tile_end, step):
+                yield _Tile(i, tile_start, at, min(at + step, tile_end), first_token + at - prefix_len)
+
+
+def _num_parts(tile: _Tile, demand: Demand) -> int:
+    """Return how many parts a tile sees as a whole, or in units."""
+    return 0 if demand.is_whole else tile.tile_start // PART_TOKENS
+
+
+def _num_pieces(num_parts: int) -> int:
+    """Return how many units and parts there are before a tile that follows `num_parts` parts."""
+    return num_parts // _PARTS_A_UNIT + num_parts % _PARTS_A_UNIT
+
+
+def _numbers_a_row(tile: _Tile, demand: Demand) -> int:
+    """Return the numbers in the pieces of a row or in its mask, whichever are more."""
+    pieces = _num_pieces(_num_parts(tile, demand)) + 1
+    return max(pieces * demand.row_numbers, _num_keys(tile, demand))
+
+
+def _cut_into_groups(tiles: Sequence[_Tile], demand: Demand) -> Iterator[tuple[int, int]]:
+    """Cut tiles in order into groups of bounded size, `[first, end)`."""
+    first, rows, most = 0, 0, 0
+    for i, tile in enumerate(tiles):
+        own_rows, own_numbers = (tile.end - tile.start) * demand.group_size, _numbers_a_row(tile, demand)
+        all_rows, most = rows + own_rows, max(most, own_numbers)
+        if rows and (all_rows > _GROUP_ROWS or all_rows * most > _GROUP_NUMBERS):
+            yield first, i
+            first, all_rows, most = i, own_rows, own_numbers
+        rows = all_rows
+    yield first, len(tiles)
+
+
+def _group(batch: PagedBatch, demand: Demand, members: _Members) -> Group:
+    tokens = np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in members.tiles])
+    is_range = bool((tokens == tokens[0] + np.arange(len(tokens))).all())
+    strips = [*_strips(batch.block_size, demand, members)] if members.num_parts.any() else []
+    tails, tail_rows = _tails(batch, demand, members)
+    return Group(
+        int(tokens[0]),
+        len(tokens),
+        None if is_range else torch.from_numpy(tokens),
+        max((strip.first_piece + strip.num_units for strip in strips), default=0),
+        tuple(sorted(strips, key=lambda strip: strip.first_piece)),
+        tails,
+        tail_rows,
+    )
+
+
+def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Strip]:
+    _, tables, num_parts, same_parts, first_rows = members
+    num_units = num_parts // _PARTS_A_UNIT
+    for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_A_UNIT).tolist()):
+        blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
+        rows = int(first_rows[first]), int(first_rows[end])
+        yield from _in_place_or_copied(blocks, first_unit, UNIT_TOKENS, rows, block_size, demand)
+    # Tiles that see other units have other parts, although they may share the blocks.
+    same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
+    for first_part, end_part, first, end in runs_in_order(num_parts.tolist(), same_parts.tolist()):
+        parts_in_units = int(num_units[first]) * _PARTS_A_UNIT
+        first_own = max(first_part, parts_in_units)
+        if first_own < end_part:
+            blocks = tables[first, first_own * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
+            first_piece = int(num_units[first]) + first_own - parts_in_units
+            rows = int(first_rows[first]), int(first_rows[end])
+            yield from _in_place_or_copied(blocks, first_piece, PART_TOKENS, rows, block_size, demand)
+
+
+def _in_place_or_copied(
+    blocks: npt.NDArray[np.int32],
+    first_piece: int,
+    unit_tokens: int,
+    rows: tuple[int, int],
+    block_size: int,
+    demand: Demand,
+) -> Iterator[Strip]:
+    """Cut a run of units where their blocks are not adjacent."""
+    blocks_a_unit = unit_tokens // block_size
+    by_unit = blocks.reshape(-1, blocks_a_unit)
+    num_units = len(by_unit)
+    is_in_place = np.full(num_units, demand.reads_in_place)
+    is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)
+    follows = (by_unit[1:, 0] - by_unit[:-1, -1] == 1) & is_in_place[1:]
+    most_copied = max(1, _COPIED_TOKENS // unit_tokens)
+    first = 0
+    while first < num_units:
+        if is_in_place[first]:
+            breaks = np.flatnonzero(~follows[first:])
+            end = first + int(breaks[0]) + 1 if len(breaks) else num_units
+            yield Strip(first_piece + first, end - first, unit_tokens, *rows, int(by_unit[first, 0]), None)
+        else:
+            others = np.flatnonzero(is_in_place[first:])
+            end = min(first + int(others[0]) if len(others) else num_units, first + most_copied)
+            copied = torch.from_numpy(by_unit[first:end].reshape(-1).astype(np.int64))
+            yield Strip(first_piece + first, end - first, unit_tokens, *rows, None, copied)
+        first = end
+
+
+def _tails(batch: PagedBatch, demand: Demand, members: _Members) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
+    first_rows = members.first_rows
+    alike: dict[tuple[int, int], list[int]] = {}  # tiles by the number of their rows and of their keys
+    for i, tile in enumerate(members.tiles):
+        num_rows = -(-int(first_rows[i + 1] - first_rows[i]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        alike.setdefault((num_rows, _num_keys(tile, demand)), []).append(i)
+    tails, tail_rows, num_before = [], np.empty(int(first_rows[-1]), dtype=np.int64), 0
+    for (num_rows, num_keys), indices in alike.items():
+        most_tiles = max(1, _COPIED_TOKENS // num_keys)
+        for cut in range(0, len(indices), most_tiles):
+            chosen = indices[cut : cut + most_tiles]
+            tails.append(_tails_alike(batch, demand, members, chosen, num_rows, num_keys))
+            for i in chosen:
+                tail_rows[first_rows[i] : first_rows[i + 1]] = num_before + np.arange(first_rows[i + 1] - first_rows[i])
+                num_before += num_rows
+    are_rows = num_before == len(tail_rows) and bool((tail_rows == np.arange(num_before)).all())
+    return tuple(tails), None if are_rows else torch.from_numpy(tail_rows)
+
+
+def _num_keys(tile: _Tile, demand: Demand) -> int:
+    """Return the number of keys of a tile's own sums."""
+    return tile.tile_start + TILE_TOKENS - _first_key(tile, demand)
+
+
+def _first_key(tile: _Tile, demand: Demand) -> int:
+    """Return the first key of a tile's own sums."""
+    if not demand.is_whole:
+        return tile.tile_start // PART_TOKENS * PART_TOKENS
+    return _first_visible(tile.tile_start, demand) // SUM_MULTIPLE * SUM_MULTIPLE
+
+
+def _first_visible(position: int, demand: Demand) -> int:
+    """Return the first position that a token sees."""
+    return 0 if demand.window is None else max(0, position + 1 - demand.window)
+
+
+def _tails_alike(
+    batch: PagedBatch, demand: Demand, members: _Members, chosen: Sequence[int], num_rows: int, num_keys: int
+) -> Tails:
+    block_size, tiles = batch.block_size, [members.tiles[i] for i in chosen]
+    first_keys = np.array([_first_key(tile, demand) for tile in tiles])  # [num_tiles]
+    own_tokens = np.array([tile.end - tile.start for tile in tiles])[:, None]
+    starts = np.array([tile.start for tile in tiles])[:, None]
+    positions = starts + np.minimum(np.arange(num_rows) // demand.group_size, own_tokens - 1)
+    own_rows = np.minimum(np.arange(num_rows), own_tokens * demand.group_size - 1)
+    rows = members.first_rows[list(chosen)][:, None] + own_rows
+
+    first_key = int(first_keys[0]) % block_size
+    blocks_a_tile = -(-(first_key + num_keys) // block_size)
+    places = first_keys[:, None] // block_size + np.arange(blocks_a_tile)
+    kv_lens = np.array([batch.kv_lens[tile.request] for tile in tiles])[:, None]
+    in_table = np.minimum(places, (kv_lens - 1) // block_size)
+    slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_a_tile * block_size)
+    # Where a tile begins inside, what only its first positions would see may not be there any more.
+    first_visible = np.array([_first_visible(tile.start, demand) for tile in tiles])[:, None]
+    is_written = (slots < kv_lens) & (slots >= first_visible)
+    tails = Tails(
+        torch.from_numpy(rows.reshape(-1)) if len(members.tiles) > 1 else None,
+        len(tiles),
+        num_rows,
+        torch.from_numpy(members.tables[np.array(chosen)[:, None], in_table].reshape(-1).astype(np.int64)),
+        first_key,
+        num_keys,
+        None if is_written.all() else torch.from_numpy(np.flatnonzero(~is_written)),
+        torch.from_numpy(positions),
+        torch.from_numpy(first_keys),
+        None,
+    )
+    return (
+        replace(tails, kept_mask=tails.mask(demand.window, demand.dtype))
+        if rows.size * num_keys <= _KEPT_MASK
+        else tails
+    )

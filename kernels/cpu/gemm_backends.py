@@ -1,0 +1,201 @@
+"""Products of rows with one weight, by several libraries, each with the weight laid out once as that library likes it.
+
+    native         laid out for our own products in C++, where they are in use
+    packed         laid out by MKL for its products, in float32
+    blocked        laid out by oneDNN for its products
+    convolution    laid out by oneDNN for convolutions: rows are pixels, a product is a convolution of one pixel
+    plain          the weight as it is: MKL in float32, oneDNN in half precision
+    float32        for float16 only: converted once, so that machines without float16 arithmetic multiply in float32
+    int8           rounded to 8 bits, as the rows are: other numbers, so only where that is asked for
+
+MKL's packed products add up a row in one order, however many rows were tried; its plain ones do not. A convolution adds
+up a pixel's channels in one order, however many pixels there are. On a CPU with AMX this gives rows the same bits in
+bfloat16, where oneDNN's products have another order from 33 rows on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from radixkv.kernels.cpu.int8_linear import int8_linear, pack_int8
+from radixkv.kernels.native import gemm
+
+ALIGNMENT_BYTES = 64  # of rows: where a row starts must not decide which vectors are loaded
+_MKL: Any = torch.ops.mkl
+_MKLDNN: Any = torch.ops.mkldnn
+
+# Rows for which a weight is laid out. oneDNN reads the same layout as fast for others. MKL does not: laid out for 16
+# rows, 64 take 1.8 times as long; laid out for 512, those take 0.85 times what they take laid out for 64, and few rows
+# the same.
+_HINTED_ROWS = 64
+_HINTED_ROWS_OF_MKL = 512
+
+# Padding, stride, dilation and groups of a convolution of one pixel.
+_ONE_PIXEL = ([0, 0], [1, 1], [1, 1], 1)
+
+Multiply = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+Gate = Callable[[torch.Tensor, Any, torch.Tensor | None, Any, torch.Tensor | None], torch.Tensor]
+
+
+class GemmBackend(NamedTuple):
+    """One way to compute `torch.nn.functional.linear`.
+
+    Attributes:
+        pack: lays out weights `[features, in_features]` as one, the first one's features first. Only `multiply`
+            understands the result.
+        multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
+            None. Returns `[num_rows, out_features]` in the rows' dtype.
+        dtypes: of the weights that it takes.
+        gate: takes rows, a packed weight and its bias, another one and its bias. Returns SiLU of the first product
+            times the second, rounded once each: nothing between the two is written to memory and read again. None
+            where the library can't.
+        rows_are_alike: whether its code computes each row by itself, so that no number of rows needs to be tried.
+    """
+
+    pack: Callable[..., Any]
+    multiply: Multiply
+    dtypes: tuple[torch.dtype, ...]
+    gate: Gate | None = None
+    rows_are_alike: bool = False
+
+
+def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the packings that compute the same numbers on this machine, with a weight like this one."""
+    dtype = weight.dtype
+    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    excluded = {"int8"} if has_mkl else {"int8", "packed"}
+    if not gemm.multiplies(weight):
+        excluded.add("native")
+    names = [name for name, packing in GEMM_BACKENDS.items() if dtype in packing.dtypes and name not in excluded]
+    return tuple(name for name in names if name not in _ONEDNN or _onednn_computes(_ONEDNN[name] or dtype))
+
+
+def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as a contiguous matrix `[num_rows, in_features]` that starts where an allocation would.
+
+    >>> aligned_rows(torch.zeros(2, 3, 5)).shape
+    torch.Size([6, 5])
+    """
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    return flat if flat.data_ptr() % ALIGNMENT_BYTES == 0 else flat.clone()
+
+
+def _onednn_computes(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.bfloat16:
+        return bool(_MKLDNN._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(_MKLDNN._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
+
+
+def _matrix_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def _joined(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    """Join weights before they are laid out."""
+    return lambda *weights: pack(weights[0] if len(weights) == 1 else torch.cat(weights))
+
+
+def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.data_ptr() % ALIGNMENT_BYTES == 0 else weight.clone()
+
+
+def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    packed: torch.Tensor = _MKL._mkl_reorder_linear_weight(weight.contiguous(), _HINTED_ROWS_OF_MKL)
+    return packed, weight.new_empty(1).expand(weight.shape)  # the product asks the weight for its shape alone
+
+
+def _packed_product(
+    rows: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    # Told another number of rows than there are, it would multiply with the weight that we do not keep.
+    product: torch.Tensor = _MKL._mkl_linear(rows, *packed, bias, rows.shape[0])
+    return product
+
+
+def _blocked(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = _MKLDNN._reorder_linear_weight(weight.contiguous())
+    return packed
+
+
+def _blocked_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = _MKLDNN._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product
+
+
+def _blocked_gate(
+    rows: torch.Tensor,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    gates = _MKLDNN._linear_pointwise(rows, gate, gate_bias, "swish", [], "")
+    gated: torch.Tensor = _MKLDNN._linear_pointwise.binary(rows, gates, up, up_bias, "mul")
+    return gated
+
+
+def _for_convolution(weight: torch.Tensor) -> torch.Tensor:
+    kernel = weight.contiguous()[:, :, None, None]
+    size = [1, weight.shape[1], 1, _HINTED_ROWS]
+    packed: torch.Tensor = _MKLDNN._reorder_convolution_weight(kernel, [0, 0], [1, 1], [1, 1], 1, size)
+    return packed
+
+
+def _convolution_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = _MKLDNN._convolution_pointwise(_pixels(rows), packed, bias, *_ONE_PIXEL, "none", [], "")
+    return _rows(product)
+
+
+def _convolution_gate(
+    rows: torch.Tensor,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    pixels = _pixels(rows)
+    gates = _MKLDNN._convolution_pointwise(pixels, gate, gate_bias, *_ONE_PIXEL, "swish", [], "")
+    gated = _MKLDNN._convolution_pointwise.binary(pixels, gates, up, up_bias, *_ONE_PIXEL, "mul", None, None, [], None)
+    return _rows(gated)
+
+
+def _pixels(rows: torch.Tensor) -> torch.Tensor:
+    """View rows `[num_rows, width]` as an image of one line: `[1, width, 1, num_rows]`, channels last."""
+    num_rows, width = rows.shape
+    return rows.as_strided((1, width, 1, num_rows), (num_rows * width, 1, num_rows * width, width))
+
+
+def _rows(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels.permute(0, 2, 3, 1).reshape(pixels.shape[3], -1)
+
+
+def _blocked_float32(weight: torch.Tensor) -> torch.Tensor:
+    return _blocked(weight.float())
+
+
+def _float32_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _blocked_product(rows.float(), packed, None if bias is None else bias.float()).to(rows.dtype)
+
+
+# Packings of oneDNN, and the dtype that each multiplies in; None for the weight's own.
+_ONEDNN: dict[str, torch.dtype | None] = {"blocked": None, "convolution": None, "float32": torch.float32}
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+# Those that are likely to be fast come first: others are soon given up.
+GEMM_BACKENDS = {
+    "native": GemmBackend(gemm.Panels, gemm.multiply, gemm.DTYPES, gemm.gate, rows_are_alike=True),
+    "blocked": GemmBackend(_joined(_blocked), _blocked_product, _FLOATS, _blocked_gate),
+    "packed": GemmBackend(_joined(_packed), _packed_product, (torch.float32,)),
+    "convolution": GemmBackend(_joined(_for_convolution), _convolution_product, (torch.bfloat16,), _convolution_gate),
+    "plain": GemmBackend(_joined(_as_it_is), _matrix_product, _FLOATS),
+    "float32": GemmBackend(_joined(_blocked_float32), _float32_product, (torch.float16,)),
+    "int8": GemmBackend(_joined(pack_int8), int8_linear, _FLOATS),
+}

@@ -1,0 +1,98 @@
+"""Multiplies rows by weights of 8 bits, one scale for each row and for each output feature. For CPUs.
+
+Sums of products of integers are exact, whatever their order: a row's bits can't depend on the other rows.
+
+    row     float  ──▶ integers of -127..127, and a scale ┐
+    weight  packed: integers of -127..127, and scales     ┴▶ sums of 32 bits ──▶ times both scales, plus the bias
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+_LARGEST = 127
+_MOST_FEATURES = (2**31 - 1) // _LARGEST**2  # beyond that a sum may overflow
+_SMALLEST_SCALE = 1e-30  # of a row of zeros
+_ONEDNN: Any = torch.ops.onednn
+_TRIED_FEATURES = (3, 64, 300)
+
+
+class Int8Weight(NamedTuple):
+    """A weight as oneDNN multiplies it.
+
+    Attributes:
+        packed: integers, laid out by oneDNN.
+        scales: float32 `[out_features]`.
+        zeros: int32 `[out_features]`, all 0: oneDNN asks for them.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row to integers. The largest magnitude of a row becomes 127.
+
+    >>> quantize_rows(torch.tensor([[1.0, -2.0, 0.5]]))[0]
+    tensor([[  64, -127,   32]], dtype=torch.int8)
+
+    Args:
+        rows: `[num_rows, num_columns]`.
+
+    Returns:
+        int8 `[num_rows, num_columns]`, and float32 scales `[num_rows, 1]`. A row that is not finite has a scale that is
+        not finite.
+    """
+    wide = rows.float()
+    largest = torch.maximum(wide.amax(1, keepdim=True), wide.amin(1, keepdim=True).neg_())
+    scales = largest.mul_(1 / _LARGEST).clamp_(min=_SMALLEST_SCALE)
+    return (wide * scales.reciprocal()).round_().to(torch.int8), scales
+
+
+def pack_int8(weight: torch.Tensor) -> Int8Weight:
+    """Round a weight `[out_features, in_features]` and lay it out.
+
+    Raises:
+        ValueError: it has too many input features to add up in 32 bits.
+    """
+    if weight.shape[1] > _MOST_FEATURES:
+        raise ValueError(f"weight: expected at most {_MOST_FEATURES} input features, got {weight.shape[1]}")
+    integers, scales = quantize_rows(weight)
+    packed = _ONEDNN.qlinear_prepack(integers, None)
+    return Int8Weight(packed, scales[:, 0].contiguous(), torch.zeros(weight.shape[0], dtype=torch.int32))
+
+
+def int8_linear(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply rows `[num_rows, in_features]`. Returns `[num_rows, out_features]` in the rows' dtype."""
+    integers, scales = quantize_rows(rows)
+    product = _integer_product(integers, weight).mul_(scales)
+    if bias is not None:
+        product.add_(bias)
+    return product.to(rows.dtype)
+
+
+def adds_integers_exactly() -> bool:
+    """Whether products of 8 bits are exact on this machine: without VNNI, sums of two may be cut off at 16 bits."""
+    if not torch._C._has_mkldnn:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for width in _TRIED_FEATURES:
+        rows, weight = (
+            (torch.randint(0, 2, (count, width), generator=generator) * 2 - 1) * _LARGEST for count in (17, 33)
+        )
+        rows[0] = weight[0] = _LARGEST
+        packed = pack_int8(weight.float())
+        if not torch.equal(_integer_product(rows.to(torch.int8), packed), (rows @ weight.t()).float() * packed.scales):
+            return False
+    return True
+
+
+def _integer_product(integers: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+    """The product of integers, times the weight's scales, float32."""
+    product: torch.Tensor = _ONEDNN.qlinear_pointwise(
+        integers, 1.0, 0, *weight, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return product

@@ -1,0 +1,1 @@
+"""Triton kernels, and what the host plans for them. Only a GPU needs the modules that import Triton."""

@@ -1,0 +1,310 @@
+"""Plans what each program of the paged attention kernel does. Made on the host once a step, read by every layer.
+
+tile 0     keys [ split 0 ......... )[ split 1 ..... )     two partial results, which the merge adds up
+tile 1     keys [ one item ..... )                         written to the output itself
+
+tile 2     keys [ read for both ... )[ one item )          two partial results
+tile 3     keys [ read for both ... )[ one item .... )     two partial results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.kernels.batch import Ints, PagedBatch, spread
+from radixkv.kernels.gpu.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, DeviceRoom, Splits, even_splits
+from radixkv.kernels.gpu.joined_rows import Joins, join_rows, may_join, unit_tokens
+from radixkv.kernels.staging import to_device
+
+# An item of work and a merge that read no key and write nothing. They fill up the lists of a recorded step.
+NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
+NO_MERGE = (0, 0, 0, 0, 0)
+NO_ROW = (0, 0, 0)
+
+# In the place of an item's first token: its rows are joined rows.
+JOINED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The work list of one step for all layers with as many query heads and the same window.
+
+    The queries of one request and one KV head are packed into rows: row `r` is query head `r % group_size` of the
+    group, of suffix token `r // group_size`. A tile is `tile_rows` consecutive rows. A tile with many visible keys is
+    split: each split leaves a partial result for each row, and the merge adds them up.
+
+    Rows of several requests that see the same K/V may be joined to one tile over these keys. They leave partial
+    results beside those that their own tiles have of the other keys.
+
+    Attributes:
+        tile_rows: packed rows a program works on.
+        group_size: query heads a KV head.
+        window: the sliding window of these layers, None for full attention.
+        work: int32 `[num_items, 8]` on the device, longest first. Columns: request, first packed token row of the
+            request, suffix tokens of the request, prefix tokens, first row of the tile, first key position, end key
+            position, first row of the partial result or -1 when the item writes the output itself.
+            Of an item with joined rows: a request that has the keys, `JOINED`, end joined row, last key position, first
+            joined row, first key position, end key position, number of the split among those of each row.
+        merges: int32 `[num_merges, 5]` on the device. Columns: first packed token row of the request, suffix tokens,
+            first row of the tile, first row of its first partial result, number of partial results.
+        joined_rows: int32 `[num_joined_rows, 3]` on the device. Columns: the row among those of all requests together,
+            its row in the first partial result of its tile, and the rows of that tile.
+        num_partial_rows: rows of all partial results of one KV head. Those of a tile follow each other.
+    """
+
+    tile_rows: int
+    group_size: int
+    window: int | None
+    work: torch.Tensor
+    merges: torch.Tensor
+    joined_rows: torch.Tensor
+    num_partial_rows: int
+
+    def with_idle_work(self) -> AttentionPlan:
+        """Return a copy with items that do nothing, like the plan of a recorded step with room to spare."""
+        idle, no_merge = self.work.new_tensor([NO_WORK] * 3), self.merges.new_tensor([NO_MERGE] * 3)
+        return replace(
+            self,
+            work=torch.cat((self.work, idle)),
+            merges=torch.cat((self.merges, no_merge)),
+            joined_rows=torch.cat((self.joined_rows, self.joined_rows.new_tensor([NO_ROW] * 3))),
+            num_partial_rows=self.num_partial_rows + 3,
+        )
+
+
+_Rows: TypeAlias = npt.NDArray[np.int32]
+
+
+class _Tiles(NamedTuple):
+    """Tiles of packed rows, and the keys that each of them sees.
+
+    Attributes:
+        rows: int64 `[5, num_tiles]`, the first five columns of `AttentionPlan.work`.
+        num_rows: int64 `[num_tiles]`, rows that are not past the end of the request.
+        kv_start, kv_end: int64 `[num_tiles]`, key positions, half open.
+        last: int64 `[num_requests]`, the last tile of each request.
+    """
+
+    rows: Ints
+    num_rows: Ints
+    kv_start: Ints
+    kv_end: Ints
+    last: Ints
+
+
+def plan_attention(
+    batch: PagedBatch,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    tile_rows: int | None = None,
+    split_tokens: int | None = None,
+    joins: bool = True,
+    room: DeviceRoom = HOPPER,
+) -> AttentionPlan:
+    """Lay out the attention of one step for the layers with as many query heads and the same window.
+
+    With `tile_rows` and `split_tokens` given, a row's result depends on its position alone, to the bit: not on the rest
+    of the batch, nor on where its suffix began. Splits then begin at multiples of the split size from position 0.
+
+    Args:
+        batch: the token rows of the step.
+        num_query_heads: query heads of these layers, a multiple of `num_kv_heads`.
+        num_kv_heads: KV heads of the pool.
+        dtype: dtype of the queries.
+        window: tokens that a query sees, its own included; None for all.
+        tile_rows: 16, 64 or 128; None fits the batch, see `tile_rows_for`.
+        split_tokens: the most keys that a program reads, a multiple of 64; None spreads the batch over the device, see
+            `even_splits`.
+        joins: whether rows of requests that share K/V are joined. With a window that hides any key they are not.
+        room: the device, where the batch is spread over it.
+
+    Returns:
+        A plan whose tensors live on the device of `batch.block_tables`.
+
+    Raises:
+        ValueError: the head counts do not divide, or `split_tokens` is not a positive multiple of 64.
+    """
+    group_size, remainder = divmod(num_query_heads, num_kv_heads)
+    if remainder or not group_size:
+        raise ValueError(f"num_query_heads: expected a multiple of {num_kv_heads} KV heads, got {num_query_heads}")
+    if tile_rows is None:
+        most_rows = group_size * batch.most_query_tokens
+        tile_rows = tile_rows_for(batch, group_size, dtype, window) if joins else fitting_tile_rows(most_rows, dtype)
+    if split_tokens is not None and (split_tokens < 1 or split_tokens % KEY_ALIGNMENT_TOKENS):
+        raise ValueError(f"split_tokens: expected a positive multiple of {KEY_ALIGNMENT_TOKENS}, got {split_tokens}")
+    tiles = _tiles(batch, group_size, tile_rows, window)
+    found = None
+    if joins and may_join(batch, window):
+        found = _joins(batch, tiles, group_size, tile_rows, split_tokens or unit_tokens(batch.block_size))
+    if found is not None:
+        tiles.kv_start[tiles.last] = found.end_keys
+    if split_tokens is None:
+        splits = _even_splits(tiles, found, num_kv_heads, tile_rows, room)
+    else:
+        splits = Splits(split_tokens, is_even=False)
+    work, merges, joined_rows, num_partial_rows = _cut(tiles, found, group_size, tile_rows, splits)
+    device = batch.block_tables.device
+    return AttentionPlan(
+        tile_rows=tile_rows,
+        group_size=group_size,
+        window=window,
+        work=to_device(torch.from_numpy(work), device),
+        merges=to_device(torch.from_numpy(merges), device),
+        joined_rows=to_device(torch.from_numpy(joined_rows), device),
+        num_partial_rows=num_partial_rows,
+    )
+
+
+def first_key(position: Ints, window: int | None) -> Ints:
+    """Return the first key position that tiles read whose first queries stand at `position`, `[num_tiles]`.
+
+    >>> first_key(np.array([10, 500]), window=100)
+    array([  0, 384])
+    """
+    first_seen = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
+    return first_seen // KEY_ALIGNMENT_TOKENS * KEY_ALIGNMENT_TOKENS
+
+
+def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | None) -> _Tiles:
+    query_lens = batch.query_lens
+    num_tiles = -(-query_lens * group_size // tile_rows)
+    request, nth = spread(num_tiles)
+    first_row = nth * tile_rows
+    num_tokens = query_lens[request]
+    num_prefix_tokens = np.array(batch.kv_lens)[request] - num_tokens
+    last_token = np.minimum((first_row + tile_rows - 1) // group_size, num_tokens - 1)
+    kv_start = first_key(num_prefix_tokens + first_row // group_size, window)
+    rows = np.array((request, np.array(batch.query_starts)[request], num_tokens, num_prefix_tokens, first_row))
+    num_rows = np.minimum(num_tokens * group_size - first_row, tile_rows)
+    return _Tiles(rows, num_rows, kv_start, num_prefix_tokens + last_token + 1, np.cumsum(num_tiles) - 1)
+
+
+def _joins(batch: PagedBatch, tiles: _Tiles, group_size: int, tile_rows: int, unit_tokens: int) -> Joins | None:
+    """Join the last tiles of requests. A full tile reads its keys for as many rows as there can be."""
+    last = tiles.last
+    _, _, _, num_prefix_tokens, first_row = tiles.rows[:, last]
+    positions = num_prefix_tokens + first_row // group_size
+    return join_rows(batch, tiles.num_rows[last] % tile_rows, positions, tile_rows, unit_tokens)
+
+
+def _even_splits(tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_rows: int, room: DeviceRoom) -> Splits:
+    """Spread the keys of all tiles over the device, those of joined rows included."""
+    num_keys, num_rows = tiles.kv_end - tiles.kv_start, tiles.num_rows
+    if joins is not None:
+        joined_keys, joined_rows = joins.tiles(tile_rows)
+        num_keys, num_rows = np.concatenate((num_keys, joined_keys)), np.concatenate((num_rows, joined_rows))
+    return even_splits(
+        num_keys,
+        num_rows,
+        num_kv_heads=num_kv_heads,
+        tile_rows=tile_rows,
+        most_partials=room.most_partials(tiles.last.size, num_kv_heads, tile_rows),
+        room=room,
+    )
+
+
+def _cut(
+    tiles: _Tiles, joins: Joins | None, group_size: int, tile_rows: int, splits: Splits
+) -> tuple[_Rows, _Rows, _Rows, int]:
+    """Cut the keys of tiles into splits. Returns a plan's work, merges, joined rows, and rows of partial results."""
+    num_splits = splits.counts(tiles.kv_start, tiles.kv_end)
+    tile, nth = spread(num_splits)  # each item's tile, and its place among the items of that tile
+    kv_start, kv_end = splits.bounds(tiles.kv_start[tile], tiles.kv_end[tile], nth, num_splits[tile])
+    if joins is not None:
+        pieces, num_pieces = joins.pieces(tile_rows, splits)
+        num_before = np.zeros_like(num_splits)
+        num_before[tiles.last] = num_pieces
+        num_splits += num_before
+        nth += num_before[tile]  # now among all that its rows see
+
+    num_partials = num_splits * (num_splits > 1)
+    end_partial_row = np.cumsum(num_partials * tiles.num_rows)
+    first_partial_row = end_partial_row - num_partials * tiles.num_rows
+    partial_row = np.where(num_splits[tile] > 1, first_partial_row[tile] + nth * tiles.num_rows[tile], -1)
+    work = _as_rows((*tiles.rows[:, tile], kv_start, kv_end, partial_row))
+    joined_rows = np.empty((0, len(NO_ROW)), dtype=np.int32)
+    if joins is not None:
+        work = np.concatenate((_joined_work(pieces), work))
+        joined_rows = _joined_rows(tiles, tiles.last[joins.requests], first_partial_row, group_size)
+    work = work[np.argsort(work[:, 5] - work[:, 6], kind="stable")]  # longest first: the short ones fill the tail
+
+    _, first_token, num_tokens, _, first_row = tiles.rows
+    split = np.flatnonzero(num_partials)
+    merges = _as_rows(each[split] for each in (first_token, num_tokens, first_row, first_partial_row, num_partials))
+    return work, merges, joined_rows, int(end_partial_row[-1])
+
+
+def _joined_work(pieces: Ints) -> _Rows:
+    request, first_row, end_row, kv_start, kv_end, number = pieces
+    return _as_rows((request, np.full_like(request, JOINED), end_row, kv_end - 1, first_row, kv_start, kv_end, number))
+
+
+def _joined_rows(tiles: _Tiles, joined_tiles: Ints, first_partial_row: Ints, group_size: int) -> _Rows:
+    _, first_token, _, _, first_row = tiles.rows
+    tile, nth = spread(tiles.num_rows[joined_tiles])
+    tile = joined_tiles[tile]
+    row = first_token[tile] * group_size + first_row[tile] + nth
+    return _as_rows((row, first_partial_row[tile] + nth, tiles.num_rows[tile]))
+
+
+def _as_rows(columns: Iterable[Ints]) -> _Rows:
+    return np.ascontiguousarray(np.array([*columns], dtype=np.int32).T)
+
+
+_TILE_ROWS = (16, 64, 128)
+
+# A larger tile must save a fifth of the keys that all tiles read together: requests that are not joined have more
+# empty rows in it. An estimate.
+_WORTH_OF_FEWER_ROWS = 1.25
+
+
+def fitting_tile_rows(most_rows: int, dtype: torch.dtype) -> int:
+    """Return the rows of a tile that the longest suffix fills. In float32, without tensor cores, larger tiles spill.
+
+    Args:
+        most_rows: packed rows of the longest suffix of a batch.
+        dtype: dtype of the queries.
+
+    >>> [fitting_tile_rows(most_rows, torch.bfloat16) for most_rows in (7, 40, 1000)]
+    [16, 64, 128]
+    """
+    if most_rows <= 16 or dtype == torch.float32:
+        return 16
+    return 64 if most_rows <= 64 else 128
+
+
+def tile_rows_for(batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None = None) -> int:
+    """Return the rows of a tile for a batch: more than the longest suffix fills, if enough rows can be joined.
+
+    >>> tables = 40 * [np.arange(20, dtype=np.int32)]
+    >>> batch = PagedBatch.build(40 * [1], 40 * [1200], tables, block_size=64)
+    >>> tile_rows_for(batch, 4, torch.bfloat16), tile_rows_for(batch, 4, torch.bfloat16, window=500)
+    (64, 16)
+
+    Args:
+        batch: the token rows of the step.
+        group_size: query heads a KV head.
+        dtype: dtype of the queries.
+        window: the sliding window of the layers, None for full attention.
+    """
+    least = fitting_tile_rows(group_size * batch.most_query_tokens, dtype)
+    if least == _TILE_ROWS[-1] or dtype == torch.float32 or not may_join(batch, window):
+        return least
+    kv_lens, num_tokens = np.array(batch.kv_lens), batch.query_lens
+    unit = unit_tokens(batch.block_size)
+    joins = join_rows(batch, num_tokens * group_size, kv_lens - num_tokens, _TILE_ROWS[-1], unit)
+    if joins is None:
+        return least
+    own_keys = int((kv_lens - joins.end_keys).sum())
+    num_keys = {tile_rows: own_keys + joins.num_tile_keys(tile_rows) for tile_rows in _TILE_ROWS}
+    enough = _WORTH_OF_FEWER_ROWS * num_keys[_TILE_ROWS[-1]]
+    return next(tile_rows for tile_rows in _TILE_ROWS if tile_rows >= least and num_keys[tile_rows] <= enough)

@@ -1,0 +1,105 @@
+"""Plans which blocks of a quantized pool a step dequantizes before attention rather than inside it.
+
+The attention kernel dequantizes each key again for each tile of queries. With many tiles it is cheaper to dequantize
+once, into plain blocks of the queries' dtype, and to attend over these:
+
+    request 0   [ 7 | 2 | 9 ]         plain blocks  0  1  2  3         request 0   [ 2 | 0 | 3 ]
+    request 1   [ 7 | 2 | 4 ]   ──▶   of blocks     2  4  7  9   ──▶   request 1   [ 2 | 0 | 1 ]
+
+A block that several requests share is dequantized once. A block that no query of the step sees is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.gpu.attention_plan import first_key
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import INT4
+from radixkv.kernels.staging import to_device
+
+# Rows of queries that must see a key on average; each token has a row for each query head of a group. Estimates,
+# nothing is measured. For 64 keys of 128 dimensions a tile of 128 rows saves 206 (8 bits) or 477 (int4) instructions a
+# warp, which take 412 or 954 cycles. It reads and writes 64 KiB more, which take 4,900 cycles of a multiprocessor's
+# share of 3 TB/s. So 1,500 or 660 rows would do, and launches come on top.
+_MIN_ROWS_8_BITS = 1600
+_MIN_ROWS_4_BITS = 800
+
+# Steps of at most this many tokens never dequantize first, whatever the size of a group: then their launches do not
+# depend on the blocks that they read.
+MAX_SHORT_TOKENS = 128
+
+# Memory for plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
+_MAX_BYTES = 512 << 20
+
+_DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor cores to keep busy
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizePlan:
+    """Blocks to dequantize in each layer of one step, for all layers with as many query heads and the same window.
+
+    Attributes:
+        block_ids: int32 `[num_blocks]` on the device, all different. Plain block `i` holds block `block_ids[i]`.
+        batch: the step with block tables of plain blocks. Its slots still point into the quantized pool.
+    """
+
+    block_ids: torch.Tensor
+    batch: PagedBatch
+
+
+def plan_dequantize(
+    batch: PagedBatch,
+    pool: KVPool,
+    *,
+    num_query_heads: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    is_forced: bool = False,
+) -> DequantizePlan | None:
+    """Choose the blocks that are dequantized before a step attends; None if it is cheaper inside attention.
+
+    The decision is one for the whole step. Keys of requests that only decode are dequantized too, and are counted.
+
+    Args:
+        batch: the token rows of the step.
+        pool: the K/V.
+        num_query_heads: query heads of these layers, a multiple of the pool's KV heads.
+        dtype: dtype of the queries, and of plain blocks.
+        window: tokens that a query sees, its own included; None for all.
+        is_forced: whether to dequantize first where it does not pay.
+
+    Returns:
+        A plan whose tensors live on the device of `batch.block_tables`. None if the pool is not quantized, the queries
+        are float32 or, unless forced, the step is short, too few rows see each key, or plain blocks would take more
+        than 512 MiB.
+    """
+    if pool.scales is None or dtype not in _DTYPES:
+        return None
+    group_size = num_query_heads // pool.num_kv_heads
+    min_rows = _MIN_ROWS_4_BITS if pool.dtype == INT4 else _MIN_ROWS_8_BITS
+    # No key is seen by more rows than there are, so most steps need no look at their blocks.
+    if not is_forced and (batch.num_tokens <= MAX_SHORT_TOKENS or batch.num_tokens * group_size < min_rows):
+        return None
+
+    kv_lens = np.array(batch.kv_lens)
+    first_block = first_key(kv_lens - batch.query_lens, window) // batch.block_size
+    block = np.arange(batch.host_tables.shape[1])
+    is_read = (block >= first_block[:, None]) & (block < -(-kv_lens // batch.block_size)[:, None])
+    num_seen = batch.positions + 1
+    num_pairs = int((num_seen if window is None else np.minimum(num_seen, window)).sum())  # of a token and a key
+    block_ids, plain_ids = np.unique(batch.host_tables[is_read], return_inverse=True)
+    block_bytes = 2 * pool.num_kv_heads * pool.block_size * pool.head_dim * dtype.itemsize
+    num_keys = block_ids.size * batch.block_size
+    if not is_forced and (block_ids.size * block_bytes > _MAX_BYTES or num_pairs * group_size < min_rows * num_keys):
+        return None
+
+    tables = np.zeros_like(batch.host_tables)
+    tables[is_read] = plain_ids
+    device = batch.block_tables.device
+    plain_batch = replace(batch, block_tables=to_device(torch.from_numpy(tables), device), host_tables=tables)
+    return DequantizePlan(to_device(torch.from_numpy(block_ids), device), plain_batch)

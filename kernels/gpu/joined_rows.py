@@ -1,0 +1,188 @@
+"""Joins the rows of requests that share K/V, so that attention reads it once a tile of rows, not once a request.
+
+request 0   [ system prompt )[ document ......... )[ own )        rows 0 to 3
+request 1   [ system prompt )[ document ......... )[ own )        rows 4 to 7
+request 2   [ system prompt )[ own )                              rows 8 to 11
+
+joins       [ rows 0 to 11  )[ rows 0 to 7 ...... )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.kernels.batch import Ints, PagedBatch, spread
+from radixkv.kernels.gpu.attention_splits import Splits
+from radixkv.kernels.shared_prefix import OrderedRun, prefix_order, runs_in_order
+
+# A join must save this number of key reads for each of its rows. An estimate: it leaves a row two more float32 results
+# at most, and to write one and read it again moves the bytes of two bfloat16 keys with their values.
+_SAVED_KEYS_A_ROW = 4
+
+# Keys are joined in units of this size where splits fit the batch, or else in units of a split.
+_UNIT_TOKENS = 256
+
+
+class Join(NamedTuple):
+    """Keys that several requests share, and the rows that see all of them.
+
+    Attributes:
+        first_key, end_key: positions, half open, the same for all these requests.
+        first_row, end_row: joined rows, half open.
+        requests: the requests whose rows they are, in the order of the rows.
+    """
+
+    first_key: int
+    end_key: int
+    first_row: int
+    end_row: int
+    requests: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Joins:
+    """All joins of a batch.
+
+    Attributes:
+        joins: a join comes before those that continue it.
+        requests: requests in the order of their rows, `[num_joined_requests]`.
+        end_keys: keys that each request of the batch has in joins, all from position 0, `[num_requests]`.
+    """
+
+    joins: tuple[Join, ...]
+    requests: Ints
+    end_keys: Ints
+
+    def num_tile_keys(self, tile_rows: int) -> int:
+        """Keys that tiles of `tile_rows` joined rows read."""
+        return sum(-(-(end_row - row) // tile_rows) * (end - start) for start, end, row, end_row, _ in self.joins)
+
+    def tiles(self, tile_rows: int) -> tuple[Ints, Ints]:
+        """Return the keys and the rows of each tile of joined rows, `[num_tiles]` each."""
+        num_tiles = np.array([-(-(join.end_row - join.first_row) // tile_rows) for join in self.joins])
+        join, nth = spread(num_tiles)
+        keys = np.array([end_key - first_key for first_key, end_key, *_ in self.joins])
+        rows = np.array([end_row - first_row for _, _, first_row, end_row, _ in self.joins])
+        return keys[join], np.minimum(rows[join] - nth * tile_rows, tile_rows)
+
+    def pieces(self, tile_rows: int, splits: Splits) -> tuple[Ints, Ints]:
+        """Cut the joins into tiles of rows, and their keys into splits.
+
+        Args:
+            tile_rows: joined rows of a tile.
+            splits: how keys are cut.
+
+        Returns:
+            Pieces `[6, num_pieces]`: a request that has the keys, first and end joined row of the tile, first and end
+            key, and the number of the piece among those that each of its rows sees. And the pieces that each request of
+            the batch sees, `[num_requests]`.
+        """
+        num_seen = np.zeros_like(self.end_keys)
+        parts = [np.empty((6, 0), dtype=np.int64)]
+        for first_key, end_key, first_row, end_row, requests in self.joins:
+            keys = np.array([first_key]), np.array([end_key])
+            num_splits = int(splits.counts(*keys)[0])
+            tile, nth = spread(np.full(-(-(end_row - first_row) // tile_rows), num_splits))
+            tile_start = first_row + tile * tile_rows
+            part = np.empty((6, tile.size), dtype=np.int64)
+            part[0] = requests[0]
+            part[1], part[2] = tile_start, np.minimum(tile_start + tile_rows, end_row)
+            part[3], part[4] = splits.bounds(*keys, nth, np.array([num_splits]))
+            part[5] = num_seen[requests[0]] + nth
+            parts.append(part)
+            num_seen[requests] += num_splits
+        return np.concatenate(parts, axis=1), num_seen
+
+
+def may_join(batch: PagedBatch, window: int | None) -> bool:
+    """Whether any requests begin with the same block, and the window of the layers hides no key from anybody."""
+    if window is not None and window < max(batch.kv_lens):
+        return False
+    first_blocks = batch.host_tables[:, 0].tolist()
+    return len(set(first_blocks)) < len(first_blocks)
+
+
+def unit_tokens(block_size: int) -> int:
+    """Return the keys of a unit where splits fit the batch: at least a block.
+
+    >>> unit_tokens(64), unit_tokens(512)
+    (256, 512)
+    """
+    return max(_UNIT_TOKENS, block_size)
+
+
+def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int, unit_tokens: int) -> Joins | None:
+    """Find the keys whose readers are better joined.
+
+    Rows are joined where that reads fewer tiles: two requests with a row each need one tile instead of two; two that
+    fill a tile each need two either way. Nothing is joined whose float32 results would move more bytes than it saves.
+
+    >>> tables = [np.array(blocks, dtype=np.int32) for blocks in ([7, 2, 5, 1], [7, 2, 4, 0], [7, 2, 5, 3])]
+    >>> batch = PagedBatch.build([1, 1, 1], [200, 250, 220], tables, block_size=64)
+    >>> num_rows, positions = np.array([4, 4, 4]), np.array([199, 249, 219])
+    >>> for join in join_rows(batch, num_rows, positions, tile_rows=16, unit_tokens=64).joins:
+    ...     print(join.first_key, join.end_key, "rows", join.first_row, join.end_row, "of", join.requests)
+    0 128 rows 0 12 of [1 0 2]
+    128 192 rows 4 12 of [0 2]
+
+    Args:
+        batch: the token rows of the step.
+        num_rows: rows of each request that may be joined, less than `tile_rows` if any, `[num_requests]`.
+        positions: position of the first of these rows, `[num_requests]`. They share only keys that lie before it.
+        tile_rows: rows of a tile.
+        unit_tokens: keys are joined in units of this size.
+
+    Returns:
+        None where nothing is worth joining, or if a unit is not whole blocks.
+    """
+    blocks_a_unit, rest = divmod(unit_tokens, batch.block_size)
+    num_units = np.where(num_rows > 0, positions // unit_tokens, 0)
+    if rest or not num_units.any():
+        return None
+    last_blocks = batch.host_tables[num_units > 0, blocks_a_unit - 1].tolist()  # of the first unit
+    if len(set(last_blocks)) == len(last_blocks):
+        return None
+    order, same_units = prefix_order(batch.host_tables, num_units, blocks_a_unit)
+    all_runs = runs_in_order(num_units[order].tolist(), same_units.tolist())
+    runs, end_units = _worthwhile(all_runs, num_rows[order], tile_rows, unit_tokens)
+    if not runs:
+        return None
+    end_rows = np.cumsum(num_rows[order] * (end_units > 0)).tolist()
+    joins = []
+    for first_unit, end_unit, first, end in runs:
+        first_row = end_rows[first - 1] if first else 0
+        keys = first_unit * unit_tokens, end_unit * unit_tokens
+        joins.append(Join(*keys, first_row, end_rows[end - 1], order[first:end]))
+    end_keys = np.zeros_like(num_rows)
+    end_keys[order] = end_units * unit_tokens
+    return Joins(tuple(joins), order[end_units > 0], end_keys)
+
+
+def _worthwhile(
+    runs: Sequence[OrderedRun], num_rows: Ints, tile_rows: int, unit_tokens: int
+) -> tuple[list[OrderedRun], Ints]:
+    """Choose the runs to join. What comes before a join is joined as well.
+
+    Args:
+        runs: from `runs_in_order`.
+        num_rows: rows of each request, in that order.
+        tile_rows, unit_tokens: as for `join_rows`.
+
+    Returns:
+        The runs in their order, and the units that each request has in them, in the order of requests.
+    """
+    worthwhile: list[OrderedRun] = []
+    end_units = np.zeros_like(num_rows)
+    for run in reversed(runs):
+        first_unit, end_unit, first, end = run
+        rows = int(num_rows[first:end].sum())
+        saved_tiles = end - first - -(-rows // tile_rows)
+        saved_keys = saved_tiles * (end_unit - first_unit) * unit_tokens
+        if saved_keys >= _SAVED_KEYS_A_ROW * rows or end_units[first:end].any():
+            end_units[first:end] = np.maximum(end_units[first:end], end_unit)
+            worthwhile.append(run)
+    return worthwhile[::-1], end_units

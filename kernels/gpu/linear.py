@@ -1,0 +1,291 @@
+"""Computes matrix products on a GPU whose rows have the same bits, whatever their number and place.
+
+A library chooses its tiles, and with them the order of the sums, by the number of rows. Here the weight alone chooses
+them. Every tile of the result walks the features from the first to the last, with one sum for each number:
+
+                 features ->           columns ->
+    rows         [ 0 | 1 | 2 | .. )    [ tile | tile | .. )     tile = 0 + rows[0] @ weight[0] + rows[1] @ weight[1] ...
+
+One program a multiprocessor shares the tiles with the others. That decides where a tile is computed, not how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.gpu.flat_rows import flat_rows
+
+# Tiles that follow each other stay within 8 tiles of rows (1024 rows), so that what 132 programs read at one time, 8
+# tiles of rows and 17 of columns, is a few MiB and stays in the L2 cache of 50 MiB.
+_GROUP_TILES = 8
+
+_TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
+
+_TRIED_ROWS = 300  # three tiles, the last one partly empty
+
+
+def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `torch.nn.functional.linear`, each row by itself, in one launch.
+
+    Sums are float32, without TF32, and the bias is added before rounding. A row's bits depend on the row, the weight
+    and the bias alone.
+
+    Args:
+        rows: `[..., in_features]` in float32, bfloat16 or float16; any strides. Copied unless it is contiguous and
+            starts at a multiple of 16 bytes.
+        weight: `[out_features, in_features]` like `rows`; any strides.
+        bias: `[out_features]` like `rows`, or None.
+
+    Returns:
+        A new contiguous tensor `[..., out_features]` like `rows`; empty if there are no rows.
+
+    Raises:
+        ValueError: `rows` has another dtype or no features, or the shape, dtype or device of `weight` or `bias` does
+            not fit.
+    """
+    flat = flat_rows(rows)  # [num_rows, in_features]
+    num_rows, in_features = flat.shape
+    _check("weight", weight, rows, (*weight.shape[:1], in_features))
+    out_features = weight.shape[0]
+    if bias is not None:
+        _check("bias", bias, rows, (out_features,))
+        bias = bias.contiguous()
+    output = flat.new_empty(num_rows, out_features)
+    if output.numel():
+        layout = layout_of(weight)
+        _launch(flat, weight, bias, output, layout, tile_shape(out_features, weight.dtype, layout))
+    return output.view(*rows.shape[:-1], out_features)
+
+
+def rows_agree(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether the rows of `linear` have the same bits on this GPU, whatever their number and place.
+
+    `linear` fixes the order of the sums. This tries whether the hardware keeps to it.
+
+    Args:
+        weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
+        bias: `[out_features]`, or None.
+    """
+    rows, weight, bias = sensitive_linear(weight, bias, _TRIED_ROWS)
+    whole = linear(rows, weight, bias)
+    order = torch.randperm(_TRIED_ROWS, generator=torch.Generator().manual_seed(0)).to(weight.device)
+    parts = (order, order[:1], order[:17], torch.arange(1, _TRIED_ROWS, device=weight.device))
+    return all(torch.equal(linear(rows[part], weight, bias), whole[part]) for part in parts)
+
+
+def _check(name: str, tensor: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if (tensor.shape, tensor.dtype, tensor.device) != (shape, rows.dtype, rows.device):
+        raise ValueError(
+            f"{name}: expected shape {shape} in {rows.dtype} on {rows.device}, "
+            f"got {tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
+        )
+
+
+Layout = Literal["in", "out"] | None
+
+
+def layout_of(weight: torch.Tensor) -> Layout:
+    """Choose how tiles are loaded, those of the rows included: a function of the weight.
+
+    Args:
+        weight: `[out_features, in_features]`.
+
+    Returns:
+        The contiguous dimension of a weight that the GPU's tensor memory accelerator (TMA) can read: `out` for
+        transposed views such as GPT-2's. None where tiles are loaded through pointers.
+    """
+    step = _TMA_ALIGNMENT_BYTES // weight.element_size()
+    # float32 products pass through registers, and spilled them when TMA brought the tiles.
+    if weight.dtype == torch.float32 or weight.shape[1] % step or weight.data_ptr() % _TMA_ALIGNMENT_BYTES:
+        return None
+    out_stride, in_stride = weight.stride()
+    if in_stride == 1 and out_stride >= weight.shape[1] and out_stride % step == 0:
+        return "in"
+    if out_stride == 1 and in_stride >= weight.shape[0] and in_stride % step == 0:
+        return "out"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """The part of a product that a program computes at a time.
+
+    Attributes:
+        rows, columns: of the result.
+        features: of rows and weight, at each step of the sum.
+        num_warps: 4 or 8; tensor cores are used by four at a time.
+        num_stages: tiles of rows and weight in shared memory, all but one of them on their way.
+    """
+
+    rows: int
+    columns: int
+    features: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileShape:
+    """Choose the tile by the weight, for any number of rows.
+
+    Wide tiles read less for each product. But a short suffix is one tile of rows, and then it is the tiles of columns
+    that share out the reading of the weight: an H100 that copies 3.0 TB/s with a latency of a microsecond (both
+    estimated) needs 3.0 MB on their way.
+
+    | loads | out_features | tile | weight on its way, KiB a tile x tiles |
+    |---|---|---|---|
+    | TMA | from 16384 | 128 x 256 x 64 | 96 x 64 and more: all that the memory gives |
+    | TMA | from 8192 | 128 x 128 x 64 | 80 x 64 to 127 |
+    | TMA | from 2048 | 128 x 64 x 64 | 56 x 32 to 127 |
+    | TMA | below | 128 x 32 x 64 | 28 x 1 to 63 |
+    | pointers | from 2048 | 128 x 128 x 64 | |
+    | pointers | below | 128 x 64 x 64 | |
+    | pointers, float32 | all | 64 x 64 x 32 | |
+
+    TMA's stages fill the 227 KiB of shared memory of a multiprocessor, of which the result takes its share. Addresses
+    take registers: through pointers, 256 columns of odd features took 244 of 255. Without tensor cores a tile passes
+    through registers altogether; 64 x 64 makes 9 multiplications for each access to shared memory. `test_compile_sm90`
+    holds all of them to no spills.
+    """
+    if dtype == torch.float32:
+        return TileShape(rows=64, columns=64, features=32, num_warps=4, num_stages=4)
+    if not layout:
+        columns = 64 if out_features < 2048 else 128
+        return TileShape(rows=128, columns=columns, features=64, num_warps=8, num_stages=3)
+    if out_features < 8192:
+        return TileShape(rows=128, columns=32 if out_features < 2048 else 64, features=64, num_warps=4, num_stages=8)
+    if out_features < 16384:
+        return TileShape(rows=128, columns=128, features=64, num_warps=8, num_stages=6)
+    return TileShape(rows=128, columns=256, features=64, num_warps=8, num_stages=4)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 1 without a GPU, where programs run one after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _launch(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    layout: Layout,
+    shape: TileShape,
+) -> None:
+    row_source: Any = rows
+    weight_source: Any = weight
+    if layout:
+        row_source = TensorDescriptor.from_tensor(rows, [shape.rows, shape.features])
+        if layout == "in":
+            weight_source = TensorDescriptor.from_tensor(weight, [shape.columns, shape.features])
+        else:
+            weight_source = TensorDescriptor.from_tensor(weight.t(), [shape.features, shape.columns])
+    num_rows, out_features = output.shape
+    num_tiles = triton.cdiv(num_rows, shape.rows) * triton.cdiv(out_features, shape.columns)
+    _multiply_tiles[(min(_num_multiprocessors(rows.device), num_tiles),)](
+        row_source,
+        weight_source,
+        bias,
+        output,
+        num_rows,
+        IN_FEATURES=rows.shape[1],
+        OUT_FEATURES=out_features,
+        OUT_STRIDE=weight.stride(0),
+        IN_STRIDE=weight.stride(1),
+        LAYOUT=layout,
+        TILE_ROWS=shape.rows,
+        TILE_COLUMNS=shape.columns,
+        TILE_FEATURES=shape.features,
+        GROUP_TILES=_GROUP_TILES,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        enable_fp_fusion=True,  # triton's default changes with 3.10
+    )
+
+
+# Specialized, there would be one kernel for a single row, one for multiples of 16, and perhaps other bits.
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _multiply_tiles(  # type: ignore[no-untyped-def]
+    rows,
+    weight,
+    bias,
+    output,
+    num_rows,
+    IN_FEATURES: tl.constexpr,
+    OUT_FEATURES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    IN_STRIDE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_FEATURES: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+):
+    """Compute every n-th tile of the result, n being the number of programs."""
+    num_row_tiles = tl.cdiv(num_rows, TILE_ROWS)
+    num_tiles = num_row_tiles * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
+    # Flattened, the first loads of a tile are under way while the tile before is still being stored.
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        row, column = _place_of(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
+        acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+        for feature in tl.range(0, IN_FEATURES, TILE_FEATURES):
+            if LAYOUT is None:
+                features = feature + tl.arange(0, TILE_FEATURES)
+                r = _load_from(rows, row, features, num_rows, IN_FEATURES, IN_FEATURES, 1, TILE_ROWS)
+                w = _load_from(
+                    weight, column, features, OUT_FEATURES, IN_FEATURES, OUT_STRIDE, IN_STRIDE, TILE_COLUMNS
+                ).T
+            else:  # what is past the end arrives as 0
+                r = rows.load([row, feature])
+                w = weight.load([column, feature]).T if LAYOUT == "in" else weight.load([feature, column])
+            acc = tl.dot(r, w, acc, input_precision="ieee")  # [TILE_ROWS, TILE_COLUMNS]
+
+        # Computed again: kept over the inner loop it would take registers.
+        row, column = _place_of(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
+        out_rows = row + tl.arange(0, TILE_ROWS)
+        columns = column + tl.arange(0, TILE_COLUMNS)
+        is_column = columns < OUT_FEATURES
+        if bias is not None:
+            acc += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        pointers = output + out_rows.to(tl.int64)[:, None] * OUT_FEATURES + columns[None, :]
+        tl.store(pointers, acc.to(output.dtype.element_ty), mask=(out_rows < num_rows)[:, None] & is_column[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place_of(  # type: ignore[no-untyped-def]
+    tile,
+    num_row_tiles,
+    OUT_FEATURES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+):
+    """Return the first row and column of a tile: down through some tiles of rows, then on to the next columns."""
+    tiles_a_group = GROUP_TILES * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
+    first_row_tile = tile // tiles_a_group * GROUP_TILES
+    num_in_group = tl.minimum(num_row_tiles - first_row_tile, GROUP_TILES)
+    place = tile % tiles_a_group
+    return (first_row_tile + place % num_in_group) * TILE_ROWS, place // num_in_group * TILE_COLUMNS
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_from(  # type: ignore[no-untyped-def]
+    matrix,
+    first_line,
+    features,
+    num_lines,
+    IN_FEATURES: tl.constexpr,
+    LINE_STRIDE: tl.constexpr,
+    FEATURE_STRIDE: tl.constexpr,
+    NUM_LINES: tl.constexpr,
+):
+    """Load some features of some lines of a matrix, `[NUM_LINES, TILE_FEATURES]`, 0 where it has none."""
+    lines = first_line + tl.arange(0, NUM_LINES)
+    pointers = matrix + lines.to(tl.int64)[:, None] * LINE_STRIDE + features.to(tl.int64)[None, :] * FEATURE_STRIDE
+    return tl.load(pointers, mask=(lines < num_lines)[:, None] & (features < IN_FEATURES)[None, :], other=0.0)

@@ -1,0 +1,259 @@
+// Products of rows with a weight that was laid out once. `kernels/native/gemm.py` calls it.
+//
+//   weight   [panel][word][two vectors of features]   a word is one number, or two neighbours where pairs are multiplied
+//   rows     [tile][word][up to kRows rows]           laid out for each call, as many words at once as a cache holds
+//
+// A number of the result is one sum over all words, from the first to the last, in a register or stored in float32
+// between two blocks of words. No operation of a row depends on others, so its bits do not depend on how many there are.
+
+#include "gemm.h"
+#include "threads.h"
+
+#include <type_traits>
+
+namespace {
+
+constexpr int kRows = kRegisters == 32 ? 12 : 6;  // of a tile, whose sums nearly fill the registers
+constexpr int64_t kMostRows = kRegisters == 32 ? 516 : 258;  // whose words fit in a cache
+constexpr int64_t kMostWords = 448;
+constexpr int64_t kAheadBytes = 4096;  // of a weight, which are asked for before they are needed
+constexpr int64_t kLineBytes = 64;
+
+// Multiplies in float32. Weights of 16 bits stay so, which is less to read.
+template <int64_t kKind>
+struct InFloat32 {
+  using Row = float;  // a word of a row, when it is laid out
+  using Weight = std::conditional_t<kKind == kFloat32, float, uint16_t>;
+  static constexpr int kNumbers = 1;  // in a word
+
+  static Words load_row(const void* row, int64_t word, Lanes lanes) { return as_words(load(row, word, kKind, lanes)); }
+  static Floats load_weight(const Weight* from) { return load(from, 0, kKind, first_lanes(kLanes)); }
+  static Floats add(Floats sum, float a, Floats b) { return multiply_add(all(a), b, sum); }
+};
+
+#ifdef __AVX512BF16__
+struct InPairs {
+  using Row = uint32_t;
+  using Weight = uint32_t;
+  static constexpr int kNumbers = 2;
+
+  static Words load_row(const void* row, int64_t word, Lanes lanes) {
+    return load_words(static_cast<const uint32_t*>(row) + word, lanes);
+  }
+  static Floats load_weight(const uint32_t* from) { return as_floats(load_words(from, first_lanes(kLanes))); }
+  static Floats add(Floats sum, uint32_t a, Floats b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
+  }
+};
+using InBfloat16 = InPairs;
+#else
+using InBfloat16 = InFloat32<kBfloat16>;
+#endif
+
+// How many rows and panels are multiplied at once: as many as there are registers for their sums.
+struct Tile {
+  int rows, panels;
+};
+
+// One row and two wait for memory, which is read faster in several places at once. With AVX-512 that was not tried.
+inline Tile tile_for(int64_t num_rows) {
+  const int rows = static_cast<int>(num_rows);
+  return kRegisters == 16 && num_rows <= 2 ? Tile{rows, kRows / rows} : Tile{kRows, 1};
+}
+
+// Adds words of R rows and P panels to their sums, of a panel beside those of the one before. Asks for `num_ahead` words
+// of a single panel from `ahead` on: with AVX2 and weights of float32 one after the other, since all at once would have
+// to wait for memory (8 to 24 rows took 1.2 to 1.4 times as long); otherwise at once, which is less to do.
+template <class Arithmetic, int R, int P>
+__attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, const typename Arithmetic::Weight* panels,
+                                         int64_t panel_stride, int64_t num_words, float* sums, int64_t stride,
+                                         bool is_first, const typename Arithmetic::Weight* ahead, int64_t num_ahead) {
+  constexpr int64_t kWordBytes = kFeatures * sizeof(typename Arithmetic::Weight);
+  Floats sum[R][2 * P];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 12
+    for (int i = 0; i < 2 * P; i++) sum[r][i] = is_first ? all(0.0f) : load_floats(sums + r * stride + i * kLanes);
+  constexpr bool kIsSpread = kRegisters == 16 && sizeof(typename Arithmetic::Weight) == sizeof(float);
+  const int64_t num_passed = kIsSpread ? num_words / std::max<int64_t>(1, num_ahead) : 1;  // from one to the next
+  int64_t asked = 0, next = 0;
+#pragma GCC unroll 4
+  for (int64_t w = 0; w < num_words; w++) {
+    if (P == 1 && (kIsSpread ? w == next : w < num_ahead)) {
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kWordBytes; i += kLineBytes)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead) + asked * kWordBytes + i, _MM_HINT_T1);
+      asked++;
+      next += num_passed;
+    }
+#pragma GCC unroll 6
+    for (int p = 0; p < P; p++) {
+      const typename Arithmetic::Weight* weight = panels + p * panel_stride + w * kFeatures;
+      const Floats first = Arithmetic::load_weight(weight), second = Arithmetic::load_weight(weight + kLanes);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        sum[r][2 * p] = Arithmetic::add(sum[r][2 * p], rows[w * R + r], first);
+        sum[r][2 * p + 1] = Arithmetic::add(sum[r][2 * p + 1], rows[w * R + r], second);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 12
+    for (int i = 0; i < 2 * P; i++) store_floats(sums + r * stride + i * kLanes, sum[r][i]);
+}
+
+template <class Arithmetic, int R, int P, class... Rest>
+void add_rows(int64_t num_rows, Rest... rest) {
+  if constexpr (R > 1)
+    if (num_rows < R) return add_rows<Arithmetic, R - 1, P>(num_rows, rest...);
+  add_words<Arithmetic, R, P>(rest...);
+}
+
+template <class Arithmetic, class... Rest>
+void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
+  if (num_panels == 1) return add_rows<Arithmetic, kRows, 1>(num_rows, rest...);
+  if constexpr (kRegisters == 16) {
+    if (num_panels == kRows / 2) return add_rows<Arithmetic, 2, kRows / 2>(num_rows, rest...);
+    add_rows<Arithmetic, 1, kRows>(num_rows, rest...);
+  }
+}
+
+// Lays out words of up to kLanes rows, one row's beside the other's.
+template <class Arithmetic>
+void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+             uint32_t* to) {
+  const int64_t row_bytes = product.in_features * bytes_of(product.kind);
+  const char* rows = static_cast<const char*>(product.rows) + first_row * row_bytes;
+  for (int64_t w = 0; w < num_words; w += kLanes) {
+    Words words[kLanes];
+    for (int r = 0; r < kLanes; r++)
+      words[r] = r < num_rows ? Arithmetic::load_row(rows + r * row_bytes, first_word + w, first_lanes(num_words - w))
+                              : as_words(all(0.0f));
+    transpose(words);
+    const int64_t num_here = std::min<int64_t>(kLanes, num_words - w);
+    for (int64_t i = 0; i < num_here; i++) store_words(to + (w + i) * num_rows, first_lanes(num_rows), words[i]);
+  }
+}
+
+// Adds the bias to the sums of some panels, gates those of the other weight with them, and stores the result.
+void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
+            const float* sums, int64_t stride) {
+  const int64_t first = panel * kFeatures, end = std::min(product.out_features, first + num_panels * kFeatures);
+  for (int64_t r = 0; r < num_rows; r++)
+    for (int64_t f = first; f < end; f += kLanes) {
+      const Lanes lanes = first_lanes(product.out_features - f);
+      const float* at = sums + r * stride + f - first;
+      Floats number = with_bias(at, product.bias, f, product.kind, lanes);
+      if (product.other_weight)
+        number = silu_of(number) * with_bias(at + num_rows * stride, product.other_bias, f, product.kind, lanes);
+      store(product.out, (first_row + r) * product.out_features + f, product.kind, lanes, number);
+    }
+}
+
+// Up to `kMostRows` rows. Sums are kept in the result where it has their shape; elsewhere a panel is summed up at once.
+template <class Arithmetic>
+void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
+  using Row = typename Arithmetic::Row;
+  using Weight = typename Arithmetic::Weight;
+  const int64_t num_words = product.in_features / Arithmetic::kNumbers;
+  const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
+  const Tile tile = tile_for(num_rows);
+  const int64_t num_tiles = (num_rows + tile.rows - 1) / tile.rows;
+  const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // of panels, and those left
+  const int num_weights = product.other_weight ? 2 : 1;
+  const bool is_in_place = product.kind == kFloat32 && product.out_features % kFeatures == 0 && num_weights == 1;
+  const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
+  const int64_t stride = is_in_place ? product.out_features : tile.panels * kFeatures;
+  const Buffer<Row> laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks));
+  const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
+  for (int64_t block = 0; block < num_blocks; block++) {
+    const int64_t first_word = num_words * block / num_blocks;
+    const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
+    parallel_for(num_tiles, product.num_threads, [&](int64_t t) {
+      lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
+                          reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
+    });
+    parallel_items(num_groups, product.num_threads, [&](Items& items) {
+      const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
+      for (int64_t g; items.next(g);) {
+        const bool is_whole = g < num_panels / tile.panels;
+        const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
+        const int64_t panels_here = is_whole ? tile.panels : 1;
+        float* sums = is_in_place ? static_cast<float*>(product.out) + first_row * stride + p * kFeatures : own;
+        for (int i = 0; i < num_weights; i++) {
+          const Weight* panel = static_cast<const Weight*>(i ? product.other_weight : product.weight) +
+                                (p * num_words + first_word) * kFeatures;
+          for (int64_t t = 0; t < num_tiles; t++) {
+            // A single tile asks for what follows soon; of several, each asks for its part of the next panel.
+            const bool is_single = num_tiles == 1;
+            const int64_t first_ahead = words_here * t / num_tiles, end_ahead = words_here * (t + 1) / num_tiles;
+            const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
+            add_tile<Arithmetic>(panels_here, row_of(t + 1) - row_of(t), laid_out + row_of(t) * words_here,
+                                 panel, num_words * kFeatures, words_here, sums + (i * num_rows + row_of(t)) * stride,
+                                 stride, block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
+          }
+        }
+        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, stride);
+      }
+    });
+  }
+}
+
+template <class Arithmetic>
+void multiply_all(const Product& product) {
+  for (int64_t row = 0; row < product.num_rows; row += kMostRows)
+    multiply<Arithmetic>(product, row, std::min(kMostRows, product.num_rows - row));
+}
+
+// Lays out a weight of words of 16 or 32 bits as the features from `first_feature` on.
+template <class Word>
+void lay_out_weight(const Word* weight, int64_t num_features, int64_t num_words, int64_t first_feature, Word* panels,
+                    int64_t num_threads) {
+  const int64_t first_vector = first_feature / kLanes, end_feature = first_feature + num_features;
+  parallel_for((end_feature + kLanes - 1) / kLanes - first_vector, num_threads, [&](int64_t index) {
+    const int64_t vector = first_vector + index;
+    const int64_t first = std::max(first_feature, vector * kLanes), end = std::min(end_feature, (vector + 1) * kLanes);
+    const Word* rows = weight + (first - first_feature) * num_words;
+    Word* to = panels + first / kFeatures * num_words * kFeatures + first % kFeatures;
+    for (int64_t w = 0; w < num_words; w += kLanes) {
+      const Lanes lanes = first_lanes(num_words - w);
+      Words words[kLanes];
+      for (int64_t f = 0; f < kLanes; f++) {
+        const Word* row = rows + std::min(f, end - first - 1) * num_words + w;
+        if constexpr (sizeof(Word) == 2) words[f] = widened(load_halves(row, lanes));
+        else words[f] = load_words(row, lanes);
+      }
+      transpose(words);
+      for (int64_t i = 0; i < std::min<int64_t>(kLanes, num_words - w); i++) {
+        Word* at = to + (w + i) * kFeatures;
+        if constexpr (sizeof(Word) == 2) store_halves(at, first_lanes(end - first), narrowed(words[i]));
+        else store_words(at, first_lanes(end - first), words[i]);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+// Features of a panel, and numbers of a word: how a weight is laid out.
+extern "C" int64_t radixkv_panel_features() { return kFeatures; }
+extern "C" int64_t radixkv_word_numbers(int64_t kind) { return kind == kBfloat16 ? InBfloat16::kNumbers : 1; }
+
+// Lays out a weight `[num_features, num_words]` as the features from `first_feature` on.
+extern "C" void radixkv_lay_out(const void* weight, int64_t num_features, int64_t num_words, int64_t word_bytes,
+                                int64_t first_feature, void* panels, int64_t num_threads) {
+  if (word_bytes == 2) {
+    lay_out_weight(static_cast<const uint16_t*>(weight), num_features, num_words, first_feature,
+                   static_cast<uint16_t*>(panels), num_threads);
+  } else {
+    lay_out_weight(static_cast<const uint32_t*>(weight), num_features, num_words, first_feature,
+                   static_cast<uint32_t*>(panels), num_threads);
+  }
+}
+
+extern "C" void radixkv_multiply(const Product* product) {
+  if (multiply_in_tiles(*product)) return;
+  if (product->kind == kFloat32) return multiply_all<InFloat32<kFloat32>>(*product);
+  product->kind == kBfloat16 ? multiply_all<InBfloat16>(*product) : multiply_all<InFloat32<kFloat16>>(*product);
+}

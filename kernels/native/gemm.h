@@ -1,0 +1,28 @@
+// A product of rows with a weight in panels, and what its ways to multiply have in common.
+#pragma once
+
+#include "buffer.h"
+#include "vectors.h"
+
+#include <algorithm>
+
+// Fields are told in `kernels/native/gemm.py`.
+struct Product {
+  const void* rows;
+  const void *weight, *other_weight;
+  const void *bias, *other_bias;
+  void* out;
+  int64_t num_rows, in_features, out_features, kind, num_threads;
+};
+
+extern "C" void radixkv_multiply(const Product* product);
+
+constexpr int kFeatures = 2 * kLanes;  // of a panel
+
+// Computes a product in tiles, if the processor has them and they can hold it.
+bool multiply_in_tiles(const Product& product);
+
+inline Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, Lanes lanes) {
+  const Floats sum = load_floats(sums);
+  return bias ? sum + load(bias, at, kind, lanes) : sum;
+}

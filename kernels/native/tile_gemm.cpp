@@ -1,0 +1,148 @@
+// Products of bfloat16 in tiles, with weights as `gemm.cpp` lays them out: 16 words of a panel are two tiles.
+//
+//   rows     [step of 16 words][up to 32 rows][16 words]    one or two tiles, times two of a panel: up to four of sums
+//
+// A row adds up 16 words after the other, from the first to the last, whatever is in the other lines of its tile.
+
+#include "gemm.h"
+#include "threads.h"
+#include "tiles.h"
+
+#ifdef RADIXKV_TILES
+namespace {
+
+constexpr int64_t kMostRows = 512;         // for which a weight is read once
+constexpr int64_t kMostBytes = 896 << 10;  // of rows that are laid out at once: they stay in a core's second cache
+constexpr int64_t kPairRows = 2 * kLines;  // of two tiles
+constexpr int64_t kAheadBytes = 4096;      // of a weight, which are asked for before they are needed
+constexpr int64_t kPanelBytes = kFeatures * 4;  // of a word
+
+int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines * kLines; }
+
+// Lays out words of some rows, and lines of zeros after the last one.
+void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+             uint32_t* to) {
+  const int64_t num_lines = whole_tiles(num_rows), row_words = product.in_features / 2;
+  const uint32_t* rows = static_cast<const uint32_t*>(product.rows) + first_row * row_words + first_word;
+  for (int64_t r = 0; r < num_lines; r++)
+    for (int64_t w = 0; w < num_words; w += kTileWords)
+      store_words(to + w * num_lines + r * kTileWords, 0xffff,
+                  load_words(rows + r * row_words + w, r < num_rows ? 0xffff : 0));
+}
+
+// Adds words of one or two tiles of rows to their sums of a panel. Asks for `num_ahead` words of a weight.
+template <bool kHasTwo>
+void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, float* sums, bool is_first,
+               const uint32_t* ahead, int64_t num_ahead) {
+  constexpr int64_t kStepNumbers = kHasTwo ? 2 * kTileNumbers : kTileNumbers;
+  constexpr int64_t kSumsBytes = kFeatures * sizeof(float);
+  float* below = sums + kLines * kFeatures;
+  if (is_first) {
+    clear_tile<0>(), clear_tile<1>();
+    if (kHasTwo) clear_tile<2>(), clear_tile<3>();
+  } else {
+    load_tile<0>(sums, kSumsBytes), load_tile<1>(sums + kLanes, kSumsBytes);
+    if (kHasTwo) load_tile<2>(below, kSumsBytes), load_tile<3>(below + kLanes, kSumsBytes);
+  }
+  int64_t asked = 0;
+  for (int64_t w = 0; w < num_words; w += kTileWords) {
+    for (const int64_t end = num_ahead * (w + kTileWords) / num_words; asked < end; asked++)
+      for (int64_t i = 0; i < kPanelBytes; i += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead) + asked * kPanelBytes + i, _MM_HINT_T1);
+    const uint32_t *weight = panel + w * kFeatures, *row = rows + w / kTileWords * kStepNumbers;
+    load_passing_tile<6>(weight, kPanelBytes);
+    load_passing_tile<4>(row, 64);
+    add_products<0, 4, 6>();
+    load_passing_tile<7>(weight + kLanes, kPanelBytes);
+    add_products<1, 4, 7>();
+    if (kHasTwo) {
+      load_passing_tile<5>(row + kTileNumbers, 64);
+      add_products<2, 5, 6>();
+      add_products<3, 5, 7>();
+    }
+  }
+  store_tile<0>(sums, kSumsBytes), store_tile<1>(sums + kLanes, kSumsBytes);
+  if (kHasTwo) store_tile<2>(below, kSumsBytes), store_tile<3>(below + kLanes, kSumsBytes);
+}
+
+// Two vectors of sums of a row, with the bias.
+struct Sums {
+  Floats low, high;
+
+  Sums(const float* sums, const void* bias, int64_t first, int64_t left)
+      : low(with_bias(sums, bias, first, kBfloat16, first_lanes(left))),
+        high(with_bias(sums + kLanes, bias, first + kLanes, kBfloat16,
+                       first_lanes(std::max<int64_t>(0, left - kLanes)))) {}
+};
+
+// Adds the bias to the sums of some rows of a panel, gates those of the other weight with them, and stores the result.
+void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
+            const float* other_sums) {
+  const int64_t first = panel * kFeatures, left = product.out_features - first;
+  const __mmask32 lanes = left >= kFeatures ? 0xffffffffu : (1u << left) - 1;
+  uint16_t* out = static_cast<uint16_t*>(product.out) + first_row * product.out_features + first;
+  for (int64_t r = 0; r < num_rows; r++) {
+    Sums sum(sums + r * kFeatures, product.bias, first, left);
+    if (product.other_weight) {
+      const Sums other(other_sums + r * kFeatures, product.other_bias, first, left);
+      sum.low = silu_of(sum.low) * other.low;
+      sum.high = silu_of(sum.high) * other.high;
+    }
+    _mm512_mask_storeu_epi16(out + r * product.out_features, lanes, (__m512i)_mm512_cvtne2ps_pbh(sum.high, sum.low));
+  }
+}
+
+// Up to kMostRows rows. Between blocks of words, sums are kept for all rows and panels.
+void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
+  const int64_t num_words = product.in_features / 2, num_steps = num_words / kTileWords;
+  const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
+  const int64_t num_pairs = (num_rows + kPairRows - 1) / kPairRows;  // of tiles of rows
+  const int num_weights = product.other_weight ? 2 : 1;
+  const int64_t num_lines = whole_tiles(num_rows);
+  const int64_t num_blocks = num_pairs > 1 ? (num_lines * num_words * 4 + kMostBytes - 1) / kMostBytes : 1;
+  const int64_t kept_lines = num_blocks > 1 ? num_panels * num_lines : kPairRows;
+  const Buffer<uint32_t> laid_out(num_lines * ((num_steps + num_blocks - 1) / num_blocks) * kTileWords);
+  const Buffer<float> kept(num_blocks > 1 ? num_weights * kept_lines * kFeatures : 0);
+  for (int64_t block = 0; block < num_blocks; block++) {
+    const int64_t first_word = num_steps * block / num_blocks * kTileWords;
+    const int64_t words_here = num_steps * (block + 1) / num_blocks * kTileWords - first_word;
+    parallel_for(num_pairs, product.num_threads, [&](int64_t t) {
+      const int64_t row = t * kPairRows;
+      lay_out(product, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
+              laid_out + row * words_here);
+    });
+    parallel_items(num_panels, product.num_threads, [&](Items& items) {
+      const Tiles tiles;
+      alignas(64) float own[2 * kPairRows * kFeatures];
+      for (int64_t p; items.next(p);)
+        for (int64_t t = 0; t < num_pairs; t++) {
+          const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
+          float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
+          for (int i = 0; i < num_weights; i++) {
+            const uint32_t* panel = static_cast<const uint32_t*>(i ? product.other_weight : product.weight) +
+                                    (p * num_words + first_word) * kFeatures;
+            // A single pair asks for what follows soon; of several, each asks for its part of the next panel.
+            const int64_t first_ahead = words_here * t / num_pairs, end_ahead = words_here * (t + 1) / num_pairs;
+            const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
+            const auto add = rows_here > kLines ? add_words<true> : add_words<false>;
+            add(laid_out + row * words_here, panel, words_here, sums + i * kept_lines * kFeatures,
+                block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
+          }
+          if (block == num_blocks - 1)
+            finish(product, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
+        }
+    });
+  }
+}
+
+}  // namespace
+
+bool multiply_in_tiles(const Product& product) {
+  if (product.kind != kBfloat16 || product.in_features % (2 * kTileWords) || !has_tiles()) return false;
+  for (int64_t row = 0; row < product.num_rows; row += kMostRows)
+    multiply(product, row, std::min(kMostRows, product.num_rows - row));
+  return true;
+}
+#else
+bool multiply_in_tiles(const Product&) { return false; }
+#endif

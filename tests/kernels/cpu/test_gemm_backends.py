@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, aligned_rows, gemm_backends
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("name", [name for name in GEMM_BACKENDS if name != "int8"])
+def test_every_packing_is_a_linear_layer(name: str, dtype: torch.dtype) -> None:
+    rows, weight, bias = (each.to(dtype) for each in (random(33, 96), random(40, 96) / 10, random(40)))
+    if name not in gemm_backends(weight):
+        pytest.skip(f"{name} does not take {dtype} on this machine")
+    packing = GEMM_BACKENDS[name]
+    packed = packing.pack(weight)
+    for given in (None, bias):
+        for num_rows in (1, 2, 33):
+            expected = torch.nn.functional.linear(
+                rows[:num_rows].double(), weight.double(), None if given is None else given.double()
+            )
+            got = packing.multiply(rows[:num_rows], packed, given)
+            assert (got.shape, got.dtype) == (expected.shape, dtype)
+            assert got.is_contiguous()
+            assert (got - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+def test_float16_can_be_multiplied_in_float32_and_others_need_not() -> None:
+    assert "float32" in gemm_backends(torch.empty(4, 4, dtype=torch.float16))
+    assert "float32" not in gemm_backends(torch.empty(4, 4))
+
+
+def test_a_machine_without_arithmetic_in_a_dtype_leaves_onednn_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.kernels.cpu.gemm_backends._onednn_computes", lambda dtype: dtype == torch.float32)
+    assert set(gemm_backends(torch.empty(4, 4, dtype=torch.float16))) - {"native"} == {"plain", "float32"}
+    assert set(gemm_backends(torch.empty(4, 4))) - {"packed", "native"} == {"plain", "blocked"}
+
+
+def test_a_torch_without_mkl_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_available in (True, False):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda answer=is_available: answer)
+        assert ("packed" in gemm_backends(torch.empty(4, 4))) == is_available
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="a torch without MKL")
+def test_mkl_multiplies_any_number_of_rows_with_a_weight_laid_out_for_one() -> None:
+    rows, weight = random(1030, 96), random(40, 96)
+    expected = rows.double() @ weight.double().t()
+    packing = GEMM_BACKENDS["packed"]
+    packed = packing.pack(weight)
+    for num_rows in [*range(1, 66), 511, 512, 513, 1030]:
+        got = packing.multiply(rows[:num_rows], packed, None)
+        assert (got - expected[:num_rows]).abs().max() <= 1e-5 * expected.abs().max(), num_rows
+
+
+def test_rows_start_where_an_allocation_does() -> None:
+    numbers = torch.arange(100.0)
+    assert aligned_rows(numbers[:20].view(2, 10)).data_ptr() == numbers.data_ptr()
+    moved = aligned_rows(numbers[3:23].view(2, 10))
+    assert moved.data_ptr() % 64 == 0
+    assert torch.equal(moved, numbers[3:23].view(2, 10))

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, GemmBackend, gemm_backends
+from radixkv.kernels.cpu.gemm_trial import GemmChoice, _cache_bytes, choose_gemm, cold_calls
+from radixkv.kernels.cpu.row_tiles import SIZES, RowTiles, in_tiles
+
+NOT_LONE = tuple(size for size in SIZES if size > 1)
+
+
+def add(monkeypatch: pytest.MonkeyPatch, name: str, multiply: object) -> None:
+    monkeypatch.setitem(GEMM_BACKENDS, name, GemmBackend(torch.clone, multiply, (torch.float32,)))  # type: ignore[arg-type]
+
+
+def tried(name: str, weight: torch.Tensor, **keywords: object) -> GemmChoice | None:
+    """Try one packing whose calls all take the same time, so that the machine has no say."""
+    clock = map(float, itertools.count()).__next__
+    return choose_gemm(weight, None, (name,), is_exact=True, clock=clock, **keywords)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out_features", "in_features"), [(37, 100), (256, 64), (96, 900)])
+def test_a_row_has_the_same_bits_however_many_there_are(
+    dtype: torch.dtype, out_features: int, in_features: int
+) -> None:
+    """All rows, in every number that is used, at many places: not only the numbers that the trial looks at."""
+    weight = torch.empty(out_features, in_features, dtype=dtype)
+    for name in gemm_backends(weight):
+        choice = tried(name, weight)
+        if choice is None:
+            continue
+        rows, cancelling, _ = sensitive_linear(weight, None, 1100)
+        packing = GEMM_BACKENDS[name]
+        packed, tiles = packing.pack(cancelling), RowTiles(dict(choice.costs) or dict.fromkeys(range(1, 1101), 1.0))
+
+        def multiply(some: torch.Tensor) -> torch.Tensor:
+            return in_tiles(lambda piece: packing.multiply(piece, packed, None), some.clone(), tiles)  # noqa: B023
+
+        whole = multiply(rows)
+        for start, end in ((0, 1), (1, 4), (4, 20), (20, 53), (53, 600), (599, 600), (600, 1100)):
+            assert torch.equal(multiply(rows[start:end]), whole[start:end]), name
+        order = torch.randperm(1100, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(multiply(rows[order]), whole[order]), name
+
+
+@pytest.mark.parametrize(("odd", "expected"), [(64, tuple(s for s in SIZES if s != 64)), (1, NOT_LONE), (3, SIZES)])
+def test_numbers_of_rows_that_compute_otherwise_are_left_out(
+    odd: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        product = (rows[:, None] * weight).sum(-1)
+        if rows.shape[0] == odd:
+            product[0] += 1e-3  # the place among the rows matters
+        return product
+
+    add(monkeypatch, "odd", multiply)
+    choice = tried("odd", torch.empty(5, 8))
+    assert choice is not None
+    assert tuple(size for size, _ in choice.costs) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_another_order_of_sums_is_seen_through_any_rounding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router of a mixture of experts in bfloat16, 64 features to 4, gave one row in a million other bits."""
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        terms = list((rows.float().t()[:, :, None] * weight.float().t()[:, None]).unbind())  # in_features of them
+        return sum(terms[::-1] if rows.shape[0] == 32 else terms).to(rows.dtype)  # type: ignore[union-attr]
+
+    add(monkeypatch, "odd", multiply)
+    choice = tried("odd", torch.empty(4, 64, dtype=dtype), most_rows=64)
+    assert choice is not None
+    assert 32 not in dict(choice.costs)
+    assert {16, 64} <= set(dict(choice.costs))
+
+
+def test_rows_that_are_never_alike_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        return (rows[:, None] * weight).sum(-1) + torch.arange(len(rows))[:, None]
+
+    add(monkeypatch, "odd", multiply)
+    assert tried("odd", torch.empty(4, 8)) is None
+
+
+def test_code_that_computes_each_row_by_itself_is_only_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    num_calls = {"alike": timed(monkeypatch, now_s, "alike", 1e-2), "other": timed(monkeypatch, now_s, "other", 2e-2)}
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    choices = [
+        choose_gemm(torch.empty(4, 8), None, ("alike", "other"), is_exact=is_exact, clock=lambda: now_s[0])
+        for is_exact in (True, False)
+    ]
+    assert choices == [GemmChoice("alike")] * 2
+    assert len(num_calls["alike"]) == 2 * 2 * 5  # two calls with a part of the weight and with each of four numbers
+
+
+@pytest.mark.parametrize(("took_s", "expected"), [(1.4e-3, "alike"), (1.6e-3, "other")])
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("names", [("alike", "other"), ("other", "alike")], ids=str)
+def test_one_whose_rows_are_alike_may_be_slower(
+    names: tuple[str, str], is_exact: bool, took_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    timed(monkeypatch, now_s, "alike", took_s)
+    timed(monkeypatch, now_s, "other", 1e-3)
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    choice = choose_gemm(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
+    assert choice is not None
+    assert choice.packing == expected
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_lead_that_was_a_disturbance_of_the_other_is_lost_when_both_are_timed_again(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def add_timed(name: str, seconds: list[float]) -> None:
+        """Let calls take these seconds one after another, and then for ever the last of them."""
+
+        def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+            nonlocal now_s
+            now_s += seconds.pop(0) if len(seconds) > 1 else seconds[0]
+            return (rows[:, None] * weight).sum(-1)
+
+        add(monkeypatch, name, multiply)
+
+    add_timed("alike", [1e-2] * 2 + [3e-2] * 8 + [1e-2])  # other work slows it down while it is timed first
+    add_timed("other", [1e-2])
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    choice = choose_gemm(torch.empty(4, 8), None, ("alike", "other"), is_exact=is_exact, clock=lambda: now_s)
+    assert choice == GemmChoice("alike")
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
+    ticks = itertools.count()
+    now_s = [0.0]
+
+    def slow(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += 3e-3 + next(ticks) * 1e-9
+        return (rows[:, None] * weight).sum(-1)
+
+    def fast(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += 1e-3
+        return (rows[:, None] * weight).sum(-1)
+
+    add(monkeypatch, "slow", slow)
+    add(monkeypatch, "fast", fast)
+    for names in (("slow", "fast"), ("fast", "slow")):
+        choice = choose_gemm(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
+        assert choice is not None
+        assert choice.packing == "fast"
+        assert bool(choice.costs) == is_exact
+
+
+def timed(
+    monkeypatch: pytest.MonkeyPatch, now_s: list[float], name: str, took_s: float, place: float = 0.0
+) -> list[int]:
+    """Add a packing whose calls take a time. Returns the features of the weights that it multiplied with."""
+    features: list[int] = []
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += took_s
+        features.append(len(weight))
+        return rows @ weight.t() * 0 + torch.arange(len(rows))[:, None] * place
+
+    add(monkeypatch, name, multiply)
+    return features
+
+
+def test_one_that_gave_up_is_taken_where_the_fastest_does_not_compute_rows_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    timed(monkeypatch, now_s, "fast", 1e-3, place=1.0)
+    timed(monkeypatch, now_s, "slow", 4e-3)
+    for names in (("slow", "fast"), ("fast", "slow")):
+        exact, fast = (
+            choose_gemm(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
+            for is_exact in (True, False)
+        )
+        assert exact is not None
+        assert (exact.packing, dict(exact.costs).keys()) == ("slow", {*SIZES})
+        assert fast == GemmChoice("fast")
+
+
+def test_a_hopeless_one_is_tried_with_a_part_of_the_weight_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    hopeless = timed(monkeypatch, now_s, "hopeless", 1.0)
+    other = timed(monkeypatch, now_s, "other", 1e-2)
+    names = ("hopeless", "other")
+    choice = choose_gemm(torch.empty(600, 8), None, names, is_exact=True, clock=lambda: now_s[0])
+    assert choice is not None
+    assert choice.packing == "other"
+    assert set(hopeless) == {512}
+    assert set(other) == {512, 600}
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("limit_s", [0.0, 0.3])
+def test_without_time_one_whose_rows_are_alike_is_chosen(
+    limit_s: float, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    timed(monkeypatch, now_s, "fast", 1e-2)
+    timed(monkeypatch, now_s, "alike", 5e-2)
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    choices = [
+        choose_gemm(
+            torch.empty(600, 8), None, ("fast", "alike"), is_exact=is_exact, limit_s=each, clock=lambda: now_s[0]
+        )
+        for each in (limit_s, math.inf)
+    ]
+    assert [choice.packing for choice in choices if choice is not None] == ["alike", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "sizes"),
+    [(0.0, (1, 8)), (250.0, (1, 8, 64)), (1050.0, (1, 4, 16, 64, 256)), (5000.0, SIZES)],
+)
+def test_the_less_time_there_is_the_fewer_numbers_of_rows_are_checked_and_used(
+    limit_s: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        now_s[0] += len(rows)
+        product = (rows[:, None] * weight).sum(-1)
+        product[0] += 1e-3 * (len(rows) == 4)  # the place among the rows matters
+        return product
+
+    add(monkeypatch, "odd", multiply)
+    choice = choose_gemm(torch.empty(5, 8), None, ("odd",), is_exact=True, limit_s=limit_s, clock=lambda: now_s[0])
+    assert choice is not None
+    assert tuple(size for size, _ in choice.costs) == tuple(size for size in sizes if size != 4)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, math.inf])
+def test_whether_any_numbers_of_rows_agree_does_not_depend_on_the_time(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
+        places = torch.arange(1, len(rows) + 1)[:, None]
+        return (rows[:, None] * weight).sum(-1) + places * (len(rows) < 32)
+
+    add(monkeypatch, "odd", multiply)
+    choice = tried("odd", torch.empty(5, 8), limit_s=limit_s)
+    assert choice is not None
+    assert tuple(size for size, _ in choice.costs) == tuple(size for size in SIZES if size >= 32)
+
+
+def test_a_large_weight_is_timed_by_its_first_features_and_checked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("radixkv.kernels.cpu.gemm_trial._MAX_TIMED_NUMBERS", 700 * 8)
+    fast = timed(monkeypatch, now_s, "fast", 1e-2)
+    slow = timed(monkeypatch, now_s, "slow", 2e-2)
+    names = ("slow", "fast")
+    choice = choose_gemm(torch.empty(1400, 8), None, names, is_exact=True, clock=lambda: now_s[0])
+    assert choice is not None
+    assert (choice.packing, dict(choice.costs).keys()) == ("fast", {*SIZES})
+    assert set(fast) == {512, 700, 1400}
+    assert set(slow) == {512, 700}
+    assert dict(choice.costs)[8] == pytest.approx(2e-2), "as long as the whole weight is expected to take"
+
+
+@pytest.mark.parametrize(("cache_bytes", "num_copies"), [(1024, 1), (1025, 2), (10 * 1024, 10), (2**40, 32)])
+def test_copies_of_a_weight_fill_the_cache_twice(
+    cache_bytes: int, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[torch.Size] = []
+
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        packed.append(weight.shape)
+        return weight
+
+    monkeypatch.setitem(GEMM_BACKENDS, "plain", GEMM_BACKENDS["plain"]._replace(pack=pack))
+    monkeypatch.setattr("radixkv.kernels.cpu.gemm_trial._cache_bytes", lambda: cache_bytes)
+    calls = cold_calls("plain", torch.empty(64, 8), None)
+    assert packed == [], "a copy is made when it is needed"
+    assert len({id(next(calls)) for _ in range(100)}) == num_copies
+    assert len(packed) == num_copies
+
+
+@pytest.mark.parametrize(("text", "expected"), [("32768K\n", 2**25), ("much", 2**27), (None, 2**27)])
+def test_the_cache_is_as_large_as_the_machine_tells(
+    text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "size").write_text(text, encoding="ascii")
+    monkeypatch.setattr("radixkv.kernels.cpu.gemm_trial._CACHE_SIZE", tmp_path / "size")
+    assert _cache_bytes.__wrapped__() == expected

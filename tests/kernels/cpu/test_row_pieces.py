@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from radixkv.kernels.cpu.row_pieces import in_row_pieces
+
+
+@pytest.mark.parametrize("function", [torch.cos, torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.gelu])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_columns", [1, 63, 64, 300, 40_000])
+def test_a_number_has_the_same_bits_wherever_it_stands(num_columns: int, dtype: torch.dtype, function: object) -> None:
+    assert callable(function)
+    rows = torch.randn(37, num_columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = in_row_pieces(function, rows)
+    assert torch.allclose(whole.float(), function(rows).float(), atol=1e-2 if dtype is torch.bfloat16 else 1e-6)
+    for start, end in ((0, 1), (1, 3), (3, 36), (36, 37)):
+        assert torch.equal(in_row_pieces(function, rows[start:end]), whole[start:end])
+    order = torch.randperm(37)
+    assert torch.equal(in_row_pieces(function, rows[order]), whole[order])
+
+
+def test_torch_alone_does_not_do_that() -> None:
+    rows = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)) * 3
+    whole = torch.nn.functional.gelu(rows, approximate="tanh")
+    alone = [torch.nn.functional.gelu(row, approximate="tanh") for row in rows]
+    assert not torch.equal(torch.stack(alone), whole)
+
+
+def test_shape_strides_and_further_arguments_are_kept() -> None:
+    rows = torch.randn(4, 6, 10).transpose(0, 1)
+    got = in_row_pieces(torch.nn.functional.gelu, rows, approximate="tanh")
+    assert got.shape == rows.shape
+    assert torch.allclose(got, torch.nn.functional.gelu(rows, approximate="tanh"), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 100, 601])
+def test_threads_get_whole_rows(num_rows: int, num_threads: int) -> None:
+    rows = torch.randn(num_rows, 1000, generator=torch.Generator().manual_seed(0))
+    calls = []
+
+    def silu(piece: torch.Tensor) -> torch.Tensor:
+        calls.append(piece.shape[0])
+        return torch.nn.functional.silu(piece)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert in_row_pieces(silu, rows).shape == rows.shape
+    finally:
+        torch.set_num_threads(before)
+    assert sum(calls) == num_rows
+    assert all(count % num_threads == 0 or count * 1024 <= 32_768 for count in calls)
+    assert len(calls) <= 4

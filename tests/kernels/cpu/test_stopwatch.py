@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.kernels.cpu import stopwatch
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, GemmBackend
+from radixkv.kernels.cpu.gemm_trial import GemmChoice, choose_gemm
+from radixkv.kernels.cpu.stopwatch import Stopwatch, Took, waited_s
+
+ROWS = torch.zeros(1, 1)
+
+
+class Machine:
+    """A machine on which calls take, and wait, as long as they are told."""
+
+    now_s = waited_s = 0.0
+
+    def watch(self) -> Stopwatch:
+        return Stopwatch(lambda: self.now_s, lambda: self.waited_s)
+
+    def calls(self, *times: tuple[float, float]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Make calls that take this long, and wait for a part of it; the last one again and again."""
+
+        def call(rows: torch.Tensor, took_s: float, waited_s: float) -> torch.Tensor:
+            self.now_s += took_s
+            self.waited_s += waited_s
+            return rows
+
+        for took in itertools.chain(times, itertools.repeat(times[-1])):
+            yield lambda rows, took=took: call(rows, *took)
+
+
+def test_the_shortest_call_counts_and_short_ones_are_repeated() -> None:
+    machine = Machine()
+    assert machine.watch().shortest(machine.calls((9e-3, 0), (3e-3, 0), (2e-3, 0)), ROWS) == pytest.approx(2e-3)
+    assert machine.now_s == pytest.approx(14e-3)
+    assert machine.watch().shortest(machine.calls((1e-4, 0)), ROWS) == pytest.approx(1e-4)
+    assert machine.now_s == pytest.approx(14e-3 + 20e-4)
+
+
+def test_a_call_that_waited_does_not_count_beside_others() -> None:
+    machine = Machine()
+    watch = machine.watch()
+    assert watch.shortest(machine.calls((4e-3, 1.1e-3), (6e-3, 1e-3)), ROWS) == pytest.approx(6e-3)
+    assert not watch.is_busy
+    assert watch.shortest(machine.calls((5e-4, 1e-4)), ROWS, (Took(1e-6, True),)) == pytest.approx(5e-4)
+
+
+def test_a_machine_is_busy_once_many_calls_waited_and_is_not_asked_long() -> None:
+    machine = Machine()
+    watch = machine.watch()
+    assert watch.shortest(machine.calls((8e-3, 7e-3)), ROWS) == pytest.approx(8e-3)
+    assert machine.now_s == pytest.approx(32e-3)
+    assert watch.is_busy
+    watch.shortest(machine.calls((1e-5, 0)), ROWS)
+    assert machine.now_s == pytest.approx(32e-3 + 2e-5)
+
+
+def test_one_thread_is_timed_by_its_own_clock() -> None:
+    before = torch.get_num_threads()
+    try:
+        for num_threads, is_told in ((1, False), (2, True)):
+            torch.set_num_threads(num_threads)
+            assert (Stopwatch.here()._waited is waited_s) is is_told
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_linux_tells_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert waited_s() >= 0
+    monkeypatch.setattr(stopwatch, "_THREADS", tmp_path)
+    for thread, waited_ns in (("1", 2_000_000), ("2", 500_000)):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"77 {waited_ns} 3\n")
+    assert waited_s() == pytest.approx(2.5e-3)
+    (tmp_path / "3").mkdir()
+    assert waited_s() == pytest.approx(2.5e-3), "a thread that has just ended takes nothing from the others"
+    monkeypatch.setattr(stopwatch, "_THREADS", tmp_path / "4")
+    assert waited_s() == 0
+
+
+def test_on_a_busy_machine_a_packing_whose_rows_are_alike_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+
+    def multiply(rows: torch.Tensor, weight: torch.Tensor, took_s: float) -> torch.Tensor:
+        machine.now_s += took_s
+        machine.waited_s += took_s / 2 if took_s > 1 else 0
+        return rows @ weight.T
+
+    slow, fast = (lambda rows, weight, _, took_s=took_s: multiply(rows, weight, took_s) for took_s in (1000, 1))
+    for name, each, is_alike in (("alike", slow, True), ("fast", fast, False)):
+        monkeypatch.setitem(
+            GEMM_BACKENDS, name, GemmBackend(torch.clone, each, (torch.float32,), rows_are_alike=is_alike)
+        )
+
+    def chosen(watch: Stopwatch) -> GemmChoice | None:
+        monkeypatch.setattr(Stopwatch, "here", lambda: watch)
+        return choose_gemm(torch.ones(8, 8), None, ("fast", "alike"), is_exact=False)
+
+    assert chosen(machine.watch()) == GemmChoice("alike")
+    assert chosen(Stopwatch(lambda: machine.now_s)) == GemmChoice("fast"), "nobody had the processor"

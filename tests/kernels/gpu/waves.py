@@ -1,0 +1,136 @@
+"""Simulates how long the programs of an attention plan keep a GPU's multiprocessors busy.
+
+Run as `python -m tests.kernels.gpu.waves` for a table: the plan, the rule before it, and the best of all fixed sizes.
+Costs are the estimates of `attention_splits`; what counts is the ratio.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from radixkv.kernels.batch import PagedBatch
+from radixkv.kernels.gpu.attention_plan import AttentionPlan, plan_attention
+from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom
+
+_PROGRAM_US, _MERGE_US, _PARTIAL_US, _BYTES_A_US = 3.0, 3.0, 0.5, 3e6
+_PROGRAMS_BEFORE = 264
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+
+# New tokens after cached ones.
+SHAPES = [
+    *((16, 8192), (32, 8192), (64, 8192), (128, 8192), (64, 4096), (64, 12000), (64, 32768), (64, 65536)),
+    *((128, 16384), (128, 32768), (256, 8192), (300, 6000), (512, 2048), (512, 8192), (1024, 4096)),
+    *((2048, 8192), (2048, 32768), (8192, 0)),
+]
+
+
+class _Multiprocessor:
+    """Programs that share a multiprocessor: a tile takes each of them longer, the more there are."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self.left: list[list[float]] = []  # microseconds before the keys, and tiles of keys
+
+    def next_us(self, tile_us: float) -> float:
+        return self.now_us + min(start_us + tiles * tile_us for start_us, tiles in self.left)
+
+    def advance(self, to_us: float, tile_us: float) -> None:
+        for left in self.left:
+            passed_us = to_us - self.now_us
+            start_us = min(left[0], passed_us)
+            left[0] -= start_us
+            left[1] -= (passed_us - start_us) / tile_us
+        self.left = [left for left in self.left if left[0] > 1e-9 or left[1] > 1e-9]
+        self.now_us = to_us
+
+
+def attention_us(plan: AttentionPlan, num_kv_heads: int, room: DeviceRoom) -> float:
+    """Simulate the programs of a plan in the order in which they start, and its merge."""
+    cost = room.cost(plan.tile_rows)
+    work = plan.work.numpy()
+    tiles = list(itertools.chain.from_iterable([(-(-(work[:, 6] - work[:, 5]) // 64)).tolist()] * num_kv_heads))[::-1]
+    units = [_Multiprocessor() for _ in range(room.num_multiprocessors)]
+    for _, unit in itertools.product(range(cost.programs), units):
+        if tiles:
+            unit.left.append([_PROGRAM_US, tiles.pop()])
+
+    def tile_us(unit: _Multiprocessor) -> float:
+        return float(cost.tile_us(len(unit.left)))
+
+    heap = [(unit.next_us(tile_us(unit)), number) for number, unit in enumerate(units) if unit.left]
+    heapq.heapify(heap)
+    end_us = 0.0
+    while heap:
+        end_us, number = heapq.heappop(heap)
+        unit = units[number]
+        unit.advance(end_us, tile_us(unit))
+        while tiles and len(unit.left) < cost.programs:
+            unit.left.append([_PROGRAM_US, tiles.pop()])
+        if unit.left:
+            heapq.heappush(heap, (unit.next_us(tile_us(unit)), number))
+    return end_us + _merge_us(plan, num_kv_heads)
+
+
+def _merge_us(plan: AttentionPlan, num_kv_heads: int) -> float:
+    if not plan.num_partial_rows:
+        return 0.0
+    num_bytes = 2 * 4 * HEAD_DIM * num_kv_heads * plan.num_partial_rows
+    return _MERGE_US + _PARTIAL_US * int(plan.merges[:, 4].max()) + num_bytes / _BYTES_A_US
+
+
+def batch_of(lens: Iterable[tuple[int, int]]) -> PagedBatch:
+    """Requests of new tokens after cached ones, which share nothing."""
+    query_lens = [new for new, _ in lens]
+    kv_lens = [new + cached for new, cached in lens]
+    ends = np.cumsum([-(-kv_len // 64) for kv_len in kv_lens])
+    tables = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
+    return PagedBatch.build(query_lens, kv_lens, tables, 64)
+
+
+def plan(batch: PagedBatch, split_tokens: int | None, room: DeviceRoom, tile_rows: int | None = None) -> AttentionPlan:
+    """Plan for 32 query heads over 8 KV heads in bfloat16."""
+    heads = {"num_query_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "dtype": torch.bfloat16}
+    return plan_attention(batch, **heads, split_tokens=split_tokens, room=room, tile_rows=tile_rows)
+
+
+def split_tokens_before(batch: PagedBatch, room: DeviceRoom, tile_rows: int | None = None) -> int:
+    """The rule until then: the power of two that cuts all keys into about 264 pieces, at least 256."""
+    work = plan(batch, 1 << 20, room, tile_rows).work
+    share = -(-int((work[:, 6] - work[:, 5]).sum()) * KV_HEADS // _PROGRAMS_BEFORE)
+    return max(256, 1 << (share - 1).bit_length())
+
+
+def best_us(batch: PagedBatch, room: DeviceRoom, tile_rows: int | None = None) -> float:
+    """The shortest time of all fixed sizes."""
+    longest = max(batch.kv_lens)
+    sizes = {*range(256, min(4096, longest) + 1, 64), *range(4096, longest, 512), -(-longest // 64) * 64}
+    return min(attention_us(plan(batch, size, room, tile_rows), KV_HEADS, room) for size in sizes)
+
+
+def main() -> None:
+    """Print the table."""
+    room = HOPPER
+    print("  new cached | rows programs before us | programs    us |  best us   loss before now")
+    for (new, cached), tile_rows in itertools.product(SHAPES, (None, 128)):
+        batch = batch_of([(new, cached)])
+        now = plan(batch, None, room, tile_rows)
+        if tile_rows is not None and now.tile_rows == plan(batch, None, room).tile_rows:
+            continue
+        before = plan(batch, split_tokens_before(batch, room, tile_rows), room, tile_rows)
+        before_us, now_us = (attention_us(each, KV_HEADS, room) for each in (before, now))
+        least_us = best_us(batch, room, tile_rows)
+        print(
+            f"{new:5} {cached:6} | {now.tile_rows:4} {len(before.work) * KV_HEADS:8} {before_us:9.1f} | "
+            f"{len(now.work) * KV_HEADS:8} {now_us:5.1f} | {least_us:8.1f} {before_us / least_us - 1:8.0%} "
+            f"{now_us / least_us - 1:6.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Products in C++: right to the roundings, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from radixkv.config.cache_directory import cache_directory
+from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cpu.gemm_backends import gemm_backends
+from radixkv.kernels.native import gemm
+from radixkv.kernels.native.library import load_library, runnable_variants
+from radixkv.kernels.native.variants import VARIANTS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Features out and in: less than a vector and a panel, whole ones, more words than a cache holds at once, and panels
+# that are left when others are read together. The last two fill tiles.
+SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866), (113, 50), (31, 32), (65, 2080)]
+# Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once.
+ROWS = [1, 2, 5, 6, 7, 11, 12, 13, 25, 100, 258, 259, 516, 517, 1033]
+TOLERANCE = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+}  # relative to the sum of magnitudes; a rounding
+
+
+@pytest.fixture(autouse=True)
+def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_library", None)  # afterwards all is as it was
+    gemm.use(library)
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_right_and_have_the_same_bits_whatever_their_number(
+    dtype: torch.dtype, shape: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = numbers(*shape, dtype=dtype), numbers(shape[0], dtype=dtype)
+    rows, panels = numbers(ROWS[-1], shape[1], dtype=dtype), gemm.Panels(weight)
+    whole = gemm.multiply(rows, panels, bias)
+    assert (whole.shape, whole.dtype) == ((ROWS[-1], shape[0]), dtype)
+    wide = [each.double() for each in (rows, weight, bias)]
+    bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
+    assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    for num_rows in ROWS:
+        for part in (slice(num_rows), slice(-num_rows, None)):
+            assert torch.equal(gemm.multiply(rows[part].contiguous(), panels, bias), whole[part])
+    without = gemm.multiply(rows, panels, None).double()
+    assert ((without - wide[0] @ wide[1].t()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_may_be_laid_out_as_one(dtype: torch.dtype) -> None:
+    """Wherever one ends in a panel, and also columns of a larger matrix."""
+    rows, wide = numbers(3, 40, dtype=dtype), numbers(200, 60, dtype=dtype)[:, 4:44]
+    for sizes in ((16, 32), (7, 5, 3), (1, 63, 70), (33, 31, 64), (40, 100, 60)):
+        weights = wide[: sum(sizes)].split(sizes)
+        whole = gemm.multiply(rows, gemm.Panels(wide[: sum(sizes)].contiguous()), None)
+        assert torch.equal(gemm.multiply(rows, gemm.Panels(*weights), None), whole)
+
+
+@pytest.mark.parametrize(("in_features", "num_rows"), [(130, 30), (64, 30), (2080, 520)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype, in_features: int, num_rows: int) -> None:
+    weight = numbers(200, in_features, dtype=dtype) * in_features**-0.5
+    up = -weight.flip(0)
+    bias, up_bias = (numbers(200, dtype=dtype) * sign for sign in (1, -1))
+    rows = numbers(num_rows, in_features, dtype=dtype)
+    panels, up_panels = gemm.Panels(weight), gemm.Panels(up)
+    wide = [each.double() for each in (rows, weight, up)]
+    for first, second in ((None, None), (bias, None), (None, up_bias), (bias, up_bias)):
+        got = gemm.gate(rows, panels, first, up_panels, second)
+        gates, ups = (
+            wide[0] @ other.t() + (0 if added is None else added.double())
+            for other, added in zip(wide[1:], (first, second), strict=True)
+        )
+        expected = silu(gates) * ups
+        assert ((got.double() - expected).abs() <= 2 * TOLERANCE[dtype] * expected.abs() + 1e-4).all()
+        assert got.dtype == dtype
+        for num_rows in (1, 2, 13):
+            part = rows[-num_rows:].contiguous()
+            assert torch.equal(gemm.gate(part, panels, first, up_panels, second), got[-num_rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_numbers_stay_in_their_row(dtype: torch.dtype) -> None:
+    rows, panels = numbers(14, 64, dtype=dtype), gemm.Panels(numbers(50, 64, dtype=dtype))
+    expected = gemm.multiply(rows, panels, None)
+    rows[3, 7], rows[12, 39] = float("nan"), float("inf")
+    got = gemm.multiply(rows, panels, None)
+    others = [row for row in range(14) if row not in (3, 12)]
+    assert torch.equal(got[others], expected[others])
+    assert got[3].isnan().all()
+    assert not got[12].isfinite().any()
+
+
+@pytest.mark.skipif("amx" not in [each.name for each in runnable_variants()], reason="a processor without tiles")
+def test_tiles_multiply_what_fills_them() -> None:
+    """They add up in another order than vectors, which shows where numbers cancel."""
+    got = []
+    for variant in VARIANTS[:2]:
+        gemm.use(load_library(cache_directory(), variants=[variant]))
+        bits = []
+        for in_features in (1024, 1026):
+            rows, weight, _ = sensitive_linear(torch.empty(50, in_features, dtype=torch.bfloat16), None, 20)
+            bits.append(gemm.multiply(rows, gemm.Panels(weight), None))
+        got.append(bits)
+    assert not torch.equal(got[0][0], got[1][0])
+    assert torch.equal(got[0][1], got[1][1])
+
+
+def test_a_gate_of_large_numbers_is_finite() -> None:
+    """SiLU of -200 is -0 and of 200 is 200, where the exponential alone is not finite."""
+    weight = torch.tensor([[200.0], [-200.0]]).repeat(1, 1)
+    got = gemm.gate(torch.ones(1, 1), gemm.Panels(weight), None, gemm.Panels(torch.ones(2, 1)), None)
+    torch.testing.assert_close(got, torch.tensor([[200.0, 0.0]]))
+
+
+def test_what_is_not_multiplied_is_left_to_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all("native" in gemm_backends(torch.empty(4, 4, dtype=dtype)) for dtype in DTYPES)
+    assert "native" not in gemm_backends(torch.empty(4, 4, dtype=torch.float64))
+    in_use = gemm._library
+    assert in_use is not None
+    monkeypatch.setattr(gemm, "_library", in_use._replace(word_numbers={torch.bfloat16: 2}))
+    assert "native" in gemm_backends(torch.empty(4, 4, dtype=torch.bfloat16))
+    assert "native" not in gemm_backends(torch.empty(4, 3, dtype=torch.bfloat16))  # half a word is left
+
+
+def test_without_a_library_there_are_no_products_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_library", None)
+    assert "native" not in gemm_backends(torch.empty(4, 4))

@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from radixkv.kernels.cancellation import sensitive_linear
+
+
+@pytest.mark.parametrize("in_features", [64, 99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_product_is_the_bias_and_sums_in_another_order_are_another_product(
+    dtype: torch.dtype, in_features: int
+) -> None:
+    given = torch.empty(in_features, 40, dtype=dtype).t()
+    rows, weight, bias = sensitive_linear(given, torch.empty(40, dtype=dtype), 20)
+    assert bias is not None
+    assert (weight.shape, weight.stride(), weight.dtype) == (given.shape, given.stride(), dtype)
+    assert (rows.shape, rows.dtype, bias.dtype) == ((20, in_features), dtype, dtype)
+    assert (rows.double() @ weight.double().t()).abs().max() < 1e-9
+    terms = list((rows.float().t()[:, :, None] * weight.float().t()[:, None]).unbind())  # in_features of them
+    forwards, backwards = (sum(each, start=bias.float()).to(dtype) for each in (terms, terms[::-1]))
+    assert (forwards != backwards).float().mean() > 0.5
+
+
+def test_without_a_bias_there_is_none() -> None:
+    assert sensitive_linear(torch.empty(3, 8), None, 2)[2] is None
