@@ -1,1 +1,4 @@
-"""Kernels for a CPU, made of PyTorch's and oneDNN's operations. `radixkv.kernels.native` has those in C++."""
+"""Kernels for a CPU, made of PyTorch's and oneDNN's operations. `radixkv.kernels.native` has those in C++.
+
+Face: `paged_attention`, `plan_cpu_attention`, `choose_gemm`.
+"""
