@@ -31,7 +31,7 @@ from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner

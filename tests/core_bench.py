@@ -10,11 +10,11 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult
 from radixkv.api.sampling import Sampling
-from radixkv.cache.namespaces.purge import Purged, all_slices
-from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.states.state_slots import StateSlots
+from radixkv.cache.purge import Purged, all_slices
+from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.tenants import Quota
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.engine.observer import Observer
@@ -70,7 +70,7 @@ class Bench:
             max_kept_blocks=2 * num_blocks,
             probation_share=probation_share,
             clock=self.clock,
-            parts=PartGroups(states=states),
+            parts=WindowedLayers(states=states),
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.runner.has_states = states is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from radixkv.cache.lease import Lease
+from radixkv.cache.node import Owner
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import Quota, TenantUsage
-from radixkv.cache.tree.node import Owner
-from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 
 MODEL = Namespace("model")

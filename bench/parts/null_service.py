@@ -17,7 +17,7 @@ from typing import Any, cast
 import grpc.aio
 import torch
 
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, StepResult

@@ -26,9 +26,8 @@ from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
-from radixkv.cache.parts.part_pool import least_parts
-from radixkv.cache.parts.reach import Reach
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.window_pool import Reach, least_parts
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore

@@ -20,12 +20,11 @@ import numpy as np
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from radixkv.cache.parts.part_groups import PartGroups
-from radixkv.cache.parts.part_pool import PartPool, least_parts
-from radixkv.cache.parts.reach import Reach
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.namespace import Namespace
 from radixkv.storage.kv_layout import layer_shares
 
@@ -69,9 +68,9 @@ def reused_share(shape: Shape, num_blocks: int, rule: str, num_tokens: int, num_
     """Let prompts of a length come again and again. Returns the part of their tokens that is reused."""
     blocks, parts = pools_of(shape, num_blocks, rule)
     reach = Reach.of_window(shape.window)
-    pools = [PartPool(blocks, parts, _BLOCK_SIZE, reach, _STEP_TOKENS)] if parts else []
+    pools = [WindowPool(blocks, parts, _BLOCK_SIZE, reach, _STEP_TOKENS)] if parts else []
     policy, clock = make_policy("adaptive", blocks), map(float, itertools.count()).__next__
-    cache = PrefixCache(blocks, _BLOCK_SIZE, policy=policy, clock=clock, parts=PartGroups(pools))
+    cache = PrefixCache(blocks, _BLOCK_SIZE, policy=policy, clock=clock, parts=WindowedLayers(pools))
     random = np.random.default_rng(seed)
     num_prompts = 4 * num_blocks * _BLOCK_SIZE // num_tokens  # four times what one pool holds
     chances = 1 / np.arange(1, num_prompts + 1)

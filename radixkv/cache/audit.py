@@ -11,12 +11,12 @@ import numpy as np
 
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.block_pool import BlockState
-from radixkv.cache.holdings import Holdings
+from radixkv.cache.cache_state import CacheState
 from radixkv.cache.lease import Lease
+from radixkv.cache.node import Node, path_to
 from radixkv.cache.pins import Pins
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import is_retained
-from radixkv.cache.tree.node import Node, path_to
-from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.errors import require_invariant
 from radixkv.tokens import TOKEN_BYTES
 
@@ -24,7 +24,7 @@ _require_of_tree = functools.partial(require_invariant, "radix tree")
 _require = functools.partial(require_invariant, "prefix cache")
 
 
-def audit(holdings: Holdings, leases: Iterable[Lease], pins: Pins) -> None:
+def audit(holdings: CacheState, leases: Iterable[Lease], pins: Pins) -> None:
     """Compare every count and every index with what it stands for. Complexity: O(everything).
 
     Raises:

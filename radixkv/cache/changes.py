@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.tree.node import Node
+from radixkv.cache.node import Node
 
 
 class Listener:

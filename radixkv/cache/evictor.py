@@ -11,11 +11,11 @@ import numpy as np
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BLOCK_ID_BYTES
-from radixkv.cache.holdings import Holdings
+from radixkv.cache.cache_state import CacheState
+from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import TenantUsage
-from radixkv.cache.tree.node import Node
-from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 
 # A path of more nodes loses branches. Paths of real traffic have fewer than 20.
@@ -34,7 +34,7 @@ class Evictor:
         num_evicted_blocks: all blocks evicted so far. Purged ones are not counted.
     """
 
-    def __init__(self, holdings: Holdings, pins: Pins) -> None:
+    def __init__(self, holdings: CacheState, pins: Pins) -> None:
         self.num_evicted_blocks = 0
         self._trees = holdings.trees
         self._pool = holdings.pool

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Protocol
 
 from radixkv.blocks import BlockCopy, BlockIds
-from radixkv.cache.parts.part_holder import PartHolder
+from radixkv.cache.node import Node
 from radixkv.cache.tenants import TenantUsage
-from radixkv.cache.tree.node import Node
+from radixkv.cache.windowed_layers import WindowLease
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
@@ -128,7 +128,7 @@ class Lease:
         self.committed_tokens = self.found_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.is_resumed = is_resumed
-        self.parts: Sequence[PartHolder] = ()
+        self.parts: Sequence[WindowLease] = ()
         self.is_closed = False
         self.is_kept = False
         self.is_revoked = False
@@ -225,7 +225,7 @@ class Lease:
     def keep(self) -> None:
         """Do nothing more but keep the blocks until `close`. What only writing needs, tokens above all, is given up.
 
-        `KeptBlocks` counts what is kept, and says before whether there is room.
+        `HeldBlocks` counts what is kept, and says before whether there is room.
 
         Raises:
             LeaseClosed: the lease is closed.

@@ -8,13 +8,13 @@ import numpy as np
 
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.cache_state import CacheState
 from radixkv.cache.evictor import Evictor
-from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
-from radixkv.cache.namespaces.open_leases import OpenLeases
+from radixkv.cache.node import Owner
+from radixkv.cache.open_leases import OpenLeases
 from radixkv.cache.pins import Pins
-from radixkv.cache.tree.node import Owner
-from radixkv.cache.tree.radix_tree import Insertion, RadixTree
+from radixkv.cache.radix_tree import Insertion, RadixTree
 from radixkv.errors import InvalidRequest, LeaseClosed
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, require_tokens
@@ -33,7 +33,7 @@ class Ledger:
         open: the open leases.
     """
 
-    def __init__(self, holdings: Holdings, pins: Pins, evictor: Evictor) -> None:
+    def __init__(self, holdings: CacheState, pins: Pins, evictor: Evictor) -> None:
         self._block_size = holdings.block_size
         self._trees = holdings.trees
         self._pool = holdings.pool

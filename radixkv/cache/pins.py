@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixkv.cache.holdings import Holdings
-from radixkv.cache.tree.node import NUM_FOLLOWED_NODES, Node, path_to
+from radixkv.cache.cache_state import CacheState
+from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, path_to
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -25,7 +25,7 @@ class Pins:
         num_pinned_blocks: published blocks that a lease keeps from eviction.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: CacheState) -> None:
         self.num_pinned_blocks = 0
         self._trees = holdings.trees
         self._pool = holdings.pool

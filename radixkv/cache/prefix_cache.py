@@ -9,26 +9,26 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.cache_state import CacheState
 from radixkv.cache.changes import Changes, Listener
+from radixkv.cache.evicted_prefixes import EvictedPrefixes
+from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.evictor import Evictor
-from radixkv.cache.holdings import Holdings
-from radixkv.cache.kept_blocks import KeptBlocks
+from radixkv.cache.held_blocks import HeldBlocks
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.lines.probation import Probation
 from radixkv.cache.lines.probation_lines import make_lines
-from radixkv.cache.listing.segment_index import SegmentIndex
-from radixkv.cache.lost_prefixes import LostPrefixes
-from radixkv.cache.namespaces.forest import Forest
-from radixkv.cache.namespaces.purge import Purged, all_slices, purge, sweep
-from radixkv.cache.parts.part_groups import PartGroups
+from radixkv.cache.namespace_trees import NamespaceTrees
+from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
-from radixkv.cache.policies.policy import EvictionPolicy
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.places import Match, Places
 from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.cache.purge import Purged, all_slices, purge, sweep
 from radixkv.cache.retained_nodes import RetainedNodes
+from radixkv.cache.segment_index import SegmentIndex
 from radixkv.cache.tenants import Quota, Tenants
-from radixkv.cache.tree.node import Node
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
@@ -90,23 +90,23 @@ class PrefixCache:
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
         marks: InvocationMarks | None = None,
-        parts: PartGroups | None = None,
+        parts: WindowedLayers | None = None,
     ) -> None:
         self.marks, self.block_size = marks or InvocationMarks(), block_size
-        self.parts = parts or PartGroups()
+        self.parts = parts or WindowedLayers()
         self.pool = BlockPool(num_blocks, self.parts.freed)
         self.tenants = Tenants(quotas or {}, default_quota)
-        self._trees = Forest(self.parts)
-        self._lost = LostPrefixes(evicted_prefixes, self.marks)
+        self._trees = NamespaceTrees(self.parts)
+        self._lost = EvictedPrefixes(evicted_prefixes, self.marks)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self._retained, self._clock = RetainedNodes(self.max_retained_blocks, self._cut), clock
-        self.kept = KeptBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks, self.tenants, self._cut)
+        self.kept = HeldBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks, self.tenants, self._cut)
         self.segments, policy = SegmentIndex(clock, self.marks), policy or EvictionPolicy()
         self.probation = probation = Probation(probation_share, num_blocks)
         self._lines, counting = make_lines(policy, self.tenants, probation)
         # Listeners still see the priority of what is evicted.
         self._changes = Changes((*listeners, self._retained, self.kept, policy, *counting, self._lost, self.segments))
-        self._holdings = Holdings(
+        self._holdings = CacheState(
             block_size=block_size,
             trees=self._trees,
             pool=self.pool,

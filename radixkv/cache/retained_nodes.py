@@ -10,9 +10,9 @@ from sortedcontainers import SortedList
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 from radixkv.cache.changes import Listener
+from radixkv.cache.node import Node, path_to
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import TenantUsage
-from radixkv.cache.tree.node import Node, path_to
-from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.tokens import TOKEN_BYTES
 
 # A path of more nodes than this is not cut further: each costs every request that uses the path a microsecond.

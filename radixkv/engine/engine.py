@@ -18,9 +18,9 @@ from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats
 from radixkv.cache.elsewhere.fetched import Fetched
-from radixkv.cache.listing.segment_source import SegmentSource
-from radixkv.cache.namespaces.purge import Purged
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.purge import Purged
+from radixkv.cache.segment_source import SegmentSource
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.adapters.adapters import Adapters, AdapterSource, EngineThread

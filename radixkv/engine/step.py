@@ -14,8 +14,8 @@ import torch
 
 from radixkv.api.logprob_table import LogprobRows
 from radixkv.blocks import BlockCopy, BlockIds
-from radixkv.cache.parts.part_holder import Cover
 from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.windowed_layers import Cover
 from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk, ChunkState
 from radixkv.compute.runner import Runner, Wait

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from radixkv.api.events import EventBatch
-from radixkv.cache.tree.node import Node
+from radixkv.cache.node import Node
 from radixkv.errors import EventsLost, RadixKVError, StepHangs, TooManyReaders
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot

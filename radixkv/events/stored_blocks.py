@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from radixkv.api.events import HASH_BYTES, AllCleared, BlocksRemoved, BlocksStored, Event
-from radixkv.cache.tree.node import Node
+from radixkv.cache.node import Node
 from radixkv.events.block_identity import Identities, hash_blocks
 from radixkv.tokens import TOKEN_BYTES
 

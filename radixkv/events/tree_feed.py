@@ -11,7 +11,7 @@ from radixkv.api.events import Event
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
-from radixkv.cache.tree.node import Node, path_to
+from radixkv.cache.node import Node, path_to
 from radixkv.errors import InvariantViolation, RadixKVError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.blocks import BlockIds
-from radixkv.cache.policies.by_name import make_policy
-from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.node import Node
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
-from radixkv.cache.tree.node import Node
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.kept_blocks import Path
+from radixkv.cache.held_blocks import Path
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.private.private_lease import with_private_blocks
 from radixkv.cache.prompt_lease import PromptLease, close_unused

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from radixkv.cache.kept_blocks import KeptBlocks, Path
+from radixkv.cache.held_blocks import HeldBlocks, Path
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.errors import Cause, OutOfBlocks, QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
@@ -31,7 +31,7 @@ class HeldLeases:
         max_tenant_leases: leases that one tenant may hold.
     """
 
-    def __init__(self, kept: KeptBlocks, ttl_s: float, max_leases: int, max_tenant_leases: int) -> None:
+    def __init__(self, kept: HeldBlocks, ttl_s: float, max_leases: int, max_tenant_leases: int) -> None:
         self._kept = kept
         self._ttl_s = ttl_s
         self._max_leases = max_leases

@@ -19,7 +19,7 @@ from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillRe
 from radixkv.api.sampling import Sampling
 from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.prompt_lease import PromptLease
-from radixkv.cache.states.state_lease import StateLease
+from radixkv.cache.recurrent_states import StateLease
 from radixkv.invocation import Invocation
 from radixkv.namespace import Namespace, PromptKey
 

@@ -12,10 +12,10 @@ import torch
 
 from radixkv.api.limits import longest_sequence
 from radixkv.cache.changes import Listener
-from radixkv.cache.parts.part_groups import PartGroups
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import CacheConfig, Config, TenantConfig
@@ -257,7 +257,7 @@ def _make_cache(
     num_blocks: int,
     listeners: Iterable[Listener],
     marks: InvocationMarks,
-    parts: PartGroups,
+    parts: WindowedLayers,
 ) -> PrefixCache:
     return PrefixCache(
         num_blocks,

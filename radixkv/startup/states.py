@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from radixkv.cache.states.state_slots import StateSlots
+from radixkv.cache.recurrent_states import StateSlots
 from radixkv.config import Config, EngineConfig
 from radixkv.config.sections import STATE_SHARE
 from radixkv.errors import UnsupportedModel

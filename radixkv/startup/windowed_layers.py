@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from radixkv.cache.parts.part_groups import PartGroups
-from radixkv.cache.parts.part_pool import PartPool, least_parts
-from radixkv.cache.parts.reach import Reach
-from radixkv.cache.states.state_slots import StateSlots
+from radixkv.cache.recurrent_states import StateSlots
+from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import MAX_BLOCKS, Config, EngineConfig
 from radixkv.errors import ConfigError
 from radixkv.model.model import Model
@@ -102,7 +101,7 @@ def _num_blocks(token_bytes: _TokenBytes, shares: LayerShares, num_blocks: int, 
     return min(max(0, num_free // token_bytes.other), MAX_BLOCKS)
 
 
-def part_groups(storage: KVStorage, step_tokens: int, states: StateSlots | None = None) -> PartGroups:
+def part_groups(storage: KVStorage, step_tokens: int, states: StateSlots | None = None) -> WindowedLayers:
     """Return the books of the parts that a storage has, and of states.
 
     Args:
@@ -111,10 +110,10 @@ def part_groups(storage: KVStorage, step_tokens: int, states: StateSlots | None 
         states: snapshots of states; None for a model without.
     """
     if storage.groups is None:
-        return PartGroups(states=states)
+        return WindowedLayers(states=states)
     reach = Reach.of_window(storage.groups.window)
-    pool = PartPool(storage.num_blocks, storage.num_parts, storage.block_size, reach, step_tokens)
-    return PartGroups([pool], states)
+    pool = WindowPool(storage.num_blocks, storage.num_parts, storage.block_size, reach, step_tokens)
+    return WindowedLayers([pool], states)
 
 
 def _reason_against(config: Config, model: Model, groups: LayerGroups) -> str:

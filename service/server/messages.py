@@ -16,7 +16,7 @@ from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, 
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import MAX_TOP_LOGPROBS
 from radixkv.api.stats import EngineStats, TenantStats, TierStats
-from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.purge import Purged
 from radixkv.errors import InvalidRequest
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2

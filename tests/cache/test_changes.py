@@ -8,8 +8,8 @@ from typing import Any
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.cache.changes import Changes, Listener
+from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import Node
 from tests.fakes import MODEL, FakeClock, cached, make_tree, publish, spell
 
 

@@ -81,7 +81,9 @@ def test_an_engine_answers_each_request_as_if_it_were_alone_while_every_hash_col
 
 
 def test_a_walk_sees_a_cache_that_takes_one_namespace_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.cache.namespaces.forest.Forest.get", lambda self, _: next(iter(self.values()), None))
+    monkeypatch.setattr(
+        "radixkv.cache.namespace_trees.NamespaceTrees.get", lambda self, _: next(iter(self.values()), None)
+    )
     walk = CollisionWalk(0)
     for _ in range(200):
         walk._match()

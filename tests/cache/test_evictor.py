@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import Node
 from tests.fakes import FakeClock, cached, lease_text, publish
 
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.purge import all_slices
 from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import prefix_fingerprint
 from tests.fakes import MODEL, FakeClock, publish, spell

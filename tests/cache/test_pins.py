@@ -8,9 +8,9 @@ import pytest
 
 from radixkv.api.retention import Retention
 from radixkv.cache import retained_nodes
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.node import NUM_FOLLOWED_NODES, path_to
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import NUM_FOLLOWED_NODES, path_to
 from tests.fakes import MODEL, FakeClock, cached, lease_text, publish, spell
 
 

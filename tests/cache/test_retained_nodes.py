@@ -6,7 +6,7 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
 from radixkv.config import EVICTION_POLICIES

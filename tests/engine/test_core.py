@@ -11,9 +11,9 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.api.retention import Grant, Retention
-from radixkv.cache.namespaces.purge import all_slices
+from radixkv.cache.purge import all_slices
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import Quota
-from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import StepResult
 from radixkv.engine.observer import Observer

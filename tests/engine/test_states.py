@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.states.state_slots import StateSlots
+from radixkv.cache.recurrent_states import StateSlots
 from radixkv.errors import RadixKVError, StepFailed
 from radixkv.namespace import Namespace
 from tests.core_bench import Bench, purge_at_once

@@ -127,7 +127,7 @@ def test_the_books_can_be_imported_where_there_is_no_torch() -> None:
         ("radixkv.compute.runner", "from radixkv.v1 import cache_pb2", ["v1"]),
         ("radixkv.compute.runner", "import radixkv.service.client", ["service"]),
         ("radixkv.compute.runner", "import kernels", ["kernels"]),
-        ("radixkv.tokens", "import radixkv.cache.tree.node", ["cache"]),
+        ("radixkv.tokens", "import radixkv.cache.node", ["cache"]),
         ("radixkv", "import radixkv.engine", ["engine"]),
         ("radixkv.kernels.batch", "import torch, triton, math\nfrom radixkv.kernels import reference", []),
         ("radixkv.kernels.batch", "import transformers", ["transformers"]),

@@ -39,9 +39,9 @@ from radixkv.api.stats import (
     TokenStats,
 )
 from radixkv.cache.elsewhere.shelf import Shelf
-from radixkv.cache.listing.segment_source import SegmentSource
-from radixkv.cache.namespaces.purge import Purged, all_slices
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.purge import Purged, all_slices
+from radixkv.cache.segment_source import SegmentSource
 from radixkv.engine.adapters.adapters import Adapters, EngineThread
 from radixkv.engine.public.public_registry import PublicRegistry
 from radixkv.errors import Draining, InvalidRequest, RadixKVError, UnknownLease

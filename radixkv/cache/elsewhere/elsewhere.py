@@ -16,8 +16,8 @@ from radixkv.cache.elsewhere.retentions import Wish
 from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.elsewhere.store_listener import StoreListener
 from radixkv.cache.elsewhere.stored_retention import StoredRetention
-from radixkv.cache.parts.part_pool import NO_PART
-from radixkv.cache.tree.node import Node, path_to
+from radixkv.cache.node import Node, path_to
+from radixkv.cache.window_pool import NO_PART
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.tokens import TOKEN_BYTES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
-from radixkv.cache.tree.node import Node, path_to
+from radixkv.cache.node import Node, path_to
 from radixkv.tokens import TOKEN_BYTES
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from radixkv.cache.policies.policy import EvictionPolicy
-from radixkv.cache.tree.node import Node
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.node import Node
 
 Entry = tuple[int, Any, int, Node]
 """Priority, the policy's key, arrival and node of a leaf; arrivals are distinct."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 
+from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.lines.eviction_index import EvictionIndex
 from radixkv.cache.lines.line_heap import LineHeap
-from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.node import Node
 from radixkv.cache.tenants import Tenants
-from radixkv.cache.tree.node import Node
 
 
 class EvictionLines:

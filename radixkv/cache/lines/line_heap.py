@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.lines.eviction_index import Entry, EvictionIndex
-from radixkv.cache.policies.policy import EvictionPolicy
-from radixkv.cache.tree.node import Node
+from radixkv.cache.node import Node
 
 _SLACK = 64  # of entries in the heap that are not first any more, beside one for each line
 _MOVED_AT_ONCE = 4  # takes 0.5 ms, as each line gives some leaves new keys

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
-from radixkv.cache.tree.node import Node
+from radixkv.cache.node import Node
 from radixkv.tokens import TOKEN_BYTES
 
 

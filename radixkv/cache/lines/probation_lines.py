@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
+from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.lines.probation import Probation
-from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.node import Node
 from radixkv.cache.tenants import Tenants
-from radixkv.cache.tree.node import Node
 
 
 class ProbationLines(EvictionLines, Listener):

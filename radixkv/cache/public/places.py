@@ -9,10 +9,10 @@ import numpy as np
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.blocks import BlockIds
-from radixkv.cache.holdings import Holdings
-from radixkv.cache.kept_blocks import Path
+from radixkv.cache.cache_state import CacheState
+from radixkv.cache.evicted_prefixes import EvictedPrefixes
+from radixkv.cache.held_blocks import Path
 from radixkv.cache.ledger import Ledger
-from radixkv.cache.lost_prefixes import LostPrefixes
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.hung_lease import HungLease
 from radixkv.cache.public.public_prefix import Place, Trunk
@@ -55,7 +55,7 @@ class Places:
         ledger: opens leases in the trees.
     """
 
-    def __init__(self, holdings: Holdings, public: PublicPrefixes, ledger: Ledger) -> None:
+    def __init__(self, holdings: CacheState, public: PublicPrefixes, ledger: Ledger) -> None:
         self._block_size = holdings.block_size
         self._trees = holdings.trees
         self._parts = holdings.parts
@@ -134,7 +134,7 @@ class Places:
         return np.frombuffer(self._trees.find(namespace, tokens)[3], np.int32, num_blocks)
 
     def explain(
-        self, lost: LostPrefixes, key: PromptKey, cached_tokens: int, former: Sequence[PromptKey]
+        self, lost: EvictedPrefixes, key: PromptKey, cached_tokens: int, former: Sequence[PromptKey]
     ) -> MissReason:
         """Tell why the tokens after the cached ones have to be computed, as `PrefixCache.explain` describes."""
         namespace, tokens = key

@@ -8,8 +8,8 @@ from itertools import count
 import numpy as np
 
 from radixkv.blocks import BlockIds
+from radixkv.cache.cache_state import CacheState
 from radixkv.cache.evictor import Evictor
-from radixkv.cache.holdings import Holdings
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.pins import Pins
@@ -42,7 +42,7 @@ class PublicPrefixes:
         max_blocks: see above.
     """
 
-    def __init__(self, holdings: Holdings, pins: Pins, evictor: Evictor, ledger: Ledger, max_blocks: int) -> None:
+    def __init__(self, holdings: CacheState, pins: Pins, evictor: Evictor, ledger: Ledger, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._block_size = holdings.block_size
         self._trees = holdings.trees

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from radixkv.api.adapters import Adapter, LoadedAdapter
 from radixkv.api.caller import Caller
-from radixkv.cache.namespaces.purge import Purged
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.purge import Purged
 from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterFiles
 from radixkv.engine.adapters.adapter_directory import AdapterDirectory
 from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.purge import Purged
 
 
 class Deletion(NamedTuple):

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import Node
 from radixkv.engine.offload.disk_record import DiskRecord
 from radixkv.engine.offload.saver import Saver
 

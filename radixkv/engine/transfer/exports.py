@@ -9,8 +9,8 @@ import numpy as np
 
 from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.lease import Lease
+from radixkv.cache.node import path_to
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import path_to
 from radixkv.errors import UnknownLease
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.storage.layer_bytes import LayerBytes, Layers

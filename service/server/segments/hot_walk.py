@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from radixkv.api.segments import Segment, SegmentPage
-from radixkv.cache.listing.segment_index import MAX_COMPARED, MAX_SEGMENTS
-from radixkv.cache.listing.segment_source import SegmentSource
+from radixkv.cache.segment_index import MAX_COMPARED, MAX_SEGMENTS
+from radixkv.cache.segment_source import SegmentSource
 
 MAX_CALLS = 32
 

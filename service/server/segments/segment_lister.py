@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from radixkv.api.segments import Segment
-from radixkv.cache.listing.segment_index import MAX_SEGMENTS
+from radixkv.cache.segment_index import MAX_SEGMENTS
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.calls import answer_of
 from radixkv.service.server.mailbox import Mailbox

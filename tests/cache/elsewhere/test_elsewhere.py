@@ -12,8 +12,8 @@ from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.found import Found
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.shelf import Shares, Shelf
-from radixkv.cache.parts.part_pool import NO_PART
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.window_pool import NO_PART
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock

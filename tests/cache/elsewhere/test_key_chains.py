@@ -14,8 +14,8 @@ from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.shared_shelf import SharedShelf
 from radixkv.cache.elsewhere.shelf import Shelf
+from radixkv.cache.node import Node, path_to
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import Node, path_to
 from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import PUBLIC_TENANT, Namespace

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from radixkv.cache.lines.eviction_index import EvictionIndex
-from radixkv.cache.policies.classic import LeastRecentlyUsed
-from radixkv.cache.tree.node import Node
+from radixkv.cache.node import Node
+from radixkv.cache.policies import LeastRecentlyUsed
 from tests.fakes import make_tree
 
 

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
+from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.lines.eviction_lines import EvictionLines
 from radixkv.cache.lines.line_heap import LineHeap
-from radixkv.cache.policies.classic import LeastRecentlyUsed
-from radixkv.cache.policies.policy import EvictionPolicy
+from radixkv.cache.node import Node, Owner
+from radixkv.cache.policies import LeastRecentlyUsed
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import Quota, Tenants, TenantUsage
-from radixkv.cache.tree.node import Node, Owner
-from radixkv.cache.tree.radix_tree import RadixTree
 from radixkv.namespace import Namespace
 
 

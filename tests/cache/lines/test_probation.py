@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from radixkv.api.retention import Retention
+from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import Node
 from tests.core_bench import Bench
 from tests.fakes import MODEL, cached, publish, spell
 

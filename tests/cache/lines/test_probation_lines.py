@@ -7,9 +7,8 @@ import random
 import pytest
 
 from radixkv.api.retention import Retention
-from radixkv.cache.policies.adaptive import BestOfThreeOrders
-from radixkv.cache.policies.by_name import make_policy
-from radixkv.cache.policies.order_trial import Order
+from radixkv.cache.adaptive_policy import BestOfThreeOrders, Order
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
 from radixkv.config import EVICTION_POLICIES

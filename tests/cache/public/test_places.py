@@ -11,10 +11,10 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.cache.purge import all_slices
 from radixkv.cache.tenants import Quota
 from radixkv.errors import InvalidRequest, OutOfBlocks
 from radixkv.namespace import Namespace

@@ -21,15 +21,14 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.cache.kept_blocks import Path
-from radixkv.cache.namespaces.purge import Purged, all_slices
-from radixkv.cache.parts.part_groups import PartGroups
-from radixkv.cache.parts.part_pool import PartPool
-from radixkv.cache.parts.reach import Reach
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.held_blocks import Path
+from radixkv.cache.node import Node
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.tenants import Quota
-from radixkv.cache.tree.node import Node
+from radixkv.cache.window_pool import Reach, WindowPool
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVError
 from radixkv.namespace import Namespace, PromptKey
@@ -152,8 +151,11 @@ class Walk:
         self.world = world
         self.random = random.Random()
         self.clock = FakeClock()
-        self.parts = PartGroups(
-            [PartPool(world.num_blocks, number, world.block_size, reach, STEP_TOKENS) for number, reach in world.parts]
+        self.parts = WindowedLayers(
+            [
+                WindowPool(world.num_blocks, number, world.block_size, reach, STEP_TOKENS)
+                for number, reach in world.parts
+            ]
         )
         self.watch = WatchedCache(EVENT_BLOCK_SIZES[world.block_size], world.block_size, max_step_blocks=40)
         self.cache = PrefixCache(

@@ -20,10 +20,10 @@ import numpy as np
 
 from radixkv.api.retention import Retention
 from radixkv.cache.changes import Listener
-from radixkv.cache.namespaces.purge import all_slices
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.cache.purge import all_slices
 from radixkv.cache.tenants import Quota
 from radixkv.errors import CapacityError, InvalidRequest, UnknownPublicPrefix
 from radixkv.invocation import InvocationMarks

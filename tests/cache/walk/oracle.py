@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockState
 from radixkv.cache.lease import Lease
-from radixkv.cache.parts.part_groups import PartGroups
 from radixkv.cache.prefix_cache import Match, PrefixCache
-from radixkv.cache.tree.radix_tree import RadixTree
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.namespace import Namespace
 from tests.cache.walk.retention_oracle import RetentionOracle
 
@@ -33,10 +33,10 @@ class Oracle:
     """The prefixes that are published, and the content that each slot of the pool must have."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_retained_blocks: int = 0, parts: PartGroups | None = None
+        self, num_blocks: int, block_size: int, max_retained_blocks: int = 0, parts: WindowedLayers | None = None
     ) -> None:
         self.block_size = block_size
-        self.parts = PartGroups() if parts is None else parts
+        self.parts = WindowedLayers() if parts is None else parts
         self.part_content = [np.full((pool.num_parts, block_size), FREE, dtype=np.int64) for pool in self.parts.pools]
         self.retention = RetentionOracle(block_size, max_retained_blocks)
         self.content = np.full((num_blocks, block_size), FREE, dtype=np.int64)

@@ -2,7 +2,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from radixkv.cache.namespaces.purge import Purged
+from radixkv.cache.purge import Purged
 from radixkv.engine.offload.deletions import Deletion, PurgeBegun, when_deleted
 from radixkv.errors import Draining
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import PrefillResult
-from radixkv.cache.parts.part_pool import NO_PART
+from radixkv.cache.window_pool import NO_PART
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_store import PutOutcome
 from tests.fake_runner import next_token, tokens

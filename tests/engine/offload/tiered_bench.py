@@ -11,10 +11,9 @@ from typing import Any
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.shared_shelf import SharedShelf
 from radixkv.cache.elsewhere.shelf import Shelf
-from radixkv.cache.parts.part_groups import PartGroups
-from radixkv.cache.parts.part_pool import PartPool
-from radixkv.cache.parts.reach import Reach
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.window_pool import Reach, WindowPool
+from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.engine.offload.offload import Offload
@@ -149,9 +148,16 @@ class TieredBench(Bench):
         ]
         keys = BlockKeys(FORMAT)
         self.elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, BLOCK_SIZE)
-        pools = [PartPool(num_blocks, num_parts, BLOCK_SIZE, Reach.of_window(WINDOW), STEP_TOKENS)] if num_parts else []
+        pools = (
+            [WindowPool(num_blocks, num_parts, BLOCK_SIZE, Reach.of_window(WINDOW), STEP_TOKENS)] if num_parts else []
+        )
         self.cache = PrefixCache(
-            num_blocks, BLOCK_SIZE, clock=self.clock, marks=marks, listeners=[self.elsewhere], parts=PartGroups(pools)
+            num_blocks,
+            BLOCK_SIZE,
+            clock=self.clock,
+            marks=marks,
+            listeners=[self.elsewhere],
+            parts=WindowedLayers(pools),
         )
         for pool in pools:
             self.elsewhere.part_of = pool.part_of

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from radixkv.api.result import GeneratedTokens
+from radixkv.cache.node import path_to
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import path_to
 from radixkv.engine.core import EngineCore
 from radixkv.engine.observer import Observer
 from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded

@@ -14,7 +14,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerationFuture
-from radixkv.cache.policies.by_name import make_policy
+from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.config import EngineConfig

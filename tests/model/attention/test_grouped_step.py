@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from radixkv.blocks import BlockCopy
-from radixkv.cache.parts.part_holder import PartHolder
-from radixkv.cache.parts.part_pool import PartPool, least_parts
-from radixkv.cache.parts.reach import Reach
+from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.windowed_layers import WindowLease
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
@@ -51,10 +50,16 @@ class Divided:
         for pool in (*storage.pools, *storage.part_pools):
             pool.blocks.fill_(0xFF)
         self.runner = Runner(model, storage, TorchKernels())
-        self.pool = PartPool(NUM_BLOCKS, num_parts, SIZE, reach, STEP_TOKENS)
+        self.pool = WindowPool(NUM_BLOCKS, num_parts, SIZE, reach, STEP_TOKENS)
 
     def chunk(
-        self, holder: PartHolder, tokens: bytes, start: int, end: int, blocks: np.ndarray, copy: BlockCopy | None = None
+        self,
+        holder: WindowLease,
+        tokens: bytes,
+        start: int,
+        end: int,
+        blocks: np.ndarray,
+        copy: BlockCopy | None = None,
     ) -> Chunk:
         cover = holder.cover(blocks, start, end, copy)
         return Chunk(tokens, start, end, blocks, copy, True, part_ids=cover.part_ids, part_copy=cover.copy)
@@ -63,7 +68,7 @@ class Divided:
         self,
         tokens: bytes,
         blocks: np.ndarray,
-        holder: PartHolder,
+        holder: WindowLease,
         start: int = 0,
         copy: BlockCopy | None = None,
         seed: int = 0,
@@ -91,7 +96,7 @@ def alone(model: Model, tokens: bytes, kv_dtype: str = "auto") -> torch.Tensor:
 def test_no_bit_depends_on_what_is_given_up(model: Model, kv_dtype: str) -> None:
     divided, tokens = Divided(model, kv_dtype), tokens_of(1, 400)
     blocks = np.random.default_rng(2).permutation(NUM_BLOCKS).astype(np.int32)[:25]
-    holder = PartHolder(divided.pool, 0)
+    holder = WindowLease(divided.pool, 0)
     got = divided.compute(tokens, blocks, holder)
     assert divided.pool.num_given_up > 0
     assert torch.equal(got, alone(model, tokens, kv_dtype))
@@ -101,13 +106,13 @@ def test_no_bit_depends_on_what_is_given_up(model: Model, kv_dtype: str) -> None
 def test_no_bit_depends_on_a_hit_whose_earlier_parts_are_gone(model: Model, cached: int) -> None:
     divided, tokens = Divided(model), tokens_of(1, 200)
     blocks = np.arange(20, 33, dtype=np.int32)
-    first = PartHolder(divided.pool, 0)
+    first = WindowLease(divided.pool, 0)
     divided.compute(tokens, blocks, first)
     first.close()
     window = divided.pool.reach.num_tokens + 1
     divided.pool.freed(blocks[: (cached - window + 1) // SIZE])
     assert divided.pool.longest(blocks, cached) == cached
-    holder = PartHolder(divided.pool, 0)
+    holder = WindowLease(divided.pool, 0)
     holder.find(blocks[: -(-cached // SIZE)], cached)
     tokens = tokens[: cached * 4] + tokens_of(3, 100)
     whole = cached // SIZE
@@ -121,7 +126,7 @@ def test_requests_of_one_step_do_not_see_each_other(model: Model) -> None:
     divided = Divided(model)
     prompts = [tokens_of(7, 190), tokens_of(8, 75)]
     tables = [np.arange(12, dtype=np.int32), np.arange(30, 35, dtype=np.int32)]
-    holders = [PartHolder(divided.pool, 0) for _ in prompts]
+    holders = [WindowLease(divided.pool, 0) for _ in prompts]
     logits = {}
     for start in (0, 70, 140):
         running = [i for i, tokens in enumerate(prompts) if start < len(tokens) // 4]

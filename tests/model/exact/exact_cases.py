@@ -44,10 +44,9 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
-from radixkv.cache.parts.part_pool import NO_PART, least_parts
-from radixkv.cache.parts.reach import Reach
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.states.state_slots import StateSlots
+from radixkv.cache.recurrent_states import StateSlots
+from radixkv.cache.window_pool import NO_PART, Reach, least_parts
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine.core import EngineCore

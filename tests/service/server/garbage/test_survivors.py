@@ -2,8 +2,8 @@ import contextlib
 import gc
 import weakref
 
+from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tree.node import Node
 from radixkv.namespace import Namespace
 from radixkv.service.server.garbage.survivors import frozen_survivors
 from tests.fake_runner import tokens

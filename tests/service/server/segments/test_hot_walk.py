@@ -5,9 +5,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from radixkv.cache.listing import segment_index
-from radixkv.cache.listing.segment_source import SegmentSource
+from radixkv.cache import segment_index
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.segment_source import SegmentSource
 from radixkv.service.server.segments import hot_walk
 from radixkv.service.server.segments.hot_walk import HotWalk
 from tests.fakes import FakeClock, lease_text, publish

@@ -115,7 +115,7 @@ def test_the_hottest_come_first_with_pins_and_retention(engine):
 
 def test_pages_are_made_of_a_bounded_number_of_calls(engine, monkeypatch):
     monkeypatch.setattr(segment_lister, "MAX_CALLS", 1)
-    monkeypatch.setattr("radixkv.cache.listing.segment_index.MAX_PASSED", 2)
+    monkeypatch.setattr("radixkv.cache.segment_index.MAX_PASSED", 2)
 
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:

@@ -1,0 +1,586 @@
+"""The default eviction policy: it tries three orders on samples of the traffic and follows the best one."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+import operator
+from collections import OrderedDict
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.eviction_policy import EvictionPolicy, used_nodes
+from radixkv.cache.node import Node
+from radixkv.tokens import TOKEN_BYTES
+
+Weights = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+# Ages fall into half octaves from 2**-20 s to 2**22 s, seven weeks. Whole octaves cost 3 % of the hits.
+_AGES_PER_OCTAVE = 2
+_SHORTEST_LOG_AGE = -20
+_NUM_AGES = 42 * _AGES_PER_OCTAVE
+_AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  # [num_ages], upper edges
+_LIFETIMES_S = np.concatenate(([0.0], _AGES_S))  # [num_lifetimes = 1 + num_ages]
+_LEAST_UNUSED = 1e-3  # assumed share of blocks never used again, so that no lifetime is longer than it needs to be
+
+
+class ReuseCounts:
+    """Counts after how many seconds the blocks of each kind were used again.
+
+    Args:
+        num_kinds: kinds of leaves.
+    """
+
+    def __init__(self, num_kinds: int) -> None:
+        self.hits = np.zeros((num_kinds, _NUM_AGES))  # blocks used again, by age
+        self.waits = np.zeros((num_kinds, _NUM_AGES))  # block seconds until then
+        self.stays = np.zeros(num_kinds)  # blocks that began to wait for their next use
+        self.seconds = 0.0
+
+    def hit(self, kind: int, num_blocks: int, age_s: float) -> None:
+        """Count blocks that were used again. Complexity: O(1)."""
+        index = _age_index(age_s)
+        self.hits[kind, index] += num_blocks
+        self.waits[kind, index] += num_blocks * age_s
+
+    def forget(self, kept: float) -> None:
+        """Multiply everything counted so far by `kept`, a number below 1."""
+        self.hits *= kept
+        self.waits *= kept
+        self.stays *= kept
+        self.seconds *= kept
+
+    def plan(self, num_blocks: int) -> tuple[list[tuple[float, float]], float]:
+        """Choose the lifetimes with the most hits for which all blocks just fit.
+
+        Args:
+            num_blocks: blocks of the cache's pool.
+
+        Returns:
+            A short and a long lifetime in seconds for each kind, and the share of nodes that get the long one.
+
+        Complexity: half a millisecond.
+        """
+        used = self.hits.sum(axis=1)  # [num_kinds]
+        num_stays = np.maximum(self.stays, (1 + _LEAST_UNUSED) * used)
+        mean_ages_s = self.waits.sum(axis=0) / np.maximum(1e-9, self.hits.sum(axis=0))  # [num_ages]
+        lifetimes = _Lifetimes(_smoothed(self.hits, num_blocks), num_stays, mean_ages_s)
+        short, long, share = lifetimes.plan(num_blocks * self.seconds)
+        return [
+            (float(_LIFETIMES_S[low]), float(_LIFETIMES_S[high])) for low, high in zip(short, long, strict=True)
+        ], share
+
+
+class _Lifetimes:
+    """The hits and the room of each kind at each lifetime.
+
+    Args:
+        hits: `[num_kinds, num_ages]`, blocks used again, by age.
+        num_stays: `[num_kinds]`, blocks that waited, whether they were used again or not.
+        mean_ages_s: `[num_ages]`, mean wait of the blocks that were used again.
+    """
+
+    def __init__(self, hits: Weights, num_stays: Weights, mean_ages_s: Weights) -> None:
+        zeros = np.zeros((len(hits), 1))
+        self.hits = np.hstack((zeros, hits.cumsum(axis=1)))  # [num_kinds, num_lifetimes]
+        waited = np.hstack((zeros, (hits * mean_ages_s).cumsum(axis=1)))
+        self.room = waited + (num_stays[:, None] - self.hits) * _LIFETIMES_S  # [num_kinds, num_lifetimes]
+
+    def plan(self, budget: float) -> tuple[Indices, Indices, float]:
+        """Find lifetimes that fit the budget, longer ones that do not, and the share of these that fills it."""
+        low, high = -60.0, 60.0  # log2 of the price of a block second
+        for _ in range(40):
+            price = (low + high) / 2
+            if self._at(price)[1] > budget:
+                low = price
+            else:
+                high = price
+        short, short_room = self._at(high)
+        long, long_room = self._at(low)
+        excess = long_room - short_room
+        share = min(1.0, max(0.0, (budget - short_room) / excess)) if excess > 0 else 0.0
+        return short, long, share
+
+    def _at(self, log_price: float) -> tuple[Indices, float]:
+        best = np.argmax(self.hits - 2.0**log_price * self.room, axis=1)  # [num_kinds]; the shortest of equals
+        return best, float(self.room[np.arange(len(best)), best].sum())
+
+
+def _smoothed(hits: Weights, weight: float) -> Weights:
+    """Draw each kind's ages toward those of all kinds, as if `weight` more blocks had been seen. Sums stay."""
+    sums = hits.sum(axis=1, keepdims=True)  # [num_kinds, 1]
+    ages = hits.sum(axis=0) / max(1.0, hits.sum())  # [num_ages]
+    smoothed: Weights = sums * (hits + weight * ages) / (sums + weight)
+    return smoothed
+
+
+def _age_index(age_s: float) -> int:
+    if age_s <= _AGES_S[0]:
+        return 0
+    return min(_NUM_AGES - 1, math.ceil((math.log2(age_s) - _SHORTEST_LOG_AGE) * _AGES_PER_OCTAVE))
+
+
+_SAMPLED_TOKENS = 512  # one block in this many tokens may be sampled, so short blocks cost no more than long ones
+_NUM_SAMPLED = 1024  # blocks that a shadow cache holds; with 8192 the trace has the same hits within noise
+
+
+class Sample(NamedTuple):
+    """One of a node's blocks that shadow caches follow.
+
+    Attributes:
+        place: index of the block in the node.
+        digest: hash of the namespace and all tokens up to the block's end.
+    """
+
+    place: int
+    digest: int
+
+
+class BlockSampler:
+    """Picks blocks by the hash of their prefix, so the same prefixes are followed wherever nodes begin and end.
+
+    Source: Waldspurger et al.: "Efficient MRC construction with SHARDS", FAST 2015.
+
+    Args:
+        num_blocks: blocks of the cache's pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def capacity(self, block_size: int) -> int:
+        """Return how many sampled blocks stand for the whole cache."""
+        return max(1, min(_NUM_SAMPLED, self._num_blocks // _stride(block_size)))
+
+    def sample(self, node: Node, start: int) -> tuple[Sample, ...]:
+        """List the sampled blocks of a node from block `start` on.
+
+        Complexity: O(tokens of the path), one hash over them.
+        """
+        block_bytes = node.owner.block_size * TOKEN_BYTES
+        stride = _stride(node.owner.block_size)
+        limit = 2.0**64 * _NUM_SAMPLED * stride / self._num_blocks
+        above = _ancestors(node)
+        digest = xxh3_64(seed=(above[0] if above else node).fingerprint)
+        for ancestor in above:
+            digest.update(ancestor.tokens)
+        samples = []
+        hashed_bytes = 0
+        first = -(1 + sum(ancestor.num_blocks for ancestor in above)) % stride  # blocks that end a stride of the path
+        for index in range(first, len(node.tokens) // block_bytes, stride):
+            end = (index + 1) * block_bytes
+            digest.update(node.tokens[hashed_bytes:end])
+            hashed_bytes = end
+            if index >= start and digest.intdigest() < limit:
+                samples.append(Sample(index, digest.intdigest()))
+        return tuple(samples)
+
+
+class ShadowCache:
+    """Holds the digests of the sampled blocks that a cache would hold if it evicted the smallest key first."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[float, int, int]] = {}  # by digest: key, use and digest
+        self._line: list[tuple[float, int, int]] = []  # a heap of the entries, outdated ones included
+        self._num_uses = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, digest: int) -> bool:
+        return digest in self._entries
+
+    def use(self, digests: list[int], new_key: float, held_key: float, capacity: int) -> list[bool]:
+        """Add blocks, and drop those with the smallest keys until no more than `capacity` are left.
+
+        Args:
+            digests: the blocks, in the order of their use.
+            new_key: the key of a block that was not held before.
+            held_key: the key of a block that was held before.
+            capacity: blocks that may be held.
+
+        Returns:
+            For each block, whether it was held before.
+
+        Complexity: O(log capacity) a block, amortized.
+        """
+        entries, line, num_uses = self._entries, self._line, self._num_uses
+        held = []
+        for digest in digests:
+            is_held = digest in entries
+            held.append(is_held)
+            num_uses += 1
+            entry = entries[digest] = (held_key if is_held else new_key, num_uses, digest)
+            heapq.heappush(line, entry)
+            while len(entries) > capacity:
+                first = heapq.heappop(line)
+                if entries.get(first[2]) is first:
+                    del entries[first[2]]
+        self._num_uses = num_uses
+        if len(line) > 4 * capacity + len(digests):
+            self._line = list(entries.values())
+            heapq.heapify(self._line)
+        return held
+
+
+def _stride(block_size: int) -> int:
+    return math.ceil(_SAMPLED_TOKENS / block_size)
+
+
+def _ancestors(node: Node) -> list[Node]:
+    """List the nodes above, without the root, the topmost first."""
+    above: list[Node] = []
+    ancestor = node.parent
+    while ancestor is not None and ancestor.parent is not None:
+        above.append(ancestor)
+        ancestor = ancestor.parent
+    return above[::-1]
+
+
+# One turn is as many inserted blocks as the cache has. A change of order gives all leaves new keys, so it waits for a
+# tenth of a turn; lifetimes are given four turns to be learned. Another order must lead by twice the noise. docs/LOG.md
+# says what other values do.
+_TURNS_A_VERDICT = 0.1
+_TURNS_TO_LEARN = 4.0
+_TURNS_TO_HALVE = 2.0
+_LEAST_DEVIATIONS = 2.0
+FOREVER_S = 2.0**30
+
+
+class Order(IntEnum):
+    """The orders that leaves may be evicted in."""
+
+    LAST_USE = 0
+    REUSED_LAST = 1
+    LIFETIMES = 2
+
+
+class OrderTrial:
+    """Follows a sample of the blocks in one shadow cache for each order, and picks the order with the most hits.
+
+    Two orders are compared on the blocks that one of them held and the other did not. The order in force gives way to
+    one that leads by more than chance would explain.
+
+    Args:
+        num_blocks: blocks of the cache's pool.
+
+    Attributes:
+        order: the order in force.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.order = Order.LIFETIMES  # the same as last use until lifetimes are learned
+        self._num_blocks = num_blocks
+        self._sampler = BlockSampler(num_blocks)
+        self._shadows = [ShadowCache() for _ in Order]
+        self._wins = [[0.0] * len(Order) for _ in Order]  # sampled blocks that one held lately and the other did not
+        self._num_new_blocks = 0  # since the last verdict
+        self._num_turns = 0.0
+
+    def sample(self, node: Node, start: int) -> tuple[Sample, ...]:
+        """Return the blocks of a node from block `start` on that are followed. Complexity: O(tokens of the path)."""
+        return self._sampler.sample(node, start)
+
+    def use(self, block_size: int, samples: tuple[Sample, ...], now_s: float, end_s: float) -> None:
+        """Show sampled blocks of one node to each shadow cache, the deepest first, as it has to go before the others.
+
+        Args:
+            block_size: tokens a block.
+            samples: the blocks.
+            now_s: time of this use.
+            end_s: when their learned lifetime ends.
+
+        Complexity: O(log sampled blocks) for each block.
+        """
+        if not samples:
+            return
+        capacity = self._sampler.capacity(block_size)
+        digests = [digest for _, digest in reversed(samples)]
+        keys = ((now_s, now_s), (now_s, now_s + FOREVER_S), (end_s, end_s))  # by order: of new blocks, of held ones
+        held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
+        if not held[0] == held[1] == held[2]:
+            for winner, loser in itertools.permutations(Order, 2):
+                self._wins[winner][loser] += sum(map(operator.gt, held[winner], held[loser]))
+
+    def filled(self, num_blocks: int) -> bool:
+        """Note that `num_blocks` more blocks were inserted, and pick the order anew if enough were since the last time.
+
+        Returns:
+            Whether the order has changed.
+        """
+        self._num_new_blocks += num_blocks
+        turns = self._num_new_blocks / self._num_blocks
+        if turns < _TURNS_A_VERDICT:
+            return False
+        self._num_new_blocks = 0
+        self._num_turns += turns
+        kept = 0.5 ** (turns / _TURNS_TO_HALVE)
+        self._wins = [[wins * kept for wins in row] for row in self._wins]
+        best = max(Order, key=self._lead)
+        noise = math.sqrt(self._wins[best][self.order] + self._wins[self.order][best])
+        if self._num_turns <= _TURNS_TO_LEARN or self._lead(best) <= _LEAST_DEVIATIONS * noise:
+            return False
+        self.order = best
+        return True
+
+    def _lead(self, order: Order) -> float:
+        """Return how many more sampled blocks an order held lately than the one in force."""
+        return self._wins[order][self.order] - self._wins[self.order][order]
+
+
+# Nine kinds of nodes that were never used: below a parent with no, one, or more uses, each by three lengths. Four kinds
+# of others, by uses: 1, 2 to 3, 4 to 7, more. docs/LOG.md says what other kinds win or lose.
+_LENGTHS_TOKENS = (1024, 8192)
+_NUM_KINDS = 13
+# Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times as many make no difference on the
+# conversation trace. In a cache of few blocks uses return sooner, so half as many events as blocks do.
+_EVENTS_A_PLAN = 256
+_LEAST_EVENTS_A_PLAN = 16
+_KEPT_AN_EVENT = 0.99 ** (1 / 256)  # what was learned halves within 18,000 events
+_LEAST_GHOSTS = 4096  # for a cache of a few blocks
+
+
+class _Stay(NamedTuple):
+    """A node's state when it was last used.
+
+    Attributes:
+        kind: the kind of node, 0 to 12.
+        num_blocks: its blocks then; some may have been evicted since.
+        num_uses: its uses, those before it was evicted included.
+        samples: its blocks that the shadow caches follow.
+        marks: index and hash of a few of its whole blocks, the last one first; taken when some are evicted.
+        ghost: what is remembered of it, if it was evicted and came back, perhaps in several chunks.
+        num_returned_blocks: blocks that came back so far.
+    """
+
+    kind: int
+    num_blocks: int
+    num_uses: int = 0
+    samples: tuple[Sample, ...] = ()
+    marks: tuple[tuple[int, int], ...] = ()
+    ghost: _Ghost | None = None
+    num_returned_blocks: int = 0
+
+
+class _Ghost(NamedTuple):
+    """Record of an evicted leaf."""
+
+    last_used_s: float
+    stay: _Stay
+
+
+class BestOfThreeOrders(EvictionPolicy):
+    """Evicts leaves in whichever of three orders has had the most hits lately; see `OrderTrial`.
+
+    The orders are: least recently used; never reused, then least recently used; and learned lifetimes. So this policy
+    is never much worse than the first two, and what it learns decides only while that has more hits.
+
+    Learned lifetimes: a leaf is of one of 13 kinds, by its uses, its parent's uses and its length. For each kind the
+    policy counts after how many seconds blocks are used again, those that were evicted too early included. From these
+    counts it plans a lifetime for each kind, so that all blocks just fit and have the most hits:
+
+        hits(kind, lifetime)   blocks used again within the lifetime
+        room(kind, lifetime)   block seconds that they take: until the use, or until the lifetime ends
+        plan                   for each kind the lifetime with the greatest hits - price * room,
+                               at the price for which all room together is num_blocks * seconds
+
+    Of the two plans on either side of that price, a fixed share of the nodes follows the one with longer lifetimes. So
+    a part of a loop that is larger than the cache stays. If all lifetimes are equal, the order is that of last use.
+
+    Memory: as many evicted leaves as the cache has blocks, and about a thousand sampled blocks for each order.
+
+    Complexity: O(1) for a key; O(depth) for a use; O(tokens of the path) for an insertion; half a millisecond for a
+    plan, once in 256 events. The order changes at most once while a tenth of the cache is filled.
+
+    Source: choosing between orders on samples: Qureshi et al.: "Adaptive insertion policies for high performance
+    caching" (set dueling), ISCA 2007, with samples as in SHARDS and McNemar's test. Lifetimes: Beckmann, Chen, Cidon:
+    "LHD: Improving cache hit rate by maximizing hit density", NSDI 2018, chosen ahead so that they are a sort key. Uses
+    as kinds: Wang et al.: "KVCache cache in the wild", ATC 2025.
+
+    Args:
+        num_blocks: blocks of the cache's pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._counts = ReuseCounts(_NUM_KINDS)
+        self._lifetimes_s = [(0.0, 0.0)] * _NUM_KINDS  # short and long
+        self._long_share = 0.0
+        self._events_a_plan = min(_EVENTS_A_PLAN, max(_LEAST_EVENTS_A_PLAN, num_blocks // 2))
+        self._num_events = 0
+        self._last_event_s: float | None = None
+        self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
+        self._trial = OrderTrial(num_blocks)
+
+    def key(self, node: Node) -> float:
+        """Return the time at which its lifetime ends in the order in force."""
+        if self._trial.order == Order.LIFETIMES:
+            return node.last_used_s + self._learned_lifetime_s(node)
+        is_kept = self._trial.order == Order.REUSED_LAST and node.num_uses > 0
+        return node.last_used_s + (FOREVER_S if is_kept else 0.0)
+
+    def _learned_lifetime_s(self, node: Node) -> float:
+        stay: _Stay = node.policy_note
+        short_s, long_s = self._lifetimes_s[stay.kind]
+        return long_s if node.fingerprint < self._long_share * 2.0**64 else short_s
+
+    def are_alike(self, upper: Node, lower: Node) -> bool:
+        """Return whether both are of one kind."""
+        above: _Stay = upper.policy_note
+        below: _Stay = lower.policy_note
+        return above.kind == below.kind
+
+    def used(self, node: Node, num_bytes: int, now_s: float) -> None:
+        """Learn from the nodes of the path that were found whole, the last ones of a deep path."""
+        for used in used_nodes(node, num_bytes):
+            self._use(used, used.last_used_s, now_s)
+        self._tick(now_s)
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """Learn from the use of the upper half; the lower half still waits for its next use."""
+        self.cut(lower)
+        upper, stay = lower.parent, lower.policy_note
+        assert upper is not None
+        self._use(upper, last_used_s, now_s)
+        lower.policy_note = stay._replace(kind=_kind(lower, stay.num_uses))
+        self._counts.stays[stay.kind] -= stay.num_blocks
+        self._counts.stays[lower.policy_note.kind] += stay.num_blocks
+
+    def cut(self, lower: Node) -> None:
+        """Divide the note between both halves."""
+        upper = lower.parent
+        assert upper is not None
+        cut = upper.num_blocks
+        stay: _Stay = lower.policy_note
+        upper.policy_note = _Stay(
+            stay.kind, cut, stay.num_uses, tuple(each for each in stay.samples if each.place < cut)
+        )
+        lower.policy_note = _Stay(
+            stay.kind,
+            max(stay.num_blocks - cut, lower.num_blocks),
+            stay.num_uses,
+            tuple(Sample(index - cut, digest) for index, digest in stay.samples if index >= cut),
+            tuple((index - cut, digest) for index, digest in stay.marks if index >= cut),
+        )
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Join their notes."""
+        stay: _Stay = lower.policy_note
+        samples: list[Sample] = []
+        num_blocks = 0
+        for upper in uppers:
+            samples += (Sample(place + num_blocks, digest) for place, digest in upper.policy_note.samples)
+            num_blocks += upper.num_blocks
+        samples += (Sample(place + num_blocks, digest) for place, digest in stay.samples)
+        marks = tuple((index + num_blocks, digest) for index, digest in stay.marks)
+        lower.policy_note = stay._replace(
+            num_blocks=stay.num_blocks + num_blocks, samples=tuple(samples), marks=marks, ghost=None
+        )
+
+    def inserted(self, leaf: Node, now_s: float) -> None:
+        """Start to wait for its next use. If it was evicted before, learn how long it should have stayed."""
+        num_uses = num_blocks = 0
+        ghost = self._ghosts.pop(leaf.fingerprint, None)
+        if ghost is not None:
+            num_blocks = _num_equal_blocks(leaf, ghost.stay)
+            self._counts.hit(ghost.stay.kind, num_blocks, now_s - ghost.last_used_s)
+            if 2 * num_blocks >= leaf.num_blocks:  # mostly the same tokens as before
+                num_uses = ghost.stay.num_uses + 1
+        self._wait(leaf, num_uses, self._trial.sample(leaf, 0))
+        stay: _Stay = leaf.policy_note
+        leaf.policy_note = stay._replace(ghost=ghost, num_returned_blocks=num_blocks)
+        self._try(leaf, stay.samples, now_s)
+        self._tick(now_s)
+        self._filled(leaf.num_blocks)
+
+    def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
+        """Wait for the new blocks as well. If they were evicted before, learn how long they should have stayed."""
+        stay: _Stay = leaf.policy_note
+        num_new_blocks = max(0, leaf.num_blocks - stay.num_blocks)  # others were evicted since `stay` and are back
+        samples = self._trial.sample(leaf, stay.samples[-1].place + 1 if stay.samples else 0)
+        stay = stay._replace(num_blocks=stay.num_blocks + num_new_blocks, samples=stay.samples + samples)
+        if stay.ghost is not None:
+            num_blocks = max(stay.num_returned_blocks, _num_equal_blocks(leaf, stay.ghost.stay))
+            num_more_blocks = num_blocks - stay.num_returned_blocks
+            self._counts.hit(stay.ghost.stay.kind, num_more_blocks, now_s - stay.ghost.last_used_s)
+            stay = stay._replace(num_returned_blocks=num_blocks)
+        leaf.policy_note = stay
+        self._counts.stays[stay.kind] += num_new_blocks
+        self._try(leaf, samples, now_s)
+        self._filled(num_new_blocks)
+
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Mark some of its blocks, and remember the leaf once all of it is gone."""
+        stay: _Stay = leaf.policy_note._replace(ghost=None)
+        if not stay.marks:
+            leaf.policy_note = stay = stay._replace(marks=_marks(leaf))
+        if num_blocks == leaf.num_blocks:
+            self._ghosts[leaf.fingerprint] = _Ghost(leaf.last_used_s, stay)
+            if len(self._ghosts) > max(_LEAST_GHOSTS, self._num_blocks):
+                self._ghosts.popitem(last=False)
+
+    def _use(self, node: Node, last_used_s: float, now_s: float) -> None:
+        stay: _Stay = node.policy_note
+        self._counts.hit(stay.kind, stay.num_blocks, now_s - last_used_s)
+        node.num_uses += 1
+        self._wait(node, stay.num_uses + 1, stay.samples)
+        self._try(node, stay.samples, now_s)
+
+    def _wait(self, node: Node, num_uses: int, samples: tuple[Sample, ...]) -> None:
+        stay = node.policy_note = _Stay(_kind(node, num_uses), node.num_blocks, num_uses, samples)
+        self._counts.stays[stay.kind] += stay.num_blocks
+
+    def _tick(self, now_s: float) -> None:
+        if self._last_event_s is not None:
+            self._counts.seconds += now_s - self._last_event_s
+        self._last_event_s = now_s
+        self._num_events += 1
+        is_due = self._num_events % self._events_a_plan == 0
+        if is_due or (self._num_events < self._events_a_plan and self._num_events.bit_count() == 1):  # no wait at first
+            self._lifetimes_s, self._long_share = self._counts.plan(self._num_blocks)
+        if is_due:
+            self._counts.forget(_KEPT_AN_EVENT**self._events_a_plan)
+
+    def _try(self, node: Node, samples: tuple[Sample, ...], now_s: float) -> None:
+        self._trial.use(node.owner.block_size, samples, now_s, now_s + self._learned_lifetime_s(node))
+
+    def _filled(self, num_blocks: int) -> None:
+        if self._trial.filled(num_blocks):
+            self.generation += 1
+
+
+def _kind(node: Node, num_uses: int) -> int:
+    if num_uses:
+        return min(8 + num_uses.bit_length(), _NUM_KINDS - 1)
+    assert node.parent is not None
+    above: _Stay | None = node.parent.policy_note  # a root has none
+    num_uses_above = 0 if above is None else min(above.num_uses, 2)
+    return 3 * num_uses_above + bisect.bisect_right(_LENGTHS_TOKENS, len(node.tokens) // TOKEN_BYTES)
+
+
+def _marks(leaf: Node) -> tuple[tuple[int, int], ...]:
+    """Return index and hash of a leaf's last whole block, and of those at three, two and one quarters of it."""
+    num_whole_blocks = len(leaf.tokens) // (leaf.owner.block_size * TOKEN_BYTES)
+    indices = sorted({num_whole_blocks * quarters // 4 - 1 for quarters in (4, 3, 2, 1)}, reverse=True)
+    return tuple((index, _block_digest(leaf, index)) for index in indices if index >= 0)
+
+
+def _num_equal_blocks(leaf: Node, stay: _Stay) -> int:
+    """Count the blocks of a leaf that are the same as before its eviction. The first one always is."""
+    for place, (index, digest) in enumerate(stay.marks):
+        if _block_digest(leaf, index) == digest:
+            return stay.num_blocks if place == 0 else index + 1
+    return 1
+
+
+def _block_digest(leaf: Node, index: int) -> int:
+    block_bytes = leaf.owner.block_size * TOKEN_BYTES
+    return xxh3_64_intdigest(leaf.tokens[index * block_bytes : (index + 1) * block_bytes])

@@ -1,4 +1,0 @@
-"""Eviction policies: the order in which unused leaves are evicted.
-
-Face: `EvictionPolicy`, `make_policy`.
-"""

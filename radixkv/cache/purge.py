@@ -1,0 +1,121 @@
+"""Forgets whole namespaces, and what an invoked adapter cached."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from radixkv.cache.evictor import Evictor
+from radixkv.cache.namespace_trees import NamespaceTrees
+from radixkv.cache.node import NO_PLACE
+from radixkv.cache.open_leases import OpenLeases
+from radixkv.cache.segment_index import SegmentIndex
+from radixkv.invocation import InvocationMarks
+from radixkv.namespace import Namespace
+
+# Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes of a
+# namespace that leases use are purged at once.
+_MAX_LOOKS = 1024
+_MAX_PURGED = 128
+
+_T = TypeVar("_T")
+
+
+class Purged(NamedTuple):
+    """The outcome of a purge.
+
+    Attributes:
+        freed_blocks: blocks that are free now.
+        pinned_blocks: blocks that open leases still use. No match finds them; they become free with those leases.
+        stored_blocks: blocks that each store below the device has deleted; None if it could not be asked.
+    """
+
+    freed_blocks: int
+    pinned_blocks: int
+    stored_blocks: Mapping[str, int | None] = MappingProxyType({})
+
+
+def purge(
+    forest: NamespaceTrees,
+    leases: OpenLeases,
+    evictor: Evictor,
+    segments: SegmentIndex,
+    tenant: str | None,
+    adapter: str | None,
+    salt: str | None,
+) -> Generator[None, None, Purged]:
+    """Forget the namespaces with these names, None for any, in slices of bounded work. Each slice ends with a `yield`.
+
+    Of an invoked adapter, these are the base model's namespaces in which anything is cached with it.
+
+    After the last slice nothing is matchable of what was cached before the first one. The cache may be used between
+    slices. A lease that was opened before the first slice publishes nothing more; nor does a later one that uses
+    what a slice takes.
+
+    Complexity: O(open leases of the tenant + namespaces of the tenant + nodes purged * log leaves); without a tenant,
+    all leases and namespaces.
+    """
+    leases.revoke(tenant, adapter, salt)
+    invoking: set[Namespace] = set()
+    if adapter:
+        invoking = yield from segments.namespaces_invoking(adapter)
+    freed_blocks = pinned_blocks = num_looks = num_purged = 0
+    for tree, namespace in forest.of(tenant):
+        if num_looks >= _MAX_LOOKS or num_purged >= _MAX_PURGED:
+            num_looks = num_purged = 0
+            yield
+        num_looks += 1
+        if not namespace.is_among(tenant, None if namespace in invoking else adapter, salt):
+            continue
+        while forest.get(namespace) is tree:
+            num_nodes, freed = evictor.purge_leaves(tree, _MAX_PURGED - num_purged)
+            num_purged += num_nodes
+            freed_blocks += freed
+            if num_purged < _MAX_PURGED:
+                break
+            num_looks = num_purged = 0
+            yield
+        if forest.get(namespace) is tree:
+            num_nodes, pinned = evictor.purge(tree)
+            num_purged += num_nodes
+            pinned_blocks += pinned
+            # Those that were opened since the first slice.
+            leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
+    return Purged(freed_blocks, pinned_blocks)
+
+
+def sweep(
+    segments: SegmentIndex, evictor: Evictor, marks: InvocationMarks, digest: str
+) -> Generator[None, None, Purged]:
+    """Forget what an invoked adapter computed and no lease uses, in slices that end with a `yield`.
+
+    No request may have the adapter any more. What held leases use stays until it is evicted.
+
+    Complexity: O(nodes of the cache), and O(log leaves) for each node that is purged.
+    """
+    freed_blocks = num_purged = 0
+    for nodes in segments.slices():
+        for node in nodes:
+            while node.place != NO_PLACE and node.is_evictable and marks.digest_of(node.tokens) == digest:
+                above = node.parent
+                assert above is not None, "a root has no blocks"
+                num_kept_blocks = marks.num_plain(node.tokens) // node.owner.block_size
+                freed_blocks += evictor.purge_end(node, num_kept_blocks)
+                num_purged += 1
+                if num_purged >= _MAX_PURGED:
+                    num_purged = 0
+                    yield
+                node = above
+        yield
+    return Purged(freed_blocks, 0)
+
+
+def all_slices(slices: Generator[None, None, _T]) -> _T:
+    """Run all slices of something at once, and return its result."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: _T = end.value
+            return result

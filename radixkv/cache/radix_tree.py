@@ -1,0 +1,289 @@
+"""The radix tree of one namespace: runs of tokens, and the physical blocks that hold their K/V.
+
+A match only reads; an insert adds. Blocks have four tokens here:
+
+    insert [a b c d|e f g h|i j]            root ── [abcd|efgh|ij]            only a leaf may end inside a block
+    insert [a b c d|x y]                    root ── [abcd] ┬─ [efgh|ij]       a split: the old object is the lower half,
+                                                           └─ [xy]            so references to it stay right
+    match  [a b c d|e f z z]                6 tokens: the block [efgh] is shared up to `f`; the caller copies it
+    insert [a b c d|x y z z|w]              root ── [abcd] ┬─ [efgh|ij]       a leaf grows in place; the block [xy] is
+                                                           └─ [xyzz|w]        replaced by its longer copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from radixkv.blocks import BLOCK_ID_BYTES
+from radixkv.cache.node import ChildTable, Node, Owner
+from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
+
+
+class Insertion(NamedTuple):
+    """The outcome of an insert. Of the blocks offered, `[num_known_blocks, end)` belong to the tree now.
+
+    Attributes:
+        node: the node in which the inserted run ends.
+        known_bytes: bytes of the run that were in the tree before, to the token.
+        known_block_ids: packed ids of the whole blocks with which the tree held the beginning of the run before.
+        is_covered: whether the tree held the whole run before, and took no block.
+        split: the lower half of the node that was cut in two; None if none was.
+        replaced_block_ids: packed id of the partly filled block that a longer copy replaced; empty if none did.
+    """
+
+    node: Node
+    known_bytes: int
+    known_block_ids: bytes
+    is_covered: bool
+    split: Node | None
+    replaced_block_ids: bytes
+
+    @property
+    def num_known_blocks(self) -> int:
+        """Whole blocks at the beginning of the run that the tree held before."""
+        return len(self.known_block_ids) // BLOCK_ID_BYTES
+
+
+class RadixTree:
+    """The cached tokens of one namespace. It compares tokens, not hashes, so a match is always a true one.
+
+    Args:
+        owner: namespace, counters and block size of all its nodes.
+
+    Attributes:
+        root: the node above all others; it holds no tokens.
+
+    Example:
+        >>> from radixkv.cache.tenants import Quota, TenantUsage
+        >>> from radixkv.namespace import Namespace
+        >>> tree = RadixTree(Owner(Namespace("model"), TenantUsage(Quota()), block_size=1))
+        >>> token_a, token_b, token_c = (bytes([byte, 0, 0, 0]) for byte in b"abc")
+        >>> tree.insert(token_a + token_b, block_ids=bytes(8)).known_bytes
+        0
+        >>> tree.match(token_a + token_c)[1]  # one token of four bytes
+        4
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.root = Node(owner, None, 0, b"", b"", 0)
+        self._block_bytes = owner.block_size * TOKEN_BYTES
+        self._seed = owner.namespace.seed
+
+    def match(self, tokens: bytes) -> tuple[Node | None, int, bytes, int]:
+        """Find the longest known prefix, to the token. Changes nothing.
+
+        Returns:
+            The deepest node that shares at least one token, None if none does; the number of bytes that match; the
+            packed ids of the blocks that hold them, of which the last one may be shared in part; the number of nodes
+            of the path. This is a plain tuple because a named one takes 0.2 us.
+
+        Complexity: one dict look-up and one memory comparison a node; at the end O(log siblings).
+        """
+        block_bytes = self._block_bytes
+        node, position = self.root, 0
+        runs: list[bytes] = []
+        while children := node.children:
+            first_block = tokens[position : position + block_bytes]
+            child = children.get(first_block)
+            if child is None:
+                child, shared = children.nearest(first_block)
+            elif tokens.startswith(child.tokens, position):
+                node = child
+                position += len(child.tokens)
+                runs.append(child.block_ids)
+                continue
+            else:
+                shared = shared_bytes(child.tokens, tokens, position)
+            if shared:
+                node = child
+                position += shared
+                runs.append(child.block_ids[: -(-shared // block_bytes) * BLOCK_ID_BYTES])
+            break
+        return node if position else None, position, b"".join(runs), len(runs)
+
+    def insert(self, tokens: bytes, block_ids: bytes, known: Node | None = None) -> Insertion:
+        """Make a run of tokens matchable. The tree takes over those of its blocks that it did not hold before.
+
+        Args:
+            tokens: the run from the root on, at least one token.
+            block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
+            known: a node before which the tree is known to hold this run in these blocks.
+
+        Complexity: O(len(tokens)) memory comparison, one split or one new node at most; a dict look-up for each node of
+        the path from `known` on.
+        """
+        block_bytes = self._block_bytes
+        node, position = self.root, 0
+        if known is not None and known.parent is not None:
+            node, position = known.parent, known.start_bytes
+        runs = [block_ids[: position // block_bytes * BLOCK_ID_BYTES]]
+        while children := node.children:
+            first_block = tokens[position : position + block_bytes]
+            child = children.get(first_block)
+            if child is None:
+                child, shared = children.nearest(first_block)
+                if shared == len(first_block):  # the run ends inside a longer block
+                    return Insertion(child, len(tokens), b"".join(runs), True, None, b"")
+                if shared == len(child.tokens):  # a leaf inside its first block, which the run continues
+                    return self._grow(child, tokens, position, block_ids, runs)
+                return self._attach(node, tokens, position, position + shared, block_ids, runs, None)
+            shared = shared_bytes(child.tokens, tokens, position)
+            whole_blocks = shared // block_bytes
+            if position + shared == len(tokens):
+                runs.append(child.block_ids[: whole_blocks * BLOCK_ID_BYTES])
+                return Insertion(child, len(tokens), b"".join(runs), True, None, b"")
+            if shared < len(child.tokens):
+                self._split(child, whole_blocks, tokens, position)
+                upper = child.parent
+                assert upper is not None
+                runs.append(upper.block_ids)
+                boundary = position + whole_blocks * block_bytes
+                return self._attach(upper, tokens, boundary, position + shared, block_ids, runs, child)
+            if child.is_leaf:
+                return self._grow(child, tokens, position, block_ids, runs)
+            node = child
+            position += shared
+            runs.append(child.block_ids)
+        return self._attach(node, tokens, position, position, block_ids, runs, None)
+
+    def _attach(
+        self,
+        parent: Node,
+        tokens: bytes,
+        start: int,
+        known: int,
+        block_ids: bytes,
+        runs: list[bytes],
+        split: Node | None,
+    ) -> Insertion:
+        """Add a node with `tokens[start:]` below `parent`; `start` is a block boundary."""
+        first = start // self._block_bytes * BLOCK_ID_BYTES
+        node = Node(self.owner, parent, start, tokens[start:], block_ids[first:], self._fingerprint(tokens, start))
+        if parent.children is None:
+            parent.children = ChildTable()
+        parent.children[tokens[start : start + self._block_bytes]] = node
+        return Insertion(node, known, b"".join(runs), False, split, b"")
+
+    def _grow(self, leaf: Node, tokens: bytes, start: int, block_ids: bytes, runs: list[bytes]) -> Insertion:
+        """Grow a leaf that begins at `start` to the end of `tokens`, of which it holds a proper prefix."""
+        known = start + len(leaf.tokens)
+        whole_blocks = len(leaf.tokens) // self._block_bytes
+        kept = leaf.block_ids[: whole_blocks * BLOCK_ID_BYTES]
+        replaced = leaf.block_ids[whole_blocks * BLOCK_ID_BYTES :]
+        old_key = leaf.tokens[: self._block_bytes]
+        leaf.tokens = tokens[start:]
+        leaf.block_ids = kept + block_ids[start // self._block_bytes * BLOCK_ID_BYTES + len(kept) :]
+        if whole_blocks == 0:  # the first block itself was longer than known: the leaf has a new key
+            assert leaf.parent is not None
+            siblings = leaf.parent.children
+            assert siblings is not None
+            del siblings[old_key]
+            siblings[leaf.tokens[: self._block_bytes]] = leaf
+            leaf.fingerprint = self._fingerprint(tokens, start)
+        runs.append(kept)
+        return Insertion(leaf, known, b"".join(runs), False, None, replaced)
+
+    def cut(self, node: Node, num_blocks: int) -> Node:
+        """Split a node after its first `num_blocks` blocks, at least one and fewer than it has. Returns the upper half.
+
+        Complexity: O(depth + tokens of the path).
+        """
+        tokens = self.path_tokens(node)
+        self._split(node, num_blocks, tokens, len(tokens) - len(node.tokens))
+        upper = node.parent
+        assert upper is not None
+        return upper
+
+    def _split(self, lower: Node, num_blocks: int, tokens: bytes, start: int) -> None:
+        """Cut a node that begins at `start` after `num_blocks` blocks, which `tokens` shares.
+
+        The new upper node takes the beginning; `lower` stays the same object and keeps its children, its pins and
+        its place in the eviction index.
+        """
+        cut = num_blocks * self._block_bytes
+        parent = lower.parent
+        assert parent is not None
+        assert parent.children is not None
+        packed = lower.block_ids[: num_blocks * BLOCK_ID_BYTES]
+        upper = Node(self.owner, parent, lower.start_bytes, lower.tokens[:cut], packed, lower.fingerprint)
+        upper.num_holds = int(lower.num_holds > 0)
+        upper.num_keeps = int(lower.num_keeps > 0)
+        upper.last_used_s = lower.last_used_s
+        upper.num_uses = lower.num_uses
+        upper.policy_note = lower.policy_note
+        parent.children[upper.tokens[: self._block_bytes]] = upper
+        lower.parent = upper
+        lower.start_bytes += cut
+        lower.tokens = lower.tokens[cut:]
+        lower.block_ids = lower.block_ids[num_blocks * BLOCK_ID_BYTES :]
+        upper.children = ChildTable()
+        upper.children[lower.tokens[: self._block_bytes]] = lower
+        lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut, lower.tokens[: self._block_bytes])
+
+    def join(self, uppers: list[Node], lower: Node) -> None:
+        """Make a node and those before it one node, the inverse of splits. The object stays the lowest one.
+
+        Args:
+            uppers: nodes that follow each other, the topmost first; each is the only child of the one before.
+            lower: the only child of the last of them.
+
+        Complexity: O(tokens of these nodes).
+        """
+        top = uppers[0]
+        parent = top.parent
+        assert parent is not None
+        assert parent.children is not None
+        lower.tokens = b"".join(node.tokens for node in (*uppers, lower))
+        lower.block_ids = b"".join(node.block_ids for node in (*uppers, lower))
+        lower.start_bytes, lower.fingerprint, lower.parent = top.start_bytes, top.fingerprint, parent
+        parent.children[lower.tokens[: self._block_bytes]] = lower
+
+    def remove(self, leaf: Node) -> None:
+        """Remove a leaf. Its blocks are the caller's. Complexity: O(log siblings)."""
+        parent = leaf.parent
+        assert parent is not None
+        assert parent.children is not None
+        del parent.children[leaf.tokens[: self._block_bytes]]
+        if not parent.children:
+            parent.children = None
+
+    def truncate(self, leaf: Node, num_blocks: int) -> bytes:
+        """Shorten a leaf to its first `num_blocks` blocks, at least one and fewer than it has.
+
+        Returns:
+            The packed ids of the blocks cut off, which are now the caller's.
+        """
+        removed = leaf.block_ids[num_blocks * BLOCK_ID_BYTES :]
+        leaf.tokens = leaf.tokens[: num_blocks * self._block_bytes]
+        leaf.block_ids = leaf.block_ids[: num_blocks * BLOCK_ID_BYTES]
+        return removed
+
+    def fingerprint_after(self, node: Node, num_blocks: int) -> int:
+        """Hash the namespace and all tokens up to the end of the block that follows a node's first `num_blocks`.
+
+        Complexity: O(depth + tokens of the path).
+        """
+        tokens = self.path_tokens(node)
+        return self._fingerprint(tokens, len(tokens) - len(node.tokens) + num_blocks * self._block_bytes)
+
+    def _fingerprint(self, tokens: bytes, start: int) -> int:
+        return prefix_fingerprint(self._seed, tokens, start + self._block_bytes)
+
+    def path_tokens(self, node: Node) -> bytes:
+        """Join all tokens from the root to the end of `node`. Complexity: O(depth + tokens)."""
+        runs = [node.tokens]
+        while (parent := node.parent) is not None:
+            runs.append(parent.tokens)
+            node = parent
+        return b"".join(reversed(runs))
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node but the root, parents before children."""
+        stack = list(self.root.children.values()) if self.root.children else []
+        while stack:
+            node = stack.pop()
+            yield node
+            if node.children:
+                stack.extend(node.children.values())

@@ -1,0 +1,438 @@
+"""The slots for states: which block has a snapshot, and who goes on from it."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.api.stats import StateStats
+from radixkv.blocks import BlockIds
+from radixkv.errors import require_invariant
+
+
+@dataclass(slots=True)
+class _Entry:
+    saved_tokens: int
+    num_uses: int
+    worth: float
+
+
+class WorthOrder:
+    """Orders snapshots by the tokens that they save a byte, and by how lately that was seen.
+
+    All snapshots take the same bytes, so their tokens are compared. A snapshot is worth the tokens between the one
+    before it and itself, once for its making and once for each use, above the worth of the last one that was given up:
+    what was worth much long ago falls behind (GreedyDual-Size with Frequency; Cherkasova, HPL-98-69R1).
+
+    Attributes:
+        level: the worth of the last snapshot that was given up.
+
+    Example:
+        >>> order = WorthOrder()
+        >>> order.add(7, saved_tokens=512)
+        >>> order.add(8, saved_tokens=64)
+        >>> order.least(), order.worth_of(100) > order.worth(8)
+        (8, True)
+        >>> order.used(8)
+        >>> order.worth(8)
+        128.0
+    """
+
+    def __init__(self) -> None:
+        self.level = 0.0
+        self._entries: dict[int, _Entry] = {}
+        self._heap: list[tuple[float, int]] = []  # with entries that are out of date; those are skipped
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def worth_of(self, saved_tokens: int) -> float:
+        """Return what a new snapshot would be worth."""
+        return self.level + saved_tokens
+
+    def worth(self, slot: int) -> float:
+        """Return what a snapshot is worth."""
+        return self._entries[slot].worth
+
+    def num_uses(self, slot: int) -> int:
+        """Return how often a snapshot was used."""
+        return self._entries[slot].num_uses
+
+    def add(self, slot: int, saved_tokens: int) -> None:
+        """Add a snapshot. Complexity: O(log snapshots), amortized."""
+        self._entries[slot] = entry = _Entry(saved_tokens, 0, self.worth_of(saved_tokens))
+        self._push(slot, entry)
+
+    def used(self, slot: int) -> None:
+        """Note a use of a snapshot. Complexity: O(log snapshots), amortized."""
+        entry = self._entries[slot]
+        entry.num_uses += 1
+        entry.worth = self.level + entry.saved_tokens * (1 + entry.num_uses)
+        self._push(slot, entry)
+
+    def discard(self, slot: int) -> None:
+        """Forget a snapshot. Complexity: O(1)."""
+        del self._entries[slot]
+
+    def least(self) -> int | None:
+        """Return the snapshot that is worth least; None if there is none. Complexity: O(log snapshots), amortized."""
+        while self._heap:
+            worth, slot = self._heap[0]
+            entry = self._entries.get(slot)
+            if entry is not None and entry.worth == worth:
+                return slot
+            heapq.heappop(self._heap)
+        return None
+
+    def give_up(self, slot: int) -> None:
+        """Forget a snapshot for the sake of another one. Complexity: O(1)."""
+        self.level = max(self.level, self._entries[slot].worth)
+        self.discard(slot)
+
+    def _push(self, slot: int, entry: _Entry) -> None:
+        """Put what a snapshot is worth now into the heap. What is out of date leaves it when there is much of it."""
+        heapq.heappush(self._heap, (entry.worth, slot))
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [(each.worth, number) for number, each in self._entries.items()]
+            heapq.heapify(self._heap)
+
+
+class _Pending(NamedTuple):
+    slot: int
+    saved_tokens: int
+
+
+class _Last(NamedTuple):
+    """The newest snapshot of an answer, whose block and slot these are."""
+
+    slot: int
+    block_id: int
+
+
+class StateLease:
+    """Holds the slot of a running request, and those of snapshots that it has not published yet.
+
+        prompt    [ cached | every_tokens ....)[ every_tokens ....)[ .... )( answer ............
+        source             ^ a snapshot of the tree; then its own slot
+        writes                                ^                   ^ ^             ^ the newest block end of the answer
+                                                  where others left it   the end of the last whole block
+
+    The last token of a prompt is always computed, so a prompt's last snapshot is before its last token.
+
+    Attributes:
+        slot: its own slot, which holds its state after each step.
+        source: the slot that is read by the first step after the last `advance`, and by no later one; None at the
+            beginning of a sequence.
+    """
+
+    def __init__(
+        self,
+        slots: StateSlots,
+        slot: int,
+        source: int | None,
+        cached_tokens: int,
+        num_prompt_tokens: int,
+        found_tokens: int,
+    ) -> None:
+        self.slot = slot
+        self.source = source
+        self._slots = slots
+        self._computed_upto = self._last_kept = cached_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        size = slots.block_size
+        whole_tokens = (num_prompt_tokens - 1) // size * size
+        self._wanted = {whole_tokens, min(found_tokens // size * size, whole_tokens)}
+        self._pending: dict[int, _Pending] = {}  # by position
+        self._last_of_answer: _Last | None = None
+        self._is_closed = False
+
+    @property
+    def computed_upto(self) -> int:
+        """Tokens that its state stands for."""
+        return self._computed_upto
+
+    @property
+    def pending_slots(self) -> list[int]:
+        """Slots of snapshots that are not published."""
+        return [each.slot for each in self._pending.values()]
+
+    def want(self, position: int) -> bool:
+        """Leave a snapshot at the end of a block, because another request will go on there.
+
+        Returns:
+            False if no snapshot may be kept at all.
+        """
+        self._wanted.add(position)
+        return self._slots.num_snapshots > 0
+
+    def writes(self, start: int, end: int, *, keeps: bool) -> list[tuple[int, int]]:
+        """Take slots for the snapshots of a step that computes the tokens `[start, end)`.
+
+        Args:
+            start, end: the tokens.
+            keeps: whether the request may publish anything; if not, no snapshot is taken.
+
+        Returns:
+            Positions and the slots that keep the states there; the last one is its own.
+        """
+        positions = self._positions(start, end) if keeps else []
+        for position in positions:
+            if position not in self._pending:
+                saved_tokens = position - self._last_kept
+                slot = self._slots.take(saved_tokens)
+                if slot is None:
+                    continue
+                self._pending[position] = _Pending(slot, saved_tokens)
+            if position <= self._num_prompt_tokens:
+                self._last_kept = position
+        kept = [(position, self._pending[position].slot) for position in positions if position in self._pending]
+        return [*kept, (end, self.slot)]
+
+    def _positions(self, start: int, end: int) -> list[int]:
+        """List the ends of blocks after `start`, up to `end`, where snapshots are wanted."""
+        size, every = self._slots.block_size, self._slots.every_tokens
+        upto = min(end, self._num_prompt_tokens - 1)
+        positions = {*range((start // every + 1) * every, upto + 1, every)}
+        positions |= {position for position in (*self._wanted, *self._pending) if start < position <= end}
+        newest = end // size * size
+        if newest > max(start, self._num_prompt_tokens - 1):
+            positions.add(newest)
+        return sorted(positions)
+
+    def advance(self, upto: int) -> None:
+        """Go on from its own slot: the tokens before `upto` are computed."""
+        self._read()
+        self.source = self.slot
+        self._computed_upto = upto
+
+    def publish(self, block_ids: BlockIds, num_published_blocks: int) -> None:
+        """Publish the snapshots at the ends of blocks that a tree holds now.
+
+        Args:
+            block_ids: int32, the blocks of the request.
+            num_published_blocks: number of blocks at their beginning that the tree holds.
+        """
+        upto = min(num_published_blocks * self._slots.block_size, self._computed_upto)
+        for position in sorted(each for each in self._pending if each <= upto):
+            slot, saved_tokens = self._pending.pop(position)
+            block_id = int(block_ids[position // self._slots.block_size - 1])
+            if self._slots.publish(slot, block_id, saved_tokens) and position >= self._num_prompt_tokens:
+                if self._last_of_answer is not None:
+                    self._slots.retract(*self._last_of_answer)
+                self._last_of_answer = _Last(slot, block_id)
+
+    def close(self) -> None:
+        """Give all slots back; published snapshots stay. Closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._read()
+        for slot in self.pending_slots:
+            self._slots.drop(slot)
+        self._pending.clear()
+        self._slots.close(self)
+
+    def _read(self) -> None:
+        if self.source is not None and self.source != self.slot:
+            self._slots.read(self.source)
+            self.source = None
+
+
+_NO_SLOT = -1  # in the table, which is searched as a whole
+
+
+class StateSlots:
+    """Hands out slots for states, and keeps snapshots: states at the ends of some cached blocks.
+
+        tokens      [ block 5 )[ block 9 )[ block 2 )[ block 7 )     a path of the tree
+        table           -          3          -          0           slots of the snapshots, by block
+        slots       [ of 7 | own of a request | free | of 9 | pending ]
+
+                 take                publish                 block freed, or worth least
+        free ───────────▶ pending ─────────────▶ snapshot ────────────────────────────────▶ free
+          └──── open ───▶ own of a request ── close ──▶ free
+
+    A snapshot belongs to its block: it goes with it, and is found by those that find the block. A slot that a request
+    still has to read is freed after that.
+
+    Args:
+        num_blocks: blocks of the block pool.
+        block_size: tokens a block.
+        num_requests: requests that may run at the same time; each has a slot of its own.
+        num_snapshots: snapshots that may be kept beside them.
+        every_tokens: tokens between snapshots of a long prompt; rounded down to whole blocks, at least one.
+
+    Attributes:
+        block_size, num_snapshots, every_tokens: as above.
+        table: int32 `[num_blocks]`, the slot of each block's snapshot; -1 where there is none. Read-only for others.
+        num_given_up: snapshots that were given up for others so far.
+        num_recomputed_tokens: cached tokens that were computed again so far, since no snapshot was that far.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_requests: int, num_snapshots: int, every_tokens: int
+    ) -> None:
+        self.block_size = block_size
+        self.num_snapshots = num_snapshots
+        self.every_tokens = max(1, every_tokens // block_size) * block_size
+        self.table: npt.NDArray[np.int32] = np.full(num_blocks, _NO_SLOT, dtype=np.int32)
+        self.num_given_up = 0
+        self.num_recomputed_tokens = 0
+        self.num_slots = num_requests + num_snapshots
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._leases: set[StateLease] = set()  # of the running requests
+        self._num_pending = 0
+        self._blocks: dict[int, int] = {}  # of snapshots, by slot
+        self._readers: Counter[int] = Counter()  # requests that have not read a slot yet
+        self._doomed: set[int] = set()  # slots without a block that somebody still reads
+        self._order = WorthOrder()
+
+    @property
+    def num_kept(self) -> int:
+        """Snapshots that belong to blocks now."""
+        return len(self._blocks)
+
+    def stats(self) -> StateStats:
+        """Count the snapshots. Complexity: O(1)."""
+        return StateStats(self.num_kept, self.num_snapshots, self.num_given_up, self.num_recomputed_tokens)
+
+    def longest(self, block_ids: BlockIds, num_tokens: int) -> int:
+        """Find how much of a cached prompt can be reused.
+
+        Args:
+            block_ids: int32, the blocks of at least `num_tokens` tokens.
+            num_tokens: tokens that are cached.
+
+        Returns:
+            The end of the last whole block that has a snapshot; 0 if there is none.
+
+        Complexity: a pass over the blocks.
+        """
+        with_snapshot = np.flatnonzero(self.table[block_ids[: num_tokens // self.block_size]] != _NO_SLOT)
+        return (int(with_snapshot[-1]) + 1) * self.block_size if with_snapshot.size else 0
+
+    def open(self, block_ids: BlockIds, cached_tokens: int, num_prompt_tokens: int, found_tokens: int) -> StateLease:
+        """Give a request a slot of its own, and let it go on from a snapshot.
+
+        Args:
+            block_ids: int32, its blocks.
+            cached_tokens: tokens that it reuses, as `longest` says.
+            num_prompt_tokens: length of its prompt.
+            found_tokens: tokens at its start that are cached, whether or not one can go on there.
+
+        Returns:
+            A lease that the caller must close.
+        """
+        num_requests = self.num_slots - self.num_snapshots
+        require_invariant("states", len(self._leases) < num_requests, "more requests run than there are slots for")
+        source = None
+        if cached_tokens:
+            source = int(self.table[block_ids[cached_tokens // self.block_size - 1]])
+            require_invariant("states", source != _NO_SLOT, "a request goes on where no snapshot is")
+            self._order.used(source)
+            self._readers[source] += 1
+        self.num_recomputed_tokens += max(0, found_tokens // self.block_size * self.block_size - cached_tokens)
+        slot = self._free.pop()
+        lease = StateLease(self, slot, source, cached_tokens, num_prompt_tokens, found_tokens)
+        self._leases.add(lease)
+        return lease
+
+    def close(self, lease: StateLease) -> None:
+        """Take the own slot of a request back."""
+        self._leases.remove(lease)
+        self._free.append(lease.slot)
+
+    def read(self, slot: int) -> None:
+        """Note that a request has read the snapshot that it goes on from, or never will."""
+        self._readers[slot] -= 1
+        if not self._readers[slot]:
+            del self._readers[slot]
+            if slot in self._doomed:
+                self._doomed.remove(slot)
+                self._free.append(slot)
+
+    def take(self, saved_tokens: int) -> int | None:
+        """Take a slot for a snapshot, if need be from the one that is worth least.
+
+        Args:
+            saved_tokens: tokens that it saves beside the snapshot before it.
+
+        Returns:
+            The slot, pending; None if all others are worth more, or are read.
+        """
+        if len(self._blocks) + self._num_pending + len(self._doomed) >= self.num_snapshots:
+            least = self._order.least()
+            if least is None or least in self._readers or self._order.worth(least) > self._order.worth_of(saved_tokens):
+                return None
+            self._order.give_up(least)
+            self.num_given_up += 1
+            self._leave(least)
+        self._num_pending += 1
+        return self._free.pop()
+
+    def drop(self, slot: int) -> None:
+        """Take a pending slot back."""
+        self._num_pending -= 1
+        self._free.append(slot)
+
+    def publish(self, slot: int, block_id: int, saved_tokens: int) -> bool:
+        """Let a pending slot be the snapshot of a block that a tree holds. Returns False if it has one already."""
+        if self.table[block_id] != _NO_SLOT:
+            self.drop(slot)
+            return False
+        self._num_pending -= 1
+        self.table[block_id] = slot
+        self._blocks[slot] = block_id
+        self._order.add(slot, saved_tokens)
+        return True
+
+    def retract(self, slot: int, block_id: int) -> None:
+        """Free the snapshot of a block, unless it was used or is gone."""
+        if self._blocks.get(slot) == block_id and not self._order.num_uses(slot):
+            self._order.discard(slot)
+            self._leave(slot)
+
+    def freed(self, block_ids: BlockIds) -> None:
+        """Free the snapshots of blocks that nobody owns any more. Complexity: O(len), a loop over those with one."""
+        for slot in self.table[block_ids[self.table[block_ids] != _NO_SLOT]].tolist():
+            self._order.discard(slot)
+            self._leave(slot)
+
+    def _leave(self, slot: int) -> None:
+        """Take a snapshot from its block."""
+        self.table[self._blocks.pop(slot)] = _NO_SLOT
+        if slot in self._readers:
+            self._doomed.add(slot)
+        else:
+            self._free.append(slot)
+
+    def check(self, free_blocks: BlockIds) -> None:
+        """Recount all slots.
+
+        Args:
+            free_blocks: blocks that nobody owns.
+
+        Raises:
+            InvariantViolation: the message says what does not agree.
+        """
+        own = [lease.slot for lease in self._leases]
+        pending = [slot for lease in self._leases for slot in lease.pending_slots]
+        slots = sorted([*self._free, *own, *pending, *self._blocks, *self._doomed])
+        require_invariant("states", slots == list(range(self.num_slots)), "a slot is lost, or two have it")
+        require_invariant("states", self._num_pending == len(pending), "the number of pending slots drifted")
+        blocks = np.flatnonzero(self.table != _NO_SLOT)
+        table = dict(zip(self.table[blocks].tolist(), blocks.tolist(), strict=True))
+        require_invariant("states", table == self._blocks, "the table is not that of the snapshots")
+        require_invariant("states", len(self._order) == len(table), "the order is not that of the snapshots")
+        read = ((lease.source, lease.slot) for lease in self._leases)
+        readers = Counter(source for source, slot in read if source is not None and source != slot)
+        require_invariant("states", self._readers == readers, "the readers are not those of the requests")
+        require_invariant("states", self._doomed <= set(readers), "a slot is kept that nobody reads")
+        num_used = len(table) + len(pending) + len(self._doomed)
+        require_invariant("states", num_used <= self.num_snapshots, "more snapshots are kept than may be")
+        require_invariant("states", bool((self.table[free_blocks] == _NO_SLOT).all()), "a free block has one")

@@ -1,0 +1,235 @@
+"""The places of all nodes of a cache, by which they can be looked at a few at a time."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.segments import HEAT_HALF_LIFE_S, Segment, SegmentPage
+from radixkv.cache.changes import Listener
+from radixkv.cache.node import NO_PLACE, Node
+from radixkv.cache.retained_nodes import is_retained
+from radixkv.errors import require_invariant
+from radixkv.invocation import InvocationMarks
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
+
+# Work of one call on the engine's thread, so that it takes under 1 ms: 2,048 places are passed in 0.3 ms, 512 nodes
+# are sorted by heat in 0.5 ms, and 256 segments are made in 0.3 ms.
+MAX_PASSED = 2048
+MAX_COMPARED = 512
+MAX_SEGMENTS = 256
+
+_require = functools.partial(require_invariant, "segment index")
+
+
+class SegmentIndex(Listener):
+    """Gives each node a place, the lowest that is free, which it keeps as long as it is cached.
+
+        places     0      1      2      3            a page of two: places 0 and 1; the next one goes on at 2
+                [ node | node | free | node ]
+
+    A walk over all places, with any changes between its pages, meets each node that is cached all the time exactly
+    once. A node that comes or goes meanwhile is met at most once for each time that it comes. A split leaves the old
+    node its place, and gives a place to the upper half.
+
+    Args:
+        clock: seconds, that of the cache.
+        marks: tell what invoked adapters computed.
+    """
+
+    def __init__(self, clock: Callable[[], float], marks: InvocationMarks) -> None:
+        self._clock = clock
+        self._marks = marks
+        self._nodes: list[Node | None] = []
+        self._free: list[int] = []  # a heap, of places below the length of `_nodes`
+
+    def __len__(self) -> int:
+        return len(self._nodes) - len(self._free)
+
+    def page(self, start: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS) -> SegmentPage:
+        """List segments by place. The page may be empty although others follow.
+
+        Args:
+            start: the place to begin at.
+            tenant: whose segments; None for everybody's.
+            max_segments: at most `MAX_SEGMENTS` are listed.
+
+        Complexity: O(`MAX_PASSED`).
+        """
+        found: list[Node] = []
+        place, end = start, min(start + MAX_PASSED, len(self._nodes))
+        max_segments = min(max_segments, MAX_SEGMENTS)
+        while place < end and len(found) < max_segments:
+            node = self._nodes[place]
+            place += 1
+            if node is not None and (tenant is None or node.owner.namespace.tenant == tenant):
+                found.append(node)
+        return self._page(found, place, len(found))
+
+    def hottest(
+        self, start: int, stride: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS
+    ) -> SegmentPage:
+        """Compare `MAX_COMPARED` places, and list the hottest segments there with the segments before them.
+
+        Args:
+            start: the place to begin at.
+            stride: places from one to the next.
+            tenant: whose segments; None for everybody's.
+            max_segments: at most `MAX_SEGMENTS` are listed.
+
+        Returns:
+            A page, in no order. A segment that is hot because many others continue it is found through any of them.
+
+        Complexity: O(`MAX_COMPARED` log `MAX_COMPARED`).
+        """
+        end = start + stride * MAX_COMPARED
+        nodes = [
+            node
+            for node in self._nodes[start:end:stride]
+            if node is not None and (tenant is None or node.owner.namespace.tenant == tenant)
+        ]
+        nodes.sort(key=_log_heat, reverse=True)
+        max_segments = min(max_segments, MAX_SEGMENTS)
+        found: dict[int, Node] = {}
+        for hot in nodes:
+            node: Node | None = hot
+            while len(found) < max_segments and node is not None and node.place not in found and node.parent:
+                found[node.place] = node
+                node = node.parent
+        return self._page(found.values(), end, len(nodes))
+
+    def tokens_by_adapter(self) -> Generator[None, None, Counter[str]]:
+        """Count the cached tokens of each adapter, by digest, in slices of `MAX_PASSED` places that end with a `yield`.
+
+        Of what changes between slices, some may be counted twice or not at all.
+        """
+        counts: Counter[str] = Counter()
+        for nodes in self.slices():
+            for node in nodes:
+                num_tokens = len(node.tokens) // TOKEN_BYTES
+                num_plain = self._marks.num_plain(node.tokens)
+                counts[node.owner.namespace.adapter] += num_plain
+                if num_plain < num_tokens:
+                    counts[self._marks.digest_of(node.tokens)] += num_tokens - num_plain
+            yield
+        return counts
+
+    def namespaces_invoking(self, digest: str) -> Generator[None, None, set[Namespace]]:
+        """Find the namespaces in which anything is cached with an invoked adapter, in slices as above."""
+        found: set[Namespace] = set()
+        if self._marks.has(digest):
+            for nodes in self.slices():
+                found |= {node.owner.namespace for node in nodes if self._marks.digest_of(node.tokens) == digest}
+                yield
+        return found
+
+    def slices(self) -> Iterator[list[Node]]:
+        """Iterate over all nodes, those of `MAX_PASSED` places at a time, as they are when they are asked for."""
+        start = 0
+        while start < len(self._nodes):
+            yield [node for node in self._nodes[start : start + MAX_PASSED] if node is not None]
+            start += MAX_PASSED
+
+    def _page(self, nodes: Iterable[Node], next_place: int, num_compared: int) -> SegmentPage:
+        now_s = self._clock()
+        num_places = len(self._nodes)
+        return SegmentPage(
+            segments=tuple(_segment(node, self._namespace_of(node), now_s) for node in nodes),
+            next_place=next_place if next_place < num_places else None,
+            num_places=num_places,
+            num_segments=len(self),
+            num_compared=num_compared,
+        )
+
+    def _namespace_of(self, node: Node) -> Namespace:
+        """Return a node's namespace, with the adapter that computed its last token."""
+        invoked = self._marks.digest_of(node.tokens)
+        return node.owner.namespace._replace(adapter=invoked) if invoked else node.owner.namespace
+
+    def inserted(self, leaf: Node, now_s: float) -> None:
+        """Give a new leaf a place."""
+        self._add(leaf)
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """Give the upper half a place."""
+        self.cut(lower)
+
+    def cut(self, lower: Node) -> None:
+        """Give the upper half a place."""
+        upper = lower.parent
+        assert upper is not None
+        self._add(upper)
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Take the places of the nodes that are gone."""
+        for upper in uppers:
+            self._remove(upper)
+
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Take the place of a leaf that goes."""
+        if num_blocks == leaf.num_blocks:
+            self._remove(leaf)
+
+    def purged(self, node: Node) -> None:
+        """Take a node's place."""
+        self._remove(node)
+
+    def _add(self, node: Node) -> None:
+        if self._free:
+            node.place = heapq.heappop(self._free)
+            self._nodes[node.place] = node
+        else:
+            node.place = len(self._nodes)
+            self._nodes.append(node)
+
+    def _remove(self, node: Node) -> None:
+        """Free a node's place. Complexity: O(log free places)."""
+        self._nodes[node.place] = None
+        heapq.heappush(self._free, node.place)
+        node.place = NO_PLACE
+        if len(self._free) == len(self._nodes):  # a purge of everything gives the memory back
+            self._nodes, self._free = [], []
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        """Compare the places with the nodes that there are. Complexity: O(nodes).
+
+        Raises:
+            InvariantViolation: the message names what does not add up.
+        """
+        num_nodes = 0
+        for node in nodes:
+            num_nodes += 1
+            _require(0 <= node.place < len(self._nodes) and self._nodes[node.place] is node, "a node has no place")
+        _require(len(self) == num_nodes, "a place holds a node outside every tree")
+        _require(all(self._nodes[place] is None for place in self._free), "a place with a node is free")
+
+
+def _log_heat(node: Node) -> float:
+    """Return a key that orders nodes by heat at any moment."""
+    return math.log2(node.num_uses + 1) + node.last_used_s / HEAT_HALF_LIFE_S
+
+
+def _segment(node: Node, namespace: Namespace, now_s: float) -> Segment:
+    parent, expiry = node.parent, node.expiry_entry
+    idle_s = max(0.0, now_s - node.last_used_s)
+    return Segment(
+        node.place,
+        None if parent is None or parent.place == NO_PLACE else parent.place,
+        namespace,
+        namespace.trunk_tokens + node.start_bytes // TOKEN_BYTES,
+        len(node.tokens) // TOKEN_BYTES,
+        node.num_blocks,
+        len(node.children or ()),
+        node.num_uses,
+        idle_s,
+        (node.num_uses + 1) * 2 ** (-idle_s / HEAT_HALF_LIFE_S),
+        node.num_holds,
+        node.priority,
+        is_retained(node),
+        None if expiry is None else max(0.0, expiry[0] - now_s),
+    )

@@ -1,4 +1,0 @@
-"""Radix trees: nodes, their children, and the match.
-
-Face: `RadixTree`, `Node`.
-"""

@@ -1,0 +1,361 @@
+"""All groups of layers whose blocks have parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.api.stats import PartStats
+from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.recurrent_states import StateSlots
+from radixkv.cache.window_pool import NO_PART, WindowPool
+from radixkv.errors import InvariantViolation
+
+_COPIED = -1  # in place of the position of a block that is only copied from
+
+
+class Cover(NamedTuple):
+    """The parts in which one step of a request reads and writes.
+
+    Attributes:
+        part_ids: int32 `[ceil(end / block_size)]`, the part of each block that is within reach or written; 0, which
+            means nothing, for those before.
+        copy: a copy to make first, of parts; None for none.
+    """
+
+    part_ids: BlockIds
+    copy: BlockCopy | None
+
+
+class WindowLease:
+    """Keeps the parts that a request needs in one pool, from its lease until that is closed.
+
+        cover    needs those within reach of the next tokens, and those of the tokens themselves
+        settle   the tokens are computed: needs those within reach of what comes then
+
+    Args:
+        pool: the parts of the group.
+        num_reserved: parts that the request may need at most, those of its tokens in a step excepted; they are
+            reserved already.
+        keeps_all: whether everything is within reach.
+
+    Attributes:
+        num_reserved: as above.
+        num_lasting: those of them that outlive the request.
+    """
+
+    __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_parting", "_pool", "num_lasting", "num_reserved")
+
+    def __init__(self, pool: WindowPool, num_reserved: int, *, keeps_all: bool = False) -> None:
+        self._pool = pool
+        self._keeps_all = keeps_all
+        self._needed: dict[int, int] = {}  # block ids, and which block of the prompt each is
+        self._num_found_blocks = 0
+        self._parting = range(0)  # blocks from whose end others may go on, although this request passes them
+        self.num_reserved = num_reserved
+        self.num_lasting = 0
+
+    @property
+    def needed(self) -> list[int]:
+        """Ids of the blocks whose parts are needed."""
+        return list(self._needed)
+
+    def part_of(self, block_id: int) -> int:
+        """Return the part of a block that is needed."""
+        return self._pool.part_of(block_id)
+
+    def find(self, block_ids: BlockIds, cached_tokens: int) -> None:
+        """Keep what is needed to go on after the cached tokens.
+
+        Args:
+            block_ids: int32, the blocks that hold them; `WindowPool.longest` has said that this is possible.
+            cached_tokens: tokens that are reused.
+        """
+        first, end = self._first_block(cached_tokens), -(-cached_tokens // self._pool.block_size)
+        self._num_found_blocks = end
+        self._move(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
+
+    def expect_others(self, upto: int) -> None:
+        """Let what is needed to go on after `upto` tokens stay as an end does, although the request goes further.
+
+        Another prompt has the same tokens up to there, so a third may.
+        """
+        self._parting = range(self._first_block(upto), -(-upto // self._pool.block_size))
+
+    def cover(self, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None = None) -> Cover:
+        """Keep what a step needs that computes the tokens `[start, end)`, and give parts to the blocks that it writes.
+
+        Args:
+            block_ids: int32, the blocks of at least `end` tokens.
+            start, end: the tokens. Those before are computed.
+            copy: a copy of a block that is made first: its target holds the token before `start`.
+
+        Raises:
+            InvariantViolation: a part is missing that should have been kept.
+        """
+        size = self._pool.block_size
+        first, last = self._first_block(start), -(-end // size)
+        wanted = dict(zip(block_ids[first:last].tolist(), range(first, last), strict=True))
+        num_written_blocks = -(-start // size)
+        if copy is not None:
+            wanted[copy.source] = _COPIED
+            num_written_blocks -= 1
+        self._move(wanted, num_written_blocks)
+        table = self._pool.table
+        part_ids = np.zeros(last, dtype=np.int32)
+        part_ids[first:] = table[block_ids[first:last]]
+        part_copy = None if copy is None else BlockCopy(int(table[copy.source]), int(table[copy.target]))
+        return Cover(part_ids, part_copy)
+
+    def receive(self, block_ids: BlockIds, num_blocks: int) -> list[int]:
+        """Keep what is needed to go on after blocks that are loaded, and give parts to those that have none.
+
+        Args:
+            block_ids: int32, the blocks of the prompt.
+            num_blocks: those of them that are computed or loaded, as `WindowedLayers.num_usable` says.
+
+        Returns:
+            Which blocks of the prompt got a part, that the caller has to fill.
+        """
+        first = self._first_block(num_blocks * self._pool.block_size)
+        wanted = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
+        lacking = {block_id: at for block_id, at in wanted.items() if self._pool.table[block_id] == NO_PART}
+        self._move({block_id: at for block_id, at in wanted.items() if block_id not in lacking}, num_blocks)
+        self._pool.need(lacking)  # last, so that none of the others goes for them
+        self._needed.update(lacking)
+        self._num_found_blocks = num_blocks
+        return list(lacking.values())
+
+    def settle(self, upto: int, copy: BlockCopy | None = None) -> None:
+        """Keep only what is needed to go on after the computed tokens, or to compute the last of them again.
+
+        So the same prompt is found but for its last token, which is always computed.
+
+        Args:
+            upto: tokens that are computed.
+            copy: a copy that is still to be made.
+        """
+        first, end = self._first_block(upto - 1), -(-upto // self._pool.block_size)
+        source = None if copy is None else copy.source
+        needed = self._needed
+        dropped = [b for b, at in needed.items() if not first <= at < end and (at != _COPIED or b != source)]
+        self._let_go(dropped)
+
+    def exchange(self, old: int, new: int) -> None:
+        """Let a tree's block stand for one of the request's own; see `WindowPool.exchange`."""
+        if self._pool.exchange(old, new):
+            self._needed[new] = self._needed.pop(old)
+
+    def keep(self) -> bool:
+        """Keep what is needed now, and nothing else, until `close`, although the request is over.
+
+        Returns:
+            Whether there is room for that. If not, nothing is kept any more.
+        """
+        num_parts = len(self._needed)
+        if not self._pool.may_last(num_parts):
+            self.close()
+            return False
+        self._pool.reserve(num_parts - self.num_reserved)
+        self._pool.num_lasting += num_parts
+        self.num_reserved = self.num_lasting = num_parts
+        return True
+
+    def close(self) -> None:
+        """Need nothing any more, and give the reservation back. Closing again does nothing."""
+        self._pool.let_go(self._needed, are_ends=True)
+        self._pool.reserve(-self.num_reserved)
+        self._pool.num_lasting -= self.num_lasting
+        self._needed, self.num_reserved, self.num_lasting = {}, 0, 0
+
+    def _first_block(self, upto: int) -> int:
+        return 0 if self._keeps_all else self._pool.reach.first_token(upto) // self._pool.block_size
+
+    def _move(self, wanted: dict[int, int], num_written_blocks: int) -> None:
+        """Need these blocks and no others. Those before `num_written_blocks` must have their parts."""
+        needed, table = self._needed, self._pool.table
+        more = {block_id: at for block_id, at in wanted.items() if block_id not in needed}
+        if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in more.items()):
+            raise InvariantViolation("parts: expected that of a block within reach to be kept, got none")
+        self._let_go([block_id for block_id in needed if block_id not in wanted])  # first, so that there are enough
+        self._pool.need(more)
+        needed.update(wanted)
+
+    def _let_go(self, block_ids: list[int]) -> None:
+        found: list[int] = []
+        passed: list[int] = []
+        for block_id in block_ids:
+            at = self._needed.pop(block_id)
+            is_end = at < self._num_found_blocks or at in self._parting
+            (found if is_end else passed).append(block_id)
+        self._pool.let_go(found, are_ends=True)
+        self._pool.let_go(passed, are_ends=False)
+
+
+class WindowedLayers:
+    """The part pools of one cache. Without any it does nothing, and all layers are found by the ids of blocks.
+
+    Args:
+        pools: the pool of each group.
+        states: snapshots of states, from one of which each request goes on; None for a model without states.
+
+    Attributes:
+        pools, states: as above.
+    """
+
+    def __init__(self, pools: Sequence[WindowPool] = (), states: StateSlots | None = None) -> None:
+        self.pools = tuple(pools)
+        self.states = states
+        self._num_shortened_hits = self._num_lost_tokens = 0
+        self._all: tuple[WindowPool | StateSlots, ...] = self.pools if states is None else (*self.pools, states)
+
+    @property
+    def num_reached_blocks(self) -> int:
+        """Blocks before a token of which some may be within reach."""
+        return max((-(-pool.reach.num_tokens // pool.block_size) + 1 for pool in self.pools), default=0)
+
+    def longest(self, packed: bytes, num_tokens: int) -> int:
+        """Find how much of a cached prompt can be reused.
+
+        Args:
+            packed: ids of the blocks of at least `num_tokens` tokens.
+            num_tokens: tokens that are cached.
+
+        Returns:
+            The most tokens after which every group has what it needs.
+        """
+        if not self._all or not num_tokens:
+            return num_tokens
+        block_ids = np.frombuffer(packed, dtype=np.int32)
+        before = -1
+        while before != num_tokens:  # what suits one group may not suit another
+            before = num_tokens
+            for pool in self._all:
+                num_tokens = pool.longest(block_ids, num_tokens)
+        return num_tokens
+
+    def note_hit(self, cached_tokens: int, reused_tokens: int) -> None:
+        """Count a lease, given the tokens that are cached and those of them that it could reuse."""
+        if self.pools and reused_tokens < cached_tokens:
+            self._num_shortened_hits += 1
+            self._num_lost_tokens += cached_tokens - reused_tokens
+
+    def stats(self) -> PartStats | None:
+        """Count the parts of all groups; None if there are none."""
+        if not self.pools:
+            return None
+        return PartStats(
+            free=sum(pool.num_free for pool in self.pools),
+            needed=sum(pool.num_needed for pool in self.pools),
+            kept=sum(pool.num_waiting for pool in self.pools),
+            given_up=sum(pool.num_given_up for pool in self.pools),
+            shortened_hits=self._num_shortened_hits,
+            lost_tokens=self._num_lost_tokens,
+        )
+
+    def num_usable(self, block_ids: BlockIds, have_part: Sequence[bool], *, keeps_all: bool = False) -> int:
+        """Count the blocks, of those that could be loaded, from whose end a request can go on.
+
+        Args:
+            block_ids: int32, the blocks before them.
+            have_part: whether each of them has its part.
+            keeps_all: whether everything is within the request's reach.
+        """
+        num_blocks, before = block_ids.size + len(have_part), -1
+        while before != num_blocks:
+            before = num_blocks
+            for pool in self.pools:
+                has_part = np.append(pool.table[block_ids] != NO_PART, np.array(have_part, dtype=np.bool_))[:num_blocks]
+                if keeps_all:
+                    num_blocks = num_blocks if has_part.all() else int(has_part.argmin())
+                else:
+                    num_blocks = pool.reach.longest(has_part, num_blocks * pool.block_size, pool.block_size)
+                    num_blocks //= pool.block_size
+        return max(0, num_blocks - block_ids.size)
+
+    def open(
+        self,
+        block_ids: BlockIds,
+        cached_tokens: int,
+        num_tokens: int,
+        *,
+        keeps_all: bool = False,
+        found_tokens: int = 0,
+    ) -> tuple[WindowLease, ...]:
+        """Reserve what a request may need, and keep what it found.
+
+        Args:
+            block_ids: int32, the blocks that hold the cached tokens.
+            cached_tokens: tokens that are reused, as `longest` says.
+            num_tokens: tokens that it will have at most.
+            keeps_all: whether everything is within its reach, and stays when it is over.
+            found_tokens: tokens that are cached, with or without the parts that it takes to go on after them.
+
+        Returns:
+            A holder for each group. The caller must close them.
+
+        Raises:
+            OutOfBlocks: other requests have reserved too many parts, or too many would outlive their requests. Nothing
+                has changed.
+        """
+        numbers = [self._most(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
+        self.require_room(num_tokens, keeps_all=keeps_all)
+        holders = []
+        for pool, number in zip(self.pools, numbers, strict=True):
+            pool.reserve(number)
+            holders.append(WindowLease(pool, number, keeps_all=keeps_all))
+            holders[-1].find(block_ids, cached_tokens)
+            if found_tokens > cached_tokens:
+                holders[-1].expect_others(found_tokens)
+        return tuple(holders)
+
+    def require_lasting_room(self, num_tokens: int) -> None:
+        """Raise if all parts of `num_tokens` tokens may not stay when their request is over.
+
+        Raises:
+            OutOfBlocks: too many would outlive their requests.
+        """
+        for pool in self.pools:
+            pool.require_lasting_room(self._most(pool, num_tokens, keeps_all=True))
+
+    def require_room(self, num_tokens: int, *, keeps_all: bool = False) -> None:
+        """Raise if a request of `num_tokens` tokens can't run now.
+
+        Raises:
+            OutOfBlocks: as `open` says.
+        """
+        for pool in self.pools:
+            pool.require_room(self._most(pool, num_tokens, keeps_all=keeps_all), lasts=keeps_all)
+
+    def exchange(self, holders: Iterable[WindowLease], old: BlockIds, new: BlockIds) -> None:
+        """Let blocks of a tree stand for a request's own ones; see `WindowLease.exchange`."""
+        for holder in holders:
+            for one, other in zip(old.tolist(), new.tolist(), strict=True):
+                holder.exchange(one, other)
+
+    def freed(self, block_ids: BlockIds) -> None:
+        """Take back the parts of blocks that nobody owns any more."""
+        for pool in self._all:
+            pool.freed(block_ids)
+
+    def check(self, open_holders: Iterable[Sequence[WindowLease]], free_blocks: BlockIds) -> None:
+        """Recount the parts of each group; see `WindowPool.check`.
+
+        Args:
+            open_holders: the holders of each open lease that has some.
+            free_blocks: blocks that nobody owns.
+        """
+        by_group = list(zip(*open_holders, strict=True)) or [()] * len(self.pools)
+        for pool, holders in zip(self.pools, by_group, strict=True):
+            needs = Counter(block_id for holder in holders for block_id in holder.needed)
+            pool.check(needs, sum(holder.num_reserved for holder in holders), free_blocks)
+        if self.states is not None:
+            self.states.check(free_blocks)
+
+    def _most(self, pool: WindowPool, num_tokens: int, *, keeps_all: bool) -> int:
+        if keeps_all:
+            return -(-num_tokens // pool.block_size) + 1
+        return pool.reach.most_blocks(num_tokens, pool.block_size)

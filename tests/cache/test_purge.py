@@ -1,0 +1,288 @@
+"""Forgetting whole namespaces, also while requests use them. Blocks are four tokens."""
+
+import gc
+from collections import Counter
+
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.cache.lease import Lease
+from radixkv.cache.node import Node
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.purge import Purged, all_slices
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from tests.fakes import FakeClock, cached, lease_text, publish, spell
+
+PLAIN = Namespace("model")
+TENANT = Namespace("model", "acme")
+ADAPTER = Namespace("model", "acme", "lora")
+SALT = Namespace("model", "acme", "lora", "salt")
+ALL = (PLAIN, TENANT, ADAPTER, SALT)
+
+
+def make_cache() -> PrefixCache:
+    cache = PrefixCache(64, 4, clock=FakeClock())
+    for namespace in ALL:
+        publish(cache, "aaaabbbbcc", namespace)
+        publish(cache, "aaaaXXXX", namespace)
+    return cache
+
+
+def left(cache: PrefixCache) -> set[Namespace]:
+    cache.check()
+    return {namespace for namespace in ALL if cached(cache, "aaaabbbbcc", namespace)}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gone"),
+    [
+        ({}, set(ALL)),
+        ({"tenant": "acme"}, {TENANT, ADAPTER, SALT}),
+        ({"tenant": "acme", "adapter": ""}, {TENANT}),
+        ({"adapter": "lora"}, {ADAPTER, SALT}),
+        ({"salt": ""}, {PLAIN, TENANT, ADAPTER}),
+        ({"tenant": "acme", "adapter": "lora", "salt": "salt"}, {SALT}),
+        ({"tenant": "nobody"}, set()),
+    ],
+)
+def test_what_is_named_is_gone_and_nothing_else(wanted: dict[str, str], gone: set[Namespace]) -> None:
+    cache = make_cache()
+    assert cache.purge(**wanted) == Purged(4 * len(gone), 0)
+    assert left(cache) == set(ALL) - gone
+    assert cache.pool.num_free == 64 - 4 * (len(ALL) - len(gone))
+    assert cache.tenants["acme"].num_cached_blocks == 4 * len({TENANT, ADAPTER, SALT} - gone)
+
+
+def test_a_request_in_flight_keeps_its_blocks_and_publishes_nothing_more() -> None:
+    cache = make_cache()
+    lease = lease_text(cache, "aaaabbbbccDD", TENANT)
+    reused = lease.block_ids[:2].tolist()
+    assert cache.purge(tenant="acme", adapter="") == Purged(1, 3)
+    assert left(cache) == set(ALL) - {TENANT}
+    assert lease.commit(12) == 0
+    assert left(cache) == set(ALL) - {TENANT}
+    taken = cache.pool.acquire(cache.pool.num_free)
+    assert set(reused).isdisjoint(taken.tolist())
+    cache.pool.release(taken)
+    lease.close()
+    cache.check()
+    assert cache.pool.num_leased == cache.num_pinned_blocks == 0
+
+
+def test_a_request_that_had_found_nothing_publishes_nothing_either() -> None:
+    cache = make_cache()
+    with lease_text(cache, "ZZZZ", TENANT) as lease:
+        cache.purge(tenant="acme")
+        assert lease.commit(4) == 0
+    cache.check()
+    assert cached(cache, "ZZZZ", TENANT) == 0
+
+
+def test_a_purged_namespace_can_be_filled_again_while_old_requests_run() -> None:
+    cache = make_cache()
+    with lease_text(cache, "aaaabbbbccD", TENANT) as old, lease_text(cache, "aaaaXXXXY", TENANT):
+        cache.purge(tenant="acme")
+        blocks = publish(cache, "aaaabbbbcc", TENANT)
+        assert set(blocks).isdisjoint(old.block_ids.tolist())
+        cache.check()
+        assert cached(cache, "aaaabbbbcc", TENANT) == 10
+    cache.check()
+    assert cached(cache, "aaaabbbbcc", TENANT) == 10
+
+
+def test_a_block_replaced_under_a_lease_is_freed_once() -> None:
+    cache = make_cache()
+    with lease_text(cache, "aaaabbbbccY", TENANT):
+        with lease_text(cache, "aaaabbbbccdd", TENANT) as grown:
+            grown.commit(12)
+        cache.purge(tenant="acme")
+        cache.check()
+    cache.check()
+    assert cache.pool.num_leased == 0
+
+
+def test_retained_blocks_go_as_well_and_give_their_budget_back() -> None:
+    cache = make_cache()
+    cache.retain(TENANT, spell("aaaabbbbcc"), Retention(90, ttl_s=60))
+    cache.retain(PLAIN, spell("aaaa"), Retention(90))
+    assert cache.num_retained_blocks == 4
+    cache.purge(tenant="acme")
+    cache.check()
+    assert cache.num_retained_blocks == 1
+
+
+class Untouchable(Namespace):
+    """A namespace of another tenant, at which a purge must not look."""
+
+    def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
+        raise AssertionError("looked at")
+
+
+def test_a_purge_looks_at_no_namespace_and_no_lease_of_another_tenant() -> None:
+    cache = make_cache()
+    other = Untouchable("model", "other")
+    publish(cache, "aaaa", other)
+    with lease_text(cache, "aaaab", other):
+        assert cache.purge(tenant="nobody") == Purged(0, 0)
+        assert cache.purge(tenant="acme") == Purged(12, 0)
+
+
+def test_a_lease_is_looked_at_once_for_all_and_once_for_its_own_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: Counter[str] = Counter()
+    slot = Lease.__dict__["is_revoked"]
+
+    def looked(lease: Lease) -> bool:
+        looks[lease.namespace.salt] += 1
+        return bool(slot.__get__(lease))
+
+    def revoked(lease: Lease, value: bool) -> None:
+        looks[lease.namespace.salt] += 1
+        slot.__set__(lease, value)
+
+    cache = PrefixCache(256, 4, clock=FakeClock())
+    namespaces = [Namespace("model", "acme", "", str(number)) for number in range(50)]
+    leases = []
+    for namespace in namespaces:
+        publish(cache, "aaaabbbb", namespace)
+        leases.append(lease_text(cache, "aaaabbbbc", namespace))
+    monkeypatch.setattr(Lease, "is_revoked", property(looked, revoked))
+    assert cache.purge(tenant="acme") == Purged(0, 100)
+    assert looks == {namespace.salt: 2 for namespace in namespaces}
+    looks.clear()
+    cache.purge(tenant="acme", adapter="", salt="7")
+    assert looks == {"7": 1}
+    for lease in leases:
+        lease.close()
+    assert cache.leases.open._by_tenant == {}
+
+
+def test_namespaces_that_are_in_use_are_purged_in_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 3)
+    cache = PrefixCache(64, 4, clock=FakeClock())
+    leases = []
+    for number in range(7):
+        namespace = Namespace("model", "acme", "", str(number))
+        publish(cache, "aaaabbbb", namespace)
+        leases.append(lease_text(cache, "aaaabbbbc", namespace))
+    num_left, purging = [], cache.purging()
+    while next(purging, "over") is None:
+        cache.check()
+        num_left.append(cache.num_namespaces)
+    assert num_left == [4, 1]
+    for lease in leases:
+        lease.close()
+    assert cache.pool.num_free == 64
+
+
+@pytest.mark.parametrize(
+    ("wanted", "revoked"),
+    [
+        ({}, set(ALL)),
+        ({"tenant": "acme"}, {TENANT, ADAPTER, SALT}),
+        ({"tenant": "acme", "adapter": ""}, {TENANT}),
+        ({"adapter": "lora", "salt": "salt"}, {SALT}),
+        ({"salt": ""}, {PLAIN, TENANT, ADAPTER}),
+        ({"tenant": "acme", "adapter": "lora", "salt": "salt"}, {SALT}),
+        ({"tenant": "nobody", "adapter": "", "salt": ""}, set()),
+        ({"tenant": PUBLIC_TENANT}, set()),
+        ({"tenant": PUBLIC_TENANT, "adapter": "", "salt": ""}, set()),
+    ],
+)
+def test_leases_of_what_is_named_are_revoked_and_no_others(wanted: dict[str, str], revoked: set[Namespace]) -> None:
+    cache = make_cache()
+    leases = [lease_text(cache, "ZZZZ", namespace) for namespace in (*ALL, Namespace("model", PUBLIC_TENANT))]
+    cache.purge(**wanted)
+    assert {lease.namespace for lease in cache.leases.open if lease.is_revoked} == revoked
+    for lease in leases:
+        lease.close()
+
+
+def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 6)  # two namespaces
+    cache = make_cache()
+    purging = cache.purging()
+    next(purging)
+    assert len(left(cache)) == 2
+    assert all_slices(purging) == Purged(16, 0)
+    assert left(cache) == set()
+
+
+def test_a_large_tree_is_taken_in_slices_and_what_is_in_use_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 4)
+    cache = PrefixCache(128, 4, clock=FakeClock())
+    texts = ["aaaa" + letter * 4 + end * 4 for letter in "bcdefghi" for end in "XYZ"]
+    for text in texts:
+        publish(cache, text)
+    cache.retain(PLAIN, spell(texts[5]), Retention(priority=80))
+    used = lease_text(cache, texts[3] + "!")
+    num_left = [len(cache.segments)]
+    purging = cache.purging()
+    while (purged := next(purging, None)) is None and len(cache.segments):
+        cache.check()
+        num_left.append(len(cache.segments))
+    assert num_left == [33, 29, 25, 21, 17, 13, 9, 5]
+    assert purged is None
+    assert [cached(cache, text) for text in texts] == [0] * len(texts)
+    assert (cache.num_retained_blocks, cache.pool.num_free, cache.pool.num_leased) == (0, 128 - 4, 4)
+    used.close()
+    cache.check()
+    assert cache.pool.num_free == 128
+
+
+def test_looks_at_namespaces_are_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.purge._MAX_LOOKS", 3)
+    purging = make_cache().purging(salt="nobody's")
+    next(purging)
+    with pytest.raises(StopIteration):
+        next(purging)
+
+
+def test_nothing_from_before_a_purge_in_slices_is_left_by_what_came_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 3)  # one namespace
+    cache = make_cache()
+    before = lease_text(cache, "aaaabbbbccDD", SALT)
+    purging = cache.purging()
+    next(purging)
+    assert left(cache) == {TENANT, ADAPTER, SALT}
+    user, newcomer = lease_text(cache, "aaaabbbbccDD", ADAPTER), lease_text(cache, "aaaa", PLAIN)
+    publish(cache, "eeee", SALT)
+    assert [user.cached_tokens, newcomer.cached_tokens] == [10, 0]
+    assert newcomer.commit(4) == 4
+    while next(purging, "over") is None:
+        cache.check()
+    assert [user.commit(12), before.commit(12)] == [0, 0]
+    for lease in (user, newcomer, before):
+        lease.close()
+    assert left(cache) == {PLAIN}
+    assert [cached(cache, "aaaa", namespace) for namespace in ALL] == [4, 0, 0, 0]
+    assert cached(cache, "eeee", SALT) == 0
+    assert cache.pool.num_leased == 0
+
+
+def test_a_namespace_that_was_evicted_between_slices_and_came_again_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 1)
+    cache = make_cache()
+    purging = cache.purging()
+    next(purging)
+    cache.evict(64)
+    publish(cache, "aaaabbbbcc", TENANT)
+    assert next(purging, None) is None
+    assert left(cache) == {TENANT}
+
+
+def test_purged_and_evicted_nodes_are_freed_without_a_collection() -> None:
+    cache = make_cache()
+    ids = {id(node) for node in cache.nodes()}
+    gc.disable()
+    try:
+        with lease_text(cache, "aaaabbbbccDD", SALT):
+            cache.purge(tenant="acme", adapter="lora")
+        cache.evict(64)
+        assert cache.num_namespaces == 0
+        assert [each for each in gc.get_objects() if type(each) is Node and id(each) in ids] == []
+    finally:
+        gc.enable()

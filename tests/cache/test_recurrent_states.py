@@ -1,0 +1,338 @@
+import random
+
+import numpy as np
+import pytest
+
+from radixkv.cache.recurrent_states import StateLease, StateSlots, WorthOrder
+from radixkv.errors import InvariantViolation
+
+
+def test_the_snapshot_that_saves_fewest_tokens_is_worth_least() -> None:
+    order = WorthOrder()
+    for slot, saved_tokens in ((3, 512), (5, 16), (4, 100)):
+        order.add(slot, saved_tokens)
+    assert order.least() == 5
+    order.discard(5)
+    assert order.least() == 4
+
+
+def test_a_use_counts_as_much_as_the_making() -> None:
+    order = WorthOrder()
+    order.add(1, 100)
+    order.add(2, 250)
+    order.used(1)
+    assert order.least() == 1
+    order.used(1)
+    assert (order.least(), order.num_uses(1)) == (2, 2)
+
+
+def test_what_was_worth_much_long_ago_falls_behind() -> None:
+    order = WorthOrder()
+    order.add(0, 250)
+    for slot in (1, 2):
+        order.add(slot, 100)
+        assert order.least() == slot, "each newcomer is worth 100 more than the one before"
+        order.give_up(slot)
+    order.add(3, 100)
+    assert order.least() == 0
+
+
+def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
+    rng, order = random.Random(1), WorthOrder()
+    kept: dict[int, tuple[int, int, float]] = {}  # saved tokens, uses, worth
+    for slot in range(2000):
+        event = rng.random()
+        if event < 0.4 or not kept:
+            saved_tokens = rng.randint(1, 1000)
+            kept[slot] = (saved_tokens, 0, order.level + saved_tokens)
+            order.add(slot, saved_tokens)
+        elif event < 0.8:
+            used = rng.choice(list(kept))
+            saved_tokens, uses, _ = kept[used]
+            kept[used] = (saved_tokens, uses + 1, order.level + saved_tokens * (uses + 2))
+            order.used(used)
+        elif event < 0.9:
+            gone = rng.choice(list(kept))
+            del kept[gone]
+            order.discard(gone)
+        else:
+            least = order.least()
+            assert least is not None
+            level = max(order.level, kept.pop(least)[2])
+            order.give_up(least)
+            assert order.level == level
+        assert len(order) == len(kept)
+        least = order.least()
+        assert (least is None) == (not kept)
+        if least is not None:
+            assert kept[least][2] == min(worth for _, _, worth in kept.values()) == order.worth(least)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_is_out_of_date_takes_no_more_room_than_what_is_kept(is_used: bool) -> None:
+    order = WorthOrder()
+    for slot in range(1000):
+        order.add(slot % 7, slot)
+        if is_used:
+            order.used(slot % 7)
+        assert len(order._heap) <= 2 * len(order) + 64
+        if not is_used:
+            order.discard(slot % 7)
+
+
+BLOCKS = np.arange(16, dtype=np.int32)
+
+
+def lease_of(slots: StateSlots, num_prompt_tokens: int, found_tokens: int = 0) -> StateLease:
+    cached_tokens = slots.longest(BLOCKS, min(found_tokens, num_prompt_tokens - 1))
+    return slots.open(BLOCKS, cached_tokens, num_prompt_tokens, found_tokens)
+
+
+def slots_for_leases(num_snapshots: int = 16, every_tokens: int = 16) -> StateSlots:
+    return StateSlots(BLOCKS.size, 4, 3, num_snapshots, every_tokens)
+
+
+def compute(
+    lease: StateLease, start: int, end: int, num_published_blocks: int | None = None, *, keeps: bool = True
+) -> list[int]:
+    """Compute tokens and publish their whole blocks. Returns where states were kept, the end excepted."""
+    writes = lease.writes(start, end, keeps=keeps)
+    assert writes[-1] == (end, lease.slot)
+    assert len({slot for _, slot in writes}) == len(writes)
+    lease.advance(end)
+    lease.publish(BLOCKS, end // 4 if num_published_blocks is None else num_published_blocks)
+    return [position for position, _ in writes[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "found_tokens", "expected"),
+    [
+        (1, 0, []),
+        (4, 0, [4]),
+        (5, 0, [4]),
+        (40, 0, [16, 32, 36, 40]),
+        (41, 0, [16, 32, 40]),
+        (41, 27, [16, 24, 32, 40]),
+        (41, 60, [16, 32, 40]),
+    ],
+)
+def test_a_prompt_keeps_its_end_its_branch_and_a_state_every_so_often(
+    num_tokens: int, found_tokens: int, expected: list[int]
+) -> None:
+    assert compute(lease_of(slots_for_leases(), num_tokens, found_tokens), 0, num_tokens) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7, 18])
+def test_chunks_keep_the_same_states(size: int) -> None:
+    lease, kept = lease_of(slots_for_leases(), 41, 27), []
+    for start in range(0, 41, size):
+        kept += compute(lease, start, min(41, start + size))
+    assert kept == [16, 24, 32, 40]
+
+
+def test_a_state_that_another_request_waits_for_is_kept() -> None:
+    lease = lease_of(slots_for_leases(), 41)
+    assert compute(lease, 0, 10) == []
+    assert lease.want(12)
+    assert compute(lease, 10, 20) == [12, 16]
+
+
+def test_an_answer_keeps_its_newest_state_alone() -> None:
+    slots = slots_for_leases()
+    lease = lease_of(slots, 10)
+    compute(lease, 0, 10)
+    for start in range(10, 30):
+        compute(lease, start, start + 1)
+    assert np.flatnonzero(slots.table >= 0).tolist() == [1, 6], "after 8 tokens of the prompt, and after 28"
+    lease.close()
+    slots.check(np.empty(0, dtype=np.int32))
+
+
+def test_an_answer_that_is_computed_again_keeps_one_state_a_step() -> None:
+    assert compute(lease_of(slots_for_leases(), 10), 0, 30) == [8, 28]
+
+
+def test_nothing_is_published_beyond_the_blocks_of_the_tree() -> None:
+    slots = slots_for_leases()
+    lease = lease_of(slots, 41)
+    compute(lease, 0, 41, num_published_blocks=5)
+    assert slots.longest(BLOCKS, 41) == 16
+    assert len(lease.pending_slots) == 2
+    lease.publish(BLOCKS, 10)
+    assert slots.longest(BLOCKS, 41) == 40
+
+
+def test_states_of_a_step_that_was_not_computed_are_not_published() -> None:
+    slots = slots_for_leases()
+    lease = lease_of(slots, 41)
+    compute(lease, 0, 20)
+    lease.writes(20, 41, keeps=True)  # the step fails, and a shorter one is tried
+    lease.publish(BLOCKS, 10)
+    assert slots.longest(BLOCKS, 41) == 16
+    assert compute(lease, 20, 35) == [32]
+    assert slots.longest(BLOCKS, 41) == 32
+    lease.close()
+    lease.close()
+    slots.check(np.empty(0, dtype=np.int32))
+    assert slots.num_kept == 2
+
+
+def test_a_request_that_publishes_nothing_takes_no_slots() -> None:
+    slots = slots_for_leases(num_snapshots=0)
+    assert compute(lease_of(slots, 41), 0, 41, keeps=False) == []
+
+
+def test_without_room_a_request_keeps_what_it_can() -> None:
+    slots = slots_for_leases(num_snapshots=1)
+    lease = lease_of(slots, 41)
+    assert compute(lease, 0, 20) == [16]
+    assert compute(lease, 20, 41) == [32]
+    assert (slots.num_given_up, slots.longest(BLOCKS, 41)) == (1, 32)
+
+
+def test_a_request_reads_a_snapshot_once_and_then_its_own_slot() -> None:
+    slots = slots_for_leases()
+    first = lease_of(slots, 41)
+    assert first.source is None
+    compute(first, 0, 41)
+    assert first.source == first.slot
+    second = lease_of(slots, 41, 41)
+    assert second.source == slots.table[9]
+    compute(second, 40, 41)
+    assert second.source == second.slot
+
+
+SLOT_BLOCKS = np.arange(10, 18, dtype=np.int32)  # of a prompt, four tokens each
+NONE_FREE = np.empty(0, dtype=np.int32)
+
+
+def slots_of(num_snapshots: int = 4, num_requests: int = 2) -> StateSlots:
+    return StateSlots(32, 4, num_requests, num_snapshots, every_tokens=8)
+
+
+def publish(slots: StateSlots, *ends: int, saved_tokens: int = 8) -> None:
+    """Publish snapshots at some positions of the prompt."""
+    for end in ends:
+        slot = slots.take(saved_tokens)
+        assert slot is not None
+        assert slots.publish(slot, int(SLOT_BLOCKS[end // 4 - 1]), saved_tokens)
+
+
+def test_a_hit_ends_at_the_last_snapshot() -> None:
+    slots = slots_of()
+    assert slots.longest(SLOT_BLOCKS, 31) == 0
+    publish(slots, 8, 20)
+    assert [slots.longest(SLOT_BLOCKS, tokens) for tokens in (31, 20, 19, 8, 7, 0)] == [20, 20, 8, 8, 0, 0]
+
+
+def test_distances_are_whole_blocks() -> None:
+    assert [StateSlots(8, 16, 1, 1, every_tokens).every_tokens for every_tokens in (1, 16, 31, 512)] == [
+        16,
+        16,
+        16,
+        512,
+    ]
+
+
+def test_a_block_keeps_its_first_snapshot() -> None:
+    slots = slots_of()
+    publish(slots, 8)
+    before = slots.table.copy()
+    slot = slots.take(8)
+    assert slot is not None
+    assert not slots.publish(slot, int(SLOT_BLOCKS[1]), 8)
+    assert np.array_equal(slots.table, before)
+    slots.check(NONE_FREE)
+
+
+def test_a_freed_block_gives_its_snapshot_back() -> None:
+    slots = slots_of()
+    publish(slots, 8, 20)
+    slots.freed(SLOT_BLOCKS[3:])
+    assert (slots.longest(SLOT_BLOCKS, 31), slots.num_kept, slots.num_given_up) == (8, 1, 0)
+    slots.check(SLOT_BLOCKS[3:])
+
+
+def test_the_snapshot_that_is_worth_least_is_given_up() -> None:
+    slots = slots_of(num_snapshots=2)
+    publish(slots, 8, saved_tokens=100)
+    publish(slots, 20, saved_tokens=8)
+    publish(slots, 28, saved_tokens=16)
+    assert [slots.longest(SLOT_BLOCKS, tokens) for tokens in (31, 27)] == [28, 8]
+    assert slots.num_given_up == 1
+    assert slots.take(1) is None, "all others are worth more"
+    slots.check(NONE_FREE)
+
+
+def test_a_snapshot_that_somebody_reads_is_not_given_up() -> None:
+    slots = slots_of(num_snapshots=1)
+    publish(slots, 8)
+    lease = slots.open(SLOT_BLOCKS, 8, 31, 31)
+    assert slots.take(1000) is None
+    lease.advance(12)
+    taken = slots.take(1000)
+    assert taken is not None
+    slots.drop(taken)
+    lease.close()
+    slots.check(NONE_FREE)
+
+
+def test_a_slot_whose_block_is_freed_is_kept_for_those_that_read_it() -> None:
+    slots = slots_of(num_snapshots=1)
+    publish(slots, 8)
+    first, second = (slots.open(SLOT_BLOCKS, 8, 31, 31) for _ in range(2))
+    source = first.source
+    slots.freed(SLOT_BLOCKS)
+    slots.check(SLOT_BLOCKS)
+    first.advance(12)
+    assert slots.take(1000) is None
+    assert second.source == source
+    slots.check(SLOT_BLOCKS)
+    second.close()
+    assert slots.take(1000) is not None
+    first.close()
+
+
+def test_no_more_requests_run_than_there_are_slots_for() -> None:
+    slots = slots_of(num_requests=1)
+    lease = slots.open(SLOT_BLOCKS, 0, 31, 0)
+    with pytest.raises(InvariantViolation, match="more requests run than there are slots for"):
+        slots.open(SLOT_BLOCKS, 0, 31, 0)
+    lease.close()
+    slots.open(SLOT_BLOCKS, 0, 31, 0)
+
+
+def test_a_request_can_only_go_on_where_a_snapshot_is() -> None:
+    with pytest.raises(InvariantViolation, match="a request goes on where no snapshot is"):
+        slots_of().open(SLOT_BLOCKS, 8, 31, 31)
+
+
+def test_tokens_that_are_cached_and_computed_again_are_counted() -> None:
+    slots = slots_of()
+    publish(slots, 8)
+    slots.open(SLOT_BLOCKS, 8, 31, 23)
+    assert slots.num_recomputed_tokens == 12, "20 tokens are whole blocks"
+
+
+def test_a_used_snapshot_is_not_retracted() -> None:
+    slots = slots_of()
+    publish(slots, 8, 20)
+    unused, used = (int(slots.table[block]) for block in SLOT_BLOCKS[[1, 4]])
+    slots.open(SLOT_BLOCKS, 20, 31, 31)
+    slots.retract(used, int(SLOT_BLOCKS[4]))
+    slots.retract(unused, int(SLOT_BLOCKS[1]))
+    slots.retract(unused, int(SLOT_BLOCKS[1]))
+    assert [slots.longest(SLOT_BLOCKS, tokens) for tokens in (31, 19)] == [20, 0]
+    slots.check(NONE_FREE)
+
+
+@pytest.mark.parametrize("harm", ["lost", "free block", "pending"])
+def test_the_check_sees_what_does_not_add_up(harm: str) -> None:
+    slots = slots_of()
+    publish(slots, 8)
+    if harm == "lost":
+        slots._free.pop()
+    elif harm == "pending":
+        slots._num_pending += 1
+    with pytest.raises(InvariantViolation, match=r"^states: "):
+        slots.check(SLOT_BLOCKS if harm == "free block" else NONE_FREE)

@@ -1,0 +1,166 @@
+"""Places of segments. Blocks are four tokens, a token is a character."""
+
+import random
+
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.api.segments import HEAT_HALF_LIFE_S, Segment
+from radixkv.cache import segment_index
+from radixkv.cache.node import Node
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import InvariantViolation
+from radixkv.namespace import Namespace
+from tests.fakes import MODEL, FakeClock, lease_text, publish, spell
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def cache(clock: FakeClock) -> PrefixCache:
+    return PrefixCache(64, 4, clock=clock)
+
+
+def listed(cache: PrefixCache, tenant: str | None = None) -> list[Segment]:
+    """All segments, three a page."""
+    found: list[Segment] = []
+    start: int | None = 0
+    while start is not None:
+        page = cache.segments.page(start, tenant, 3)
+        found += page.segments
+        start = page.next_place
+    return found
+
+
+def test_an_empty_cache_has_one_empty_page(cache: PrefixCache) -> None:
+    page = cache.segments.page(0)
+    assert (page.segments, page.next_place, page.num_segments) == ((), None, 0)
+
+
+def test_a_segment_tells_where_it_is_and_how_large(cache: PrefixCache) -> None:
+    publish(cache, "abcdefghij")
+    publish(cache, "abcdefghXY")
+    first, tail, other = sorted(listed(cache), key=lambda segment: (segment.start_token, segment.place))
+    assert (first.start_token, first.num_tokens, first.num_blocks, first.num_children) == (0, 8, 2, 2)
+    assert first.parent_place is None
+    assert {tail.parent_place, other.parent_place} == {first.place}
+    assert [(each.start_token, each.num_tokens, each.num_blocks) for each in (tail, other)] == [(8, 2, 1)] * 2
+
+
+def test_a_split_leaves_the_old_node_its_place(cache: PrefixCache) -> None:
+    publish(cache, "abcdefgh")
+    (before,) = listed(cache)
+    publish(cache, "abcdXYZ")
+    lower = next(segment for segment in listed(cache) if segment.place == before.place)
+    assert (lower.start_token, lower.num_tokens) == (4, 4)
+
+
+def test_a_segment_tells_how_it_is_used(cache: PrefixCache, clock: FakeClock) -> None:
+    publish(cache, "abcdefgh")
+    clock.now_s = 100.0
+    with lease_text(cache, "abcdefghij"):
+        clock.now_s = 100.0 + HEAT_HALF_LIFE_S
+        (used,) = listed(cache)
+    assert (used.num_uses, used.num_leases, used.idle_s) == (1, 1, HEAT_HALF_LIFE_S)
+    assert used.heat == pytest.approx((1 + 1) / 2)
+    assert listed(cache)[0].num_leases == 0
+
+
+def test_a_segment_tells_what_was_retained_and_for_how_long(cache: PrefixCache, clock: FakeClock) -> None:
+    publish(cache, "abcdefgh")
+    cache.retain(MODEL, spell("abcdefgh"), Retention(80, ttl_s=60.0, start=4))
+    clock.now_s = 20.0
+    first, second = sorted(listed(cache), key=lambda segment: segment.start_token)
+    assert (first.priority, first.is_retained, first.expires_in_s) == (50, True, None)
+    assert (second.priority, second.is_retained, second.expires_in_s) == (80, True, 40.0)
+
+
+def test_a_tenant_is_listed_alone(cache: PrefixCache) -> None:
+    for tenant in ("a", "b", "a", ""):
+        publish(cache, f"{tenant}bcd", Namespace("model", tenant))
+    assert [segment.namespace.tenant for segment in listed(cache, "a")] == ["a"]
+    assert [segment.namespace.tenant for segment in listed(cache, "")] == [""]
+    assert len(listed(cache)) == 3
+
+
+def test_places_of_what_is_gone_are_taken_again(cache: PrefixCache) -> None:
+    for tenant in "abc":
+        publish(cache, "abcd", Namespace("model", tenant))
+    cache.purge(tenant="a")
+    cache.purge(tenant="b")
+    assert [segment.place for segment in listed(cache)] == [2]
+    publish(cache, "efgh", Namespace("model", "d"))
+    assert sorted(segment.place for segment in listed(cache)) == [0, 2]
+    cache.purge()
+    assert cache.segments.page(0).num_places == 0
+
+
+def test_a_page_passes_a_bounded_number_of_places(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_index, "MAX_PASSED", 2)
+    for tenant in "aaabca":
+        publish(cache, "abcd" if tenant != "c" else "xyz", Namespace("model", tenant))
+    page = cache.segments.page(0, "c")
+    assert (page.segments, page.next_place) == ((), 2)
+    assert [segment.num_tokens for segment in listed(cache, "c")] == [3]
+
+
+def test_whatever_happens_between_pages_what_stays_is_listed_once(cache: PrefixCache) -> None:
+    """Prompts come, are cut and are evicted between the pages of many listings."""
+    chance = random.Random(5)
+    for _ in range(40):
+        met: list[Node] = []
+        lived = set(cache.nodes())
+        start: int | None = 0
+        while start is not None:
+            page = cache.segments.page(start, None, 2)
+            met += [node for node in cache.nodes() if node.place in {segment.place for segment in page.segments}]
+            start = page.next_place
+            publish(cache, "".join(chance.choices("ab", k=chance.randint(1, 24))))
+            cache.evict(chance.randint(0, 3))
+            cache.check()
+            lived &= set(cache.nodes())
+        assert [met.count(node) for node in lived] == [1] * len(lived)
+
+
+def test_the_hottest_come_with_what_is_before_them(cache: PrefixCache, clock: FakeClock) -> None:
+    publish(cache, "abcdefgh")
+    publish(cache, "abcdxyz")
+    for _ in range(3):
+        lease_text(cache, "abcdefghi").close()
+    publish(cache, "zzzz")
+    page = cache.segments.hottest(0, 1, max_segments=2)
+    assert sorted((each.start_token, each.num_uses) for each in page.segments) == [(0, 4), (4, 3)]
+    assert page.num_compared == 4
+
+
+def test_no_segment_is_hotter_than_its_parent(cache: PrefixCache, clock: FakeClock) -> None:
+    chance = random.Random(3)
+    for _ in range(300):
+        clock.now_s += chance.random() * 50
+        publish(cache, "".join(chance.choices("ab", k=chance.randint(1, 24))))
+        heats = {segment.place: segment.heat for segment in listed(cache)}
+        assert all(each.heat <= heats.get(each.parent_place, each.heat) for each in listed(cache))  # type: ignore[arg-type]
+
+
+def test_a_stride_skips_places_and_still_finds_the_parent(cache: PrefixCache) -> None:
+    publish(cache, "abcdefgh")
+    for letter in "wxyz":
+        publish(cache, f"abcd{letter * 4}")
+    (parent,) = (segment for segment in listed(cache) if segment.start_token == 0)
+    page = cache.segments.hottest(parent.place + 1, 2)
+    assert page.num_compared < 5
+    assert parent.place in {segment.place for segment in page.segments}
+
+
+def test_a_check_sees_a_lost_place(cache: PrefixCache) -> None:
+    publish(cache, "abcd")
+    (node,) = cache.nodes()
+    node.place = 7
+    with pytest.raises(InvariantViolation, match="a node has no place"):
+        cache.check()
+    node.place, node.start_bytes = 0, 4
+    with pytest.raises(InvariantViolation, match="begins elsewhere"):
+        cache.check()

@@ -1,0 +1,33 @@
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from radixkv.cache.block_pool import BlockState
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.segment_source import SegmentSource
+from radixkv.errors import InvalidRequest
+from tests.fakes import FakeClock, publish
+
+
+def test_each_look_is_one_call() -> None:
+    cache = PrefixCache(4, 4, clock=FakeClock())
+    publish(cache, "abcdef")
+    calls: list[Any] = []
+    askers: list[str | None] = []
+
+    def call(function: Any, tenant: str | None) -> Future[Any]:
+        calls.append(function)
+        askers.append(tenant)
+        return Future()
+
+    source = SegmentSource(cache, call)
+    for future in (source.page(0, None, 5), source.hottest(0, 1, "", 5), source.block_states()):
+        assert not future.done(), "the cache is read where the call is made, and nowhere else"
+    assert askers == [None, "", None]
+    page, hottest, states = (function() for function in calls)
+    source.stored("host", 0, "a", 5)
+    with pytest.raises(InvalidRequest, match="store: expected none, since this service has no stores below the device"):
+        calls[-1]()
+    assert page.segments == hottest.segments
+    assert sorted(states) == [BlockState.FREE] * 2 + [BlockState.PUBLISHED] * 2

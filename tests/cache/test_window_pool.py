@@ -1,0 +1,166 @@
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.errors import InvariantViolation, OutOfBlocks
+
+
+def longest_by_trial(reach: Reach, has_part: list[bool], num_tokens: int, block_size: int) -> int:
+    """Try every length, the longest first."""
+    for upto in range(num_tokens, 0, -1):
+        needed = {token // block_size for token in range(max(0, upto - reach.num_tokens), upto)}
+        if all(has_part[block] for block in needed):
+            return upto
+    return 0
+
+
+def test_the_longest_beginning_is_that_of_a_trial_of_all_lengths() -> None:
+    rng, found = random.Random(1), set()
+    for _ in range(3000):
+        block_size, num_tokens = rng.choice((1, 2, 3, 8)), rng.randint(1, 40)
+        reach = Reach(rng.choice((1, 2, 5, 8, 20, 100)))
+        share = rng.choice((0.3, 0.7, 0.95))
+        has_part = [rng.random() < share for _ in range(-(-num_tokens // block_size))]
+        expected = longest_by_trial(reach, has_part, num_tokens, block_size)
+        assert reach.longest(np.array(has_part), num_tokens, block_size) == expected
+        found.add((expected == num_tokens) + (expected == 0) * 2)
+    assert found == {0, 1, 2}, "whole, none and something between"
+
+
+def test_a_window_reaches_back_to_the_first_token_that_a_query_sees() -> None:
+    # The query at position 10 sees (10 - 4, 10]: its own, and 7 to 9.
+    assert Reach.of_window(4).first_token(10) == 7
+    assert Reach.of_window(4).first_token(2) == 0
+
+
+def test_a_window_of_one_token_still_needs_the_block_that_is_being_written() -> None:
+    assert Reach.of_window(1).num_tokens == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 2), (16, 3), (17, 4), (10_000, 12)])
+def test_a_short_request_needs_no_more_than_its_blocks_and_a_copy(num_tokens: int, most: int) -> None:
+    assert Reach(72).most_blocks(num_tokens, block_size=8) == most
+
+
+def pool_of(num_parts: int) -> WindowPool:
+    """A pool of some parts, one of them for steps, for blocks of two tokens."""
+    return WindowPool(20, num_parts, block_size=2, reach=Reach(2), step_tokens=2)
+
+
+def ids(*block_ids: int) -> np.ndarray:
+    return np.array(block_ids, dtype=np.int32)
+
+
+def with_part(pool: WindowPool) -> list[int]:
+    return np.flatnonzero(pool.table >= 0).tolist()
+
+
+def test_parts_that_were_passed_are_given_up_before_those_where_a_prompt_ended() -> None:
+    pool = pool_of(5)
+    pool.need([1, 2, 3, 4, 5])
+    pool.let_go([1], are_ends=True)
+    pool.let_go([3, 2], are_ends=False)
+    pool.need([6])
+    assert with_part(pool) == [1, 2, 4, 5, 6], "the one that was passed first is gone"
+    pool.need([7, 8])
+    assert with_part(pool) == [4, 5, 6, 7, 8], "the end goes last"
+    assert (pool.num_given_up, pool.num_needed, pool.num_free) == (3, 5, 0)
+
+
+def test_a_part_that_is_needed_again_stays_the_same() -> None:
+    pool = pool_of(5)
+    pool.need([1, 2])
+    part = pool.table[1]
+    pool.let_go([1], are_ends=False)
+    assert (pool.num_waiting, pool.num_needed) == (1, 1)
+    pool.need([1])
+    assert (pool.table[1], pool.num_waiting) == (part, 0)
+
+
+def test_a_part_stays_needed_until_the_last_request_lets_it_go() -> None:
+    pool = pool_of(5)
+    pool.need([1])
+    pool.need([1])
+    pool.let_go([1], are_ends=True)
+    assert pool.num_needed == 1
+    pool.check(Counter({1: 1}), 0, ids(*range(2, 20)))
+
+
+def test_the_part_of_a_block_is_freed_with_it() -> None:
+    pool = pool_of(5)
+    pool.need([1, 2, 3])
+    pool.let_go([1, 2], are_ends=False)
+    pool.freed(ids(0, 1, 7))
+    assert (with_part(pool), pool.num_free, pool.num_waiting) == ([2, 3], 3, 1)
+    with pytest.raises(InvariantViolation, match="whose part a request needs"):
+        pool.freed(ids(3))
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_block_of_a_tree_gets_the_part_that_only_its_twin_has(is_needed: bool) -> None:
+    pool = pool_of(5)
+    pool.need([1])
+    part = pool.table[1]
+    if not is_needed:
+        pool.let_go([1], are_ends=False)
+    assert pool.exchange(1, 9) is is_needed
+    assert (pool.table[9], with_part(pool)) == (part, [9])
+    pool.check(Counter({9: 1} if is_needed else {}), 0, ids(1))
+
+
+def test_a_block_of_a_tree_keeps_its_own_part() -> None:
+    pool = pool_of(5)
+    pool.need([1, 9])
+    part = pool.table[9]
+    assert pool.exchange(1, 9)
+    assert pool.table[9] == part
+    pool.check(Counter({9: 2}), 0, ids())
+    pool.freed(ids(1))
+    assert with_part(pool) == [9]
+
+
+def test_no_more_is_reserved_than_there_is_beside_a_step() -> None:
+    pool = pool_of(6)
+    pool.require_room(5)
+    pool.reserve(3)
+    with pytest.raises(OutOfBlocks, match="expected room for 3 blocks more, got 2 of 6"):
+        pool.require_room(3)
+
+
+def test_what_outlives_its_request_takes_half_of_what_one_request_does_not_need() -> None:
+    pool = pool_of(12)
+    assert pool.max_lasting == 3
+    pool.num_lasting = 2
+    assert pool.may_last(1)
+    with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 2 beside 2"):
+        pool.require_room(2, lasts=True)
+
+
+def test_a_pool_that_is_too_small_for_one_request_is_refused() -> None:
+    assert least_parts(Reach(2), block_size=2, step_tokens=2) == 5
+    with pytest.raises(InvariantViolation, match="expected at least 5, got 4"):
+        pool_of(4)
+
+
+def test_more_needs_than_parts_are_a_bug_of_the_caller() -> None:
+    pool = pool_of(5)
+    with pytest.raises(InvariantViolation, match="expected one that no request needs, got 5 needed ones"):
+        pool.need(range(6))
+
+
+@pytest.mark.parametrize(
+    ("needs", "reserved", "free", "message"),
+    [
+        ({}, 0, (), "the needed ones"),
+        ({1: 1}, 1, (), "the reservations"),
+        ({1: 1}, 0, (1,), "a free block has one"),
+    ],
+)
+def test_a_wrong_count_is_seen(needs: dict[int, int], reserved: int, free: tuple[int, ...], message: str) -> None:
+    pool = pool_of(5)
+    pool.need([1])
+    with pytest.raises(InvariantViolation, match=message):
+        pool.check(Counter(needs), reserved, ids(*free))
