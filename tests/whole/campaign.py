@@ -1,4 +1,4 @@
-"""Many real calls, by callers that cancel, time out, stop reading and are killed.
+"""Many real calls by clients that cancel, time out, stop reading and are killed.
 
     python -m tests.whole.campaign --calls 50000
 

@@ -1,4 +1,4 @@
-"""`radixkv serve` that recounts its cache four times a second and at its end; the last line says that it found nothing.
+"""Runs `radixkv serve` with an audit of the cache four times per second and at the end, and prints its result last.
 
 python -m tests.whole.checked_server --set cache.capacity_tokens=8192
 """

@@ -1,4 +1,4 @@
-"""`radixkv serve` for tests of its answers. `test_end_to_end.py` and others start the command itself."""
+"""Runs `radixkv serve` in a forked process, for tests of its results. Tests of its startup run the command itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that peft wrote, through gRPC: loaded at start and while serving, mixed, reloaded, unloaded, restarted."""
+"""LoRA adapters written by PEFT, over gRPC: loaded at startup and while serving, mixed, reloaded and unloaded."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def assert_agrees(client: Client, oracle: PreTrainedModel, ids: Sequence[int], *
     )
 
 
-def test_mixed_traffic_is_answered_as_peft_does_and_reuses_what_its_own_namespace_has(
+def test_mixed_traffic_agrees_with_peft_and_reuses_only_its_own_namespace(
     client: Client, tenant: str, oracles: Oracles
 ) -> None:
     shared = prompt_of(70, seed=0)
@@ -121,7 +121,7 @@ def test_mixed_traffic_is_answered_as_peft_does_and_reuses_what_its_own_namespac
         np.testing.assert_allclose(logits_of(answer), expected_logits(oracles[behind[name]], ids), atol=1e-4)
 
 
-def test_hits_of_an_adapter_change_no_bit(client: Client, tenant: str) -> None:
+def test_a_cache_hit_with_an_adapter_changes_no_bit(client: Client, tenant: str) -> None:
     ids = prompt_of(100, seed=20)
     cold = client.prefill(ids, tenant=tenant, adapter="law", return_logits=True)
     warm = client.prefill(ids, tenant=tenant, adapter="law", return_logits=True)
@@ -135,7 +135,7 @@ def generated(client: Client, ids: list[int], **options: object) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", CompressionPolicy)
-def test_a_compressed_generation_has_its_adapter(client: Client, tenant: str, policy: CompressionPolicy) -> None:
+def test_a_compressed_generation_uses_its_adapter(client: Client, tenant: str, policy: CompressionPolicy) -> None:
     ids = prompt_of(60, seed=21)
     whole, roomy, base = (
         generated(client, ids, tenant=tenant, adapter=adapter, compression=compression)
@@ -148,7 +148,7 @@ def test_a_compressed_generation_has_its_adapter(client: Client, tenant: str, po
     assert client.stats().blocks.leased == 0
 
 
-def test_names_of_the_same_weights_share(client: Client, tenant: str) -> None:
+def test_two_names_of_the_same_weights_share_the_cache(client: Client, tenant: str) -> None:
     ids = prompt_of(40, seed=21)
     client.load_adapter("copy", "law-1-copy")
     client.prefill(ids, tenant=tenant, adapter="law")
@@ -160,7 +160,9 @@ def test_names_of_the_same_weights_share(client: Client, tenant: str) -> None:
     client.unload_adapter("copy")
 
 
-def test_a_reload_reuses_nothing_and_says_why(client: Client, tenant: str, oracles: Oracles) -> None:
+def test_a_reloaded_adapter_reuses_nothing_and_reports_the_miss_reason(
+    client: Client, tenant: str, oracles: Oracles
+) -> None:
     ids = prompt_of(60, seed=22)
     client.load_adapter("changing", "law-2")
     assert_agrees(client, oracles["law-2"], ids, tenant=tenant, adapter="changing")
@@ -172,7 +174,7 @@ def test_a_reload_reuses_nothing_and_says_why(client: Client, tenant: str, oracl
     client.unload_adapter("changing")
 
 
-def test_a_running_generation_ends_on_the_weights_that_it_began_with(
+def test_a_running_generation_keeps_its_weights_when_the_adapter_is_reloaded(
     client: Client, tenant: str, oracles: Oracles
 ) -> None:
     ids = prompt_of(20, seed=23)
@@ -196,7 +198,7 @@ def test_a_running_generation_ends_on_the_weights_that_it_began_with(
     client.unload_adapter("changing")
 
 
-def test_an_unloaded_adapter_is_not_found_and_what_it_cached_is_freed(client: Client, tenant: str) -> None:
+def test_an_unloaded_adapter_is_not_found_and_its_cache_is_freed(client: Client, tenant: str) -> None:
     client.load_adapter("leaving", "law-2")
     client.prefill(prompt_of(64, seed=24), tenant=tenant, adapter="leaving")
     client.unload_adapter("leaving")
@@ -216,7 +218,7 @@ def test_an_unloaded_adapter_is_not_found_and_what_it_cached_is_freed(client: Cl
         ("missing", "got a path without one"),
     ],
 )
-def test_what_can_not_be_loaded_is_refused_by_name(client: Client, path: str, words: str) -> None:
+def test_an_invalid_adapter_is_refused(client: Client, path: str, words: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         client.load_adapter("wrong", path)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -224,7 +226,7 @@ def test_what_can_not_be_loaded_is_refused_by_name(client: Client, path: str, wo
     assert "wrong" not in {each.name for each in client.adapters().adapters}
 
 
-def test_more_than_may_be_are_refused(client: Client) -> None:
+def test_adapters_beyond_the_maximum_are_refused(client: Client) -> None:
     for number in range(2):
         client.load_adapter(f"more-{number}", "law-2")
     assert len({each.digest for each in client.adapters().adapters}) == 3
@@ -232,7 +234,7 @@ def test_more_than_may_be_are_refused(client: Client) -> None:
         client.unload_adapter(f"more-{number}")
 
 
-def test_a_service_that_starts_again_has_the_adapters_of_its_configuration(
+def test_a_restarted_server_loads_the_adapters_in_its_configuration(
     client: Client, tenant: str, files: Files, oracles: Oracles
 ) -> None:
     ids = prompt_of(33, seed=25)
@@ -245,7 +247,7 @@ def test_a_service_that_starts_again_has_the_adapters_of_its_configuration(
         assert_agrees(again, oracles["law-1"], ids, tenant=tenant, adapter="law")
 
 
-def test_an_invoked_adapter_begins_where_it_is_invoked(
+def test_an_activated_adapter_applies_from_its_invocation_on(
     client: Client, tenant: str, files: Files, oracles: Oracles
 ) -> None:
     directory = write_adapter(files.checkpoint, files.root / "invoked", 5, alora_invocation_tokens=[7, 8])

@@ -1,9 +1,9 @@
-"""A thousand real calls, some of them cancelled, too late or killed. `make campaign` makes fifty thousand."""
+"""Real calls, some of them cancelled, timed out or killed. `make campaign` makes fifty thousand."""
 
 from tests.whole.campaign import NUM_WORKERS, run_campaign
 
 
-def test_a_thousand_calls_leave_nothing_behind_and_get_no_wrong_answer() -> None:
+def test_no_call_leaks_and_no_answer_is_wrong() -> None:
     report = run_campaign(1000, calls_per_kill=200)
     assert report.mistakes == []
     assert report.num_killed >= 4 + NUM_WORKERS

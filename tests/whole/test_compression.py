@@ -1,4 +1,4 @@
-"""Compressed generations over gRPC, with tiers and events: nobody ever finds anything of what they generated."""
+"""Compressed generations over gRPC, with tiers and events: what they generate is never reused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_idle(client: Client) -> bool:
 
 
 @pytest.mark.parametrize("compression", EACH, ids=lambda asked: asked.policy)
-def test_what_was_generated_is_not_cached_not_saved_and_not_told(client: Client, compression: Compression) -> None:
+def test_compressed_tokens_are_not_cached_saved_or_announced(client: Client, compression: Compression) -> None:
     client.purge(everything=True)
     prompt = random_ids(_PROMPT_TOKENS, seed=EACH.index(compression))
     answer, last = generated(client, prompt, compression=compression)
@@ -91,7 +91,7 @@ def blocks_of(client: Client, ids: list[int]) -> tuple[int, dict[int, bytes]]:
     return held.usage.cached_tokens, blocks
 
 
-def test_no_call_makes_it_public_while_it_runs_or_after_a_restart(tmp_path: Path) -> None:
+def test_no_call_or_restart_makes_compressed_tokens_reusable(tmp_path: Path) -> None:
     compression = EACH[1]
     settings = (f"tiers.disk_path={tmp_path}", f"cache.capacity_tokens={2 * _POOL_TOKENS}", "transfer.serve=true")
     options = [word for setting in settings for word in ("--set", setting)]
@@ -123,7 +123,7 @@ def test_no_call_makes_it_public_while_it_runs_or_after_a_restart(tmp_path: Path
         assert (loaded, from_disk) == (3 * _BLOCK, blocks_of(client, turn)[1])
 
 
-def test_a_caller_who_goes_away_leaves_nothing_behind(client: Client) -> None:
+def test_a_client_that_disconnects_leaves_nothing_behind(client: Client) -> None:
     for compression in EACH:
         stream = client.generate(
             random_ids(_PROMPT_TOKENS, seed=9), max_new_tokens=700, ignore_eos=True, compression=compression
@@ -133,7 +133,7 @@ def test_a_caller_who_goes_away_leaves_nothing_behind(client: Client) -> None:
         wait_until(lambda: is_idle(client))
 
 
-def test_several_answers_and_the_awaited_client(client: Client, address: str) -> None:
+def test_several_completions_and_the_async_client(client: Client, address: str) -> None:
     async def talk() -> list[GenerateResponse]:
         async with AsyncClient(address, timeout_s=PATIENCE_S) as other:
             stream = other.generate(prompt, max_new_tokens=40, ignore_eos=True, compression=EACH[1], n=3, seed=1)
@@ -158,7 +158,9 @@ def test_several_answers_and_the_awaited_client(client: Client, address: str) ->
         ),
     ],
 )
-def test_bounds_are_told_by_name(client: Client, compression: Compression, code: str, message: str) -> None:
+def test_invalid_parameters_are_refused_by_name(
+    client: Client, compression: Compression, code: str, message: str
+) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         list(client.generate(random_ids(_PROMPT_TOKENS, 1), max_new_tokens=700, compression=compression))
     assert (refused.value.code().name, refused.value.details().startswith(message)) == (code, True)

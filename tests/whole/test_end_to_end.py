@@ -1,4 +1,4 @@
-"""The whole service: `radixkv serve` in a process of its own, clients at the other end of a socket."""
+"""The whole service: `radixkv serve` in a process of its own, and clients that connect over gRPC."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def assert_the_cache_changes_no_logit(client: Client, tenant: str) -> None:
     assert [answer.logits for answer in twice] == [answer.logits for answer in [*alone, *alone[::-1]]]
 
 
-def test_the_bytes_of_the_logits_do_not_depend_on_the_cache(client: Client, tenant: str) -> None:
+def test_a_cache_hit_changes_no_byte_of_the_logits(client: Client, tenant: str) -> None:
     assert_the_cache_changes_no_logit(client, tenant)
 
 
-def test_nor_do_they_over_a_quantized_pool(tmp_path: Path) -> None:
+def test_a_cache_hit_changes_no_byte_of_the_logits_with_a_quantized_pool(tmp_path: Path) -> None:
     directory = write_checkpoint(LlamaConfig(**{**SHAPE, "max_position_embeddings": 2048}), tmp_path)
     settings = ("--model", str(directory), "--set", "cache.kv_dtype=int4", "--set", "model.dtype=bfloat16")
     with serving(*settings) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
@@ -124,7 +124,7 @@ def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_pat
     assert sum(answer.usage.computed_tokens for answer in answers) == 2048 + 64_000
 
 
-def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
+def test_a_retained_prompt_is_not_evicted_until_it_is_purged() -> None:
     with (
         serving("--set", "cache.capacity_tokens=4096") as (_, address),
         Client(address, timeout_s=PATIENCE_S) as client,
@@ -152,7 +152,7 @@ def test_a_retained_prompt_outlives_others_and_a_purged_one_does_not() -> None:
         (Retention(60, start=2, end=1), "retention.end_token: expected 3 to 3, got 1"),
     ],
 )
-def test_a_wrong_retention_is_refused_before_anything_is_computed(
+def test_an_invalid_retention_is_refused_before_anything_is_computed(
     client: Client, tenant: str, retention: Retention, message: str
 ) -> None:
     for call in (client.prefill, lambda ids, **names: client.retain(ids, names.pop("retention"), **names)):
@@ -204,7 +204,7 @@ def test_a_conversation_trace_reuses_every_reusable_token(client: Client, tenant
     assert sum(u.cached_tokens for u in usages) > 0
 
 
-def test_concurrent_requests_get_their_own_answers(address: str, tenant: str) -> None:
+def test_concurrent_requests_get_their_own_results(address: str, tenant: str) -> None:
     prefix = random_ids(300)
     prompts = [[*prefix, *random_ids(1 + i, seed=i)] for i in range(40)]
 
@@ -237,7 +237,7 @@ def test_tenants_and_salts_are_isolated(client: Client, tenant: str) -> None:
     assert client.probe(prompt, tenant=tenant, salt="other").cached_tokens == 0
 
 
-def test_a_held_lease_is_described_and_released_once(client: Client, tenant: str) -> None:
+def test_a_held_lease_is_described_and_can_be_released_once(client: Client, tenant: str) -> None:
     prompt, before_s = random_ids(130), time.time()
     held = client.prefill(prompt, tenant=tenant, hold_lease=True)
     assert len(held.block_table) == 3 == len(set(held.block_table))
@@ -263,7 +263,7 @@ def test_a_held_lease_is_described_and_released_once(client: Client, tenant: str
     ],
     ids=["empty", "outside the vocabulary", "too long", "adapter", "tenant"],
 )
-def test_a_wrong_request_is_refused_by_name_and_the_next_one_served(
+def test_an_invalid_request_is_refused_by_field_and_the_next_one_is_served(
     client: Client, tenant: str, ids: list[int], fields: dict[str, str], code: grpc.StatusCode, message: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:
@@ -289,14 +289,14 @@ def test_a_client_that_is_killed_leaves_no_block_behind(client: Client, address:
     assert client.prefill([1, 2, 3], tenant=tenant).usage.prompt_tokens == 3
 
 
-def test_a_deadline_ends_a_long_prefill(client: Client) -> None:
+def test_a_deadline_aborts_a_long_prefill(client: Client) -> None:
     with pytest.raises(grpc.RpcError) as passed:
         client.prefill([9] * 60_000, read_cache=False, write_cache=False, timeout_s=0.3)
     assert passed.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     wait_until(lambda: client.stats().blocks.leased == 0)
 
 
-def test_a_full_pool_evicts_and_goes_on_and_a_held_lease_expires() -> None:
+def test_a_full_pool_evicts_and_a_held_lease_expires() -> None:
     bounds = ("cache.capacity_tokens=1024", "cache.max_held_share=1", "default_tenant.max_held_tokens=640")
     settings = (*bounds, "engine.held_lease_ttl_s=0.1")
     with (
@@ -360,7 +360,7 @@ def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path: Path) -> No
         (["--config", "/nowhere.toml"], "config file /nowhere.toml"),
     ],
 )
-def test_a_server_that_can_not_start_says_why_in_one_line(arguments: list[str], message: str) -> None:
+def test_a_server_that_cannot_start_prints_one_line_with_the_reason(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
@@ -400,7 +400,7 @@ def read(stream: Iterable[GenerateResponse]) -> tuple[list[int], GenerateRespons
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_greedy_generation_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_generation_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     directory = write_checkpoint(CONFIGS[name], tmp_path)
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 70))
     with torch.inference_mode():
@@ -426,7 +426,7 @@ def test_greedy_generation_is_that_of_transformers(name: str, tmp_path: Path) ->
         assert last.finish_reason == FinishReason.STOP
 
 
-def test_a_model_ends_with_its_own_end_of_sequence_unless_it_is_ignored(tmp_path: Path) -> None:
+def test_generation_ends_at_the_models_eos_token_unless_it_is_ignored(tmp_path: Path) -> None:
     directory = write_checkpoint(CONFIGS["llama"], tmp_path)
     with serving("--model", str(directory)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         tokens, _ = read(client.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True))
@@ -440,7 +440,7 @@ def test_a_model_ends_with_its_own_end_of_sequence_unless_it_is_ignored(tmp_path
         assert read(client.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True))[0] == tokens
 
 
-def test_the_next_turn_of_a_conversation_reuses_the_answer(client: Client, tenant: str) -> None:
+def test_the_next_turn_of_a_conversation_reuses_the_completion(client: Client, tenant: str) -> None:
     turn = random_ids(100).tolist()
     answer, last = read(client.generate(turn, max_new_tokens=50, tenant=tenant))
     usage = last.usage
@@ -450,7 +450,7 @@ def test_the_next_turn_of_a_conversation_reuses_the_answer(client: Client, tenan
     assert last.usage.cached_tokens == 149
 
 
-def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool(client: Client) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch_and_pool(client: Client) -> None:
     def ask(client: Client, seed: int) -> list[int]:
         options = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 60}
         if seed % 2:
@@ -468,7 +468,7 @@ def test_seeds_draw_the_same_whoever_shares_the_batch_and_however_small_the_pool
         assert crowded.stats().tokens.recomputed > 0
 
 
-def test_answers_to_one_prompt_share_it_and_are_those_of_single_calls(client: Client, tenant: str) -> None:
+def test_completions_of_one_prompt_share_it_and_equal_those_of_single_calls(client: Client, tenant: str) -> None:
     prompt = random_ids(200).tolist()
     options = {"temperature": 1.0, "max_new_tokens": 20, "tenant": tenant}
     told = list(client.generate(prompt, n=4, seed=5, **options))
@@ -479,7 +479,7 @@ def test_answers_to_one_prompt_share_it_and_are_those_of_single_calls(client: Cl
     assert sorted(usage.computed_tokens for usage in usages) == [1, 1, 1, 200]
 
 
-def test_penalized_answers_and_their_log_probabilities_are_those_of_transformers(client: Client) -> None:
+def test_penalties_and_log_probabilities_agree_with_transformers(client: Client) -> None:
     prompt = random_ids(70).tolist()
     with torch.inference_mode():
         expected = build_tiny_model("eager").generate(
@@ -510,7 +510,7 @@ def test_penalized_answers_and_their_log_probabilities_are_those_of_transformers
     assert answers[1][0].usage.cached_tokens > 0
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_transformers(client: Client, tenant: str) -> None:
+def test_prompt_log_probabilities_agree_with_transformers(client: Client, tenant: str) -> None:
     prompt = random_ids(150).tolist()
     with torch.inference_mode():
         rows = build_tiny_model("eager")(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -527,7 +527,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(client: Client,
     assert list(again.prompt_logprobs) == list(first.prompt_logprobs), "not the same bits"
 
 
-def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant: str) -> None:
+def test_a_client_that_stops_reading_aborts_its_generation(client: Client, tenant: str) -> None:
     before = client.stats().requests.cancelled
     stream = client.generate(random_ids(10), max_new_tokens=100_000, tenant=tenant)
     assert len(next(stream).token_ids) > 0
@@ -550,7 +550,7 @@ def test_a_caller_that_stops_reading_ends_its_generation(client: Client, tenant:
         ({"urgency": 101}, "priority: expected an urgency of 0 to 100, got 101"),
     ],
 )
-def test_a_wrong_generation_is_refused_by_name(
+def test_invalid_generation_parameters_are_refused_by_name(
     client: Client, tenant: str, fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:

@@ -101,7 +101,7 @@ async def through_envoy(folder: Path, engines: Sequence[FakeEngine], talk: Calla
         return await asyncio.to_thread(run, addresses)
 
 
-def test_every_field_passes_and_so_does_every_refusal(tmp_path: Path) -> None:
+def test_every_field_and_every_error_passes_through_envoy(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "tenant": "acme",
         "adapter": "law",
@@ -150,7 +150,7 @@ def fields_of(params: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in fields if "deadline" not in name]
 
 
-def test_prompts_that_begin_alike_meet_on_one_server(tmp_path: Path) -> None:
+def test_prompts_with_a_common_prefix_go_to_the_same_server(tmp_path: Path) -> None:
     groups = range(24)
 
     def talk(address: str) -> None:
@@ -168,7 +168,7 @@ def test_prompts_that_begin_alike_meet_on_one_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("order", "most_lost"), [(signal.SIGKILL, CALLERS), (signal.SIGTERM, 0)])
-def test_a_server_that_leaves_costs_at_most_the_calls_in_flight(
+def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
     order: signal.Signals, most_lost: int, tmp_path: Path
 ) -> None:
     """1,000 calls, eight at once; a server is killed, or told to drain, after a third of them."""
@@ -199,7 +199,7 @@ def test_a_server_that_leaves_costs_at_most_the_calls_in_flight(
         assert lost.total() <= most_lost, lost
 
 
-def test_a_stream_that_had_begun_ends_with_its_server(tmp_path: Path) -> None:
+def test_a_stream_ends_when_its_server_is_killed(tmp_path: Path) -> None:
     """It is not begun again elsewhere: the caller has tokens of it."""
     with (
         fake_service(gate="shut") as (victim, first),
@@ -214,6 +214,6 @@ def test_a_stream_that_had_begun_ends_with_its_server(tmp_path: Path) -> None:
     assert ended.value.code() is grpc.StatusCode.INTERNAL, "Envoy resets it"
 
 
-def test_the_page_starts_the_configuration_that_is_tested() -> None:
+def test_the_documentation_uses_the_tested_configuration() -> None:
     page = (CONFIGURATION.parent / "README.md").read_text(encoding="utf-8")
     assert f"envoy -c docs/deploy/{CONFIGURATION.name}" in page

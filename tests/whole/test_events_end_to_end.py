@@ -1,4 +1,4 @@
-"""The events of `radixkv serve`, over gRPC and over ZMQ, beside an independent count of what is cached."""
+"""The events of `radixkv serve`, over gRPC and ZMQ, compared with an independent model of the cache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def apply(batch: EventBatch, known: dict[int, str]) -> None:
                 del known[block]
 
 
-def test_events_say_what_is_cached(tmp_path: Path) -> None:
+def test_events_agree_with_the_cache(tmp_path: Path) -> None:
     prompts = [[*range(200)], [*range(100), *range(50)], [*range(70), *range(400, 440)]]
     with (
         served(tmp_path / "log", "cache.capacity_tokens=1024") as (process, address),
@@ -115,7 +115,7 @@ def read_until_clear(batches: Iterator[EventBatch], known: dict[int, str]) -> li
     raise AssertionError("the stream ended")
 
 
-def test_the_same_events_are_replayed_over_zmq(tmp_path: Path) -> None:
+def test_events_are_published_and_replayed_over_zmq(tmp_path: Path) -> None:
     settings = (f"events.zmq_endpoint={ANYWHERE}", f"events.replay_endpoint={ANYWHERE}", "events.form=map")
     with served(tmp_path / "log", *settings) as (_, address), Client(address) as client:
         client.prefill(range(40))
@@ -139,7 +139,7 @@ def test_the_same_events_are_replayed_over_zmq(tmp_path: Path) -> None:
     assert salted["cache_salt"]
 
 
-def test_a_wrong_endpoint_is_refused_by_name() -> None:
+def test_an_invalid_endpoint_is_refused_by_name() -> None:
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0"]
     done = subprocess.run(
         [*command, "--set", f"events.replay_endpoint={ANYWHERE}"], capture_output=True, text=True, timeout=PATIENCE_S

@@ -1,4 +1,4 @@
-"""A fleet that joins a Ray cluster which others have started: replicas have TLS, callers tokens."""
+"""A fleet that joins an existing Ray cluster, with TLS between replicas and tokens for clients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def running_head():
                         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_fleet_joins_a_cluster_and_its_replicas_have_tls(tmp_path, monkeypatch) -> None:
+def test_a_fleet_joins_a_cluster_and_its_replicas_use_tls(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # the machine's address is loopback

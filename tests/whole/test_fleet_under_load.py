@@ -70,7 +70,7 @@ def slowed(pid: int, share: float = 0.1, period_s: float = 0.5):
         slowing.join()
 
 
-def test_a_slow_replica_gets_less_and_nothing_fails(tmp_path) -> None:
+def test_a_slow_replica_gets_fewer_requests_and_none_fails(tmp_path) -> None:
     with running_fleet("--replicas", "2", log=tmp_path / "log") as fleet, Client(fleet.address) as client:
         wait_until(lambda: client.route([1]).num_replicas == 2)
         assert ask_all(client, range(12), 2) == [NEW_TOKENS] * 12
@@ -86,7 +86,7 @@ def test_a_slow_replica_gets_less_and_nothing_fails(tmp_path) -> None:
         assert client.route([1]).num_replicas == 2, "slow, and not lost"
 
 
-def test_a_fleet_shrinks_with_its_load_and_loses_no_call(tmp_path) -> None:
+def test_a_fleet_that_scales_down_loses_no_call(tmp_path) -> None:
     settings = flags_of(
         "fleet.calls_per_replica=4",
         "fleet.grow_after_s=0",

@@ -1,4 +1,4 @@
-"""The SMG gateway, as it is installed, before two servers: answers, reuse, clients that leave, a server that dies."""
+"""The SMG gateway in front of two servers: results, reuse, clients that disconnect, a server that is killed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def chat(text: str, **options: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, **options}
 
 
-def test_the_second_call_reuses_the_first_to_its_last_token_but_one(fleet: Fleet) -> None:
+def test_the_second_call_reuses_all_but_the_last_token_of_the_first(fleet: Fleet) -> None:
     client = fleet.openai()
     first, second = (client.chat.completions.create(**chat("Tell me about trees", max_tokens=4)) for _ in range(2))
     assert first.choices[0].message.content == second.choices[0].message.content
@@ -126,7 +126,7 @@ def test_the_second_call_reuses_the_first_to_its_last_token_but_one(fleet: Fleet
     assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
 
 
-def test_a_streamed_chat_says_the_same_with_the_same_usage(fleet: Fleet) -> None:
+def test_a_streamed_chat_returns_the_same_text_and_usage(fleet: Fleet) -> None:
     client = fleet.openai()
     options = chat("Sing a song", max_tokens=12)
     whole = client.chat.completions.create(**options)
@@ -148,7 +148,7 @@ def test_completions(fleet: Fleet) -> None:
     assert whole.usage.completion_tokens == 8
 
 
-def test_chat_messages_and_responses_say_the_same(fleet: Fleet) -> None:
+def test_chat_messages_and_responses_return_the_same_text(fleet: Fleet) -> None:
     """OpenAI's two APIs and Anthropic's."""
     said = [{"role": "user", "content": "Hello there"}]
     options = {"model": MODEL, "temperature": 0}
@@ -172,7 +172,7 @@ def test_log_probabilities(fleet: Fleet) -> None:
         assert len(row.top_logprobs) == 3
 
 
-def test_two_answers_with_a_seed_are_the_same_two_again(fleet: Fleet) -> None:
+def test_two_completions_with_a_seed_are_reproducible(fleet: Fleet) -> None:
     client = fleet.openai()
     options = chat("Draw", max_tokens=12, n=2, seed=-5) | {"temperature": 1.0}
     first, second = (client.chat.completions.create(**options) for _ in range(2))
@@ -182,7 +182,7 @@ def test_two_answers_with_a_seed_are_the_same_two_again(fleet: Fleet) -> None:
     assert first.usage.completion_tokens == 24
 
 
-def test_tokens_are_those_of_a_direct_call(fleet: Fleet) -> None:
+def test_tokens_equal_those_of_a_direct_call(fleet: Fleet) -> None:
     ids = [(7 * index) % 300 for index in range(90)]
     body = {"model": MODEL, "input_ids": ids, "sampling_params": {"max_new_tokens": 24, "temperature": 0}}
     through = fleet.post("/generate", body)[0]
@@ -193,7 +193,7 @@ def test_tokens_are_those_of_a_direct_call(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("seed", [11, -7])
-def test_drawn_text_is_that_of_a_direct_call_with_the_same_seed(fleet: Fleet, seed: int) -> None:
+def test_sampled_text_equals_that_of_a_direct_call_with_the_same_seed(fleet: Fleet, seed: int) -> None:
     drawn = {"temperature": 0.9, "top_p": 0.8, "top_k": 50, "min_p": 0.01}
     prompt = {"model": MODEL, "prompt": "The quick brown fox"}
     through = fleet.post("/v1/completions", {**prompt, **drawn, "max_tokens": 24, "seed": seed})
@@ -207,7 +207,7 @@ def test_drawn_text_is_that_of_a_direct_call_with_the_same_seed(fleet: Fleet, se
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text_before_it_and_the_computing(fleet: Fleet, stream: bool) -> None:
+def test_a_stop_string_ends_the_text_and_the_generation(fleet: Fleet, stream: bool) -> None:
     client = fleet.openai()
     options = {"model": MODEL, "prompt": "The end of it", "temperature": 0, "extra_body": {"ignore_eos": True}}
     text = client.completions.create(**options, max_tokens=40).choices[0].text
@@ -226,7 +226,7 @@ def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_follows_the_schema_that_openais_client_asks_for(fleet: Fleet, stream: bool) -> None:
+def test_output_follows_the_schema_of_openais_client(fleet: Fleet, stream: bool) -> None:
     pytest.importorskip("llguidance")
     properties = {"id": {"type": "integer", "maximum": 99}, "is": {"type": "boolean"}, "of": {"enum": ["a", "b"]}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -253,7 +253,7 @@ def test_json_mode(fleet: Fleet) -> None:
     ("options", "field"),
     [({"response_format": schema_of({"uniqueItems": True})}, "json_schema"), ({"max_tokens": 10**6}, "max_new_tokens")],
 )
-def test_a_refusal_reaches_the_client_by_the_fields_name(fleet: Fleet, options: dict[str, Any], field: str) -> None:
+def test_a_refusal_names_the_field(fleet: Fleet, options: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError, match=field):
         fleet.openai().chat.completions.create(**chat("No", **options))
 
@@ -264,7 +264,7 @@ def generated(fleet: Fleet, ids: list[int]) -> dict[str, Any]:
     return meta
 
 
-def test_the_gateway_knows_what_servers_had_before_it_came_and_forgets_it_in_a_flush(fleet: Fleet) -> None:
+def test_the_gateway_learns_what_was_cached_before_it_started_and_forgets_it_after_a_flush(fleet: Fleet) -> None:
     reused = [generated(fleet, early_prompt(*key))["cached_tokens"] for key in itertools.product(range(2), range(3))]
     assert reused == [1899] * 6
     fleet.flush()
@@ -273,7 +273,7 @@ def test_the_gateway_knows_what_servers_had_before_it_came_and_forgets_it_in_a_f
         assert client.probe(early_prompt(0, 4), tenant="other").cached_tokens == 1899, "other tenants keep theirs"
 
 
-def test_the_gateway_follows_what_servers_cache_without_it(fleet: Fleet) -> None:
+def test_the_gateway_learns_what_servers_cache_for_other_clients(fleet: Fleet) -> None:
     fleet.flush()
     prompts = np.random.default_rng(99).integers(0, 256, (6, 320)).tolist()
     for number, prompt in enumerate(prompts):
@@ -283,7 +283,7 @@ def test_the_gateway_follows_what_servers_cache_without_it(fleet: Fleet) -> None
     assert [generated(fleet, prompt)["cached_tokens"] for prompt in prompts] == [319] * 6
 
 
-def test_what_other_tenants_cached_is_neither_told_nor_reused(fleet: Fleet) -> None:
+def test_the_cache_of_other_tenants_is_neither_announced_nor_reused(fleet: Fleet) -> None:
     assert [generated(fleet, early_prompt(server, 4))["cached_tokens"] for server in range(2)] == [0, 0]
 
 
@@ -303,7 +303,7 @@ def is_cancelled_by_leaving(fleet: Fleet, stream: bool) -> bool:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_request(fleet: Fleet, stream: bool) -> None:
+def test_a_client_that_disconnects_aborts_its_request(fleet: Fleet, stream: bool) -> None:
     """SMG 1.13.0 notices at once, but on a busy machine it may send Abort only when the stream has ended by itself."""
     assert any(is_cancelled_by_leaving(fleet, stream) for _ in range(4))
 
@@ -335,12 +335,12 @@ def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
     return outcomes
 
 
-def test_a_server_that_dies_costs_no_client_an_error(fleet: Fleet) -> None:
+def test_no_client_sees_an_error_when_a_server_is_killed(fleet: Fleet) -> None:
     assert set(outcomes_around_a_death(fleet, 200)) == {"answered"}
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_costs_no_client_an_error_in_480_requests() -> None:
+def test_no_client_sees_an_error_when_a_server_is_killed_during_480_requests() -> None:
     for _ in range(2):
         with started_fleet() as fleet:
             assert outcomes_around_a_death(fleet, 480) == ["answered"] * 480
@@ -357,7 +357,7 @@ def long_stream(fleet: Fleet, number: int) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_told_to_stop_costs_no_client_an_error_and_its_streams_finish() -> None:
+def test_no_client_sees_an_error_when_a_server_drains_and_streams_finish() -> None:
     with started_fleet("server.drain_timeout_s=120") as fleet, ThreadPoolExecutor(12) as threads:
         streams = [threads.submit(long_stream, fleet, number) for number in range(6)]
         wait_until(lambda: fleet.num_running() == 6)
@@ -387,7 +387,7 @@ def warm_each(fleet: Fleet, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_requests_find_their_prefix_after_a_restart_of_a_server_and_of_the_gateway() -> None:
+def test_requests_reach_their_prefix_after_a_restart_of_a_server_and_of_the_gateway() -> None:
     with started_fleet() as fleet, contextlib.ExitStack() as stack:
         fleet.flush()
         before = warm_each(fleet, 1)

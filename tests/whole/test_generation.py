@@ -1,4 +1,4 @@
-"""A prompt goes on token by token: with others, under pressure, and always the same."""
+"""Generation in the engine core: batched with others, under memory pressure, and always with the same tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generated(future: Future[GenerateResult]) -> tuple[int, ...]:
     return future.result(0).token_ids
 
 
-def test_it_generates_what_the_model_says_and_tells_all_but_the_last_token() -> None:
+def test_generation_follows_the_model_and_streams_all_but_the_last_token() -> None:
     bench = Bench()
     future = bench.generate(range(10), 7)
     bench.run()
@@ -42,7 +42,7 @@ def test_it_generates_what_the_model_says_and_tells_all_but_the_last_token() -> 
 
 @pytest.mark.parametrize("length", range(1, 10))
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
-def test_every_length_of_prompt_and_answer(length: int, count: int) -> None:
+def test_every_length_of_prompt_and_completion(length: int, count: int) -> None:
     bench = Bench()
     futures = [bench.generate(range(length), count) for _ in range(3)]
     bench.run()
@@ -50,7 +50,7 @@ def test_every_length_of_prompt_and_answer(length: int, count: int) -> None:
     assert bench.cache.pool.num_leased == 0
 
 
-def test_a_stop_token_is_the_last_one() -> None:
+def test_a_stop_token_ends_the_generation() -> None:
     bench = Bench()
     expected = continuation(range(10), 9)
     stop = expected[3]
@@ -60,7 +60,7 @@ def test_a_stop_token_is_the_last_one() -> None:
     assert future.result(0).finish_reason is FinishReason.STOP
 
 
-def test_the_next_turn_of_a_conversation_reuses_what_was_generated_but_its_last_token() -> None:
+def test_the_next_turn_reuses_all_but_the_last_generated_token() -> None:
     bench = Bench()
     future = bench.generate(range(10), 9)
     bench.run()
@@ -69,7 +69,7 @@ def test_the_next_turn_of_a_conversation_reuses_what_was_generated_but_its_last_
     assert future.result(0).usage.written_tokens == 10 + 8
 
 
-def test_a_prompt_is_reusable_to_the_token_while_its_generation_goes_on() -> None:
+def test_a_prompt_is_reusable_during_its_generation() -> None:
     bench = Bench()
     future = bench.generate(range(10), 20)
     bench.core.step()
@@ -92,7 +92,7 @@ def test_requests_join_and_leave_at_every_step() -> None:
     assert generated(second) == continuation(range(50, 54), 2)
 
 
-def test_decoding_goes_on_beside_the_chunks_of_a_long_prompt() -> None:
+def test_decoding_continues_during_a_chunked_prefill() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     decoding = bench.generate(range(4), 12)
     bench.core.step()
@@ -113,7 +113,7 @@ def test_followers_of_a_generation_start_when_its_prompt_is_computed() -> None:
     assert bench.runner.computed_tokens == 40 + 4 + 4 * 29
 
 
-def test_equal_prompts_that_end_inside_a_block_are_computed_once_and_go_on_apart() -> None:
+def test_equal_prompts_that_end_inside_a_block_are_computed_once_and_diverge() -> None:
     bench = Bench(num_blocks=256)
     futures = [bench.generate(range(10), 9, temperature=1.0, seed=seed) for seed in range(4)]
     bench.run()
@@ -122,7 +122,7 @@ def test_equal_prompts_that_end_inside_a_block_are_computed_once_and_go_on_apart
 
 
 class TestFinish:
-    def test_it_ends_with_the_tokens_that_it_has_and_caches_them(self) -> None:
+    def test_a_finished_generation_returns_and_caches_its_tokens(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30)
         while len(future.told) < 7:
@@ -138,7 +138,7 @@ class TestFinish:
         again = bench.prefill([*range(10), *result.token_ids])
         assert again.usage.computed_tokens == 1, "all but the last token is cached, also in the last block"
 
-    def test_others_go_on(self) -> None:
+    def test_other_generations_continue(self) -> None:
         bench = Bench()
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 30, 60)]
         while len(futures[1].told) < 3:
@@ -148,7 +148,7 @@ class TestFinish:
         assert len(generated(futures[1])) < 20
         assert [generated(futures[i]) for i in (0, 2)] == [continuation(range(s, s + 10), 20) for s in (0, 60)]
 
-    def test_a_paused_one_ends_without_blocks(self) -> None:
+    def test_a_preempted_generation_can_be_finished(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.tally.load().requests.paused:
@@ -165,7 +165,7 @@ class TestFinish:
         assert bench.cache.pool.num_leased == 0
 
     @pytest.mark.parametrize("priority", [80, 20])
-    def test_a_retention_is_granted_to_one_that_was_finished(self, priority: int) -> None:
+    def test_a_finished_generation_gets_its_retention(self, priority: int) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, retention=Retention(priority))
         while len(future.told) < 3:
@@ -176,7 +176,7 @@ class TestFinish:
         assert retained is not None
         assert retained.grant.granted_tokens == 10
 
-    def test_it_publishes_nothing_that_it_was_not_to_publish(self) -> None:
+    def test_a_finished_generation_respects_write_cache(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, write_cache=False)
         while len(future.told) < 7:
@@ -185,7 +185,7 @@ class TestFinish:
         bench.run()
         assert bench.prefill(range(10)).usage.cached_tokens == 0
 
-    def test_one_that_does_not_read_the_cache_publishes_at_its_end(self) -> None:
+    def test_a_generation_that_does_not_read_the_cache_publishes_at_its_end(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, read_cache=False)
         while len(future.told) < 7:
@@ -195,7 +195,7 @@ class TestFinish:
         again = bench.prefill([*range(10), *future.result(0).token_ids])
         assert again.usage.computed_tokens == 1
 
-    def test_before_the_first_token_and_after_the_end_it_does_nothing(self) -> None:
+    def test_finish_does_nothing_before_the_first_token_and_after_the_end(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 4)
         future.finish()
@@ -206,7 +206,7 @@ class TestFinish:
         assert future.result(0).finish_reason is FinishReason.LENGTH
         assert GenerationFuture().finish() is None
 
-    def test_one_that_is_cancelled_too_has_no_answer(self) -> None:
+    def test_a_cancelled_generation_returns_nothing(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30)
         bench.core.step()
@@ -216,7 +216,7 @@ class TestFinish:
         assert bench.core.tally.load().requests.cancelled == 1
         assert bench.cache.pool.num_leased == 0
 
-    def test_one_whose_callback_raised_fails(self) -> None:
+    def test_a_generation_whose_callback_raised_fails(self) -> None:
         def finish_and_raise(_: object) -> None:
             future.finish()
             raise RuntimeError
@@ -226,7 +226,7 @@ class TestFinish:
         bench.run()
         assert isinstance(future.exception(0), StepFailed)
 
-    def test_a_late_one_is_late(self) -> None:
+    def test_a_generation_past_its_deadline_fails(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, deadline_s=5.0)
         bench.core.step()
@@ -237,7 +237,7 @@ class TestFinish:
 
 
 class TestPressure:
-    def test_without_blocks_the_youngest_is_paused_and_answers_the_same(self) -> None:
+    def test_the_youngest_generation_is_preempted_and_returns_the_same_tokens(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         bench.run()
@@ -250,7 +250,7 @@ class TestPressure:
         assert recomputed_tokens == sum(f.result(0).usage.recomputed_tokens for f in futures)
         assert recomputed_tokens == bench.runner.computed_tokens - 3 * (8 + 15)
 
-    def test_what_a_paused_request_published_is_reused_when_it_resumes(self) -> None:
+    def test_a_resumed_request_reuses_what_it_published(self) -> None:
         bench = Bench(num_blocks=12)
         old, young = bench.generate(range(8), 24), bench.generate(range(50, 58), 24)
         bench.run()
@@ -260,13 +260,13 @@ class TestPressure:
         assert 0 < usage.recomputed_tokens < 8 + 23
         assert usage.cached_tokens + usage.computed_tokens == 8
 
-    def test_a_lone_request_has_the_whole_pool_but_a_block(self) -> None:
+    def test_a_single_request_can_use_all_blocks_but_one(self) -> None:
         bench = Bench(num_blocks=6)
         future = bench.generate(range(6), 5 * BLOCK_SIZE - 6 + 1)
         bench.run()
         assert generated(future) == continuation(range(6), 15)
 
-    def test_held_leases_that_leave_no_block_fail_a_lone_request_with_the_time_of_their_end(self) -> None:
+    def test_a_single_request_without_blocks_fails_with_the_expiry_of_held_leases(self) -> None:
         bench = Bench(num_blocks=4, held_lease_ttl_s=30.0)
         bench.prefill(range(8), hold_lease=True)
         future = bench.generate(range(50, 56), 8)
@@ -277,7 +277,7 @@ class TestPressure:
         bench.core.held_leases.close()
         assert bench.cache.pool.num_leased == 0
 
-    def test_a_tenant_at_its_ceiling_pauses_its_own_and_nobody_else(self) -> None:
+    def test_a_tenant_at_its_ceiling_preempts_only_its_own_requests(self) -> None:
         bench = Bench(num_blocks=64, quotas={"acme": Quota(ceiling_blocks=8)})
         other = bench.generate(range(200, 208), 24, tenant="other")
         futures = [bench.generate(range(start, start + 8), 16, tenant="acme") for start in (0, 50)]
@@ -286,7 +286,7 @@ class TestPressure:
         assert bench.core.tally.load().requests.pauses > 0
         assert other.result(0).usage.recomputed_tokens == 0
 
-    def test_a_generation_at_its_ceiling_is_not_paused_for_every_token(self) -> None:
+    def test_a_generation_at_its_ceiling_is_not_preempted_for_every_token(self) -> None:
         bench = Bench(num_blocks=64, quotas={"acme": Quota(ceiling_blocks=4)})
         future = bench.generate(range(6), 4 * BLOCK_SIZE - 6 + 1, tenant="acme")
         bench.run()
@@ -296,7 +296,7 @@ class TestPressure:
         assert usage.recomputed_tokens <= BLOCK_SIZE
         assert usage.written_tokens <= 6 + 10 + BLOCK_SIZE
 
-    def test_nobody_is_admitted_into_the_blocks_that_running_ones_need_next(self) -> None:
+    def test_admission_spares_the_next_blocks_of_running_generations(self) -> None:
         bench = Bench(num_blocks=7)
         first = bench.generate(range(12), 12)
         bench.core.step()
@@ -308,7 +308,7 @@ class TestPressure:
         assert generated(first) == continuation(range(12), 12)
         assert generated(second) == continuation(range(50, 62), 8)
 
-    def test_one_that_waits_for_blocks_is_looked_at_again_in_each_step(self) -> None:
+    def test_a_request_that_waits_for_blocks_is_retried_in_each_step(self) -> None:
         bench = Bench(num_blocks=10)
         shared = bench.generate([*range(16), 96, 97, 98, 99], 12)
         short = bench.generate(range(50, 58), 2)
@@ -322,7 +322,7 @@ class TestPressure:
         assert not shared.done()
         bench.run()
 
-    def test_a_prefill_borrows_for_a_step_what_generations_will_need(self) -> None:
+    def test_a_prefill_borrows_blocks_of_running_generations_for_a_step(self) -> None:
         bench = Bench(num_blocks=8)
         running = [bench.generate(range(start, start + 5), 6) for start in (0, 50)]
         while min(len(future.told) for future in running) < 2:
@@ -338,7 +338,7 @@ class TestPressure:
         assert [generated(f) for f in running] == [continuation(range(start, start + 5), 6) for start in (0, 50)]
         assert bench.core.tally.load().requests.pauses == 0
 
-    def test_a_resumed_request_leads_nobody_once_it_decodes(self) -> None:
+    def test_no_request_follows_a_resumed_request_that_decodes(self) -> None:
         bench = Bench()
         bench.has_news = True
         future = bench.generate(range(8), 40)
@@ -351,14 +351,14 @@ class TestPressure:
         assert generated(future) == continuation(range(8), 40)
 
     @pytest.mark.parametrize("options", [{"read_cache": False}, {"write_cache": False}])
-    def test_a_paused_request_that_may_not_share_computes_all_anew(self, options: dict[str, bool]) -> None:
+    def test_a_preempted_request_without_cache_access_recomputes_everything(self, options: dict[str, bool]) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16, **options) for start in (0, 50, 100)]
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
         assert bench.core.tally.stats().tokens.recomputed > 0
 
-    def test_a_purge_while_it_waits_again_changes_nothing_but_what_it_publishes(self) -> None:
+    def test_a_purge_of_a_preempted_request_only_changes_what_it_publishes(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.tally.load().requests.paused:
@@ -368,7 +368,7 @@ class TestPressure:
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
         assert bench.core.tally.load().blocks.published == 0
 
-    def test_who_would_be_paused_at_once_is_not_admitted(self) -> None:
+    def test_a_request_that_would_be_preempted_at_once_is_not_admitted(self) -> None:
         """There is room for what comes, but what it reuses is then no room for what runs."""
         bench = Bench(num_blocks=8)
         bench.prefill(range(100, 116))
@@ -384,7 +384,7 @@ class TestPressure:
         (tenant,) = bench.core.tally.stats().tenants
         assert (tenant.hit_tokens, tenant.miss_tokens) == (16, 16 + 8 + 4), "what waits has reused nothing yet"
 
-    def test_a_long_path_does_not_keep_out_who_reuses_its_beginning(self) -> None:
+    def test_a_long_cached_path_does_not_block_a_request_that_reuses_its_beginning(self) -> None:
         bench = Bench(num_blocks=14)
         bench.prefill(range(100, 140))
         running = bench.generate(range(8), 8)
@@ -398,7 +398,7 @@ class TestPressure:
 
 
 class TestWaysOut:
-    def test_a_cancelled_generation_gives_its_blocks_back_and_keeps_what_was_published(self) -> None:
+    def test_a_cancelled_generation_releases_its_blocks_and_keeps_what_it_published(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 50)
         for _ in range(8):
@@ -409,7 +409,7 @@ class TestWaysOut:
         assert bench.core.tally.load().requests.cancelled == 1
         assert bench.prefill([*range(10), *continuation(range(10), 7), 0]).usage.cached_tokens == 16
 
-    def test_one_that_is_paused_can_be_cancelled(self) -> None:
+    def test_a_preempted_request_can_be_cancelled(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.tally.load().requests.paused:
@@ -421,7 +421,7 @@ class TestWaysOut:
         assert sum(future.cancelled() for future in futures) == 1
         assert bench.cache.pool.num_leased == 0
 
-    def test_one_that_follows_can_be_cancelled(self) -> None:
+    def test_a_following_request_can_be_cancelled(self) -> None:
         bench = Bench(num_blocks=4096, max_step_tokens=64)
         bench.submit([5000] * 2000)
         bench.core.step()
@@ -437,7 +437,7 @@ class TestWaysOut:
         assert not bench.core._flights._waits
         assert bench.cache.pool.num_leased == 0
 
-    def test_a_deadline_ends_it_between_tokens(self) -> None:
+    def test_a_deadline_ends_a_generation_between_tokens(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 50, deadline_s=5.0)
         for _ in range(4):
@@ -448,7 +448,7 @@ class TestWaysOut:
         assert len(future.told) == 5, "the last one was under way"
         assert bench.cache.pool.num_leased == 0
 
-    def test_a_caller_that_can_not_be_told_fails_alone(self) -> None:
+    def test_a_callback_that_raises_fails_only_its_request(self) -> None:
         bench = Bench()
         broken, whole = bench.generate(range(10), 5), bench.generate(range(20, 30), 5)
         broken.told = None
@@ -468,7 +468,7 @@ class TestWaysOut:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_crowd_gets_its_own_answers_out_of_a_small_pool(seed: int) -> None:
+def test_random_concurrent_requests_in_a_small_pool_get_their_own_results(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(
         num_blocks=rng.choice((16, 24, 60)),
@@ -494,7 +494,7 @@ def test_any_crowd_gets_its_own_answers_out_of_a_small_pool(seed: int) -> None:
     assert not bench.core._flights._leads
 
 
-def test_a_cached_prefix_that_would_be_pinned_is_not_counted_as_room() -> None:
+def test_a_cached_prefix_that_would_be_pinned_does_not_count_as_free() -> None:
     bench = Bench(num_blocks=12, max_step_tokens=12)
     bench.prefill(range(16))
     growing = bench.generate(range(50, 62), 12)
@@ -509,7 +509,7 @@ def test_a_cached_prefix_that_would_be_pinned_is_not_counted_as_room() -> None:
     assert big.done()
 
 
-def test_a_caller_whose_callback_leaves_the_thread_fails_alone() -> None:
+def test_a_callback_that_exits_the_thread_fails_only_its_request() -> None:
     bench = Bench()
     future, other = bench.generate(range(10), 7), bench.generate(range(50, 60), 7)
     request = next(iter(bench.core._scheduler.idle_requests()))

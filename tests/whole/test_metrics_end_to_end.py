@@ -1,4 +1,4 @@
-"""Prometheus metrics of `radixkv serve`, after a few calls whose every count is known."""
+"""The Prometheus metrics of `radixkv serve` after a few calls with known counts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ COUNTS = {
 }
 
 
-def test_every_count_of_a_few_calls_is_exact(tmp_path: Path) -> None:
+def test_the_metrics_of_a_few_calls_are_exact(tmp_path: Path) -> None:
     with serving_metrics(tmp_path / "log") as (address, url), Client(address, timeout_s=PATIENCE_S) as client:
         call_each(client)
         samples = scrape(url)

@@ -1,4 +1,4 @@
-"""NaN or infinite values of the model fail the request that they belong to, whatever it asks for, and no other one."""
+"""NaN or infinite values in the model's output fail the request that they belong to, and no other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_failed_alone(bench: Bench, bad: Future[Any], good: Future[Any]) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"top_logprobs": 3}, {"return_logits": True}, {"hold_lease": True}])
-def test_a_prefill_fails_and_nothing_of_it_is_cached(options: dict[str, Any]) -> None:
+def test_a_prefill_with_nan_fails_and_nothing_of_it_is_cached(options: dict[str, Any]) -> None:
     bench = Bench(max_step_tokens=32)
     bench.runner.not_finite = tokens(PROMPT)
     bad, good = bench.submit(PROMPT, **options), bench.submit(OTHER)
@@ -44,7 +44,7 @@ def test_a_prefill_fails_and_nothing_of_it_is_cached(options: dict[str, Any]) ->
     assert bench.prefill(OTHER).usage.cached_tokens == len(OTHER) - 1
 
 
-def test_of_a_prefill_in_chunks_those_before_the_bad_one_stay_cached() -> None:
+def test_the_chunks_before_a_chunk_with_nan_stay_cached() -> None:
     bench = Bench(max_step_tokens=BLOCK_SIZE)
     bad = bench.submit(PROMPT)
     bench.core.step()
@@ -67,7 +67,7 @@ def test_of_a_prefill_in_chunks_those_before_the_bad_one_stay_cached() -> None:
     ],
     ids=["greedy", "log probabilities", "drawn", "prompt log probabilities and a bias"],
 )
-def test_a_generation_fails_at_any_token_after_those_before_it_were_sent(
+def test_a_generation_fails_at_the_token_with_nan_after_sending_those_before_it(
     num_good: int, options: dict[str, Any]
 ) -> None:
     bench = Bench(max_step_tokens=64)
@@ -85,7 +85,7 @@ def test_a_generation_fails_at_any_token_after_those_before_it_were_sent(
     assert cached == (max(len(PROMPT), whole_blocks) if num_good else 0)
 
 
-def test_of_several_answers_to_one_prompt_only_the_bad_one_fails() -> None:
+def test_only_the_completion_with_nan_fails() -> None:
     bench = Bench(max_step_tokens=64)
     bench.runner.not_finite = tokens([*PROMPT, 77])
     bad = bench.generate(PROMPT, 5, logit_bias=((77, 100.0),))

@@ -1,4 +1,4 @@
-"""Public prefixes through gRPC, over the embedded model: computed once for a hundred tenants, with the same bits."""
+"""Public prefixes over gRPC, with the embedded model: computed once for a hundred tenants, bitwise identical."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _held_blocks(client: Client) -> int:
     return int(blocks.total - blocks.free)
 
 
-def test_a_hundred_tenants_compute_and_hold_it_once(client: Client, system: list[int]) -> None:
+def test_a_hundred_tenants_compute_and_store_a_public_prefix_once(client: Client, system: list[int]) -> None:
     computed, held = client.stats().tokens.computed, _held_blocks(client)
     for number in range(100):
         usage = client.prefill([*system, number, 1], tenant=f"t{number}").usage
@@ -46,7 +46,7 @@ def test_a_hundred_tenants_compute_and_hold_it_once(client: Client, system: list
     assert (listed.uses, listed.users, listed.blocks) == (100, 0, 9)
 
 
-def test_answers_have_the_bits_of_a_prompt_computed_alone(client: Client, system: list[int]) -> None:
+def test_logits_are_bitwise_identical_to_those_without_a_public_prefix(client: Client, system: list[int]) -> None:
     for prompt in ([*system, 9, 8, 7], system[:300], [*system[:100], *range(80)], system):
         shared = client.prefill(prompt, tenant="acme", return_logits=True)
         alone = client.prefill(prompt, tenant="shy", read_cache=False, write_cache=False, return_logits=True)
@@ -55,7 +55,7 @@ def test_answers_have_the_bits_of_a_prompt_computed_alone(client: Client, system
         np.testing.assert_array_equal(logits_of(shared), logits_of(alone))
 
 
-def test_generations_below_it_are_those_of_a_tenant_that_opted_out(client: Client, system: list[int]) -> None:
+def test_generations_equal_those_of_a_tenant_that_opted_out(client: Client, system: list[int]) -> None:
     def generated(tenant: str) -> list[int]:
         answers = client.generate([*system, 5], tenant=tenant, max_new_tokens=70, ignore_eos=True)
         return [token_id for answer in answers for token_id in answer.token_ids]
@@ -66,7 +66,9 @@ def test_generations_below_it_are_those_of_a_tenant_that_opted_out(client: Clien
 
 
 @pytest.mark.parametrize("policy", CompressionPolicy)
-def test_a_compressed_generation_lets_go_of_it(client: Client, system: list[int], policy: CompressionPolicy) -> None:
+def test_a_compressed_generation_releases_the_public_prefix(
+    client: Client, system: list[int], policy: CompressionPolicy
+) -> None:
     def generated(tenant: str) -> list[int]:
         asked = Compression(policy, 64)
         answers = client.generate([*system, 5], tenant=tenant, max_new_tokens=70, ignore_eos=True, compression=asked)
@@ -83,7 +85,7 @@ def test_a_compressed_generation_lets_go_of_it(client: Client, system: list[int]
     assert (blocks.leased, client.public.list().public_prefixes[0].users) == (0, 0)
 
 
-def test_a_probe_sees_it_and_a_purge_leaves_it(client: Client, system: list[int]) -> None:
+def test_a_probe_reports_a_public_prefix_and_a_purge_keeps_it(client: Client, system: list[int]) -> None:
     client.prefill([*system, 1, 2, 3], tenant="acme")
     assert client.probe([*system, 1, 2, 3], tenant="acme").cached_tokens == len(system) + 2
     client.purge(tenant="acme")
@@ -93,7 +95,7 @@ def test_a_probe_sees_it_and_a_purge_leaves_it(client: Client, system: list[int]
     assert client.probe([*system, 1, 2, 3], tenant="shy").cached_tokens == 0
 
 
-def test_unregistering_frees_it(client: Client) -> None:
+def test_unregistering_frees_the_public_prefix(client: Client) -> None:
     before = _held_blocks(client)
     client.public.register("one", _SYSTEM)
     client.public.register("two", _SYSTEM[1:])

@@ -1,4 +1,4 @@
-"""Two real servers behind the real router: prompts go where their prefixes are."""
+"""Two real servers behind the router: prompts go to the server that has their prefix."""
 
 from __future__ import annotations
 
@@ -185,18 +185,18 @@ async def fill_and_look(address: str) -> None:
         await fleet.close()
 
 
-def test_what_left_the_device_of_a_live_server_is_known_to_be_in_its_host_memory() -> None:
+def test_the_router_knows_which_evicted_blocks_are_in_host_memory() -> None:
     settings = "cache.capacity_tokens=512", "tiers.host_bytes=100000000"
     with serving(*(argument for setting in settings for argument in ("--set", setting))) as (_, address):
         asyncio.run(asyncio.wait_for(fill_and_look(address), PATIENCE_S))
 
 
-def test_what_happened_while_events_were_cut_is_told_afterwards() -> None:
+def test_events_during_a_disconnection_are_delivered_afterwards() -> None:
     with serving() as (_, address):
         asyncio.run(asyncio.wait_for(cut_and_mend(address), PATIENCE_S))
 
 
 @pytest.mark.slow
-def test_prompts_go_where_their_prefixes_are() -> None:
+def test_prompts_go_to_the_server_that_has_their_prefix() -> None:
     with serving() as (process, one), serving() as (_, two):
         asyncio.run(asyncio.wait_for(visit(one, two, process.kill), PATIENCE_S))

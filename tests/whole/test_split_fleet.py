@@ -1,4 +1,4 @@
-"""A fleet whose replicas have roles: real servers behind an ingress, which are killed and started again."""
+"""A fleet with prefill and decode replicas: real servers behind an ingress, which are killed and restarted."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def is_at_rest(client: Client) -> bool:
     return (stats.held_leases, stats.blocks.leased, stats.blocks.pinned) == (0, 0, 0)
 
 
-def test_answers_are_those_of_one_server_and_no_lease_stays() -> None:
+def test_completions_equal_those_of_one_server_and_no_lease_remains() -> None:
     with (
         serving() as (_, alone),
         serving(*_PREFILL) as (_, computing),
@@ -132,7 +132,7 @@ def test_answers_are_those_of_one_server_and_no_lease_stays() -> None:
             wait_until(lambda: is_at_rest(client))  # noqa: B023 - asked at once
 
 
-def test_whatever_is_killed_before_the_first_token_costs_no_answer() -> None:
+def test_killing_a_server_before_the_first_token_fails_no_request() -> None:
     with contextlib.ExitStack() as stack:
         computer, computing = stack.enter_context(serving(*_PREFILL))
         sources = fetching_from(computing)

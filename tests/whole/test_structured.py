@@ -1,4 +1,4 @@
-"""Answers that follow a schema, a regular expression or a grammar, from the embedded model, which never would."""
+"""Completions of the embedded model that follow a schema, a regular expression or a grammar."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def answers(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_every_answer_follows_its_schema(client: Client, tokenizer: Tokenizer, temperature: float) -> None:
+def test_every_completion_follows_its_schema(client: Client, tokenizer: Tokenizer, temperature: float) -> None:
     prompt, ends = tokenizer.encode(PROMPT), []
     for seed in range(0, 32, 16):
         options = {"json_schema": json.dumps(SCHEMA), "temperature": temperature, "seed": seed, "max_new_tokens": 300}
@@ -112,7 +112,7 @@ def test_every_answer_follows_its_schema(client: Client, tokenizer: Tokenizer, t
     assert ends.count(STOP) > 20
 
 
-def test_an_answer_that_is_cut_is_the_beginning_of_one_that_is_not(client: Client, tokenizer: Tokenizer) -> None:
+def test_a_truncated_completion_is_a_prefix_of_the_whole_one(client: Client, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT)
     options = {"json_schema": json.dumps(SCHEMA), "top_p": 0.9}
     ((whole, last),) = answers(client, prompt, max_new_tokens=500, **options)
@@ -123,7 +123,7 @@ def test_an_answer_that_is_cut_is_the_beginning_of_one_that_is_not(client: Clien
     assert (exact, last.finish_reason) == (whole, STOP)
 
 
-def test_each_of_several_answers_is_what_it_is_alone_cached_or_not(client: Client, tokenizer: Tokenizer) -> None:
+def test_each_of_several_completions_equals_that_of_a_single_call(client: Client, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT + " in JSON")
     options = {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 60, "temperature": 1.5}
     together = [token_ids for token_ids, _ in answers(client, prompt, n=3, **options)]
@@ -137,7 +137,7 @@ def test_each_of_several_answers_is_what_it_is_alone_cached_or_not(client: Clien
     assert len({tuple(each) for each in together}) == 3
 
 
-def test_others_draw_what_they_draw_alone(client: Client, tokenizer: Tokenizer) -> None:
+def test_constrained_requests_do_not_change_the_samples_of_others(client: Client, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT)
     ((alone, _),) = answers(client, prompt, max_new_tokens=80)
     free = client.generate(prompt, temperature=1.0, seed=3, max_new_tokens=80)
@@ -148,7 +148,7 @@ def test_others_draw_what_they_draw_alone(client: Client, tokenizer: Tokenizer) 
     assert tokenizer.decode([*first.token_ids, *(token_id for news in held for token_id in news.token_ids)])[0] == "{"
 
 
-def test_all_kinds_of_text(client: Client, tokenizer: Tokenizer) -> None:
+def test_all_kinds_of_grammars(client: Client, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT)
     kinds = {
         "regex": ("(ab|cd){3}x?é", lambda text: re.fullmatch("(ab|cd){3}x?é", text)),
@@ -163,7 +163,7 @@ def test_all_kinds_of_text(client: Client, tokenizer: Tokenizer) -> None:
     assert token_ids == free
 
 
-def test_a_special_stop_token_comes_only_where_the_answer_may_end(client: Client, tokenizer: Tokenizer) -> None:
+def test_a_special_stop_token_is_only_sampled_where_the_grammar_may_end(client: Client, tokenizer: Tokenizer) -> None:
     prompt, bias = tokenizer.encode(PROMPT), {IM_END: 100.0}
     options = {"stop_token_ids": [IM_END], "logit_bias": bias, "max_new_tokens": 40}
     ((token_ids, last),) = answers(client, prompt, regex="(ab){2,}", **options)
@@ -174,7 +174,7 @@ def test_a_special_stop_token_comes_only_where_the_answer_may_end(client: Client
     assert (token_ids[-1], last.finish_reason) == (IM_END, STOP)
 
 
-def test_strings_end_it_as_well(client: Client, tokenizer: Tokenizer) -> None:
+def test_stop_strings_end_a_constrained_completion(client: Client, tokenizer: Tokenizer) -> None:
     ((token_ids, last),) = answers(
         client, tokenizer.encode(PROMPT), regex="(ab)*c", stop=["bab"], logit_bias={99: -100}
     )
@@ -182,7 +182,7 @@ def test_strings_end_it_as_well(client: Client, tokenizer: Tokenizer) -> None:
     assert (last.finish_reason, last.matched_stop) == (STOP, "bab")
 
 
-def test_the_next_turn_finds_the_whole_answer(client: Client, tokenizer: Tokenizer) -> None:
+def test_the_next_turn_reuses_the_whole_completion(client: Client, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT + " once")
     ((token_ids, last),) = answers(client, prompt, regex="[a-z]{5,40}!", max_new_tokens=60)
     assert last.finish_reason == STOP
@@ -201,7 +201,7 @@ def test_the_next_turn_finds_the_whole_answer(client: Client, tokenizer: Tokeniz
         ({"regex": "((((a{1,30}){1,30}){1,30}){1,30}){1,30}", "ignore_eos": True}, "regex"),  # once it has some tokens
     ],
 )
-def test_what_is_wrong_is_refused_by_name(client: Client, options: dict[str, Any], field: str) -> None:
+def test_an_invalid_grammar_is_refused_by_name(client: Client, options: dict[str, Any], field: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         answers(client, [1, 2, 3], max_new_tokens=2000, **options)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -210,12 +210,12 @@ def test_what_is_wrong_is_refused_by_name(client: Client, options: dict[str, Any
     assert client.stats().blocks.leased == 0
 
 
-def test_two_of_them_are_refused_before_they_are_sent(client: Client) -> None:
+def test_two_grammars_are_refused_by_the_client(client: Client) -> None:
     with pytest.raises(ValueError, match=r"^regex: expected none beside json_schema, got one$"):
         answers(client, [1], json_schema="{}", regex="a")
 
 
-def test_from_the_command_line(address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_accepts_a_schema(address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA), encoding="utf-8")
     asking = ["generate", "--address", address, "--text", PROMPT, "--max-new-tokens", "500", "--temperature", "1"]

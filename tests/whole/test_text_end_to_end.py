@@ -1,4 +1,4 @@
-"""Text in and out of a whole service: the embedded model's tokenizer, chats, strings that end an answer."""
+"""Text as input and output of a whole service: the embedded model's tokenizer, chats, stop strings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def a_string_in(tokenizer: Tokenizer, token_ids: list[int], after: int) -> tuple
     raise AssertionError("no such text")
 
 
-def test_a_string_ends_an_answer_where_its_text_says(client: Client, tokenizer: Tokenizer) -> None:
+def test_a_stop_string_ends_the_text(client: Client, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT)
     ((whole, _),) = answers(client, prompt, max_new_tokens=120)
     stop, count = a_string_in(tokenizer, whole, after=20)
@@ -70,7 +70,7 @@ def test_a_string_ends_an_answer_where_its_text_says(client: Client, tokenizer: 
     assert again.usage.computed_tokens == 1, "the answer is cached to its last token"
 
 
-def test_each_of_many_answers_ends_by_itself(client: Client, tokenizer: Tokenizer) -> None:
+def test_each_of_several_completions_stops_independently(client: Client, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT)
     whole = [token_ids for token_ids, _ in answers(client, prompt, n=3, max_new_tokens=120)]
     stop, count = a_string_in(tokenizer, whole[1], after=20)
@@ -81,7 +81,7 @@ def test_each_of_many_answers_ends_by_itself(client: Client, tokenizer: Tokenize
             assert (cut[index][0], cut[index][1].finish_reason) == (whole[index], LENGTH)
 
 
-def test_a_string_ends_answers_that_are_paused(client: Client, tokenizer: Tokenizer) -> None:
+def test_a_stop_string_ends_preempted_completions(client: Client, tokenizer: Tokenizer) -> None:
     prompts = [tokenizer.encode(f"{number} {PROMPT}") for number in range(4)]
     whole = [answers(client, prompt, max_new_tokens=120)[0][0] for prompt in prompts]
     stops = [a_string_in(tokenizer, token_ids, after=70) for token_ids in whole]
@@ -104,7 +104,7 @@ def test_a_string_ends_answers_that_are_paused(client: Client, tokenizer: Tokeni
         wait_until(lambda: small.stats().blocks.leased == 0)
 
 
-def test_the_command_takes_and_prints_text(
+def test_the_command_reads_and_prints_text(
     capsys: pytest.CaptureFixture[str], address: str, tokenizer: Tokenizer
 ) -> None:
     def run(*arguments: str) -> str:
@@ -124,7 +124,7 @@ def test_the_command_takes_and_prints_text(
     assert as_bytes["usage"]["prompt_tokens"] == len(PROMPT)
 
 
-def test_a_text_and_its_token_ids_have_the_same_answer(client: Client, tokenizer: Tokenizer) -> None:
+def test_a_text_and_its_token_ids_have_the_same_result(client: Client, tokenizer: Tokenizer) -> None:
     chunks = list(client.generate(PROMPT, max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
     told = list(client.generate(tokenizer.encode(PROMPT), max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
     token_ids, last = [token_id for each in told for token_id in each.token_ids], told[-1]
@@ -133,7 +133,7 @@ def test_a_text_and_its_token_ids_have_the_same_answer(client: Client, tokenizer
     assert last.usage.cached_tokens == last.usage.prompt_tokens - 1, "the text was cached under the same tokens"
 
 
-def test_a_chat_reuses_the_turns_before(client: Client) -> None:
+def test_a_chat_reuses_the_earlier_turns(client: Client) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     first = client.chat(messages, max_new_tokens=20, ignore_eos=True, tenant="chat")
     messages.append({"role": "assistant", "content": first.read()})

@@ -1,4 +1,4 @@
-"""Tiers through gRPC, over the embedded model: a server that is killed, one that begins warm, two with one Redis."""
+"""Tiers over gRPC, with the embedded model: a server that is killed and restarted, two servers that share a Redis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def saved_blocks(client: Client) -> dict[str, int]:
     return {each.tier: each.saved_blocks for each in client.stats().tiers}
 
 
-def test_what_left_the_device_is_there_after_kill_9(tmp_path: Path) -> None:
+def test_evicted_blocks_on_disk_survive_kill_9(tmp_path: Path) -> None:
     with serving(*settings(tmp_path)) as (process, address), Client(address, timeout_s=PATIENCE_S) as client:
         cold = [logits_of(client.prefill(prompt, return_logits=True)) for prompt in _PROMPTS]
         wait_until(lambda: min(saved_blocks(client).values()) >= 5 * 5)
@@ -49,7 +49,7 @@ def test_what_left_the_device_is_there_after_kill_9(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
-def test_a_second_server_begins_with_what_the_first_one_put_into_redis(tmp_path: Path) -> None:
+def test_a_second_server_loads_what_the_first_one_stored_in_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         shared = ("--set", f"tiers.redis_url={redis.url}")
         with serving(*shared) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:

@@ -1,4 +1,4 @@
-"""The commands of docs/deploy/tls.md, run as they stand there, around a fake engine."""
+"""The commands of docs/deploy/tls.md, run verbatim, with a fake engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def is_as_written(written: list[str], output: str) -> bool:
     return all(any(re.fullmatch(pattern, line) for line in lines) for pattern in patterns)
 
 
-def test_the_page_does_what_it_says(shell, tmp_path):
+def test_the_commands_on_the_page_work(shell, tmp_path):
     text = PAGE.read_text(encoding="utf-8").replace("50051", str(free_port())).replace("9400", str(free_port()))
     server = None
     num_commands = 0

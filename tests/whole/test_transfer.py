@@ -1,4 +1,4 @@
-"""Decoding elsewhere: one server computes a prompt, another one fetches its K/V and generates the same answer."""
+"""Disaggregated prefill: one server computes a prompt, another fetches its K/V and generates the same tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refusal(client: Client, tokens: list[int], source: KVSource) -> tuple[grpc.S
     return caught.value.code(), caught.value.details()
 
 
-def test_servers_with_roles_take_their_calls_alone() -> None:
+def test_servers_with_roles_only_accept_their_calls() -> None:
     tokens = prompt(70)
     with (
         serving("--role", "prefill") as (_, address),
@@ -91,7 +91,7 @@ def test_servers_with_roles_take_their_calls_alone() -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_answers_are_those_of_one_server_that_does_both(pair: Pair) -> None:
+def test_completions_equal_those_of_one_server_that_does_both(pair: Pair) -> None:
     for seed in range(8):
         tokens = prompt(seed)
         expected, _ = generated(pair.prefill, tokens, temperature=0.9, seed=seed)
@@ -102,7 +102,7 @@ def test_answers_are_those_of_one_server_that_does_both(pair: Pair) -> None:
         pair.prefill.release(source.lease_id, tenant=_TENANT)
 
 
-def test_latents_are_fetched_with_the_same_bits(tmp_path: Path) -> None:
+def test_fetched_latents_are_bitwise_identical(tmp_path: Path) -> None:
     model = ("--model", str(write_checkpoint(MODELS["deepseek_v3"], tmp_path)))
     tokens = [each % 300 for each in prompt(3)]
     with (
@@ -120,7 +120,7 @@ def test_latents_are_fetched_with_the_same_bits(tmp_path: Path) -> None:
         assert decode.stats().block_bytes == _BLOCK * 3 * (40 + 8) * 4
 
 
-def test_what_is_cached_here_is_not_fetched(pair: Pair) -> None:
+def test_cached_tokens_are_not_fetched(pair: Pair) -> None:
     tokens = prompt(100)
     _, source = pair.hold(tokens)
     pair.decode.prefill(tokens[: 2 * _BLOCK], tenant=_TENANT)
@@ -130,7 +130,7 @@ def test_what_is_cached_here_is_not_fetched(pair: Pair) -> None:
     assert usage.remote_tokens == 0
 
 
-def test_several_answers_use_what_was_fetched_once(pair: Pair) -> None:
+def test_several_completions_fetch_the_prompt_once(pair: Pair) -> None:
     tokens = prompt(101)
     expected = generated(pair.prefill, tokens, n=3, seed=1, temperature=1.0)[0]
     _, source = pair.hold(tokens)
@@ -140,7 +140,7 @@ def test_several_answers_use_what_was_fetched_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("policy", CompressionPolicy)
-def test_what_was_fetched_is_compressed_like_what_was_computed(pair: Pair, policy: CompressionPolicy) -> None:
+def test_fetched_kv_is_compressed_like_computed_kv(pair: Pair, policy: CompressionPolicy) -> None:
     tokens, compression = prompt(120 + len(policy)), Compression(policy, 40)
     expected = generated(pair.prefill, tokens, compression=compression)[0]
     _, source = pair.hold(tokens)
@@ -149,14 +149,14 @@ def test_what_was_fetched_is_compressed_like_what_was_computed(pair: Pair, polic
     assert usage.remote_tokens == 5 * _BLOCK
 
 
-def test_log_probabilities_of_the_prompt_are_told_although_its_kv_is_there(pair: Pair) -> None:
+def test_prompt_log_probabilities_are_returned_for_fetched_kv(pair: Pair) -> None:
     tokens = prompt(113)
     _, source = pair.hold(tokens)
     first = next(iter(pair.decode.generate(tokens, tenant=_TENANT, kv_source=source, prompt_logprobs=0)))
     assert len(first.prompt_logprobs) == len(tokens) - 1
 
 
-def test_raw_blocks_come_in_order_from_where_they_are_wanted(pair: Pair) -> None:
+def test_blocks_are_streamed_in_order_from_the_requested_position(pair: Pair) -> None:
     _, source = pair.hold(prompt(102))
     first, *others = pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, epoch=source.epoch)
     assert (first.format.num_blocks, first.format.block_size, first.format.epoch) == (5, _BLOCK, source.epoch)
@@ -166,7 +166,7 @@ def test_raw_blocks_come_in_order_from_where_they_are_wanted(pair: Pair) -> None
     assert again == others[3:]
 
 
-def test_layers_come_by_themselves_and_make_the_whole(pair: Pair) -> None:
+def test_layers_can_be_fetched_separately(pair: Pair) -> None:
     _, source = pair.hold(prompt(114))
     told, *whole = pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT)
     num_layers, head_bytes = told.format.num_layers, 128 + 4 * _BLOCK
@@ -187,7 +187,7 @@ def test_layers_come_by_themselves_and_make_the_whole(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
-def test_blocks_of_a_shared_store_are_taken_from_there_and_fetched_when_it_is_gone(tmp_path: Path) -> None:
+def test_blocks_are_loaded_from_a_shared_store_and_fetched_when_it_is_down(tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         shared = ("--set", f"tiers.redis_url={redis.url}")
         with (
@@ -217,7 +217,7 @@ def test_blocks_of_a_shared_store_are_taken_from_there_and_fetched_when_it_is_go
                 first.release(source.lease_id, tenant=_TENANT)
 
 
-def test_a_lease_that_is_not_held_there_is_not_found(pair: Pair) -> None:
+def test_an_unknown_lease_is_not_found(pair: Pair) -> None:
     tokens = prompt(103)
     _, source = pair.hold(tokens)
     wrong_epoch = KVSource(address=source.address, lease_id=source.lease_id, epoch=source.epoch + 1)
@@ -231,7 +231,7 @@ def test_a_lease_that_is_not_held_there_is_not_found(pair: Pair) -> None:
     assert (code, details.partition(": expected")[0]) == (grpc.StatusCode.NOT_FOUND, "kv_source: lease_id")
 
 
-def test_a_lease_of_another_prompt_or_tenant_is_of_no_use(pair: Pair) -> None:
+def test_a_lease_of_another_prompt_or_tenant_is_refused(pair: Pair) -> None:
     _, source = pair.hold(prompt(104))
     code, details = refusal(pair.decode, prompt(105), source)
     assert (code, details) == (
@@ -246,7 +246,7 @@ def test_a_lease_of_another_prompt_or_tenant_is_of_no_use(pair: Pair) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-def test_only_named_servers_are_asked_and_one_that_is_away_is_told(pair: Pair) -> None:
+def test_only_configured_sources_are_contacted_and_an_unreachable_one_is_reported(pair: Pair) -> None:
     _, source = pair.hold(prompt(107))
     unnamed = KVSource(address="127.0.0.1:2", lease_id=source.lease_id)
     assert refusal(pair.decode, prompt(107), unnamed) == (
@@ -260,7 +260,7 @@ def test_only_named_servers_are_asked_and_one_that_is_away_is_told(pair: Pair) -
     assert refusal(pair.prefill, prompt(108), source)[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_purged_prompt_is_sent_no_more(pair: Pair) -> None:
+def test_a_purged_prompt_is_not_sent(pair: Pair) -> None:
     tokens = prompt(109)
     _, source = pair.hold(tokens)
     pair.prefill.purge(tenant=_TENANT)
@@ -269,14 +269,14 @@ def test_a_purged_prompt_is_sent_no_more(pair: Pair) -> None:
     assert "purged" in details
 
 
-def test_a_service_sends_nothing_unless_it_is_asked_to(pair: Pair) -> None:
+def test_a_server_does_not_send_kv_by_default(pair: Pair) -> None:
     held = pair.decode.prefill(prompt(110), tenant=_TENANT, hold_lease=True)
     with pytest.raises(grpc.RpcError) as caught:
         list(pair.decode.fetch_kv(held.lease_id, tenant=_TENANT))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_another_format_is_refused_by_name(pair: Pair) -> None:
+def test_another_kv_format_is_refused_by_name(pair: Pair) -> None:
     tokens = prompt(111)
     _, source = pair.hold(tokens)
     other_blocks = (*fetching_from(pair.address), "--set", "cache.block_size=32")
@@ -287,7 +287,7 @@ def test_another_format_is_refused_by_name(pair: Pair) -> None:
         )
 
 
-def test_a_server_that_is_killed_or_starts_again_is_told_and_nothing_leaks(tmp_path: Path) -> None:
+def test_a_killed_or_restarted_source_is_reported_and_nothing_leaks(tmp_path: Path) -> None:
     tokens = prompt(112)
     with serving(*SENDING) as (process, address), Client(address, timeout_s=PATIENCE_S) as first:
         held = first.prefill(tokens, tenant=_TENANT, hold_lease=True)

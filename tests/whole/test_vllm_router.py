@@ -1,4 +1,4 @@
-"""vllm-router, as it is installed, reads the events of two servers and chooses the one that holds a prompt.
+"""vllm-router reads the events of two servers and chooses the one that has a prompt.
 
 It drives its workers by a protocol that radixkv does not speak, so behind it are two stand-ins that only count, and the
 ZMQ endpoints that it follows are those of two real servers.
@@ -194,7 +194,7 @@ def prompts() -> Iterator[list[int]]:
     return (random.integers(0, 256, 320).tolist() for _ in itertools.count())
 
 
-def test_the_holder_is_chosen_each_time(routed: Routed, prompts: Iterator[list[int]]) -> None:
+def test_the_server_that_has_the_prompt_is_chosen(routed: Routed, prompts: Iterator[list[int]]) -> None:
     held = list(itertools.islice(prompts, 12))
     routed.wait_for_all_events(prompts)
     for number, prompt in enumerate(held):  # behind the router's back
@@ -203,7 +203,7 @@ def test_the_holder_is_chosen_each_time(routed: Routed, prompts: Iterator[list[i
     assert [routed.ask(prompt) for prompt in held] == [(0, True), (1, True)] * 6
 
 
-def test_what_was_cached_before_the_router_came_is_known(routed: Routed, prompts: Iterator[list[int]]) -> None:
+def test_the_router_learns_what_was_cached_before_it_started(routed: Routed, prompts: Iterator[list[int]]) -> None:
     routed.wait_for_all_events(prompts)
     assert [routed.ask(prompt) for prompt in EARLY] == [(0, True), (1, True)] * 2
 
