@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed-all
 # The most minutes that `make demo` takes once everything is installed.
 DEMO_MINUTES ?= 5
 
-.PHONY: help demo gateway-demo fleet-demo test install-matrix stress exact campaign mutants check bench gpu proto clean
+.PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign mutants check bench gpu proto clean
 
 help:
 	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png;"
@@ -17,7 +17,9 @@ help:
 	@echo "make fleet-demo  a fleet of two on Ray, and a replica that is killed; 2 minutes, after installing $(SIZE_fleet-demo)"
 	@echo
 	@echo "The targets below install $(SIZE_all)."
-	@echo "make test      run the tests"
+	@echo "make test      run the tests: at most 8 minutes on two cores"
+	@echo "make test-long run the long tests as well that \`make test\` leaves out: longer random walks, and everything else"
+	@echo "               that takes long for what it proves; 10 minutes on two cores"
 	@echo "make check     lint, format check, types"
 	@echo "make install-matrix  install each set of extras that the docs name into a clean environment, and use it; about an"
 	@echo "               hour, or some of them: SETS=\"'' engine engine,text engine@oldest\""
@@ -74,13 +76,17 @@ gateway-demo: $(call installed,gateway-demo)
 fleet-demo: $(VENV)/.installed-fleet-demo
 	@$(PY) -m bench.fleet.demo
 
-# One more than there are cores, since tests wait for servers, and four at most.
+# One more than the number of cores, since tests wait for servers, and at most four.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 
-# Files of tests side by side. A process that dies ends the run. Tests of two threads share cores with other processes:
-# threads that spin while they wait would take three times as long.
+# Test files run in parallel. A worker that dies ends the run. Idle OpenMP threads must not spin, since they share the
+# cores with other workers: spinning makes tests with two threads three times as slow.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 test: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet -m "not slow" --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
+	$(PYTEST) -m "not slow and not long"
+
+test-long: $(STAMP)
+	$(PYTEST) -m "long and not slow"
 
 # '' in SETS is the package without extras, `engine@oldest` installs the oldest versions that pyproject.toml allows.
 install-matrix:

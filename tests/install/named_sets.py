@@ -1,4 +1,4 @@
-"""The sets of extras that the documentation names, and what pyproject.toml says about them."""
+"""The sets of extras that the documentation tells users to install, and their requirements in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-# Files that tell a reader what to install. `service` and `radixkv` have a page for each part.
+# Files that tell users what to install.
 _PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -37,7 +37,7 @@ def project() -> dict[str, Any]:
 
 
 def sets_in(text: str) -> set[Extras]:
-    """Return the sets of extras that a text says to install, each sorted.
+    """Return the sets of extras in the installation commands of a text, each sorted.
 
     >>> sorted(sets_in("pip install '.[text]' or '.[engine,events]'"))
     [('engine', 'events'), ('text',)]
@@ -47,7 +47,7 @@ def sets_in(text: str) -> set[Extras]:
 
 
 def named_sets() -> list[Extras]:
-    """Return every set that a file of the project names; the empty one, a plain `pip install .`, comes first."""
+    """Return every set of extras in the project's files. The first is empty, for a plain `pip install .`."""
     files = {file for pattern in (*_PAGES, *_DEPLOY) for file in ROOT.glob(pattern)}
     extras = project()["optional-dependencies"]
     named = {each for file in files for each in sets_in(file.read_text(encoding="utf-8"))}
@@ -55,7 +55,7 @@ def named_sets() -> list[Extras]:
 
 
 def closure(extras: Iterable[str]) -> set[str]:
-    """Return extras and those that they bring: `cuda` brings `engine`."""
+    """Return extras together with those that they include: `cuda` includes `engine`."""
     tables = project()["optional-dependencies"]
     closed: set[str] = set()
     waiting = [*extras]
@@ -68,7 +68,7 @@ def closure(extras: Iterable[str]) -> set[str]:
 
 
 def requirements(extras: Iterable[str]) -> list[str]:
-    """Return the requirements of the base and of some extras on other projects, without environment markers."""
+    """Return the requirements of the package with some extras, without environment markers and radixkv itself."""
     table = project()
     own = [
         *table["dependencies"],
@@ -78,7 +78,7 @@ def requirements(extras: Iterable[str]) -> list[str]:
 
 
 def package_of(requirement: str) -> str:
-    """Return the name in a requirement.
+    """Return the package name of a requirement.
 
     >>> package_of("redis[hiredis]>=6.4")
     'redis'
@@ -89,25 +89,25 @@ def package_of(requirement: str) -> str:
 
 
 def oldest(requirements: Iterable[str]) -> list[str]:
-    """Return constraints that install the oldest version that each requirement allows.
+    """Return constraints for the oldest version that each requirement allows.
 
     >>> oldest(["torch>=2.11,<2.14", "redis[hiredis]>=6.4", "smg==1.13.0"])
     ['torch==2.11', 'redis==6.4', 'smg==1.13.0']
 
     Raises:
-        ValueError: a requirement has no lower bound, so nobody can say which versions work.
+        ValueError: a requirement has no lower bound.
     """
     constraints = []
     for requirement in requirements:
         bound = re.search(r"[>=]=\s*([0-9][0-9a-z.]*)", requirement)
         if bound is None:
-            raise ValueError(f"{requirement}: expected a lower bound, got none")
+            raise ValueError(f"{requirement}: a lower bound is required")
         constraints.append(f"{package_of(requirement)}=={bound[1]}")
     return constraints
 
 
 def _own_extras(requirement: str) -> list[str]:
-    """Return the extras in a requirement on radixkv itself, such as `radixkv[engine]`."""
+    """Return the extras of a requirement on radixkv itself, such as `radixkv[engine]`."""
     match = _REQUIREMENT.match(requirement)
     assert match is not None
     return match[2].split(",") if match[1] == "radixkv" and match[2] else []

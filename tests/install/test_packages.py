@@ -1,4 +1,4 @@
-"""radixkv imports in the same way from a checkout, an editable installation, a wheel and a wheel of an sdist."""
+"""The package can be built and imported as a wheel, as a wheel of an sdist, and as an editable installation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixkv.kernels.native.variants import VARIANTS
 ROOT = Path(__file__).parents[2]
 PARTS = ("radixkv", "kernels", "service", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 LIBRARIES = {f"radixkv/kernels/native/{library_name(variant)}" for variant in VARIANTS}
-# Writes its arguments where a compiler would write what it compiled, and joins such files where it would link them.
+# A fake compiler: compiling writes the arguments to the output file, and linking concatenates the input files.
 COMPILER = """#!/bin/sh
 for argument; do
   [ "$last" = -o ] && target="$argument"; last="$argument"
@@ -39,7 +39,7 @@ is_linux = pytest.mark.skipif(
 
 
 def build(hook: str, source: Path, target: Path, environment: dict[str, str]) -> Path:
-    """Call a hook of the build back end, as `pip` and `build` do; return what it made."""
+    """Call a hook of the build backend, as `pip` and `build` do, and return the path of the result."""
     target.mkdir()
     program = f"from setuptools import build_meta; print(build_meta.{hook}({str(target)!r}))"
     result = subprocess.run(
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(folder: Path) -> Path:
-    """A fresh clone, as far as it is packed."""
+    """A copy of the files of the repository that are packaged."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
     for name in PARTS:
         source, target = ROOT / name, folder / "checkout" / name
@@ -81,13 +81,13 @@ def with_compiler(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, folder: Path, with_compiler: dict[str, str]) -> Path:
-    """The wheel that `pip install .` makes, where there is a compiler."""
+    """The wheel that `pip install .` builds if there is a compiler."""
     return build("build_wheel", checkout, folder / "wheel", with_compiler)
 
 
 @pytest.fixture(scope="module")
 def wheel_of_sdist(checkout: Path, folder: Path) -> Path:
-    """The wheel of an sdist, where there is no compiler."""
+    """The wheel that is built from an sdist if there is no compiler."""
     sdist = build("build_sdist", checkout, folder / "sdist", clean_environment())
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
@@ -102,7 +102,7 @@ def editable(checkout: Path, folder: Path, with_compiler: dict[str, str]) -> Pat
 
 @pytest.fixture(scope="module", params=["wheel", "wheel_of_sdist", "editable"])
 def python(request: pytest.FixtureRequest, folder: Path) -> Path:
-    """An interpreter whose site-packages have radixkv, and the packages that it needs."""
+    """An interpreter of an environment that contains radixkv and its dependencies."""
     package, environment = request.getfixturevalue(request.param), folder / f"{request.param} environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (site_packages,) = environment.glob("lib/python*/site-packages")
@@ -117,43 +117,44 @@ def names_in(wheel: Path) -> set[str]:
 
 
 def imports_of_the_readme() -> str:
-    """The import statements of all Python snippets."""
+    """The import statements in all Python snippets of README.md."""
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     nodes = [node for snippet in snippets for node in ast.parse(snippet).body]
     return "\n".join(ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
 
-@pytest.mark.parametrize("is_inside", [True, False], ids=["inside the checkout", "outside"])
-def test_the_readmes_snippets_import_everywhere(is_inside: bool, python: Path, checkout: Path, tmp_path: Path) -> None:
+def output_of(python: Path | str, program: str, folder: Path) -> str:
+    """Run a program in a directory, which is the first entry of `sys.path`."""
+    result = subprocess.run(
+        [python, "-c", program], cwd=folder, env=clean_environment(), check=True, stdout=subprocess.PIPE, text=True
+    )
+    return result.stdout
+
+
+def test_the_imports_of_the_readme_work_inside_the_checkout(python: Path, checkout: Path) -> None:
     statements = imports_of_the_readme()
     assert "radixkv" in statements
-    program = f"{statements}\nimport radixkv\nprint(radixkv.__file__)"
-    result = subprocess.run(
-        [python, "-c", program],
-        cwd=checkout if is_inside else tmp_path,
-        env=clean_environment(),
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert str(checkout.parent) in result.stdout  # not this checkout
+    output = output_of(python, f"{statements}\nimport radixkv\nprint(radixkv.__file__)", checkout)
+    assert str(checkout.parent) in output  # not the checkout that runs this test
 
 
-@pytest.mark.parametrize("module", ["radixkv", "radixkv.service"])
-def test_the_command_is_a_module(module: str, python: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [python, "-m", module, "--version"],
-        cwd=tmp_path,
-        env=clean_environment(),
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert result.stdout.startswith("radixkv 0.")
+def test_imports_and_commands_work_outside_the_checkout(python: Path, checkout: Path, tmp_path: Path) -> None:
+    program = f"""{imports_of_the_readme()}
+import contextlib, runpy, sys
+sys.argv = ["radixkv", "--version"]
+for module in ("radixkv", "radixkv.service"):
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+import radixkv
+print(radixkv.__file__)"""
+    *versions, file = output_of(python, program, tmp_path).splitlines()
+    assert len(versions) == 2
+    assert all(version.startswith("radixkv 0.") for version in versions)
+    assert str(checkout.parent) in file
 
 
 @pytest.mark.slow
-def test_type_checkers_see_types(python: Path, tmp_path: Path) -> None:
+def test_type_checkers_find_the_types(python: Path, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(
         "from radixkv.service.client import Client\n"
         "reveal_type(Client('127.0.0.1:1').prefill([1]).usage.cached_tokens)\n"
@@ -170,25 +171,25 @@ def test_type_checkers_see_types(python: Path, tmp_path: Path) -> None:
     assert result.stdout.endswith("Success: no issues found in 1 source file\n")
 
 
-def test_a_wheel_has_one_name_at_the_top(wheel: Path, wheel_of_sdist: Path) -> None:
+def test_a_wheel_has_one_top_level_package(wheel: Path, wheel_of_sdist: Path) -> None:
     for each in (wheel, wheel_of_sdist):
         tops = {name.partition("/")[0] for name in names_in(each)}
         assert {top for top in tops if not top.endswith(".dist-info")} == {"radixkv"}
 
 
-def test_an_sdist_has_all_that_a_wheel_needs(wheel: Path, wheel_of_sdist: Path) -> None:
+def test_a_wheel_of_an_sdist_has_the_same_files(wheel: Path, wheel_of_sdist: Path) -> None:
     assert names_in(wheel) - LIBRARIES == names_in(wheel_of_sdist) - LIBRARIES
     assert "radixkv/py.typed" in names_in(wheel)
 
 
-def test_an_editable_installation_is_a_path(editable: Path, checkout: Path) -> None:
-    """Type checkers read paths, and no import hooks."""
+def test_an_editable_installation_adds_a_path(editable: Path, checkout: Path) -> None:
+    """Type checkers support paths, but not import hooks."""
     (file,) = (name for name in names_in(editable) if name.endswith(".pth"))
     assert Path(zipfile.ZipFile(editable).read(file).decode().strip()) == checkout
 
 
 @is_linux
-def test_a_wheel_carries_kernels_for_every_python(wheel: Path) -> None:
+def test_a_wheel_contains_kernels_for_every_python_version(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     assert names_in(wheel) >= LIBRARIES
     for variant in VARIANTS:
@@ -206,20 +207,15 @@ def test_without_a_compiler_the_installation_has_no_kernels(wheel_of_sdist: Path
     assert not [name for name in names_in(wheel_of_sdist) if name.endswith(".so")]
 
 
-@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Darwin", "x86_64"), ("Linux", "aarch64")])
-def test_other_platforms_have_a_pure_wheel(system: str, machine: str, checkout: Path) -> None:
-    program = (
-        "import platform, setuptools; from distutils.core import run_setup\n"
-        f"platform.system, platform.machine = lambda: {system!r}, lambda: {machine!r}\n"
-        "command = run_setup('setup.py', stop_after='init').get_command_obj('bdist_wheel')\n"
-        "command.ensure_finalized(); print(*command.get_tag())"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=checkout,
-        env=clean_environment(),
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert result.stdout.splitlines()[-1] == "py3 none any"
+def test_other_platforms_have_a_pure_wheel(checkout: Path) -> None:
+    platforms = [("Darwin", "arm64"), ("Darwin", "x86_64"), ("Linux", "aarch64")]
+    program = f"""
+import platform, setuptools
+from distutils.core import run_setup
+for system, machine in {platforms}:
+    platform.system, platform.machine = lambda: system, lambda: machine
+    command = run_setup("setup.py", stop_after="init").get_command_obj("bdist_wheel")
+    command.ensure_finalized()
+    print("tag", *command.get_tag())"""
+    lines = output_of(sys.executable, program, checkout).splitlines()
+    assert [line for line in lines if line.startswith("tag ")] == len(platforms) * ["tag py3 none any"]
