@@ -1,4 +1,4 @@
-"""Settings of every test run: the environment, and a limit for teardowns."""
+"""Settings of every test run: the environment, and a timeout for teardowns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from radixkv.config.cache_directory import cache_directory
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
-if "PYTEST_XDIST_WORKER" not in os.environ:  # what an earlier run tried proves nothing; the workers of a run share
-    _kernels = cache_directory() / "kernels"  # but compiled kernels, whose names tell their sources, are this user's
+if "PYTEST_XDIST_WORKER" not in os.environ:  # no results of earlier runs; the workers of a run share
+    _kernels = (
+        cache_directory() / "kernels"
+    )  # but reuse compiled kernels, whose names contain a digest of their sources
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="radixkv-tests-")
     with contextlib.suppress(OSError):
         _kernels.mkdir(parents=True, exist_ok=True)
@@ -28,14 +30,14 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # what an earlier run tried proves 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Give the teardown of a failed test a limit: those of pyproject.toml end with the failure."""
+    """Set a timeout for the teardown of a failed test, to which those of pyproject.toml do not apply."""
     faulthandler.dump_traceback_later(float(item.config.getini("faulthandler_timeout")), exit=True)
     return (yield)
 
 
 @pytest.fixture(scope="module")
 def forked_servers() -> Iterator[None]:
-    """Fork the servers that benchmarks start, instead of starting Python anew for each."""
+    """Fork the servers that benchmarks start, instead of starting a new Python interpreter for each."""
     from bench.parts import server_process
     from tests.forked_process import ForkedProcess
 

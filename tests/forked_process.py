@@ -1,4 +1,4 @@
-"""Python programs in processes that are forked from one which has imported the libraries: that is most of a start."""
+"""Runs Python programs in processes forked from one that has imported the libraries, which saves most of a startup."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FORKED.set_forkserver_preload(
 
 
 class ForkedProcess:
-    """A program that runs: what `subprocess.Popen` is of `python -m MODULE`, with its output piped and no input.
+    """A running `python -m MODULE`, like `subprocess.Popen` with its output piped and without input.
 
     Args:
         command: `[sys.executable, "-m", MODULE, ...]`.
-        stderr: file that gets its standard error.
-        start_new_session: whether a Ctrl-C at the terminal does not reach it.
+        stderr: file for its standard error.
+        start_new_session: whether the process is detached from the terminal's Ctrl-C.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
+        """Process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, or minus the signal that ended it; None while it runs."""
+        """Exit status, or the negative number of the signal that ended the process; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
@@ -76,30 +76,30 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end. Returns the exit status. Raises TimeoutExpired if it has not come in time."""
+        """Wait for the process to end and return its exit status. Raises TimeoutExpired after `timeout` seconds."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("forked process", timeout or 0.0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the process still runs."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def _run(
     program: list[str], stdout: Connection, errors: Connection, has_session: bool, place: tuple[str, dict[str, str]]
 ) -> None:
-    """Be the program, with these files as standard output and error, in this folder and environment."""
+    """Run the program in this process, with the given standard output, standard error, directory and environment."""
     if has_session:
         os.setsid()
     folder, environment = place

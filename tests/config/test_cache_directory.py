@@ -8,13 +8,13 @@ import pytest
 from radixkv.config.cache_directory import cache_directory, temporary_cache_directory
 
 
-def test_it_is_where_the_system_keeps_such_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_directory_is_below_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "radixkv"
 
 
 @pytest.mark.parametrize("value", [None, "", "here"])
-def test_without_an_absolute_folder_it_is_in_the_users(
+def test_without_an_absolute_xdg_cache_home_it_is_below_the_home_directory(
     value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -25,7 +25,7 @@ def test_without_an_absolute_folder_it_is_in_the_users(
     assert cache_directory() == tmp_path / ".cache" / "radixkv"
 
 
-def test_a_user_without_a_home_has_a_folder_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_directory_gets_a_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_entry(_: int) -> None:
         raise KeyError
 

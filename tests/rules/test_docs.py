@@ -33,7 +33,13 @@ OPERATING = (
     Path("docs/deploy/tls.md"),
     Path("proto/STABILITY.md"),
 )
-DOCUMENTS = (Path("README.md"), Path("docs/DESIGN.md"), Path("docs/METRICS.md"), *OPERATING, *PAGES)
+DOCUMENTS = (
+    *(Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(Path("docs") / f"{name}.md" for name in ("BENCHMARKS", "DESIGN", "METRICS", "MODELS", "SEEING", "TRACING")),
+    Path("docs/examples/README.md"),
+    *OPERATING,
+    *PAGES,
+)
 SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]+$")
 COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -58,14 +64,14 @@ def text_of(document: Path) -> str:
 
 @cache
 def sources() -> str:
-    """The text of all sources and of the .proto."""
+    """Return the text of all Python and .proto sources."""
     folders = ("radixkv", "kernels", "service", "bench", "proto")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".proto")]
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
 def is_known(quoted: str) -> bool:
-    """Whether the class, method, call or configuration key that this text names exists; true for other texts."""
+    """Whether a quoted class, method, call or configuration key exists; true for any other text."""
     if key := KEY.match(quoted):
         return key[2] in {field.name for field in dataclasses.fields(SECTIONS[key[1]])}
     if name := NAME.match(quoted):
@@ -75,7 +81,7 @@ def is_known(quoted: str) -> bool:
 
 
 def missing(document: Path, text: str) -> list[str]:
-    """Names, paths, tests, commands and links in a document that lead nowhere."""
+    """Return the names, paths, tests, commands and links in a document that do not exist."""
     wrong = [quoted for quoted in re.findall(r"`([^`\n]+)`", text) if not is_known(quoted)]
     for quoted in re.findall(r"`([^`\n]+)`", text):
         path, _, test = quoted.partition("::")
@@ -97,20 +103,20 @@ def missing(document: Path, text: str) -> list[str]:
 
 
 def anchors(text: str) -> list[str]:
-    """The names that headings can be linked by, as GitHub makes them."""
+    """Return the anchors of all headings, as GitHub generates them."""
     titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_a_document_names_only_what_exists(document: Path) -> None:
+def test_names_and_links_in_a_document_exist(document: Path) -> None:
     assert missing(document, text_of(document)) == []
 
 
-def test_the_readme_names_the_extras_that_there_are() -> None:
+def test_the_readme_lists_all_extras() -> None:
     extras = tomllib.loads(text_of(Path("pyproject.toml")))["project"]["optional-dependencies"]
     named = {name for names in re.findall(r"'\.\[([\w,]+)\]'", text_of(Path("README.md"))) for name in names.split(",")}
-    assert named == set(extras) - {"dev"}  # a part of `all`
+    assert named == set(extras) - {"dev"}  # included in `all`
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ def test_the_readme_names_the_extras_that_there_are() -> None:
     [
         ("see `radixkv/errors.py` and `radixkv/cache`", []),
         ("see `radixkv/no_such_file.py`", ["radixkv/no_such_file.py"]),
-        ("`tests/rules/test_docs.py::test_the_readme_names_the_extras_that_there_are`", []),
+        ("`tests/rules/test_docs.py::test_the_readme_lists_all_extras`", []),
         ("`tests/rules/test_docs.py::test_of_nothing`", ["tests/rules/test_docs.py::test_of_nothing"]),
         ("`PrefixCache`, `Runner.prepare`, `Retain`, `cache.kv_dtype = 4` and `tenants.NAME.weight`", []),
         ("`PrefixCash`, `Runner.repair`, `cache.dtype`", ["PrefixCash", "Runner.repair", "cache.dtype"]),
@@ -127,8 +133,8 @@ def test_the_readme_names_the_extras_that_there_are() -> None:
         ("[the log](docs/LOG.md), [a picture](docs/none.png)", ["docs/none.png"]),
         ("[peers](https://example.org/x)", []),
         ("[here](#two-commands), [there](#no-commands)", ["#no-commands"]),
-        ("[how](tests/README.md#limits), [what](tests/README.md#nothing)", ["tests/README.md#nothing"]),
+        ("[how](tests/README.md#running-tests), [what](tests/README.md#nothing)", ["tests/README.md#nothing"]),
     ],
 )
-def test_the_rule_sees_what_leads_nowhere(text: str, wrong: list[str]) -> None:
+def test_broken_names_and_links_are_detected(text: str, wrong: list[str]) -> None:
     assert missing(Path("README.md"), text) == wrong

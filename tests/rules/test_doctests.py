@@ -1,4 +1,4 @@
-"""The examples in docstrings say what happens."""
+"""The examples in docstrings are correct."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .house import modules
 MODULES = [name for name, path in modules().items() if ">>>" in path.read_text(encoding="utf-8")]
 
 
-def test_examples_are_looked_for_everywhere() -> None:
+def test_examples_are_found_in_all_packages() -> None:
     assert {"radixkv.cache.prefix_cache", "radixkv.service.token_ids"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_are_true(name: str) -> None:
+def test_examples_are_correct(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0

@@ -12,7 +12,7 @@ def subclasses(kind: type[RadixKVError]) -> list[type[RadixKVError]]:
     return [each for child in kind.__subclasses__() for each in (child, *subclasses(child))]
 
 
-def test_the_docstring_draws_the_whole_tree() -> None:
+def test_the_module_docstring_draws_the_whole_tree() -> None:
     assert errors.__doc__ is not None
     drawn, path = {}, ["RadixKVError"]
     for bars, name in re.findall(r"^    ([│├└─ ]+)(\w+)", errors.__doc__, re.MULTILINE):
@@ -22,12 +22,12 @@ def test_the_docstring_draws_the_whole_tree() -> None:
     assert drawn == {kind.__name__: kind.__base__.__name__ for kind in subclasses(RadixKVError) if kind.__base__}
 
 
-def test_every_error_says_what_it_means() -> None:
+def test_every_error_has_a_docstring() -> None:
     assert [kind.__name__ for kind in subclasses(RadixKVError) if not kind.__doc__] == []
 
 
 @pytest.mark.parametrize("kind", subclasses(CapacityError), ids=lambda kind: kind.__name__)
-def test_a_full_service_says_when_to_come_back(kind: type[CapacityError]) -> None:
+def test_capacity_errors_have_a_retry_delay(kind: type[CapacityError]) -> None:
     assert kind("full").retry_after_s == 1.0
     error = kind("full", retry_after_s=0.25)
     assert error.retry_after_s == 0.25

@@ -1,4 +1,4 @@
-"""Each package says in a sentence what it is, and names its face: the classes and functions that others begin with."""
+"""The docstring of each package describes it in a sentence, and lists its public API."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ def docstring(name: str) -> str:
     return ast.get_docstring(ast.parse(modules()[name].read_text(encoding="utf-8"))) or ""
 
 
+def public_api(package: str) -> set[str] | None:
+    """Return the names that the docstring of a package lists as its public API; None if there is no list."""
+    found = re.search(r"^(?:Public API|Face):(.*)", docstring(package), re.MULTILINE | re.DOTALL)
+    return None if found is None else set(re.findall(r"`(\w+)`", found[1]))
+
+
 def defined_in(package: str) -> set[str]:
-    """Classes and functions at the top of a package's own modules."""
+    """Return the top-level classes and functions in the modules of a package."""
     trees = [
         ast.parse(path.read_text(encoding="utf-8"))
         for name, path in modules().items()
@@ -34,7 +40,7 @@ def defined_in(package: str) -> set[str]:
     return {node.name for tree in trees for node in tree.body if isinstance(node, kinds)}
 
 
-def test_the_names_that_clients_import_are_pinned() -> None:
+def test_the_exported_names_of_the_client_are_stable() -> None:
     assert radixkv.service.client.__all__ == [
         "AsyncClient",
         "AsyncTextAnswer",
@@ -70,18 +76,18 @@ def test_the_names_that_clients_import_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_says_what_it_is(name: str) -> None:
+def test_a_package_has_a_description(name: str) -> None:
     first = docstring(name).partition("\n")[0]
     assert re.fullmatch(r"[A-Z].{20,}\.", first), first
 
 
-@pytest.mark.parametrize("name", [name for name in PACKAGES if "Face:" in docstring(name)])
-def test_a_face_is_there(name: str) -> None:
-    face = re.findall(r"`(\w+)`", docstring(name).partition("Face:")[2])
-    assert face
-    assert set(face) <= defined_in(name)
+@pytest.mark.parametrize("name", [name for name in PACKAGES if public_api(name) is not None])
+def test_the_public_api_of_a_package_exists(name: str) -> None:
+    names = public_api(name)
+    assert names
+    assert names <= defined_in(name)
 
 
-def test_every_package_of_the_house_names_its_face() -> None:
-    rooms = [name for name in PACKAGES if name.startswith("radixkv.") and not name.startswith("radixkv.service")]
-    assert [name for name in rooms if "Face:" not in docstring(name)] == []
+def test_every_package_lists_its_public_api() -> None:
+    packages = [name for name in PACKAGES if name.startswith("radixkv.") and not name.startswith("radixkv.service")]
+    assert [name for name in packages if public_api(name) is None] == []

@@ -1,4 +1,4 @@
-"""The plan of the house: which package may import which. docs/DESIGN.md draws it."""
+"""Which package may import which. docs/DESIGN.md draws the layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from .house import ROOT, imported_modules, imported_names, imports, is_generated, modules, reachable
 
-# What each package of radixkv/ may import, besides itself and the words.
+# What each package of radixkv/ may import, besides itself and `COMMON`.
 MAY_IMPORT = {
     "api": "",
     "cache": "api",
@@ -28,67 +28,76 @@ MAY_IMPORT = {
     "startup": "api cache storage model compute events engine kernels scheduling",
     "kernels": "",
 }
-WORDS = ("errors", "config", "namespace", "invocation", "tokens", "blocks")  # what everybody but kernels may import
+COMMON = (
+    "errors",
+    "config",
+    "namespace",
+    "invocation",
+    "tokens",
+    "blocks",
+)  # what every package except kernels may import
 WITHOUT_TORCH = ("api", "cache", "events", "scheduling", "routing", "planning")
-FREE_FOR_KERNELS = {"torch", "triton", "numpy", "radixkv"} | sys.stdlib_module_names
+KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", "radixkv"} | sys.stdlib_module_names
 TORCH = {"torch", "triton", "transformers", "safetensors", "peft"}
 WIRE = {"grpc", "grpc_health", "grpc_reflection", "google"}
-ROOMS = sorted({name.split(".")[1] for name in modules() if name.count(".") and name.startswith("radixkv.")})
+PACKAGES = sorted({name.split(".")[1] for name in modules() if name.count(".") and name.startswith("radixkv.")})
 
 
 def violations(name: str, imported: set[str]) -> list[str]:
-    """Return the imports that a module, named as it is imported, must not have."""
+    """Return the forbidden imports of a module, given by its import name."""
     tops = {each.partition(".")[0] for each in imported}
-    rooms = {each.split(".")[1] for each in imported if each.startswith("radixkv.")}
+    packages = {each.split(".")[1] for each in imported if each.startswith("radixkv.")}
     if name.partition(".")[0] == "bench":
         return []
     wrong = tops & {"tests", "bench", "kernels", "service"}
-    room = name.split(".")[1] if "." in name else ""
-    if room in ("service", "__main__") or is_generated(name):
+    package = name.split(".")[1] if "." in name else ""
+    if package in ("service", "__main__") or is_generated(name):
         return sorted(wrong)
     wrong |= tops & WIRE
-    if room == "kernels":
-        wrong |= tops - FREE_FOR_KERNELS
+    if package == "kernels":
+        wrong |= tops - KERNELS_MAY_IMPORT
         return sorted(wrong | {each for each in imported if each.startswith("radixkv.") and "kernels" not in each})
-    allowed = set(WORDS) if not room or room in WORDS else {room, *MAY_IMPORT.get(room, "").split(), *WORDS}
-    return sorted(wrong | (rooms & set(ROOMS)) - allowed)
+    allowed = set(COMMON)
+    if package and package not in COMMON:
+        allowed |= {package, *MAY_IMPORT.get(package, "").split()}
+    return sorted(wrong | (packages & set(PACKAGES)) - allowed)
 
 
-def circle_in(graph: Mapping[str, Set[str]]) -> list[str]:
-    """The names along a circle, the first one again at the end; empty if there is none."""
+def cycle_in(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Return the names along a cycle, with the first one repeated at the end, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        circle: list[str] = error.args[1]
-        return circle
+        cycle: list[str] = error.args[1]
+        return cycle
     return []
 
 
-def test_a_module_imports_only_what_its_package_may() -> None:
+def test_modules_import_only_what_their_package_may() -> None:
     wrong = {name: violations(name, set(imported_names(name))) for name in modules()}
     assert {name: imported for name, imported in wrong.items() if imported} == {}
 
 
-def test_no_circle_of_modules() -> None:
-    """Imports for type checkers and inside functions are counted. A package's face may name what is in it."""
-    faces = {name for name, path in modules().items() if path.name == "__init__.py"}
-    assert circle_in({name: imported_modules(name) - faces for name in modules() if name not in faces}) == []
+def test_modules_have_no_import_cycle() -> None:
+    """Imports for type checkers and inside functions count. An `__init__` may import the modules of its package."""
+    inits = {name for name, path in modules().items() if path.name == "__init__.py"}
+    assert cycle_in({name: imported_modules(name) - inits for name in modules() if name not in inits}) == []
 
 
-def test_no_circle_of_packages() -> None:
-    assert circle_in({room: set(allowed.split()) for room, allowed in MAY_IMPORT.items()}) == []
+def test_packages_have_no_import_cycle() -> None:
+    assert cycle_in({name: set(allowed.split()) for name, allowed in MAY_IMPORT.items()}) == []
 
 
-def test_a_circle_is_seen() -> None:
-    assert circle_in({"lease": {"ledger"}, "ledger": {"node", "lease"}}) == ["lease", "ledger", "lease"]
+def test_a_cycle_is_detected() -> None:
+    assert cycle_in({"lease": {"ledger"}, "ledger": {"node", "lease"}}) == ["lease", "ledger", "lease"]
 
 
-def test_every_room_is_in_the_table() -> None:
-    assert set(ROOMS) == {*MAY_IMPORT, *WORDS, "service", "__main__", "v1", "gateway"}
+def test_every_package_is_in_the_table() -> None:
+    assert set(PACKAGES) == {*MAY_IMPORT, *COMMON, "service", "__main__", "v1", "gateway"}
 
 
-def test_only_the_gateway_knows_its_messages() -> None:
-    """A process that uses another copy of these messages must be able to import everything else."""
+def test_only_the_gateway_imports_its_messages() -> None:
+    """A process with another copy of these protobuf messages must be able to import everything else."""
     users = {name for name in modules() if any(each.startswith("radixkv.gateway") for each in imported_names(name))}
     assert users
     assert {
@@ -96,18 +105,18 @@ def test_only_the_gateway_knows_its_messages() -> None:
     } == set()
 
 
-@pytest.mark.parametrize("room", WITHOUT_TORCH)
-def test_the_books_reach_no_torch(room: str) -> None:
-    names = {name for name in modules() if name.startswith(f"radixkv.{room}")}
+@pytest.mark.parametrize("package", WITHOUT_TORCH)
+def test_torch_free_packages_do_not_reach_torch(package: str) -> None:
+    names = {name for name in modules() if name.startswith(f"radixkv.{package}")}
     tops = {each.partition(".")[0] for name in reachable(names) for each in imported_names(name)}
     assert tops & (TORCH | WIRE) == set()
 
 
-def test_the_books_can_be_imported_where_there_is_no_torch() -> None:
+def test_torch_free_packages_can_be_imported_without_torch() -> None:
     blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in sorted(TORCH | WIRE))
-    books = [name for name in modules() if re.match(rf"radixkv\.({'|'.join(WITHOUT_TORCH)})\b", name)]
-    assert "radixkv.cache.prefix_cache" in books
-    subprocess.run([sys.executable, "-c", f"import sys; {blocked}; import {', '.join(books)}"], cwd=ROOT, check=True)
+    names = [name for name in modules() if re.match(rf"radixkv\.({'|'.join(WITHOUT_TORCH)})\b", name)]
+    assert "radixkv.cache.prefix_cache" in names
+    subprocess.run([sys.executable, "-c", f"import sys; {blocked}; import {', '.join(names)}"], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(
@@ -136,5 +145,5 @@ def test_the_books_can_be_imported_where_there_is_no_torch() -> None:
         ("radixkv.service.server.server", "import bench.replay", ["bench"]),
     ],
 )
-def test_the_rule_sees_what_it_forbids(name: str, source: str, wrong: list[str]) -> None:
+def test_forbidden_imports_are_detected(name: str, source: str, wrong: list[str]) -> None:
     assert violations(name, set(imports(source, name.rpartition(".")[0] or name))) == wrong

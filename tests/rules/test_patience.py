@@ -1,4 +1,4 @@
-"""Tests time nothing, and wait at least a minute for what must come: they pass on a machine that is busy elsewhere."""
+"""Tests measure no times and use timeouts of at least a minute, so that they pass on a busy machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from .house import ROOT
 
-LEAST_S = 60
+MIN_TIMEOUT_S = 60
 STOPWATCHES = {"perf_counter", "perf_counter_ns", "process_time", "thread_time"}
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
-def impatience(source: str) -> Iterator[str]:
-    """Timed code and short waits in a source."""
+def violations(source: str) -> Iterator[str]:
+    """Yield the stopwatches and short timeouts in a source."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom) and "timeit" in ast.unparse(node):
             yield ast.unparse(node)
@@ -27,18 +27,18 @@ def impatience(source: str) -> Iterator[str]:
 
 
 def is_short(seconds: object) -> bool:
-    """Whether a limit is short; 0 is none, as nothing is waited for."""
-    return isinstance(seconds, int | float) and 0 < seconds < LEAST_S
+    """Whether a timeout is too short. 0 does not wait, and is allowed."""
+    return isinstance(seconds, int | float) and 0 < seconds < MIN_TIMEOUT_S
 
 
-def test_a_test_times_nothing_and_waits_long_enough() -> None:
-    found = {str(path.relative_to(ROOT)): list(impatience(path.read_text(encoding="utf-8"))) for path in TESTS}
+def test_tests_measure_no_times_and_have_long_timeouts() -> None:
+    found = {str(path.relative_to(ROOT)): list(violations(path.read_text(encoding="utf-8"))) for path in TESTS}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_the_rule_sees_what_it_forbids() -> None:
+def test_stopwatches_and_short_timeouts_are_detected() -> None:
     source = "import timeit\ntime.perf_counter()\nfuture.result(5)\nfuture.result(0)\nprocess.communicate(timeout=10)"
-    assert list(impatience(source)) == [
+    assert list(violations(source)) == [
         "import timeit",
         "time.perf_counter()",
         "future.result(5)",

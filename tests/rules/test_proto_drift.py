@@ -1,4 +1,4 @@
-"""The generated code in radixkv/v1 and radixkv/gateway is what `make proto` makes of proto/."""
+"""The generated code in radixkv/v1 and radixkv/gateway is up to date with proto/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def generated(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_make_proto_runs_the_command_that_is_tested_here() -> None:
+def test_make_proto_runs_the_tested_command() -> None:
     assert RECIPE in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The promise of proto/STABILITY.md: what clients of version 1 depend on stays as it is, and may be added to."""
+"""The promise of proto/STABILITY.md: nothing that clients of version 1 depend on is changed or removed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .wire_table import FILES, lines_of_file, wire_lines
 FROZEN = (Path(__file__).parent / "wire_v1.txt").read_text(encoding="utf-8").splitlines()
 
 
-def test_nothing_that_is_frozen_has_changed_or_gone() -> None:
+def test_nothing_frozen_was_changed_or_removed() -> None:
     assert sorted(set(FROZEN) - set(wire_lines())) == [], "see proto/STABILITY.md"
 
 
-def test_the_frozen_table_has_every_file_of_version_1() -> None:
+def test_the_frozen_table_covers_every_file_of_version_1() -> None:
     files = {path.name for path in (ROOT / "proto" / "radixkv" / "v1").glob("*.proto")}
     assert {Path(file.name).name for file in FILES} == files
     assert len(FROZEN) == len(set(FROZEN))
@@ -26,7 +26,7 @@ def test_the_frozen_table_has_every_file_of_version_1() -> None:
     assert kinds == {"field", "message", "rpc", "value"}
 
 
-def test_no_number_of_a_message_is_used_twice_over_time() -> None:
+def test_no_field_number_is_reused() -> None:
     names: dict[tuple[str, str], str] = {}
     for line in [*FROZEN, *wire_lines()]:
         if found := re.match(r"field (.+)\.(\w+) = (\d+):", line):
@@ -34,7 +34,7 @@ def test_no_number_of_a_message_is_used_twice_over_time() -> None:
 
 
 def changed(change) -> list[str]:
-    """The lines of prefill.proto after a change of its description."""
+    """Return the lines of prefill.proto after a change of its descriptor."""
     pool = descriptor_pool.DescriptorPool()
     for file in FILES[0].dependencies:
         copy = descriptor_pb2.FileDescriptorProto()
@@ -68,12 +68,12 @@ def remove(message) -> None:
 
 
 @pytest.mark.parametrize("change", [renumber, rename, retype, repeat, remove])
-def test_the_rule_sees_a_change_of_a_field(change) -> None:
+def test_a_changed_field_is_detected(change) -> None:
     before = set(lines_of_file(FILES[0]))
     assert len(before - set(changed(change))) == 1
 
 
-def test_the_rule_lets_a_field_be_added() -> None:
+def test_a_field_may_be_added() -> None:
     def add(message) -> None:
         message.field.add(name="more_tokens", number=1000, type=4, label=1)
 

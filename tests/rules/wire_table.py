@@ -1,6 +1,6 @@
-"""The wire of version 1 as lines: each field, value of an enum and method, with what clients depend on.
+"""The protocol of version 1 as lines: each field, enum value and method, with everything that clients depend on.
 
-`python -m tests.rules.wire_table > tests/rules/wire_v1.txt` freezes what was added, at a release.
+`python -m tests.rules.wire_table > tests/rules/wire_v1.txt` freezes additions at a release.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 def wire_lines() -> list[str]:
-    """All lines, in order of their names."""
+    """Return all lines, sorted."""
     return sorted(line for file in FILES for line in lines_of_file(file))
 
 
@@ -32,14 +32,14 @@ def lines_of_file(file: FileDescriptor) -> Iterator[str]:
         yield from _lines_of_enum(enum)
     for service in file.services_by_name.values():
         for method in service.methods:
-            asked, answered = (
+            request, response = (
                 f"{'stream ' if is_stream else ''}{kind.full_name}"
                 for kind, is_stream in (
                     (method.input_type, method.client_streaming),
                     (method.output_type, method.server_streaming),
                 )
             )
-            yield f"rpc {method.full_name}: {asked} -> {answered}"
+            yield f"rpc {method.full_name}: {request} -> {response}"
 
 
 def _lines_of_message(message: Descriptor) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _lines_of_enum(enum: EnumDescriptor) -> Iterator[str]:
 
 
 def _kind(field: FieldDescriptor) -> str:
-    """Type of a field, and whether it is one of many, one of a oneof, or absent when it is not set."""
+    """Return the type of a field, with its cardinality, oneof and presence."""
     group = field.containing_oneof
     if field.is_repeated:
         label = "repeated " if not field.is_packed else "packed "

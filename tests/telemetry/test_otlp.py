@@ -1,4 +1,4 @@
-"""Spans reach a collector that the configuration names, and one that can't be reached changes nothing else."""
+"""Spans reach the configured collector, and an unreachable collector affects nothing else."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def observe_a_prefill(endpoint: str) -> None:
         Bench(observers=[tracing]).prefill(range(8), traceparent=TRACEPARENT)
 
 
-def test_a_served_request_is_a_span_of_the_callers_trace(endpoint: str, receiver: Receiver) -> None:
+def test_a_request_becomes_a_span_of_the_clients_trace(endpoint: str, receiver: Receiver) -> None:
     command = [sys.executable, "-m", "radixkv.service", "serve", "--model", "tiny", "--port", "0"]
     command += ["--set", f"telemetry.otlp_endpoint={endpoint}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -139,7 +139,9 @@ def test_a_served_request_is_a_span_of_the_callers_trace(endpoint: str, receiver
     assert process.returncode == 0, log
 
 
-def test_the_environment_names_the_service(endpoint: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_name_is_read_from_the_environment(
+    endpoint: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-cache")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=staging,service.instance.id=first")
     observe_a_prefill(endpoint)
@@ -149,7 +151,7 @@ def test_the_environment_names_the_service(endpoint: str, receiver: Receiver, mo
     assert resource["service.instance.id"] == "first"
 
 
-def test_headers_of_the_environment_are_sent(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_in_the_environment_are_sent(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 
     class Reading(Receiver):
@@ -163,7 +165,7 @@ def test_headers_of_the_environment_are_sent(endpoint: str, monkeypatch: pytest.
     assert ("api-key", "abc") in seen
 
 
-def test_spans_go_over_http_to_the_path_of_traces() -> None:
+def test_spans_are_sent_over_http() -> None:
     bodies: queue.Queue[tuple[str, bytes]] = queue.Queue()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -193,7 +195,7 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_end")
-def test_a_collector_that_is_away_neither_stops_requests_nor_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_collector_blocks_neither_requests_nor_the_shutdown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), exported_spans(TelemetryConfig(NOBODY)) as tracing:
         assert tracing is not None
         bench = Bench(observers=[tracing])
@@ -207,7 +209,7 @@ def test_a_collector_that_is_away_neither_stops_requests_nor_the_end(caplog: pyt
 
 
 @pytest.mark.usefixtures("quick_end")
-def test_an_outage_is_one_warning_and_its_end_one_line(
+def test_an_outage_logs_one_warning_and_one_line_at_its_end(
     endpoint: str, receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")  # ms between batches
@@ -232,7 +234,7 @@ def test_an_outage_is_one_warning_and_its_end_one_line(
     assert len(messages("again")) == 1
 
 
-def test_without_an_endpoint_there_is_no_observer_and_nothing_is_imported() -> None:
+def test_without_an_endpoint_nothing_is_imported() -> None:
     program = """
 import sys
 from radixkv.config import Config
@@ -244,7 +246,7 @@ with exported_spans(Config().telemetry) as tracing:
     assert launch("-c", program) == (0, "None [] []\n", "")
 
 
-def test_a_missing_package_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if "exporter" in module else object())
     with pytest.raises(
         ConfigError, match=r"telemetry\.otlp_endpoint: .*opentelemetry-exporter-otlp is missing; .*\[tracing\]"
@@ -272,34 +274,36 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_an_endpoint_says_where_and_how(endpoint: str, environment: dict[str, str], collector: Collector) -> None:
+def test_endpoint_and_environment_determine_the_protocol(
+    endpoint: str, environment: dict[str, str], collector: Collector
+) -> None:
     assert collector_of(endpoint, environment) == collector
 
 
 @pytest.mark.parametrize(
     "endpoint", ["", "localhost:4317", "http://localhost", "ftp://localhost:4317", "http://:4317", "http://a:99999"]
 )
-def test_what_is_no_endpoint_is_refused_with_an_example(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_refused_with_an_example(endpoint: str) -> None:
     with pytest.raises(
         ConfigError, match=r"telemetry\.otlp_endpoint: expected a URL such as http://localhost:4317, got"
     ):
         collector_of(endpoint, {})
 
 
-def test_credentials_in_the_url_are_refused_and_not_repeated() -> None:
+def test_credentials_in_the_url_are_refused_and_not_logged() -> None:
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
         collector_of("http://user:hunter2@localhost:4317", {})
     assert "hunter2" not in str(caught.value)
 
 
-def test_an_unknown_protocol_is_refused_by_its_variable() -> None:
+def test_an_unknown_protocol_is_refused_with_the_name_of_the_variable() -> None:
     with pytest.raises(
         ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL: expected grpc or http/protobuf, got 'http/json'"
     ):
         collector_of("http://localhost:4317", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
 
 
-def test_serve_refuses_a_bad_endpoint_before_it_loads_a_model() -> None:
+def test_serve_refuses_an_invalid_endpoint_before_it_loads_a_model() -> None:
     code, out, err = launch("-m", "radixkv.service", "serve", "--set", "telemetry.otlp_endpoint=localhost:4317")
     assert (code, out) == (2, "")
     refusal = "telemetry.otlp_endpoint: expected a URL such as http://localhost:4317, got 'localhost:4317'\n"
@@ -307,7 +311,7 @@ def test_serve_refuses_a_bad_endpoint_before_it_loads_a_model() -> None:
     assert "Traceback" not in err
 
 
-def test_the_example_prints_the_spans_it_receives() -> None:
+def test_the_example_collector_prints_spans() -> None:
     command = [sys.executable, str(ROOT / "docs" / "examples" / "print_spans.py"), "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The spans of requests, as an exporter gets them."""
+"""The spans of requests, as an exporter receives them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def exported() -> Exported:
     return Exported()
 
 
-def test_a_generation_has_a_span_for_each_phase_and_one_around_them(exported: Exported) -> None:
+def test_a_generation_has_a_span_with_a_child_per_phase(exported: Exported) -> None:
     request = ended_request(5, scheduled_s=102.0, prefilled_s=105.5)
     exported.tracing.request_ended(request, Outcome.FINISHED, None, NOW_S)
     assert exported.seconds() == {
@@ -86,7 +86,7 @@ def test_a_generation_has_a_span_for_each_phase_and_one_around_them(exported: Ex
         ({"scheduled_s": 102.0}, {"queue": (100.0, 102.0), "prefill": (102.0, 107.0)}),
     ],
 )
-def test_a_request_that_is_over_early_has_the_spans_that_it_began(
+def test_a_request_that_ends_early_has_the_spans_of_the_phases_it_entered(
     exported: Exported, fields: dict[str, float], phases: dict[str, tuple[float, float]]
 ) -> None:
     exported.tracing.request_ended(ended_request(3, **fields), Outcome.CANCELLED, None, NOW_S)
@@ -111,7 +111,7 @@ def test_attributes_of_a_generation_follow_the_conventions(exported: Exported) -
     }
 
 
-def test_a_failure_names_its_error(exported: Exported) -> None:
+def test_the_span_of_a_failed_request_names_the_error(exported: Exported) -> None:
     error = StepFailed("step: the forward pass raised RuntimeError")
     exported.tracing.request_ended(ended_request(scheduled_s=102.0), Outcome.FAILED, error, NOW_S)
     span = exported.spans[-1]
@@ -124,12 +124,12 @@ def test_a_failure_names_its_error(exported: Exported) -> None:
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, str(error))
 
 
-def test_what_was_never_looked_up_is_not_said(exported: Exported) -> None:
+def test_a_request_that_was_never_scheduled_has_no_cache_attributes(exported: Exported) -> None:
     exported.tracing.request_ended(ended_request(), Outcome.FAILED, DeadlineExceeded("deadline: passed"), NOW_S)
     assert not {"radixkv.miss_reason", "radixkv.computed_tokens"} & set(exported.spans[-1].attributes or {})
 
 
-def test_names_that_callers_choose_and_tokens_stay_out(exported: Exported) -> None:
+def test_spans_contain_no_tokens_and_no_names_chosen_by_clients(exported: Exported) -> None:
     bench = Bench(observers=[exported.tracing])
     bench.prefill([251, 252, 253], tenant="secret-tenant", adapter="secret-adapter", salt="secret-salt")
     said = " ".join(span.to_json() for span in exported.spans)
@@ -137,7 +137,7 @@ def test_names_that_callers_choose_and_tokens_stay_out(exported: Exported) -> No
     assert not re.search(r"25[123]", json.dumps([dict(span.attributes or {}) for span in exported.spans]))
 
 
-def test_the_callers_span_is_the_parent(exported: Exported) -> None:
+def test_the_clients_span_is_the_parent(exported: Exported) -> None:
     bench = Bench(observers=[exported.tracing])
     bench.prefill(range(8), traceparent=SAMPLED)
     for span in exported.spans:
@@ -148,14 +148,14 @@ def test_the_callers_span_is_the_parent(exported: Exported) -> None:
     assert f"{whole.parent.span_id:016x}" == SPAN_ID
 
 
-def test_what_the_caller_does_not_sample_is_not_recorded(exported: Exported) -> None:
+def test_the_clients_sampling_decision_applies(exported: Exported) -> None:
     bench = Bench(observers=[exported.tracing])
     bench.prefill(range(8), traceparent=UNSAMPLED)
     assert exported.spans == ()
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{'0' * 32}-{SPAN_ID}-01", "00-" + "x" * 10_000])
-def test_without_a_valid_parent_a_request_is_a_trace_of_its_own(exported: Exported, traceparent: str) -> None:
+def test_a_request_without_a_valid_parent_starts_a_trace(exported: Exported, traceparent: str) -> None:
     bench = Bench(observers=[exported.tracing])
     bench.prefill(range(8), traceparent=traceparent)
     assert [span.name for span in exported.spans] == ["queue", "prefill", "Prefill"]
@@ -208,7 +208,7 @@ def traced_address(tmp_path: Path) -> Iterator[str]:
             process.wait(PATIENCE_S)
 
 
-def test_over_grpc_the_parent_comes_with_the_metadata(traced_address: str, tmp_path: Path) -> None:
+def test_the_parent_is_read_from_the_metadata_of_a_call(traced_address: str, tmp_path: Path) -> None:
     with grpc.insecure_channel(traced_address) as channel:
         stub = PrefillServiceStub(channel)
         stub.Prefill(PrefillRequest(token_ids=[1, 2, 3]), metadata=[("traceparent", SAMPLED)], timeout=PATIENCE_S)
