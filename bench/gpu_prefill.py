@@ -34,6 +34,10 @@ from bench.parts.result_file import write_json
 _GOAL_CASE = (64, 8192)
 _GOAL_WEIGHTS, _GOAL_RECOMPUTE = 2, 10
 
+# The rows that matter most come first.
+_SUFFIXES, _PREFIXES = [64, 16, 256, 2048], [8192, 32_768, 2048, 0]
+_DRY_SUFFIXES, _DRY_PREFIXES = [5, 64], [130, 0]
+
 _HEADER = f"{'mode':<6} {'suffix':>6} {'prefix':>6} {'TTFT ms':>9} {'of weights':>11}"
 _WAYS = ("launched", "short_steps", "recompute", "transformers")
 
@@ -58,6 +62,12 @@ def _goal(row: Row) -> str:
         f"{row['weights_ratio']:.2f} times the reading of the weights (at most {_GOAL_WEIGHTS}) and "
         f"{row['recompute_ratio']:.1f} times less than without the cache (at least {_GOAL_RECOMPUTE})"
     )
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """Return the ratios of all rows in one line, for the table of `bench.gpu`."""
+    ratios = [f"{row['mode']} {row['suffix_tokens']}: {row['weights_ratio']:.2f}" for row in rows if row["is_right"]]
+    return f"TTFT by reading the weights: {', '.join(ratios)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (row["suffix_tokens"], row["prefix_tokens"]) == _GOAL_CASE and row["is_right"]:
             print(_goal(row))
     if options.json:
-        write_json(options.json, {**result, "is_finished": True})
+        write_json(options.json, {**result, "is_finished": True, "summary": _summary(rows)})
     return 0 if all(row["is_right"] for row in rows) else 1
 
 
@@ -137,10 +147,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=32, help="layers of a random model; default 32")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["fast", "exact"])
-    parser.add_argument("--suffixes", type=int, nargs="+", default=[64, 16, 256, 2048], help="numbers of new tokens")
-    parser.add_argument(
-        "--prefixes", type=int, nargs="+", default=[8192, 32_768, 2048, 0], help="numbers of cached tokens"
-    )
+    parser.add_argument("--suffixes", type=int, nargs="+", help=f"numbers of new tokens; default {_SUFFIXES}")
+    parser.add_argument("--prefixes", type=int, nargs="+", help=f"numbers of cached tokens; default {_PREFIXES}")
     parser.add_argument("--step-tokens", type=int, default=8192, help="engine.max_step_tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dry-run", action="store_true", help="embedded model on the CPU, short prompts")
@@ -149,7 +157,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.device = torch.device("cpu" if options.dry_run else "cuda")
     if options.dry_run:
         options.shape, options.dtype, options.step_tokens, options.rounds = "tiny", "float32", 64, 2
-        options.suffixes, options.prefixes = [5, 64], [130, 0]
+    options.suffixes = options.suffixes or (_DRY_SUFFIXES if options.dry_run else _SUFFIXES)
+    options.prefixes = options.prefixes or (_DRY_PREFIXES if options.dry_run else _PREFIXES)
     return options
 
 

@@ -16,11 +16,12 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from bench.attention_peers import NAMES, peer
 from bench.gpu.attention_variants import CHOICES, QUANTIZED, Permissions, first_case, variants
@@ -32,8 +33,8 @@ from bench.parts.environment import describe_run
 from bench.parts.kernel_row import (
     HEADER,
     Contestant,
+    KernelWork,
     Row,
-    Work,
     format_failures,
     format_peer,
     format_row,
@@ -41,17 +42,18 @@ from bench.parts.kernel_row import (
     measure_row,
 )
 from bench.parts.result_file import write_json
-from bench.parts.row_inputs import GatedRows, NormedRows
+from bench.parts.row_inputs import GatedRows, LinearRows, NormedRows
 from bench.parts.shared_prefix_inputs import SharedDecodes, SharedPrefix
 from radixkv.kernels import reference
 from radixkv.kernels.gpu.copy_blocks import copy_blocks
+from radixkv.kernels.gpu.linear import linear
 from radixkv.kernels.gpu.norm import add_rms_norm
 from radixkv.kernels.gpu.swiglu import swiglu
 from radixkv.kernels.gpu.write_kv import write_kv
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.triton_kernels import TritonKernels
 
-KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "paged_attention", "shared_prefix")
+KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "linear", "paged_attention", "shared_prefix")
 
 # Largest error of a vector: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
 _TOLERANCE = 0.02
@@ -72,6 +74,7 @@ class Sizes:
         row_tokens: tokens of each step that norms and gates.
         hidden_size: numbers of a token between layers.
         intermediate_size: numbers of a token inside an MLP.
+        linear_tokens: tokens of each step that computes a linear layer.
         attentions: suffix and prefix tokens of each request.
         shared: requests that decode after a shared prefix.
         dequantized_suffix: suffix tokens from which attention is also measured over blocks dequantized first.
@@ -84,6 +87,7 @@ class Sizes:
     row_tokens: tuple[int, ...]
     hidden_size: int
     intermediate_size: int
+    linear_tokens: tuple[int, ...]
     attentions: tuple[tuple[int, int], ...]
     shared: tuple[SharedPrefix, ...]
     dequantized_suffix: int
@@ -97,6 +101,7 @@ GPU_SIZES = Sizes(
     row_tokens=(16, 64, 2048),
     hidden_size=4096,
     intermediate_size=14_336,
+    linear_tokens=(64, 2048),
     attentions=(
         *((64, 8192), (2048, 8192), (512, 8192), (64, 32_768), (2048, 32_768), (8192, 0), (16, 8192), (128, 8192)),
         *((16, 32_768), (128, 32_768), (16, 65_536), (64, 65_536), (128, 65_536)),
@@ -104,7 +109,19 @@ GPU_SIZES = Sizes(
     shared=(SharedPrefix(16, 8192), SharedPrefix(64, 8192)),
     dequantized_suffix=512,
 )
-DRY_SIZES = Sizes(Heads(4, 2, 64, 64), 1, (20,), (2,), (20,), 128, 384, ((20, 70),), (SharedPrefix(3, 256),), 20)
+DRY_SIZES = Sizes(
+    Heads(num_query_heads=4, num_kv_heads=2, head_dim=64, block_size=64),
+    num_layers=1,
+    written_tokens=(20,),
+    copied_blocks=(2,),
+    row_tokens=(20,),
+    hidden_size=128,
+    intermediate_size=384,
+    linear_tokens=(20,),
+    attentions=((20, 70),),
+    shared=(SharedPrefix(3, 256),),
+    dequantized_suffix=20,
+)
 
 
 class Bench:
@@ -144,6 +161,8 @@ class Bench:
         ):
             if kernel in kernels:
                 yield from guarded_row(kernel, f"{num_tokens} tokens", partial(make, num_tokens))
+        if "linear" in kernels:
+            yield from self._linears()
         if "paged_attention" in kernels:
             for suffix_tokens, prefix_tokens in sizes.attentions:
                 yield from self._attentions(AttentionCase(suffix_tokens, prefix_tokens))
@@ -155,28 +174,47 @@ class Bench:
 
     def _write(self, num_tokens: int, kv_dtype: torch.dtype) -> Iterator[Row]:
         writes = TokenWrites(num_tokens, kv_dtype, self._sizes.heads, cache_bytes(self._device), self._device)
-        work = Work(0, writes.num_bytes, writes.tolerance)
+        work = KernelWork(0, writes.num_bytes, writes.tolerance)
         peers = {"torch": partial(writes.contestant, reference.write_kv)}
         return measure_row(work, partial(writes.contestant, write_kv), peers, self.rates, self._device)
 
     def _copy(self, num_copies: int) -> Iterator[Row]:
         sizes = self._sizes
         copies = BlockCopies(num_copies, sizes.num_layers, sizes.heads, cache_bytes(self._device), self._device)
-        work = Work(0, copies.num_bytes, 0)
+        work = KernelWork(0, copies.num_bytes, 0)
         peers = {"torch": partial(copies.contestant, reference.copy_blocks)}
         return measure_row(work, partial(copies.contestant, copy_blocks), peers, self.rates, self._device)
 
     def _norm(self, num_tokens: int) -> Iterator[Row]:
         rows = NormedRows(num_tokens, self._sizes.hidden_size, cache_bytes(self._device), self._device)
-        work = Work(0, rows.num_bytes, _ROW_TOLERANCE)
+        work = KernelWork(0, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, reference.add_rms_norm)}
         return measure_row(work, partial(rows.contestant, add_rms_norm), peers, self.rates, self._device)
 
     def _gate(self, num_tokens: int) -> Iterator[Row]:
         rows = GatedRows(num_tokens, self._sizes.intermediate_size, cache_bytes(self._device), self._device)
-        work = Work(0, rows.num_bytes, _ROW_TOLERANCE)
+        work = KernelWork(0, rows.num_bytes, _ROW_TOLERANCE)
         peers = {"torch": partial(rows.contestant, reference.swiglu)}
         return measure_row(work, partial(rows.contestant, swiglu), peers, self.rates, self._device)
+
+    def _linears(self) -> Iterator[Row]:
+        """Measure the linear layers of exact mode beside the library's, for each weight of a layer."""
+        sizes = self._sizes
+        hidden_size, kv_size = sizes.hidden_size, sizes.heads.num_kv_heads * sizes.heads.head_dim
+        weights = {
+            "query, output": (hidden_size, hidden_size),
+            "key, value": (hidden_size, kv_size),
+            "gate, up": (hidden_size, sizes.intermediate_size),
+            "down": (sizes.intermediate_size, hidden_size),
+        }
+        for num_tokens, (name, shape) in itertools.product(sizes.linear_tokens, weights.items()):
+            yield from guarded_row("linear", f"{num_tokens} tokens, {name}", partial(self._linear, num_tokens, *shape))
+
+    def _linear(self, num_tokens: int, in_features: int, out_features: int) -> Iterator[Row]:
+        rows = LinearRows(num_tokens, in_features, out_features, cache_bytes(self._device), self._device)
+        work = KernelWork(rows.flops, rows.num_bytes, _ROW_TOLERANCE)
+        peers = {"torch": partial(rows.contestant, functional.linear)}
+        return measure_row(work, partial(rows.contestant, linear), peers, self.rates, self._device)
 
     def _shared(self, decodes: SharedPrefix) -> Iterator[Row]:
         """Measure kernels that join the rows of requests, beside the same that do not."""
@@ -184,7 +222,7 @@ class Bench:
         inputs = SharedDecodes(decodes, sizes.heads, cache_bytes(self._device), self._device, sizes.num_layers)
         room = room_of(self._device, sizes.heads.head_dim)
         ours, apart = (partial(inputs.contestant, decodes.kernels(room, joins=joins)) for joins in (True, False))
-        work = Work(inputs.flops, inputs.num_bytes, _TOLERANCE)
+        work = KernelWork(inputs.flops, inputs.num_bytes, _TOLERANCE)
         return measure_row(work, ours, {"ours, not joined": apart}, self.rates, self._device)
 
     def _attentions(self, case: AttentionCase) -> Iterator[Row]:
@@ -224,7 +262,7 @@ class Bench:
             calls = peer(name, self._sglang)(inputs)
             return Contestant([*calls], lambda: worst_error(calls[0](), expected))
 
-        work = Work(case.flops(inputs.heads), inputs.num_bytes, _TOLERANCE)
+        work = KernelWork(case.flops(inputs.heads), inputs.num_bytes, _TOLERANCE)
         others = {name: partial(peer_contestant, name) for name in peers}
         return measure_row(work, our_contestant, others, self.rates, self._device)
 
@@ -246,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
     sizes = DRY_SIZES if options.dry_run else GPU_SIZES
+    sizes = replace(sizes, attentions=sizes.attentions[: options.attentions])
     rows: list[Row] = []
     with interpreted() if options.dry_run else contextlib.nullcontext():
         bench = Bench(device, sizes, options.peers, options.sglang, options.variants)
@@ -268,11 +307,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show(row, rows)
             if options.json:
                 write_json(options.json, {**result, "is_finished": False})
-    if options.json:
-        write_json(options.json, {**result, "is_finished": True})
     num_right = sum(row["is_right"] for row in rows)
+    if options.json:
+        write_json(options.json, {**result, "is_finished": True, "summary": _summary(rows)})
     print("\n".join([*format_failures(rows), f"{num_right} of {len(rows)} right"]))
     return 0 if num_right == len(rows) else 1
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """Return the first attention's time and share of the matrix rate in one line, for the table of `bench.gpu`."""
+    first = next((row for row in rows if row["kernel"] == "paged_attention" and row["is_right"]), None)
+    if first is None:
+        return ""
+    return f"{first['case']}: {first['ms']:.3f} ms, {first['matrix_share']:.0%} of the matrix rate"
 
 
 def _show(row: Row, rows: list[Row]) -> None:
@@ -289,6 +336,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="attention peers; default all")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
+    parser.add_argument("--attentions", type=int, help="number of attention sizes, the first ones; default all")
     parser.add_argument("--variants", choices=CHOICES, default="all", help="which kernels and pools; default all")
     parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU, through Triton's interpreter")
     parser.add_argument("--json", type=Path)

@@ -17,9 +17,10 @@ from radixkv.model.attention.refused_attention import (
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
-# served: the kernel that serves in fast mode. pointers: without warps that specialize. specialized: the kernel through
-# pointers, then those with such warps. all: everything.
-CHOICES = ("served", "pointers", "specialized", "all")
+# served: the kernel that serves in fast mode. plain: the same, then through pointers, then in exact mode, each over a
+# pool that is not quantized. pointers: without warp specialization. specialized: the kernel through pointers, then the
+# warp-specialized ones. all: everything.
+CHOICES = ("served", "plain", "pointers", "specialized", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Permissions:
 
 def first_case(case: AttentionCase, choice: str, allowed: Permissions) -> AttentionCase:
     """Return the case that is measured first, and that the others are compared with."""
-    return replace(case, is_specialized=choice == "served" and allowed.specialized)
+    return replace(case, is_specialized=choice in ("served", "plain") and allowed.specialized)
 
 
 def variants(case: AttentionCase, choice: str, allowed: Permissions, dequantized_suffix: int) -> list[AttentionCase]:
@@ -67,6 +68,9 @@ def variants(case: AttentionCase, choice: str, allowed: Permissions, dequantized
     """
     found: list[AttentionCase] = []
     quantized = [replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED]
+    if choice == "plain":
+        found += [replace(case, is_specialized=False)] * case.is_specialized
+        return [*found, replace(case, is_specialized=allowed.specialized_exact, is_exact=True)]
     if choice in ("pointers", "all"):
         found += [replace(case, is_shuffled=False), replace(case, is_exact=True)]
     if choice in ("specialized", "all"):

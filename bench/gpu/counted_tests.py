@@ -59,7 +59,8 @@ class Counter:
         """Write the file again, with other facts that are known."""
         if self._file is not None:
             rows = [{**row, "is_right": not row["failed"]} for row in self._rows.values()]
-            write_json(self._file, {"rows": rows, "is_finished": is_finished, **known})
+            counts = ", ".join(f"{sum(row[key] for row in rows)} {key}" for key in ("passed", "failed", "skipped"))
+            write_json(self._file, {"rows": rows, "is_finished": is_finished, "summary": counts, **known})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,8 +1,9 @@
 """The parts of a run on a GPU. Each is worth having alone, and its first rows are those that matter most.
 
-look      30 s       the machine, and whether the specialized kernel runs at all
+product   9 minutes  real servers over gRPC: bits, tiers, TTFT, decoding, out of memory; then kernels and their peers
+look      2 minutes  the machine, and whether the warp-specialized kernel runs at all
 prefill   9 minutes  time to first token: fast mode, 64 tokens after 8,192, then the rest; exact mode; its bits
-kernels   9 minutes  each kernel beside its twin: attention first; the kernels' own tests; recorded steps
+kernels   9 minutes  each kernel beside its reference: attention first; the kernels' own tests; recorded steps
 peers     9 minutes  attention beside torch's, cuDNN, SGLang; exact mode's price; bookkeeping; flex and FlashInfer last
 """
 
@@ -14,40 +15,79 @@ from radixkv.model.attention.refused_attention import FLASHINFER, SPECIALIZED, S
 _KERNEL_IMPORTS = ("numpy", "torch", "triton")
 _TEST_IMPORTS = (*_KERNEL_IMPORTS, "pytest")
 ENGINE_IMPORTS = (*_KERNEL_IMPORTS, "safetensors", "sortedcontainers", "transformers", "xxhash")
-# modules of the service, which no stage needs, and of what is optional
+_SERVER_IMPORTS = (*ENGINE_IMPORTS, "google.protobuf", "grpc")
+# modules that only some stages need, or that no stage needs
 OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "grpc_health", "grpc_reflection", "pytest", "xdist")
 
 _PEERS = "sdpa_flash sdpa_cudnn cudnn_merged sglang"
 
-# Each kernel has its own process, since an illegal access ends all work of a process on a GPU.
+# Each kernel has its own process, since an illegal access ends all work of a process on a GPU. A first process warms
+# the machine up, and a trial that is late is repeated alone: 85 seconds in all, so that each gets its verdict.
 _TRIALS = Stage(
     "trials",
-    65,
+    95,
     _KERNEL_IMPORTS,
-    "-m bench.gpu.trials --limit-s 45",  # with the imports before them, so that each trial gets its verdict
+    "-m bench.gpu.trials --limit-s 30 --seconds 85",
     "-m bench.gpu.trials --limit-s 300 --dry-run",
     gives_verdicts=True,
 )
 
 _LOOK = (
-    Stage("first_look", 35, (), "-m bench.gpu.first_look"),
+    Stage("first_look", 45, (), "-m bench.gpu.first_look"),
     Stage(
         "trials",
-        40,
+        75,
         _KERNEL_IMPORTS,
-        f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 22",
+        f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 22 --seconds 65",
         f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 300 --dry-run",
         gives_verdicts=True,
     ),
 )
 
+# Stages from `start` to `decode` share two servers. What they prove comes before what they measure.
+_PRODUCT = (
+    Stage("warm", 45, _SERVER_IMPORTS, "-m bench.gpu.product.warm", gives_verdicts=True),
+    Stage("start", 110, _SERVER_IMPORTS, "-m bench.gpu.product.start", heeds_verdicts=True, servers="start"),
+    Stage("bits", 55, _SERVER_IMPORTS, "-m bench.gpu.product.bits", servers="use"),
+    Stage("tiers", 35, _SERVER_IMPORTS, "-m bench.gpu.product.tiers", servers="use"),
+    Stage("quiet", 10, _SERVER_IMPORTS, "-m bench.gpu.product.quiet", servers="use"),
+    Stage("replay", 45, _SERVER_IMPORTS, "-m bench.gpu.product.replay", servers="use"),
+    Stage("decode", 35, _SERVER_IMPORTS, "-m bench.gpu.product.decode", servers="use"),
+    Stage(
+        "headline",
+        105,
+        ENGINE_IMPORTS,
+        "-m bench.gpu_prefill --shape 8b --prefixes 8192 --suffixes 64 2048 --rounds 3 --modes fast exact",
+        "-m bench.gpu_prefill --dry-run --suffixes 5 --prefixes 130 --modes fast exact",
+        heeds_verdicts=True,
+    ),
+    Stage(
+        "attention",
+        40,
+        _KERNEL_IMPORTS,
+        "-m bench.kernels --kernels paged_attention linear --attentions 2 --variants plain "
+        "--peers sdpa_flash cudnn_merged",
+        "-m bench.kernels --dry-run --kernels paged_attention linear --variants plain --peers sdpa_flash",
+        heeds_verdicts=True,
+    ),
+    Stage("oom", 30, _SERVER_IMPORTS, "-m bench.gpu.product.oom", heeds_verdicts=True),
+    Stage(
+        "gpu_tests",
+        25,
+        (*ENGINE_IMPORTS, "pytest"),
+        "-m bench.gpu.counted_tests tests/model/test_fused_modules.py tests/model/test_exactness_on_gpu.py "
+        "tests/model/attention/test_triton_kernels.py",
+        "-m bench.gpu.counted_tests -n 0 tests/model/test_exactness_on_gpu.py",
+    ),
+)
+
 _PREFILL = (
     _TRIALS,
-    Stage("prefill_fast", 175, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes fast --rounds 3", heeds_verdicts=True),
-    Stage("prefill_exact", 195, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes exact --rounds 3", heeds_verdicts=True),
+    Stage("prefill_fast", 165, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes fast --rounds 3", heeds_verdicts=True),
+    Stage("prefill_exact", 185, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes exact --rounds 3", heeds_verdicts=True),
     Stage(
         "exact_cases",
-        100,
+        95,
         ENGINE_IMPORTS,
         "-m tests.model.exact.exact_cases --device cuda --dtype bfloat16 --cases 80",
         "-m tests.model.exact.exact_cases --device cpu --models-of cuda --cases 64",
@@ -59,7 +99,7 @@ _KERNELS = (
     _TRIALS,
     Stage(
         "attention",
-        80,
+        75,
         _KERNEL_IMPORTS,
         "-m bench.kernels --kernels paged_attention --peers --variants pointers",
         heeds_verdicts=True,
@@ -78,7 +118,7 @@ _KERNELS = (
     Stage("shared_prefix", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels shared_prefix", heeds_verdicts=True),
     Stage(
         "kernel_tests",
-        80,
+        65,
         _TEST_IMPORTS,
         "-m bench.gpu.counted_tests tests/kernels/gpu/test_write_kv.py tests/kernels/gpu/test_copy_blocks.py "
         "tests/kernels/gpu/test_attention.py tests/kernels/gpu/test_dequantize_blocks.py "
@@ -109,7 +149,7 @@ _COMPARISONS = (
     _TRIALS,
     Stage(
         "attention_peers",
-        105,
+        95,
         _KERNEL_IMPORTS,
         f"-m bench.kernels --kernels paged_attention --variants served --peers {_PEERS}",
         takes_sglang=True,
@@ -117,7 +157,7 @@ _COMPARISONS = (
     ),
     Stage(
         "exactness",
-        75,
+        65,
         ENGINE_IMPORTS,
         "-m bench.exactness --device cuda --shape 8b --layers 32 --dtypes bfloat16 --rounds 3 --step-tokens 2048",
         "-m bench.exactness --shape tiny --dtypes float32 --rounds 1 --prompts 70 --suffixes 3",
@@ -149,7 +189,7 @@ _COMPARISONS = (
     ),
     Stage(
         "flashinfer",
-        40,
+        35,
         (*_KERNEL_IMPORTS, "flashinfer"),
         "-m bench.kernels --kernels paged_attention --variants served --peers flashinfer_fa3",
         heeds_verdicts=True,
@@ -158,7 +198,7 @@ _COMPARISONS = (
     ),
     Stage(
         "flashinfer_prefill",
-        50,
+        45,
         (*ENGINE_IMPORTS, "flashinfer"),
         "-m bench.gpu_prefill --modes fast --rounds 3 --prefixes 8192 --suffixes 64",
         heeds_verdicts=True,
@@ -168,6 +208,7 @@ _COMPARISONS = (
 )
 
 PARTS: dict[str, tuple[Stage, ...]] = {
+    "product": _PRODUCT,
     "look": _LOOK,
     "prefill": _PREFILL,
     "kernels": _KERNELS,

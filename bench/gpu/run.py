@@ -1,11 +1,12 @@
-"""Runs what needs a GPU, part by part: a first look, time to first token, kernels, and peers.
+"""Runs what needs a GPU, part by part: the product, a first look, time to first token, kernels, and peers.
 
-    python -m bench.gpu --out build/gpu --part look           # 30 seconds; then prefill, kernels, peers
-    python -m bench.gpu --out build/gpu                       # all four parts in turn
-    python -m bench.gpu --out build/gpu --dry-run             # on any machine; its times say nothing
+    python -m bench.gpu --out build/gpu --part product        # nine minutes; real servers over gRPC
+    python -m bench.gpu --out build/gpu --part product --only bits --seconds 150
+    python -m bench.gpu --out build/gpu                       # all parts in turn
+    python -m bench.gpu --out build/gpu --part product --dry-run       # on any machine; its times mean nothing
 
-Needs no installed radixkv and no network. A part ends within ten minutes and is worth having alone. It writes one file,
-`PART.json`, whole again after each row of each stage, so nothing that was measured is lost, however the run ends.
+A run needs no installed radixkv and no network. A part ends within ten minutes. It writes one file, `PART.json`, which
+is replaced by a complete file after each row of each stage, so nothing that was measured is lost, however the run ends.
 
 Each stage is a process with its own time limit. A stage that lacks a module, fails or runs out of time says so, and the
 others run. Attention kernels are tried first, in processes of their own; later stages do without those that did not
@@ -26,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from bench.gpu.parts import ENGINE_IMPORTS, OTHER_IMPORTS, PARTS
+from bench.gpu.product.product_server import stop_servers
 from bench.gpu.stage import Stage, missing_imports
 from bench.gpu.stage_process import Outcome, run_stage
 from bench.gpu.verdicts import Verdicts
@@ -35,8 +37,9 @@ from bench.parts.result_file import write_json
 ROOT = Path(__file__).parents[2]
 
 _SGLANG = "sglang_wheel"  # where stages look for SGLang's wheel
-_SHOWN_LINES = 100
-_DRY_BUDGETS = 5  # the interpreter is slow, and a dry run may share its cores
+_MAX_SHOWN_LINES = 100
+_MAX_SHOWN_LINES_OF_PRODUCT = 12  # its table must still be in the end of the output that a remote run returns
+_DRY_BUDGETS = 20  # the interpreter is slow, and a dry run may share its cores
 
 # pytest's settings in pyproject.toml need plugins that the machine may lack.
 _PYTEST_INI = """\
@@ -86,13 +89,16 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[St
 
 
 def _chosen(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
-    """Return the stages that were asked for, and the trials before them that they heed."""
+    """Return the stages that were asked for, and those before them that they rest on: servers and kernel trials."""
     if not only:
         return list(stages)
     is_chosen = [stage.name in only for stage in stages]
+    last_using = max((i for i, stage in enumerate(stages) if is_chosen[i] and stage.servers == "use"), default=0)
+    for i, stage in enumerate(stages):
+        is_chosen[i] |= stage.servers == "start" and i < last_using
     heeding = [i for i, stage in enumerate(stages) if is_chosen[i] and (stage.heeds_verdicts or stage.needs_kernels)]
-    last = max(heeding, default=0)
-    return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.gives_verdicts and i < last)]
+    last_heeding = max(heeding, default=0)
+    return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.gives_verdicts and i < last_heeding)]
 
 
 class _PartRun:
@@ -121,22 +127,31 @@ class _PartRun:
         end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGETS if self._options.dry_run else 1)
         print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")
         print(f"can't be imported here: {', '.join(report['missing_imports']) or 'nothing'}", flush=True)
-        for stage in stages:
-            print(f"\n== {stage.name}", flush=True)
-            budget_s = stage.budget_s * (_DRY_BUDGETS if self._options.dry_run else 1)
-            outcome = self._run_stage(stage, min(budget_s, end_s - time.monotonic()))
-            if stage.gives_verdicts:
-                self._verdicts.note((outcome["result"] or {}).get("rows", []))
-            self._note(stage.name, outcome)
-            is_left_out = stage.is_optional and outcome["command"] is None
-            is_good &= outcome["outcome"] == "ran" or is_left_out
-            print("\n".join(outcome["output"].splitlines()[-_SHOWN_LINES:]), flush=True)
+        shown_lines = _MAX_SHOWN_LINES_OF_PRODUCT if report["part"] == "product" else _MAX_SHOWN_LINES
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            lay_out(folder, self._options.sglang)
+            try:
+                for stage in stages:
+                    print(f"\n== {stage.name}", flush=True)
+                    if stage.servers is None:
+                        stop_servers(folder)
+                    budget_s = stage.budget_s * (_DRY_BUDGETS if self._options.dry_run else 1)
+                    outcome = self._run_stage(stage, folder, min(budget_s, end_s - time.monotonic()))
+                    if stage.gives_verdicts:
+                        self._verdicts.note((outcome["result"] or {}).get("rows", []))
+                    self._note(stage.name, outcome)
+                    is_left_out = stage.is_optional and outcome["command"] is None
+                    is_good &= outcome["outcome"] == "ran" or is_left_out
+                    print("\n".join(outcome["output"].splitlines()[-shown_lines:]), flush=True)
+            finally:
+                stop_servers(folder)
         report["is_finished"] = True
         write_json(self._file, report)
         print("\n" + format_outcomes(report["stages"]), flush=True)
         return is_good
 
-    def _run_stage(self, stage: Stage, budget_s: float) -> Outcome:
+    def _run_stage(self, stage: Stage, folder: Path, budget_s: float) -> Outcome:
         if lacking := missing_imports(stage.needs):
             return _not_run(f"not run: {', '.join(lacking)} can't be imported")
         if stage.needs_kernels and not self._verdicts.has_passed(stage.needs_kernels):
@@ -144,17 +159,14 @@ class _PartRun:
         if budget_s <= 0:
             return _not_run("not run: no time left")
         environment = self._verdicts.environment() if stage.heeds_verdicts else {}
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-            folder = Path(name)
-            lay_out(folder, self._options.sglang)
-            return run_stage(
-                stage.name,
-                _command(stage, self._options),
-                folder,
-                budget_s,
-                lambda outcome: self._note(stage.name, outcome),
-                environment,
-            )
+        return run_stage(
+            stage.name,
+            _command(stage, self._options),
+            folder,
+            budget_s,
+            lambda outcome: self._note(stage.name, outcome),
+            environment,
+        )
 
     def _note(self, name: str, outcome: Outcome) -> None:
         self._report["stages"][name] = outcome
@@ -175,11 +187,15 @@ def _command(stage: Stage, options: argparse.Namespace) -> list[str]:
 
 
 def format_outcomes(outcomes: Mapping[str, Outcome]) -> str:
-    """Format how each stage ended, how long it took and how many rows it left."""
-    lines = [f"{'stage':<20} {'seconds':>7} {'rows':>5}  outcome"]
+    """Format how each stage ended, how long it took, how many rows it left and are right, and its own summary."""
+    lines = [f"{'stage':<20} {'seconds':>7} {'right':>9}  outcome"]
     for name, outcome in outcomes.items():
-        num_rows = len((outcome["result"] or {}).get("rows", []))
-        lines.append(f"{name:<20} {outcome['seconds']:>7.1f} {num_rows:>5}  {outcome['outcome']}")
+        result = outcome["result"] or {}
+        rows = result.get("rows", [])
+        num_right = sum(bool(row.get("is_right", True)) for row in rows if isinstance(row, dict))
+        right = f"{num_right} of {len(rows)}" if rows else "-"
+        summary = f": {result['summary']}" if result.get("summary") else ""
+        lines.append(f"{name:<20} {outcome['seconds']:>7.1f} {right:>9}  {outcome['outcome']}{summary}")
     return "\n".join(lines)
 
 
@@ -192,7 +208,7 @@ def _parse(arguments: Sequence[str] | None, parts: Mapping[str, Sequence[Stage]]
     parser.add_argument("--out", type=Path, required=True, help="folder for the results, a file a part")
     parser.add_argument("--part", nargs="+", choices=list(parts), help="run only these parts; default all")
     names = list(dict.fromkeys(stage.name for stages in parts.values() for stage in stages))
-    parser.add_argument("--only", nargs="+", choices=names, help="run only these stages, and the trials they rest on")
+    parser.add_argument("--only", nargs="+", choices=names, help="run only these stages, and what they rest on")
     parser.add_argument("--seconds", type=float, default=540, help="time for each part; default 540")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
     parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Stage:
         heeds_verdicts: whether it uses attention kernels that are tried first.
         needs_kernels: attention kernels without any of which it is not started.
         is_optional: whether a run is good without it, where what it needs is not there.
+        servers: `start` for the stage that starts the servers of the part, `use` for a stage that needs them. They are
+            stopped before any other stage.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Stage:
     heeds_verdicts: bool = False
     needs_kernels: tuple[str, ...] = ()
     is_optional: bool = False
+    servers: Literal["start", "use"] | None = None
 
 
 def missing_imports(names: Sequence[str]) -> list[str]:

@@ -1,15 +1,20 @@
-"""Tries the attention kernels, each in a process of its own with a time limit, before anything else uses them.
+"""Tries the attention kernels, each in its own process with a time limit, before anything else uses them.
 
     python -m bench.gpu.trials --json build/trials.json
     python -m bench.gpu.trials --dry-run                  # through the interpreter
 
-The trial is the one that decides which kernels serve; see `radixkv/startup/attention_trial.py`. A kernel that hangs or
-breaks the device does so here, and in no later stage.
+The trial is the one by which the service chooses its kernels; see `radixkv/startup/attention_trial.py`. A kernel that
+hangs or breaks the device does so here, and in no later stage.
+
+On a machine that was just started, importing PyTorch and creating a CUDA context can take longer than a trial. So a
+process of its own does both first, and a trial that is late is repeated alone before its kernel is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,8 +41,15 @@ _BLOCK_SIZE = 64
 
 Row = dict[str, Any]
 
+_WARM_UP = """
+import torch
+if torch.cuda.is_available():
+    torch.ones(1, device="cuda").add_(1)
+    torch.cuda.synchronize()
+"""
 
-class Trial(NamedTuple):
+
+class KernelTrial(NamedTuple):
     """Kernels by name, and the use that they are tried for."""
 
     name: str
@@ -52,41 +64,78 @@ def uses(device: torch.device, shape: KVShape, kind: AttentionKind, modes: Seque
         yield AttentionUse((kind,), torch.bfloat16, shape.stored_as("int8"), _BLOCK_SIZE, device, is_exact=False)
 
 
-def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> list[Trial]:
+def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> list[KernelTrial]:
     """List the trials of these kernels, each kernel once a mode. What the environment refuses is not tried."""
     candidates = hopper_candidates if is_dry_run else attention_candidates
     device = torch.device("cpu" if is_dry_run else "cuda")
     shape, kind = (_DRY_SHAPE, _DRY_KIND) if is_dry_run else (_SHAPE, _KIND)
-    found: dict[tuple[str, bool], Trial] = {}
+    found: dict[tuple[str, bool], KernelTrial] = {}
     for use in uses(device, shape, kind, modes):
         refused = refused_names(_mode(use))
         beside = [FLASHINFER] if flashinfer_candidate(use) is not None else []
         for name in (*candidates(use), *beside):
             if name in names and name not in refused:
-                found.setdefault((name, use.is_exact), Trial(name, use))
+                found.setdefault((name, use.is_exact), KernelTrial(name, use))
     return list(found.values())
 
 
-def measure(given: Sequence[Trial], module: str, limit_s: float, workers: int) -> Iterator[Row]:
-    """Run trials side by side, each in a process. Yields a row for each as it ends."""
+def trial_module(*, is_dry_run: bool) -> str:
+    """Return the module whose process runs a trial: the service's, or in a dry run one with Triton's interpreter."""
+    return "bench.gpu.dry_trial" if is_dry_run else "radixkv.startup.attention_trial"
+
+
+def warm_up(limit_s: float) -> None:
+    """Import PyTorch and use the GPU in another process, so that its files are in memory before the first trial."""
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the trials then say what is wrong
+        subprocess.run([sys.executable, "-c", _WARM_UP], check=False, timeout=limit_s)
+
+
+def measure_trials(
+    given: Sequence[KernelTrial], module: str, limit_s: float, deadline_s: float, workers: int
+) -> Iterator[Row]:
+    """Run trials side by side, each in its own process, then those that were late once more, one at a time.
+
+    Args:
+        given: the trials.
+        module: module of the process; see `trial_module`.
+        limit_s: seconds that a process may take.
+        deadline_s: end of all trials, on the clock of `time.monotonic`. A repeated trial gets what is left until then
+            where that is less than its limit.
+        workers: trials side by side.
+
+    Yields:
+        A row for each trial as its verdict is known.
+    """
+    late: list[tuple[KernelTrial, Row]] = []
     with ThreadPoolExecutor(workers) as pool:
-        for done in as_completed([pool.submit(_row, trial, module, limit_s) for trial in given]):
-            yield done.result()
+        started = {pool.submit(_row, trial, module, limit_s): trial for trial in given}
+        for done in as_completed(started):
+            row = done.result()
+            if row["is_late"]:
+                late.append((started[done], row))
+            else:
+                yield row
+    for trial, row in late:
+        left_s = min(limit_s, deadline_s - time.monotonic())
+        yield {**_row(trial, module, left_s), "is_repeated": True} if left_s > 0 else row
 
 
-def _row(trial: Trial, module: str, limit_s: float) -> Row:
+def _row(trial: KernelTrial, module: str, limit_s: float) -> Row:
     start_s, reason = time.monotonic(), None
     try:
         try_attention(*trial, command=(sys.executable, "-m", module), timeout_s=limit_s)
     except UnsupportedModel as refusal:
         reason = str(refusal)
+    seconds = time.monotonic() - start_s
     return {
         "kernels": trial.name,
         "mode": _mode(trial.use),
         "pool": trial.use.shape.format.name,
         "is_right": reason is None,
+        "is_late": reason is not None and seconds >= limit_s,
+        "is_repeated": False,
         "reason": reason,
-        "seconds": time.monotonic() - start_s,
+        "seconds": seconds,
     }
 
 
@@ -95,15 +144,22 @@ def _mode(use: AttentionUse) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try, print and write a row for each trial as it ends. Returns 0: a kernel that is refused is an answer."""
+    """Try, print and write a row for each trial as it ends. Returns 0: a kernel that is refused is an answer too."""
     options = _parse(arguments)
-    module = options.module or ("bench.gpu.dry_trial" if options.dry_run else "radixkv.startup.attention_trial")
+    deadline_s = time.monotonic() + options.seconds
+    module = options.module or trial_module(is_dry_run=options.dry_run)
     rows: list[Row] = []
     given = trials(options.kernels, options.modes, is_dry_run=options.dry_run)
-    for row in measure(given, module, options.limit_s, options.workers):
+    if not options.dry_run:
+        warm_up(options.limit_s)
+    for row in measure_trials(given, module, options.limit_s, deadline_s, options.workers):
         rows.append(row)
         outcome = "passed" if row["is_right"] else f"REFUSED  {row['reason']}"
-        print(f"{row['seconds']:>6.1f} s  {row['kernels']}, {row['mode']} mode, {row['pool']}: {outcome}", flush=True)
+        repeated = ", repeated alone" if row["is_repeated"] else ""
+        print(
+            f"{row['seconds']:>6.1f} s  {row['kernels']}, {row['mode']} mode, {row['pool']}{repeated}: {outcome}",
+            flush=True,
+        )
         if options.json:
             write_json(options.json, {"rows": rows, "is_finished": len(rows) == len(given)})
     if not given:
@@ -117,6 +173,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", choices=(*NAMES, POINTERS), default=ours)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--limit-s", type=float, default=60, help="seconds for each trial; default 60")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="end of all trials, repeated ones included; default 600"
+    )
     parser.add_argument("--workers", type=int, default=6, help="trials side by side; default 6")
     parser.add_argument("--module", help="module that runs a trial; by default the service's")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, through Triton's interpreter")

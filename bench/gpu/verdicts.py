@@ -16,9 +16,9 @@ class Verdicts:
         self._has_tried = False
 
     def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take the rows of a stage of trials, each with `kernels`, `mode` and `is_right`."""
+        """Take the rows of a stage. Rows of trials have `kernels`, `mode` and `is_right`; other rows are ignored."""
         self._has_tried = True
-        self._passed |= {(row["kernels"], row["mode"]) for row in rows if row["is_right"]}
+        self._passed |= {(row["kernels"], row["mode"]) for row in rows if "kernels" in row and row["is_right"]}
 
     def has_passed(self, names: Iterable[str]) -> bool:
         """Whether one of these kernels passed, in any mode."""

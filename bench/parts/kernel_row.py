@@ -31,7 +31,7 @@ Prepare = Callable[[], Contestant]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """The least work of one call.
 
     Attributes:
@@ -46,7 +46,7 @@ class Work:
 
 
 def measure_row(
-    work: Work,
+    work: KernelWork,
     own: Prepare,
     peers: Mapping[str, Prepare],
     rates: Rates,
@@ -70,7 +70,7 @@ def measure_row(
         yield row
 
 
-def _shares(work: Work, seconds: float, rates: Rates) -> Row:
+def _shares(work: KernelWork, seconds: float, rates: Rates) -> Row:
     """Return what a kernel that takes these seconds makes of the device."""
     matrix_s, copy_s = work.flops / rates.flops_per_s, work.num_bytes / rates.bytes_per_s
     return {

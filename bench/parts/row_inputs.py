@@ -1,4 +1,4 @@
-"""Inputs for kernels that work on rows: hidden states of a layer, and the numbers inside its MLP."""
+"""Inputs for kernels that work on rows: hidden states of a layer, the activations of its MLP, and linear layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.nn import functional
 
 from bench.parts.attention_inputs import worst_error
 from bench.parts.device_time import num_input_sets
@@ -16,6 +17,7 @@ from radixkv.kernels.norm_style import LLAMA, NormStyle
 _EPS = 1e-5
 
 AddRMSNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, NormStyle], tuple[torch.Tensor, torch.Tensor]]
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SwiGLU = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -52,6 +54,33 @@ class GatedRows:
         """Make a contestant from a kernel that gates each set."""
         calls = [partial(swiglu, gate, up) for gate, up in self._pairs]
         expected = reference.swiglu(*self._pairs[0])
+        return Contestant([*calls], lambda: worst_error(calls[0](), expected))
+
+
+class LinearRows:
+    """Hidden states and the weights of linear layers in bfloat16.
+
+    Attributes:
+        flops: FLOPs of one call.
+        num_bytes: bytes read and written by one call.
+    """
+
+    def __init__(
+        self, num_tokens: int, in_features: int, out_features: int, cache_bytes: int, device: torch.device
+    ) -> None:
+        torch.manual_seed(0)
+        self.flops = 2.0 * num_tokens * in_features * out_features
+        num_values = num_tokens * (in_features + out_features) + in_features * out_features
+        self.num_bytes = num_values * torch.bfloat16.itemsize
+        num_sets = num_input_sets(self.num_bytes, cache_bytes)
+        options = {"dtype": torch.bfloat16, "device": device}
+        self._rows = torch.randn(num_sets, num_tokens, in_features, **options)
+        self._weights = torch.randn(num_sets, out_features, in_features, **options)
+
+    def contestant(self, linear: Linear) -> Contestant:
+        """Make a contestant from a linear layer that computes each set."""
+        calls = [partial(linear, rows, weight) for rows, weight in zip(self._rows, self._weights, strict=True)]
+        expected = functional.linear(self._rows[0].float(), self._weights[0].float())
         return Contestant([*calls], lambda: worst_error(calls[0](), expected))
 
 

@@ -27,6 +27,11 @@ def test_what_serves_is_measured_alone() -> None:
     assert kinds("served", NONE) == [(False, False, False)]
 
 
+def test_a_plain_pool_is_measured_in_three_kernels() -> None:
+    assert kinds("plain", ALL) == [(True, False, False), (False, False, False), (True, True, False)]
+    assert kinds("plain", NONE) == [(False, False, False), (False, True, False)]
+
+
 def test_pointers_and_specialized_are_apart() -> None:
     assert not any(specialized for specialized, _, _ in kinds("pointers", ALL))
     assert sum(dequantized for _, _, dequantized in kinds("pointers", ALL)) == 3

@@ -10,6 +10,7 @@ another size, beside other requests, after evictions. Logits and the K/V of all 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import tempfile
@@ -118,6 +119,9 @@ MODELS: dict[str, PretrainedConfig] = {
         eos_token_id=1,
     ),
 }
+# The warp-specialized attention of a GPU needs blocks of 64 tokens and heads of more than 32 numbers.
+GPU_BLOCK_SIZE = 64
+GPU_HEAD_DIMS = (64, 128)
 WITHOUT_TIERS = ("lfm2",)  # its states are not stored, so the service refuses it
 ON_CPU_ONLY = ("deepseek_v2", "deepseek_v3", "lfm2", "gemma4_text")  # a GPU has no kernels for what they store yet
 NUM_BLOCKS = 240
@@ -163,6 +167,7 @@ class Cases:
         places: of stores for blocks that leave the device; host memory has room for some of them.
         is_divided: whether windowed layers have a pool of their own, for little more than a step.
         leaving_share: part of the cases before which all that is cached leaves for stores.
+        has_gpu_shapes: whether blocks have the size that the attention kernels of a GPU are made for.
     """
 
     def __init__(
@@ -178,10 +183,11 @@ class Cases:
         places: Places | None = None,
         is_divided: bool = False,
         leaving_share: float = LEAVING_SHARE,
+        has_gpu_shapes: bool = False,
     ) -> None:
         self.leaving_share = leaving_share
         self.random = random.Random(seed)
-        self.block_size = self.random.choice((16, 32))
+        self.block_size = GPU_BLOCK_SIZE if has_gpu_shapes else self.random.choice((16, 32))
         config = ModelConfig(
             path=str(directory), dtype=dtype, exactness=exactness, device=device, weights=weights,
             max_adapters=num_adapters,
@@ -397,11 +403,15 @@ def run_cases(
     *,
     is_divided: bool = False,
     leaving_share: float = LEAVING_SHARE,
+    has_gpu_shapes: bool = False,
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
     with tempfile.TemporaryDirectory() as folder, open_places(stores) as places:
-        checkpoint = write_checkpoint(MODELS[model], Path(folder))
+        config = MODELS[model]
+        if has_gpu_shapes:
+            config = with_head_dim(config, random.Random(seed).choice(GPU_HEAD_DIMS))
+        checkpoint = write_checkpoint(config, Path(folder))
         cases = Cases(
             checkpoint,
             dtype,
@@ -414,6 +424,7 @@ def run_cases(
             places,
             is_divided,
             leaving_share,
+            has_gpu_shapes,
         )
         for index in range(num_cases):
             difference = cases.run()
@@ -421,6 +432,16 @@ def run_cases(
         if cases.offload is not None:
             cases.offload.close()
     return cases.counts, first
+
+
+def with_head_dim(config: PretrainedConfig, head_dim: int) -> PretrainedConfig:
+    """Return a copy of a model's configuration with heads of this many numbers."""
+    config = copy.deepcopy(config)
+    if isinstance(config, GPT2Config):
+        config.n_embd = config.n_head * head_dim
+    else:
+        config.head_dim = head_dim
+    return config
 
 
 def models_for(device: str, tiers: Sequence[str] = ()) -> list[str]:
@@ -455,6 +476,7 @@ def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
             options.adapters,
             options.tiers,
             leaving_share=options.leaving_share,
+            has_gpu_shapes=(options.models_of or options.device) == "cuda",
         )
     except Exception as raised:  # noqa: BLE001 - the other models are tried
         traceback.print_exc()
@@ -478,7 +500,7 @@ def main() -> int:
     parser.add_argument("--exactness", choices=("exact", "fast"), default="exact")
     parser.add_argument("--weights", choices=("auto", "int8"), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--models-of", choices=("cpu", "cuda"), help="device whose models are tried")
+    parser.add_argument("--models-of", choices=("cpu", "cuda"), help="device whose models and shapes are tried")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="instead of all of the device")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="a row for each model, written after each")

@@ -1,0 +1,158 @@
+"""Asks server E whether a cache hit or other requests in the same batch change a bit of an answer.
+
+python -m bench.gpu.product.bits --json build/bits.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.gpu.product.product_server import running_server
+from bench.gpu.product.random_prompts import Prompt, RandomPrompts
+from bench.gpu.product.run_state import read_state
+from bench.gpu.product.stage_report import StageReport, open_report
+from radixkv.service.client import AsyncClient
+from radixkv.v1.prefill_pb2 import PrefillResponse
+
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class BitsSizes:
+    """Sizes of the comparison.
+
+    Attributes:
+        prefixes: numbers of cached tokens; they include both sides of a block's end.
+        suffixes: numbers of tokens after them.
+        company: requests that are in flight together.
+        generations: greedy generations, alone and together.
+        new_tokens: tokens of each.
+    """
+
+    prefixes: tuple[int, ...]
+    suffixes: tuple[int, ...]
+    company: int
+    generations: int
+    new_tokens: int
+
+
+_SIZES = BitsSizes((0, 1, 63, 64, 65, 700, 2000, 3900), (1, 17, 64, 300, 2048), 16, 16, 32)
+_DRY_SIZES = BitsSizes((0, 65, 130), (1, 17), 6, 4, 6)
+_GENERATED_AFTER_TOKENS = 100
+
+
+@dataclass(slots=True)
+class BitsCase:
+    """One prompt, its own tenant, and its answer without the cache."""
+
+    prompt: Prompt
+    prefix_tokens: int
+    tenant: str
+    cold: PrefillResponse | None = None
+
+    def difference(self, warm: PrefillResponse) -> str:
+        """Return how an answer with the cache differs; empty if it is right."""
+        assert self.cold is not None
+        if warm.usage.cached_tokens != self.prefix_tokens:
+            return f"expected {self.prefix_tokens} cached tokens, got {warm.usage.cached_tokens}"
+        return describe_difference(self.cold, warm)
+
+
+def describe_difference(expected: PrefillResponse, got: PrefillResponse) -> str:
+    """Return the first difference between the logits or the tokens of two answers; empty if there is none."""
+    if not expected.logits or len(got.logits) != len(expected.logits):
+        return f"expected {len(expected.logits)} bytes of logits, got {len(got.logits)}"
+    if got.logits != expected.logits:
+        rows = [np.frombuffer(answer.logits, dtype="<u4") for answer in (expected, got)]
+        return f"logit {int(np.flatnonzero(rows[0] != rows[1])[0])} differs"
+    if got.next_token_id != expected.next_token_id:
+        return f"expected token {expected.next_token_id}, got {got.next_token_id}"
+    return ""
+
+
+def main() -> int:
+    """Compare all cases. Returns 1 if one answer differs."""
+    report = open_report("Compare answers bit for bit, cold, warm, and next to other requests.")
+    sizes = _DRY_SIZES if report.is_dry_run else _SIZES
+    summary = asyncio.run(_run(report, sizes))
+    return report.finish(summary)
+
+
+async def _run(report: StageReport, sizes: BitsSizes) -> str:
+    with report.row("server") as row:
+        server = running_server("E")
+        row["text"] = server.address
+    if not row["is_right"]:
+        return "server E is not running"
+    prompts = RandomPrompts(read_state()["vocab_size"], seed=1)
+    cases = [
+        BitsCase(prompts.draw(prefix + suffix), prefix, f"bits-{index}")
+        for index, (suffix, prefix) in enumerate(itertools.product(sizes.suffixes, sizes.prefixes))
+    ]
+    num_compared, num_different = 0, 0
+    async with AsyncClient(server.address, timeout_s=_TIMEOUT_S) as client:
+        for start in range(0, len(cases), sizes.company):
+            chunk = cases[start : start + sizes.company]
+            mates = cases[: sizes.company - len(chunk)]
+            with report.row(f"prompts {start + 1} to {start + len(chunk)}") as row:
+                differences = await _compare_prompts(client, chunk, mates)
+                found = [difference for difference in differences if difference]
+                row |= {"compared": len(differences), "different": len(found), "is_right": not found}
+                row["text"] = f"{len(differences)} compared, {len(found)} different{': ' if found else ''}"
+                row["text"] += found[0] if found else ""
+                num_compared += len(differences)
+                num_different += len(found)
+        with report.row(f"{sizes.generations} greedy generations, alone and together") as row:
+            different = await _compare_generations(client, prompts, sizes)
+            row |= {"compared": sizes.generations, "different": different, "is_right": not different}
+            row["text"] = f"{sizes.generations} compared, {different} different"
+            num_compared += sizes.generations
+            num_different += different
+    return f"{num_compared} answers compared bit for bit, {num_different} different"
+
+
+async def _compare_prompts(client: AsyncClient, cases: Sequence[BitsCase], mates: Sequence[BitsCase]) -> list[str]:
+    """Compare each case after its cached prefix, alone and then together with the others, with its cold answer.
+
+    Returns:
+        How each answer differs, empty where it is right: those alone first, then those together.
+    """
+    differences = []
+    for case in cases:
+        case.cold = await client.prefill(
+            case.prompt, tenant=case.tenant, return_logits=True, read_cache=False, write_cache=False
+        )
+        if case.prefix_tokens:
+            await client.prefill(case.prompt[: case.prefix_tokens], tenant=case.tenant)
+        differences.append(case.difference(await _ask(client, case)))
+    together = await asyncio.gather(*(_ask(client, case) for case in (*cases, *mates)))
+    differences += [case.difference(answer) for case, answer in zip(cases, together, strict=False)]
+    return differences
+
+
+async def _ask(client: AsyncClient, case: BitsCase) -> PrefillResponse:
+    # The suffix is not published, so that the next request finds the same prefix.
+    return await client.prefill(case.prompt, tenant=case.tenant, return_logits=True, write_cache=False)
+
+
+async def _compare_generations(client: AsyncClient, prompts: RandomPrompts, sizes: BitsSizes) -> int:
+    """Return how many greedy generations differ between alone and together."""
+
+    async def generate(prompt: Prompt) -> list[int]:
+        answer = client.generate(prompt, max_new_tokens=sizes.new_tokens, ignore_eos=True, tenant="bits-generate")
+        return [token for part in [part async for part in answer] for token in part.token_ids]
+
+    given = list(prompts.draw_many(sizes.generations, _GENERATED_AFTER_TOKENS))
+    alone = [await generate(prompt) for prompt in given]
+    together = await asyncio.gather(*(generate(prompt) for prompt in given))
+    return sum(len(first) != sizes.new_tokens or first != second for first, second in zip(alone, together, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Times decoding on servers F and E, by the number of requests that share a prefix.
+
+python -m bench.gpu.product.decode --json build/decode.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.product.product_server import running_server
+from bench.gpu.product.random_prompts import Prompt, RandomPrompts
+from bench.gpu.product.run_state import read_state
+from bench.gpu.product.stage_report import StageReport, open_report
+from radixkv.service.client import AsyncClient
+
+_TIMEOUT_S = 120.0
+_TENANT = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSizes:
+    """Sizes of the generations.
+
+    Attributes:
+        shared_tokens: tokens of the prefix that requests share.
+        own_tokens: tokens of each request after it.
+        sharers: numbers of requests that share the prefix, ascending.
+        unshared: requests with nothing in common.
+        unshared_tokens: tokens of each. Together with the new tokens they fit into the pool of server E.
+        new_tokens: tokens that each request generates.
+    """
+
+    shared_tokens: int
+    own_tokens: int
+    sharers: tuple[int, ...]
+    unshared: int
+    unshared_tokens: int
+    new_tokens: int
+
+
+_SIZES = DecodeSizes(4096, 16, (1, 16, 64), 16, 3584, 64)
+_DRY_SIZES = DecodeSizes(192, 16, (1, 4), 4, 128, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Tokens of one answer, and when its messages came, in seconds."""
+
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+
+
+def main() -> int:
+    """Measure both servers. Returns 1 if server E gives a request other tokens in other company."""
+    report = open_report("Time decoding by the number of requests that share a prefix.")
+    return report.finish(asyncio.run(_run(report, _DRY_SIZES if report.is_dry_run else _SIZES)))
+
+
+async def _run(report: StageReport, sizes: DecodeSizes) -> str:
+    state = read_state()
+    weights_ms = state["weight_bytes"] / state["rates"]["device_gb_per_s"] / 1e6
+    prompts = RandomPrompts(state["vocab_size"], seed=3)
+    shared = prompts.draw(sizes.shared_tokens)
+    sharing = [np.concatenate((shared, own)) for own in prompts.draw_many(max(sizes.sharers), sizes.own_tokens)]
+    apart = list(prompts.draw_many(sizes.unshared, sizes.unshared_tokens))
+    summary = []
+    for name in ("F", "E"):
+        seen: dict[bytes, tuple[int, ...]] = {}
+        groups = [(f"{count} sharers of {sizes.shared_tokens}", sharing[:count]) for count in sizes.sharers]
+        groups.append((f"{sizes.unshared} with {sizes.unshared_tokens} tokens each", apart))
+        for label, group in groups:
+            with report.row(f"{name}, {label}") as row:
+                async with AsyncClient(running_server(name).address, timeout_s=_TIMEOUT_S) as client:
+                    for prompt in group:  # so that decoding is measured, not prefill
+                        await client.prefill(prompt, tenant=_TENANT)
+                    answers = await asyncio.gather(*(_generate(client, each, sizes.new_tokens) for each in group))
+                row |= summarize(answers, weights_ms)
+                row["different"] = num_different(seen, group, answers)
+                is_complete = all(len(answer.tokens) == sizes.new_tokens for answer in answers)
+                row["is_right"] = is_complete and not (name == "E" and row["different"])
+                row["text"] = (
+                    f"{row['tokens_per_s']:.0f} tokens/s, {row['step_ms']:.2f} ms per step, "
+                    f"{row['weights_ratio']:.2f} times reading the weights, {row['different']} differ by company"
+                )
+                if label.startswith(f"{max(sizes.sharers)} sharers"):
+                    summary.append(f"{name} {label}: {row['step_ms']:.1f} ms, {row['weights_ratio']:.1f}x weights")
+    return "; ".join(summary)
+
+
+async def _generate(client: AsyncClient, prompt: Prompt, new_tokens: int) -> Generation:
+    tokens: list[int] = []
+    times_s = []
+    async for part in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True, tenant=_TENANT):
+        tokens += part.token_ids
+        times_s.append(time.monotonic())
+    return Generation(tuple(tokens), tuple(times_s))
+
+
+def summarize(answers: list[Generation], weights_ms: float) -> dict[str, Any]:
+    """Return rates of generations that ran together.
+
+    Args:
+        answers: of at least two tokens each.
+        weights_ms: time to read all weights once.
+    """
+    first_s = min(answer.times_s[0] for answer in answers)
+    last_s = max(answer.times_s[-1] for answer in answers)
+    step_ms = statistics.median(
+        (answer.times_s[-1] - answer.times_s[0]) / (len(answer.tokens) - 1) * 1e3 for answer in answers
+    )
+    return {
+        "tokens_per_s": sum(len(answer.tokens) for answer in answers) / max(last_s - first_s, 1e-6),
+        "step_ms": step_ms,
+        "weights_ratio": step_ms / weights_ms,
+    }
+
+
+def num_different(seen: dict[bytes, tuple[int, ...]], group: list[Prompt], answers: list[Generation]) -> int:
+    """Count answers that differ from the first answer to the same prompt. New prompts are added to `seen`."""
+    return sum(
+        seen.setdefault(prompt.tobytes(), answer.tokens) != answer.tokens
+        for prompt, answer in zip(group, answers, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

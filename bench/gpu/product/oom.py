@@ -1,0 +1,139 @@
+"""Lets another process take the device's free memory while a server with an automatic pool is asked.
+
+    python -m bench.gpu.product.oom --json build/oom.json
+
+The server must stay alive and answer right: a step that does not fit is computed in smaller steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from bench.gpu.product.product_server import ProductServer
+from bench.gpu.product.random_prompts import Prompt, RandomPrompts
+from bench.gpu.product.run_state import device_memory_mib, read_state, update_state, use_triton_cache
+from bench.gpu.product.stage_report import StageReport, open_report
+from radixkv.service.client import AsyncClient, logits_of
+from radixkv.v1.prefill_pb2 import PrefillResponse
+
+_TIMEOUT_S = 60.0
+_LISTEN_S, _DRY_LISTEN_S = 22.0, 500.0
+_SETTINGS = ("model.exactness=fast", "cache.memory_share=0.9")
+_MIN_FREE_SHARE = 0.1  # what `cache.memory_share` leaves to other programs
+_ROUNDING = 0.005
+
+_LEFT_MIB = 200
+_NUM_PROMPTS, _PROMPT_TOKENS, _DRY_PROMPT_TOKENS = 8, 2048, 128
+_TOLERANCE = 0.1  # of logits in bfloat16, relative to their norm; see bench.gpu_prefill
+_SMALLER_STEP = "no memory for a step"
+
+# Takes the device's memory but for some MiB, in plain allocations, and keeps it until its standard input ends.
+_BALLAST = f"""
+import sys, torch
+held = []
+if torch.cuda.is_available():
+    torch.zeros(1, device="cuda")
+    size = 1 << 30
+    while size >= 1 << 21:
+        free, _ = torch.cuda.mem_get_info()
+        if free - size < {_LEFT_MIB} << 20:
+            size //= 2
+            continue
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+print("holding", sum(each.nbytes for each in held) >> 20, "MiB", flush=True)
+sys.stdin.read()
+"""
+
+
+def main() -> int:
+    """Start the server, take the memory, ask. Returns 1 if an answer is wrong, or if the server ends."""
+    report = open_report("Take the device's free memory while a server is asked.")
+    use_triton_cache()
+    return report.finish(asyncio.run(_run(report)))
+
+
+async def _run(report: StageReport) -> str:
+    state = read_state()
+    device = "cpu" if report.is_dry_run else "cuda"
+    server = ProductServer.launch("oom", state.get("model", "tiny"), _SETTINGS, device=device)
+    update_state(servers={server.name: server.facts()})
+    try:
+        with report.row("a pool as large as the memory allows") as row:
+            server = server.wait_until_listening(_DRY_LISTEN_S if report.is_dry_run else _LISTEN_S)
+            async with AsyncClient(server.address, timeout_s=_TIMEOUT_S) as client:
+                row["pool_blocks"] = (await client.stats()).blocks.total
+            memory = device_memory_mib()
+            row["text"] = f"{row['pool_blocks']} blocks"
+            if memory is not None:
+                row["free_share"] = memory["free"] / memory["total"]
+                row["is_right"] = row["free_share"] >= _MIN_FREE_SHARE - _ROUNDING
+                row["text"] += f", {memory['free'] / 1024:.1f} of {memory['total'] / 1024:.1f} GiB free"
+        if not row["is_right"] and not server.address:
+            return "the server did not start"
+        await _ask_without_memory(report, server, state["vocab_size"])
+    finally:
+        server.stop()
+    return "the server stayed alive and answered right" if report.is_right else "see the rows"
+
+
+async def _ask_without_memory(report: StageReport, server: ProductServer, vocab_size: int) -> None:
+    prompts = RandomPrompts(vocab_size, seed=4)
+    given = list(prompts.draw_many(_NUM_PROMPTS, _DRY_PROMPT_TOKENS if report.is_dry_run else _PROMPT_TOKENS))
+    async with AsyncClient(server.address, timeout_s=_TIMEOUT_S) as client:
+        expected: list[PrefillResponse] = []
+        with report.row(f"{len(given)} prompts with memory") as row:
+            expected += [await _ask(client, prompt) for prompt in given]
+            row["text"] = "answered"
+        with report.row(f"{len(given)} prompts with {_LEFT_MIB} MiB left") as row, _ballast() as held:
+            row["ballast"] = held
+            answers = await asyncio.gather(*(_ask(client, prompt) for prompt in given))
+            errors = [relative_error(*pair) for pair in zip(expected, answers, strict=True)]
+            row |= {
+                "largest_error": max(errors),
+                "smaller_steps": sum(_SMALLER_STEP in line for _, line in server.log_lines()),
+                "is_right": max(errors) <= _TOLERANCE and server.is_running,
+            }
+            row["text"] = f"{held}, largest error {max(errors):.3g}, {row['smaller_steps']} steps were made smaller"
+        with report.row("a prompt after the memory is free again") as row:
+            answer = await _ask(client, given[0])
+            row["is_right"] = relative_error(expected[0], answer) <= _TOLERANCE
+            row["text"] = "answered"
+
+
+async def _ask(client: AsyncClient, prompt: Prompt) -> PrefillResponse:
+    return await client.prefill(prompt, return_logits=True, read_cache=False, write_cache=False)
+
+
+def relative_error(expected: PrefillResponse, got: PrefillResponse) -> float:
+    """Return the error of logits relative to their norm; 1 if a number is not finite."""
+    expected_row, got_row = logits_of(expected), logits_of(got)
+    error = float(np.linalg.norm(got_row - expected_row) / np.linalg.norm(expected_row))
+    return error if np.isfinite(error) else 1.0
+
+
+@contextlib.contextmanager
+def _ballast() -> Iterator[str]:
+    """Run the process that takes the memory. Yields what it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BALLAST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip() or "the ballast process failed"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What the stages of the product part share: a state file and a Triton cache in the folder of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from bench.parts.result_file import write_json
+
+STATE_FILE = Path("product_state.json")
+TRITON_CACHE = Path("triton_cache")
+
+_NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def read_state(folder: Path = Path()) -> dict[str, Any]:
+    """Return the state of the run; empty before the first stage has written it.
+
+    Its keys:
+        model: what `radixkv serve --model` takes.
+        vocab_size, weight_bytes: of the model.
+        rates: GB/s of copies, and TFLOP/s of a large matmul.
+        servers: the servers that run, by name; see `ProductServer`.
+        quiet_since: number of files in the Triton cache, and used MiB of the device, when the servers listened.
+    """
+    file = folder / STATE_FILE
+    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return state
+
+
+def update_state(**facts: object) -> None:
+    """Add facts to the state of the run. Stages run one at a time, so nothing else writes the file meanwhile."""
+    write_json(STATE_FILE.absolute(), {**read_state(), **facts})
+
+
+def use_triton_cache() -> None:
+    """Let this process and those that it starts compile into the Triton cache of the run."""
+    os.environ["TRITON_CACHE_DIR"] = str(TRITON_CACHE.absolute())
+
+
+def num_compiled_files() -> int:
+    """Return the number of files in the Triton cache of the run."""
+    return sum(len(files) for _, _, files in os.walk(TRITON_CACHE))
+
+
+def device_memory_mib() -> dict[str, float] | None:
+    """Return the `used`, `free` and `total` MiB of the first GPU; None without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.used,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    used, free, total = (float(number) for number in done.stdout.splitlines()[0].split(","))
+    return {"used": used, "free": free, "total": total}

@@ -1,0 +1,102 @@
+"""Starts the two servers that the next stages share, E in exact mode and F in fast mode, and reads their logs.
+
+python -m bench.gpu.product.start --json build/start.json
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+
+from bench.gpu.product.product_server import ProductServer
+from bench.gpu.product.run_state import (
+    device_memory_mib,
+    num_compiled_files,
+    read_state,
+    update_state,
+    use_triton_cache,
+)
+from bench.gpu.product.stage_report import StageReport, open_report
+from radixkv.model.attention.refused_attention import SPECIALIZED
+
+# Both servers share one GPU, so their pools have fixed sizes. E also has both local tiers.
+SERVERS = {
+    "E": (
+        "cache.capacity_tokens=65536",
+        "tiers.host_bytes=8589934592",
+        "tiers.disk_path=rkv",
+        "tiers.disk_bytes=8000000000",
+    ),
+    "F": ("model.exactness=fast", "cache.capacity_tokens=131072"),
+}
+# Pool and tiers in the same proportions, for the embedded model, so that a few short prompts fill them.
+DRY_SERVERS = {
+    "E": (
+        "cache.capacity_tokens=2048",
+        "tiers.host_bytes=10000000",
+        "tiers.disk_path=rkv",
+        "tiers.disk_bytes=100000000",
+    ),
+    "F": ("model.exactness=fast", "cache.capacity_tokens=8192"),
+}
+
+# The lines that the log of a start has about recorded steps; `test_product.py` holds them to the source.
+RECORDED_STEPS = re.compile(r"recorded and checked (\d+) steps")
+DROPPED_STEP = re.compile(r"a recorded step is not used")
+
+_LISTEN_S, _DRY_LISTEN_S = 105.0, 1000.0
+
+
+def main() -> int:
+    """Start the servers side by side and leave them running. Returns 1 if one does not listen, or dropped a step."""
+    report = open_report("Start the servers that the next stages share.")
+    use_triton_cache()
+    device = "cpu" if report.is_dry_run else "cuda"
+    model = read_state().get("model", "tiny")
+    end_s = time.monotonic() + (_DRY_LISTEN_S if report.is_dry_run else _LISTEN_S)
+    servers = {
+        name: ProductServer.launch(name, model, settings, device=device)
+        for name, settings in (DRY_SERVERS if report.is_dry_run else SERVERS).items()
+    }
+    update_state(servers={name: server.facts() for name, server in servers.items()})
+    summary = []
+    for server in servers.values():
+        _report_start(report, server, end_s - time.monotonic(), summary)
+    memory = device_memory_mib()
+    update_state(quiet_since={"compiled_files": num_compiled_files(), "device_mib": memory and memory["used"]})
+    return report.finish("; ".join(summary))
+
+
+def _report_start(report: StageReport, server: ProductServer, timeout_s: float, summary: list[str]) -> None:
+    with report.row(f"server {server.name}") as row:
+        try:
+            listening = server.wait_until_listening(max(0.0, timeout_s))
+        finally:
+            row["log"] = server.log_lines()
+        update_state(servers={**read_state()["servers"], server.name: listening.facts()})
+        row |= read_start(row["log"])
+        memory = device_memory_mib()
+        row["device_mib"] = memory and memory["used"]
+        row["is_right"] = row["dropped_steps"] == 0
+        row["is_goal_met"] = report.goal(SPECIALIZED in row["ready"])
+        row["text"] = f"listens after {row['listening_s']:.1f} s: {row['ready']}; dropped {row['dropped_steps']} steps"
+        summary.append(f"{server.name} listens after {row['listening_s']:.0f} s")
+
+
+def read_start(log: Sequence[tuple[float, str]]) -> dict[str, object]:
+    """Read how a start went from the lines of its log, each with the seconds since the process was started."""
+    messages = [message for _, message in log]
+    recorded = [int(match[1]) for message in messages if (match := RECORDED_STEPS.search(message))]
+    ready = [(seconds, message) for seconds, message in log if message.startswith("ready after ")]
+    return {
+        "recorded_steps": sum(recorded),
+        "dropped_steps": sum(bool(DROPPED_STEP.search(message)) for message in messages),
+        "listening_s": ready[-1][0] if ready else log[-1][0] if log else 0.0,
+        "ready": ready[-1][1].partition(": ")[2] if ready else "",  # model, attention kernels, pool
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
