@@ -316,7 +316,10 @@ pathlib.Path({STATE_FILE.name!r}).write_text(json.dumps({{"servers": {{"E": fact
 with open({str(pids)!r}, "a") as file:
     print(server.pid, file=file)
 """
-    is_alive_code = f"import os; os.kill(int(open({str(pids)!r}).read().split()[0]), 0)"
+    # A process that nobody has waited for yet is a zombie: state Z.
+    is_alive_code = (
+        f"pid = open({str(pids)!r}).read().split()[0]; assert open(f'/proc/{{pid}}/stat').read().split()[2] != 'Z'"
+    )
     stages = [
         stage("start", serve, servers="start"),
         stage("ask", is_alive_code, servers="use"),
