@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BookkeepingCase:
     """A group of requests that are submitted together.
 
     Attributes:
@@ -60,7 +60,7 @@ class Case:
     num_new_tokens: int = 0
 
 
-class Stopwatch:
+class PhaseStopwatch:
     """Measures the time of labeled calls, without the time of labeled calls inside them.
 
     Attributes:
@@ -104,14 +104,14 @@ class Stopwatch:
         return timed
 
 
-class Bench:
+class BookkeepingBench:
     """An engine core, its clock, and requests for it."""
 
     def __init__(self, runner: Runner, step_tokens: int, seed: int) -> None:
         num_blocks = runner.storage.num_blocks
         self.cache = PrefixCache(num_blocks, BLOCK_SIZE, policy=make_policy("adaptive", num_blocks))
         self.core = EngineCore(runner, self.cache, EngineConfig(max_step_tokens=step_tokens))
-        self.stopwatch = Stopwatch()
+        self.stopwatch = PhaseStopwatch()
         self._runner = runner
         self._random = np.random.default_rng(seed)
         self._numbers = itertools.count()
@@ -136,7 +136,7 @@ class Bench:
                 watches.enter_context(self.stopwatch.watch(owner, name, label))
             yield
 
-    def submit(self, case: Case, **params: Any) -> list[Future[Any]]:
+    def submit(self, case: BookkeepingCase, **params: Any) -> list[Future[Any]]:
         """Submit a case's requests. No two prompts of this bench begin with the same token."""
         futures: list[Future[Any]] = []
         vocab_size = self._runner.model.vocab_size
@@ -158,7 +158,7 @@ class Bench:
         Raises:
             AssertionError: a bit differs.
         """
-        [future] = self.submit(Case(1, prompt_tokens), return_logits=True)
+        [future] = self.submit(BookkeepingCase(1, prompt_tokens), return_logits=True)
         request = self.core._scheduler.requests()[0]
         self.finish([future])
         with self.cache.lease(Namespace(""), request.tokens, read=False) as lease:
@@ -174,7 +174,7 @@ class Bench:
             cached_tokens = future.result().usage.cached_tokens
             assert cached_tokens == 0, f"a prompt that is new reuses {cached_tokens} tokens"
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: BookkeepingCase) -> Row:
         """Measure one round. Returns milliseconds a step, in total and beside the model."""
         futures = self.submit(case)
         while case.num_new_tokens and not all(each.is_decoding for each in self.core._scheduler.requests()):
@@ -194,13 +194,13 @@ class Bench:
         }
 
 
-def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> Iterator[list[Row]]:
+def measure(bench: BookkeepingBench, cases: Sequence[BookkeepingCase], rounds: int) -> Iterator[list[Row]]:
     """Measure rounds, each with all cases in turn; the first one warms up.
 
     Yields:
         A row for each case measured so far, with medians of its rounds, after each time a case was measured.
     """
-    measured: dict[Case, list[Row]] = {}
+    measured: dict[BookkeepingCase, list[Row]] = {}
     for number in range(-1, rounds):
         for case in cases:
             row = bench.measure(case)
@@ -209,7 +209,7 @@ def measure(bench: Bench, cases: Sequence[Case], rounds: int) -> Iterator[list[R
                 yield [_summary(each, rows) for each, rows in measured.items()]
 
 
-def _summary(case: Case, rounds: list[Row]) -> Row:
+def _summary(case: BookkeepingCase, rounds: list[Row]) -> Row:
     labels = sorted({label for row in rounds for label in row["parts_ms"]})
     parts_ms = {label: statistics.median(row["parts_ms"].get(label, 0.0) for row in rounds) for label in labels}
     return {
@@ -253,15 +253,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    cases = [Case(1, num_tokens) for num_tokens in options.prompts]
-    cases += [Case(batch, options.step_tokens // batch) for batch in options.batches]
-    cases += [Case(batch, 64, options.new_tokens) for batch in options.generations]
+    cases = [BookkeepingCase(1, num_tokens) for num_tokens in options.prompts]
+    cases += [BookkeepingCase(batch, options.step_tokens // batch) for batch in options.batches]
+    cases += [BookkeepingCase(batch, 64, options.new_tokens) for batch in options.generations]
     # Room for two rounds at most, so that what was cached is evicted.
     pool_tokens = 2 * sum(case.num_requests * (case.prompt_tokens + case.num_new_tokens + BLOCK_SIZE) for case in cases)
     runner = build_runner(
         options.shape, options.layers, getattr(torch, options.dtype), options.device, pool_tokens, is_exact=True
     )
-    bench = Bench(runner, options.step_tokens, options.seed)
+    bench = BookkeepingBench(runner, options.step_tokens, options.seed)
     bench.check(options.step_tokens + options.step_tokens // 2)
     asked = {key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds", "seed")}
     command = shlex.join(["python", "-m", "bench.bookkeeping", *(sys.argv[1:] if arguments is None else arguments)])

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from bench.exactness import BLOCK_SIZE, MODES, SHAPES, build_runner
-from bench.gpu.prefill_bench import Bench
-from bench.parts.device_time import Rates, measure_rates
+from bench.gpu.prefill_bench import PrefillBench
+from bench.parts.device_time import DeviceRates, measure_rates
 from bench.parts.environment import describe_run
 from bench.parts.kernel_row import Row, describe_error
 from bench.parts.result_file import write_json
@@ -113,7 +113,7 @@ def _show(row: Row, rows: list[Row]) -> None:
         print(_way_line(row, known[-1]), flush=True)
 
 
-def _rows(mode: str, options: argparse.Namespace, rates: Rates) -> Iterator[Row]:
+def _rows(mode: str, options: argparse.Namespace, rates: DeviceRates) -> Iterator[Row]:
     """Measure all lengths on one model, in the order they were given. Yields each row again when it has gained."""
     bench, reason = None, ""
     try:
@@ -135,10 +135,10 @@ def _rows(mode: str, options: argparse.Namespace, rates: Rates) -> Iterator[Row]
             yield row
 
 
-def _make_bench(mode: str, options: argparse.Namespace, rates: Rates) -> Bench:
+def _make_bench(mode: str, options: argparse.Namespace, rates: DeviceRates) -> PrefillBench:
     dtype, pool_tokens = getattr(torch, options.dtype), 2 * (max(options.prefixes) + max(options.suffixes) + BLOCK_SIZE)
     runner = build_runner(options.shape, options.layers, dtype, options.device, pool_tokens, is_exact=mode == "exact")
-    return Bench(runner, max(options.prefixes), options.step_tokens, rates)
+    return PrefillBench(runner, max(options.prefixes), options.step_tokens, rates)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

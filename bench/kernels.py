@@ -28,7 +28,7 @@ from bench.gpu.attention_variants import CHOICES, QUANTIZED, Permissions, first_
 from bench.gpu.dry_run import interpreted
 from bench.parts.attention_inputs import AttentionCase, Heads, expected_answer, make_inputs, room_of, worst_error
 from bench.parts.copy_inputs import BlockCopies, TokenWrites
-from bench.parts.device_time import Rates, cache_bytes, measure_rates
+from bench.parts.device_time import DeviceRates, cache_bytes, measure_rates
 from bench.parts.environment import describe_run
 from bench.parts.kernel_row import (
     HEADER,
@@ -124,7 +124,7 @@ DRY_SIZES = Sizes(
 )
 
 
-class Bench:
+class KernelBench:
     """Measures kernels on one device.
 
     Args:
@@ -137,7 +137,7 @@ class Bench:
     def __init__(
         self, device: torch.device, sizes: Sizes, peers: Sequence[str], sglang: Path | None, choice: str
     ) -> None:
-        self.rates: Rates = measure_rates(device)
+        self.rates: DeviceRates = measure_rates(device)
         self._device = device
         self._sizes = sizes
         self._peers = peers
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = replace(sizes, attentions=sizes.attentions[: options.attentions])
     rows: list[Row] = []
     with interpreted() if options.dry_run else contextlib.nullcontext():
-        bench = Bench(device, sizes, options.peers, options.sglang, options.variants)
+        bench = KernelBench(device, sizes, options.peers, options.sglang, options.variants)
         result = {
             "is_dry_run": options.dry_run,
             "matrix_tflops": bench.rates.flops_per_s / 1e12,

@@ -22,10 +22,10 @@ from typing import Any
 
 from bench.parts.environment import describe_run
 from bench.parts.peers.comparison import Result, compare
-from bench.parts.peers.engines import ENGINES, Checkpoints, Setting, build_worker
+from bench.parts.peers.engines import ENGINES, Checkpoints, PeerSetting, build_worker
 from bench.parts.peers.environments import RECIPES, Environments, NotInstalled
 from bench.parts.peers.machine_limits import Machine, least_time, measure_machine
-from bench.parts.peers.rows import Row, Sample, build_rows
+from bench.parts.peers.rows import PeerRow, PeerSample, build_rows
 from bench.parts.peers.table import format_table
 from bench.parts.peers.worker_process import WorkerFailed, WorkerProcess
 from bench.parts.peers.workers.task import Ready
@@ -34,7 +34,7 @@ from bench.parts.result_file import write_json
 _DEMO_THREADS = 2
 
 
-class Comparison:
+class PeerComparison:
     """Measures the rows of one setting after another, and collects all that is to be told.
 
     Attributes:
@@ -57,7 +57,7 @@ class Comparison:
         self.failures: list[str] = []
         self.machines: dict[str, Machine] = {}
 
-    def measure(self, setting: Setting, rows: dict[str, Row]) -> None:
+    def measure(self, setting: PeerSetting, rows: dict[str, PeerRow]) -> None:
         """Measure the machine, the engines' starts, and then, while all run, the other rows."""
         machine = self.machines[str(setting)] = measure_machine(setting.dtype, setting.threads)
         workers: dict[str, WorkerProcess] | None = None
@@ -75,7 +75,7 @@ class Comparison:
                 ratio = "no ratio" if result["ratio"] is None else f"{result['ratio']:.2f} of {result['best_peer']}"
                 _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
 
-    def _build(self, setting: Setting) -> dict[str, WorkerProcess]:
+    def _build(self, setting: PeerSetting) -> dict[str, WorkerProcess]:
         """Make the workers of all engines that can be installed."""
         made: dict[str, WorkerProcess] = {}
         for name in self._names:
@@ -88,7 +88,7 @@ class Comparison:
                 _say(f"skipped {name}: {error}")
         return made
 
-    def _start(self, setting: Setting, stack: ExitStack) -> dict[str, WorkerProcess]:
+    def _start(self, setting: PeerSetting, stack: ExitStack) -> dict[str, WorkerProcess]:
         workers: dict[str, WorkerProcess] = {}
         for name, worker in self._build(setting).items():
             stack.enter_context(worker)
@@ -107,17 +107,17 @@ class Comparison:
         told = self.engines.setdefault(engine, {"versions": ready.versions, "notes": []})
         told["notes"] += [note for note in ready.notes if note not in told["notes"]]
 
-    def _measure_starts(self, row: Row, setting: Setting) -> dict[str, list[Sample]]:
+    def _measure_starts(self, row: PeerRow, setting: PeerSetting) -> dict[str, list[PeerSample]]:
         """Start and end engines in turn, while no other one runs, in an order that alternates."""
         workers = self._build(setting)
-        samples: dict[str, list[Sample]] = {engine: [] for engine in workers}
+        samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
         for number in range(-1, self._repetitions):  # the first one compiles what is kept on the disk
             for engine in list(workers) if number % 2 else list(workers)[::-1]:
                 start_s = time.monotonic()
                 try:
                     with workers[engine] as worker:
                         ready = worker.wait_until_ready()
-                        sample = Sample(time.monotonic() - start_s, worker.cpu_s, (), None)
+                        sample = PeerSample(time.monotonic() - start_s, worker.cpu_s, (), None)
                 except WorkerFailed as error:
                     self._fail(f"{row.title}: {error}")
                     del workers[engine]
@@ -127,9 +127,9 @@ class Comparison:
                     samples[engine].append(sample)
         return samples
 
-    def _measure_row(self, name: str, row: Row, workers: dict[str, WorkerProcess]) -> dict[str, list[Sample]]:
+    def _measure_row(self, name: str, row: PeerRow, workers: dict[str, WorkerProcess]) -> dict[str, list[PeerSample]]:
         """Measure repetitions in turn, in an order that alternates. An engine that fails is out of the row."""
-        samples: dict[str, list[Sample]] = {engine: [] for engine in workers}
+        samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
         running = dict(workers)
         for number in range(-1, self._repetitions):  # the first one fills caches and warms up
             for engine in list(running) if number % 2 else list(running)[::-1]:
@@ -153,13 +153,15 @@ class Comparison:
         _say(f"FAILED {message}")
 
 
-def plan(options: argparse.Namespace) -> list[tuple[Setting, dict[str, Row]]]:
+def plan(options: argparse.Namespace) -> list[tuple[PeerSetting, dict[str, PeerRow]]]:
     """List the settings with their rows. The demo's rows have two threads and float32, whatever else is asked for."""
     rows = {name: row for name, row in build_rows(is_quick=options.quick).items() if name in options.rows}
     large = {name: row for name, row in rows.items() if row.model == "llama"}
     demo = {name: row for name, row in rows.items() if row.model == "tiny"}
-    settings = [(Setting("llama", dtype, threads), large) for threads in options.threads for dtype in options.dtypes]
-    planned = [*settings, (Setting("tiny", "float32", _DEMO_THREADS), demo)]
+    settings = [
+        (PeerSetting("llama", dtype, threads), large) for threads in options.threads for dtype in options.dtypes
+    ]
+    planned = [*settings, (PeerSetting("tiny", "float32", _DEMO_THREADS), demo)]
     return [(setting, each) for setting, each in planned if each]
 
 
@@ -198,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every worker is ended
     command = shlex.join(["python", "-m", "bench.peers", *(sys.argv[1:] if arguments is None else arguments)])
-    comparison = Comparison(options.cache, options.engines, options.repetitions)
+    comparison = PeerComparison(options.cache, options.engines, options.repetitions)
     start_s = time.monotonic()
 
     def result() -> dict[str, Any]:

@@ -33,13 +33,13 @@ from bench.parts.load_generator import (
     Ending,
     Pass,
     PrefillCall,
-    Traffic,
+    ReplayTraffic,
     build_message,
     limit_within,
     prefill_call,
     replay,
 )
-from bench.parts.options import DEFAULT_CONCURRENCY, Options, parse_options
+from bench.parts.options import DEFAULT_CONCURRENCY, ReplayOptions, parse_options
 from bench.parts.progress import progress
 from bench.parts.public.registration import PublicTokens, made_public, public_tokens
 from bench.parts.report import MIN_COMPARED, Summary, build_comparison, format_table, summarize
@@ -62,7 +62,7 @@ _WITHOUT_CACHE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ReplayPasses:
     """All passes of a run.
 
     Attributes:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
 
 
-def run(options: Options, command: str) -> int:
+def run(options: ReplayOptions, command: str) -> int:
     """Measure, print the table, write the JSON file and the picture that were asked for, and return the exit status.
 
     Raises:
@@ -138,7 +138,7 @@ def run(options: Options, command: str) -> int:
     return status or exit_status(options, report)
 
 
-def exit_status(options: Options, report: Summary) -> int:
+def exit_status(options: ReplayOptions, report: Summary) -> int:
     """Return the exit status of a run that was not interrupted."""
     without_cache = report["without_cache"] or {"errors": 0}
     if report["errors"] + without_cache["errors"] + report["answers"]["different"]:
@@ -148,11 +148,11 @@ def exit_status(options: Options, report: Summary) -> int:
 
 async def measure(
     address: str,
-    options: Options,
+    options: ReplayOptions,
     items: Sequence[WorkItem],
     messages: Sequence[prefill_pb2.PrefillRequest],
     budget: TimeBudget,
-) -> Measured:
+) -> ReplayPasses:
     """Run all passes against a server, as far as the time allows and until a signal comes."""
     channel_options = [
         ("grpc.max_receive_message_length", -1),
@@ -162,9 +162,9 @@ async def measure(
     interruption = Interruption()
     show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
 
-    def traffic_of(tenant: str, *, use_cache: bool, most_s: float) -> Traffic:
+    def traffic_of(tenant: str, *, use_cache: bool, most_s: float) -> ReplayTraffic:
         limit_s = None if math.isinf(most_s) else most_s
-        return Traffic(tenant, use_cache, options.concurrency, options.timeout_s, limit_s)
+        return ReplayTraffic(tenant, use_cache, options.concurrency, options.timeout_s, limit_s)
 
     async with grpc.aio.insecure_channel(address, options=channel_options) as channel:
         try:
@@ -195,15 +195,15 @@ async def measure(
                     )
     if interruption.name is not None:
         print(f"{interruption.name}: reporting what was measured until now", file=sys.stderr)
-    return Measured(tenant, with_cache, without_cache, stats_before, stats_after, interruption.name)
+    return ReplayPasses(tenant, with_cache, without_cache, stats_before, stats_after, interruption.name)
 
 
-def public_tokens_of(options: Options, items: Sequence[WorkItem]) -> PublicTokens:
+def public_tokens_of(options: ReplayOptions, items: Sequence[WorkItem]) -> PublicTokens:
     """Return the prefixes that are made public for the pass with the cache; none unless asked for."""
     return public_tokens(items, options.prefix_tokens) if options.public_prefix else {}
 
 
-def choose_baseline(options: Options, with_cache: Pass) -> list[int]:
+def choose_baseline(options: ReplayOptions, with_cache: Pass) -> list[int]:
     """Return the indices of the requests that the pass without the cache sends, in the order of sending.
 
     They are those that came back with the cache. However few of them time allows, in a closed loop they are spread
@@ -215,7 +215,7 @@ def choose_baseline(options: Options, with_cache: Pass) -> list[int]:
     return indices[: options.baseline_requests]
 
 
-def describe_baseline(options: Options, measured: Measured) -> str:
+def describe_baseline(options: ReplayOptions, measured: ReplayPasses) -> str:
     """Say how many requests the pass without the cache replayed, which, and why not all."""
     if options.baseline_requests == 0:
         return "not measured, as asked"
@@ -241,7 +241,7 @@ def describe_baseline(options: Options, measured: Measured) -> str:
     return text
 
 
-def build_report(options: Options, items: Sequence[WorkItem], measured: Measured) -> Summary:
+def build_report(options: ReplayOptions, items: Sequence[WorkItem], measured: ReplayPasses) -> Summary:
     """Collect the numbers of a run; the environment is added by `run`."""
     num_enough = min(MIN_COMPARED, len(items), options.baseline_requests or MIN_COMPARED)
     comparison = build_comparison(measured.with_cache, measured.without_cache, num_enough)
@@ -290,7 +290,7 @@ def build_report(options: Options, items: Sequence[WorkItem], measured: Measured
 
 
 async def _warm_up(
-    call: PrefillCall, options: Options, items: Sequence[WorkItem], budget: TimeBudget, stop: asyncio.Event
+    call: PrefillCall, options: ReplayOptions, items: Sequence[WorkItem], budget: TimeBudget, stop: asyncio.Event
 ) -> None:
     """Send unrelated prompts, cached and uncached, as far as the time allows."""
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
@@ -304,7 +304,9 @@ async def _warm_up(
     uncached = [WorkItem(0.0, prompt) for prompt in prompts]
     for batch, use_cache, num_at_once in ((cached, True, 1), (uncached, False, concurrency)):
         most_s = limit_within(budget.share_s(_WARM_UP_SHARE / 2))
-        traffic = Traffic("warmup", use_cache, num_at_once, options.timeout_s, None if math.isinf(most_s) else most_s)
+        traffic = ReplayTraffic(
+            "warmup", use_cache, num_at_once, options.timeout_s, None if math.isinf(most_s) else most_s
+        )
         await replay(call, batch, [build_message(item.token_ids) for item in batch], traffic, stop=stop)
 
 
@@ -323,7 +325,7 @@ async def _read_stats(channel: grpc.aio.Channel) -> cache_pb2.StatsResponse | No
 
 
 @contextlib.contextmanager
-def _server(options: Options, budget: TimeBudget) -> Iterator[str]:
+def _server(options: ReplayOptions, budget: TimeBudget) -> Iterator[str]:
     if options.address is not None:
         yield options.address
         return
@@ -342,7 +344,7 @@ def _server(options: Options, budget: TimeBudget) -> Iterator[str]:
         print(f"warning: server: expected exit status 0 after SIGTERM, got {status}", file=sys.stderr)
 
 
-def _note(options: Options, text: str) -> None:
+def _note(options: ReplayOptions, text: str) -> None:
     if options.progress or sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 

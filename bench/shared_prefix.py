@@ -36,7 +36,7 @@ _BLOCK_SIZE = 64
 Row = dict[str, Any]
 
 
-class Case:
+class SharedPrefixCase:
     """Requests that compute new tokens after a shared prefix and, all but a block of them, after some of their own.
 
     Args:
@@ -102,7 +102,7 @@ class Case:
         )
 
 
-def measure(case: Case, rounds: int) -> Row:
+def measure(case: SharedPrefixCase, rounds: int) -> Row:
     """Return medians in milliseconds of a thread's time, of rounds in turn."""
     if not torch.equal(case.attend(is_shared=True), case.attend(is_shared=False)):
         raise SystemExit("shared blocks: expected the bits of blocks of one's own, got others")
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     print("dtype     requests  prefix  new  shared, ms  apart, ms  fused, ms  shared / apart  shared / fused")
     for dtype, prefix, count, new in itertools.product(options.dtypes, options.prefixes, options.requests, options.new):
-        case = Case(count, prefix, options.own, new, tuple(options.heads), getattr(torch, dtype))
+        case = SharedPrefixCase(count, prefix, options.own, new, tuple(options.heads), getattr(torch, dtype))
         row = {"dtype": dtype, "requests": count, "prefix_tokens": prefix, "new_tokens": new}
         row |= measure(case, options.rounds)
         rows.append(row)

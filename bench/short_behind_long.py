@@ -34,7 +34,7 @@ SETTLE_S = 2.0  # a long prompt's first steps are short, so waiting behind them 
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class DelaySample:
     """Times of one short prompt.
 
     Attributes:
@@ -76,7 +76,7 @@ class StepWatch:
         return max(self._ends_s[min(i + 1, len(self._ends_s) - 1)] - self._ends_s[i - 1] for i in seen)
 
 
-async def measure(address: str, long_tokens: int, short_tokens: int, count: int, seed: int) -> list[Sample]:
+async def measure(address: str, long_tokens: int, short_tokens: int, count: int, seed: int) -> list[DelaySample]:
     """Send short prompts, one after another, while a long one is computed.
 
     Raises:
@@ -109,7 +109,7 @@ async def measure(address: str, long_tokens: int, short_tokens: int, count: int,
         await asyncio.sleep(2 * max(seconds for _, seconds in timed))  # the step after the last one must end too
         watch.stop()
         await long
-    return [Sample(seconds, alone_s, watch.two_steps_s(start_s, start_s + seconds)) for start_s, seconds in timed]
+    return [DelaySample(seconds, alone_s, watch.two_steps_s(start_s, start_s + seconds)) for start_s, seconds in timed]
 
 
 async def ask(client: AsyncClient, ids: list[int]) -> tuple[float, float]:

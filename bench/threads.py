@@ -43,7 +43,7 @@ _CALL_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ThreadSetting:
     """A server that is measured.
 
     Attributes:
@@ -129,14 +129,14 @@ def other_work(num_processes: int) -> Iterator[None]:
             process.wait()
 
 
-def run(settings: Sequence[Setting], rounds: int, num_busy: int, new_tokens: int) -> list[dict[str, Any]]:
+def run(settings: Sequence[ThreadSetting], rounds: int, num_busy: int, new_tokens: int) -> list[dict[str, Any]]:
     """Measure all settings in turn. Returns a row of medians per setting, condition and kind of work."""
-    samples: dict[tuple[Setting, str, str], list[float]] = {}
+    samples: dict[tuple[ThreadSetting, str, str], list[float]] = {}
     with contextlib.ExitStack() as stack:
         small = stack.enter_context(tempfile.TemporaryDirectory())
         if any(setting.model == "small" for setting in settings):
             save_small_model(Path(small))
-        clients: dict[Setting, Client] = {}
+        clients: dict[ThreadSetting, Client] = {}
         for setting in settings:
             keys = ("model.dtype=bfloat16", "cache.capacity_tokens=65536")
             command = serve_command(small if setting.model == "small" else "tiny", "cpu", keys)
@@ -170,11 +170,13 @@ def run(settings: Sequence[Setting], rounds: int, num_busy: int, new_tokens: int
     ]
 
 
-def table(rows: Sequence[dict[str, Any]], settings: Sequence[Setting]) -> str:
+def table(rows: Sequence[dict[str, Any]], settings: Sequence[ThreadSetting]) -> str:
     """Format rows for people: a column per number of threads and checkout, and how busy compares with quiet."""
     columns = list(dict.fromkeys(setting.label for setting in settings))
     found = {
-        (row["model"], row["row"], row["condition"], Setting("", row["threads"], row["checkout"]).label): row["ms"]
+        (row["model"], row["row"], row["condition"], ThreadSetting("", row["threads"], row["checkout"]).label): row[
+            "ms"
+        ]
         for row in rows
     }
     lines = ["model  row     condition" + "".join(f"{column:>18}" for column in columns)]
@@ -201,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.new_tokens < 2:
         parser.error(f"--new-tokens: expected at least 2, between which time passes, got {options.new_tokens}")
     checkouts = [None] if options.against is None else [options.against.resolve(), None]
-    settings = [Setting(*each) for each in itertools.product(options.models, options.threads, checkouts)]
+    settings = [ThreadSetting(*each) for each in itertools.product(options.models, options.threads, checkouts)]
     try:
         rows = run(settings, options.rounds, options.busy, options.new_tokens)
     except ConfigError as error:

@@ -27,7 +27,7 @@ from radixkv.api.compression import Compression, CompressionPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CompressionRow:
     """One policy at one budget.
 
     Attributes:
@@ -53,17 +53,17 @@ class Row:
     tokens_per_s: float
 
 
-def measure(texts: Sequence[torch.Tensor], num_new: int, budgets: Sequence[int]) -> Iterator[Row]:
+def measure(texts: Sequence[torch.Tensor], num_new: int, budgets: Sequence[int]) -> Iterator[CompressionRow]:
     """Yield a row for the whole K/V, and one for each policy and budget."""
     readings = Readings(build_model("tiny", 0), texts, len(texts[0]) - num_new)
     following = torch.stack([text[-num_new:] for text in texts])  # what comes after each token that is read
     whole = readings.read(None)
 
-    def row(policy: str, positions: str, max_tokens: int | None, read: Read) -> Row:
+    def row(policy: str, positions: str, max_tokens: int | None, read: Read) -> CompressionRow:
         log_p, log_whole = read.logits[:, :-1].log_softmax(-1), whole.logits[:, :-1].log_softmax(-1)
         expected = following[:, 1:]
         loss = cross_entropy(log_p.flatten(0, 1), expected.flatten())
-        return Row(
+        return CompressionRow(
             policy=policy,
             positions=positions,
             max_tokens=max_tokens,

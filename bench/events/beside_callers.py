@@ -30,7 +30,7 @@ _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class EventMeasurement:
     """One pass.
 
     Attributes:
@@ -84,7 +84,7 @@ def prefill_times_ms(client: Client, count: int, num_tokens: int, rng: random.Ra
     return times_ms
 
 
-def measure(options: argparse.Namespace) -> list[Measured]:
+def measure(options: argparse.Namespace) -> list[EventMeasurement]:
     """Measure all passes on one server."""
     rng = random.Random(options.seed)
     server = ServerProcess(serve_command(options.model, None, ()))
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace) -> list[Measured]:
             with callers(address, count) as (accepted, refused):
                 times_ms = prefill_times_ms(client, options.requests, options.tokens, rng)
                 memory = resident_mib(server.pid or 0)
-                passes.append(Measured(count, accepted, refused, distribution(times_ms), memory))
+                passes.append(EventMeasurement(count, accepted, refused, distribution(times_ms), memory))
     return passes
 
 

@@ -23,7 +23,7 @@ CALLERS_A_CONNECTION = 50
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
 
 
-class Callers:
+class ClosedLoopCallers:
     """A number of callers, each with a task.
 
     Args:
@@ -92,7 +92,7 @@ async def _run(address: str, count: int) -> None:
     num_connections = -(-count // CALLERS_A_CONNECTION)
     channels = [grpc.aio.insecure_channel(address, options=_OPTIONS) for _ in range(num_connections)]
     stubs = [events_pb2_grpc.EventServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-    callers = Callers(stubs, count)
+    callers = ClosedLoopCallers(stubs, count)
     await callers.have_answers()
     print(callers.num_accepted, callers.num_refused, flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -28,7 +28,7 @@ _KEPT_CHARACTERS = 2_000  # of the text of a failure
 _MOST_WORKERS = 8
 
 
-class Counter:
+class OutcomeCounter:
     """A plugin of pytest that counts how tests end, by file.
 
     Args:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options, given = parser.parse_known_args(arguments)
     parallel = [] if missing_imports(["xdist"]) else ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
-    counter, start_s = Counter(options.json), time.monotonic()
+    counter, start_s = OutcomeCounter(options.json), time.monotonic()
     fixed = ["-q", "-p", "no:cacheprovider", "-W", "default", "--maxfail", str(_MOST_FAILURES), *parallel]
     status = int(pytest.main([*fixed, *given], plugins=[counter]))
     counter.write(is_finished=True, status=status, seconds=time.monotonic() - start_s)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.exactness import BLOCK_SIZE
-from bench.parts.device_time import Rates
+from bench.parts.device_time import DeviceRates
 from bench.parts.kernel_row import Row, describe_error
 from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
 from radixkv.api.params import PrefillParams
@@ -35,7 +35,7 @@ _SHORT_STEP_TOKENS = 512
 _RECOMPUTED_ONCE = 32_768
 
 
-class Bench:
+class PrefillBench:
     """An engine core with one long prompt. Each measured prefix is a part of its beginning.
 
     Args:
@@ -45,7 +45,7 @@ class Bench:
         rates: rates of this device.
     """
 
-    def __init__(self, runner: Runner, longest_prefix: int, step_tokens: int, rates: Rates) -> None:
+    def __init__(self, runner: Runner, longest_prefix: int, step_tokens: int, rates: DeviceRates) -> None:
         self._model = runner.model
         self._step_tokens = step_tokens
         self._rates = rates

@@ -93,7 +93,7 @@ _TLS_FILES = {"tls_certificate": "server.pem", "tls_key": "server.key"}
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class CredentialRound:
     """The calls of one round to one server.
 
     Attributes:
@@ -114,7 +114,7 @@ class Arm:
         self._metadata = metadata
         self._request = Requests(_NUM_TOKENS, seed=0).hit()
 
-    async def round(self, num_calls: int) -> Round:
+    async def round(self, num_calls: int) -> CredentialRound:
         """Make calls, one after the other."""
         took_s, cpu_s = [], self._process.cpu_s
         for _ in range(num_calls):
@@ -123,12 +123,12 @@ class Arm:
             took_s.append(time.perf_counter() - start_s)
         after_s = self._process.cpu_s
         used_us = None if cpu_s is None or after_s is None else (after_s - cpu_s) / num_calls * 1e6
-        return Round(statistics.median(took_s) * 1e6, used_us)
+        return CredentialRound(statistics.median(took_s) * 1e6, used_us)
 
 
 async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
     """Start the servers and call them in turn, each round in another order. Returns a row an arm."""
-    rounds: dict[str, list[Round]] = {name: [] for name in ARMS}
+    rounds: dict[str, list[CredentialRound]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
         papers = Papers.made(Path(folder))
         async with AsyncExitStack() as channels:
@@ -166,7 +166,7 @@ async def _check(name: str, address: str, papers: Papers) -> None:
     assert code is _REFUSALS[name], f"{name}: expected to refuse a caller who shows nothing, got {code.name}"
 
 
-def _rows(rounds: dict[str, list[Round]], num_calls: int) -> Iterator[dict[str, Any]]:
+def _rows(rounds: dict[str, list[CredentialRound]], num_calls: int) -> Iterator[dict[str, Any]]:
     for name, measured in rounds.items():
         added_us = [each.call_us - tls.call_us for each, tls in zip(measured, rounds["tls"], strict=True)]
         cpu_us = [each.server_cpu_us for each in measured if each.server_cpu_us is not None]

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.modes.mode import Answer, Mode, all_modes, close, memory_bytes
+from bench.modes.mode import Mode, ModeAnswer, all_modes, close, memory_bytes
 from bench.modes.picture import draw_modes
-from bench.modes.traffic import TRAFFICS, Traffic, traffics
+from bench.modes.traffic import TRAFFICS, ModeTraffic, traffics
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.engine.engine import Engine
@@ -74,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["different_answers"] for row in rows))
 
 
-def _kinds(options: argparse.Namespace, documents: int) -> list[Traffic]:
+def _kinds(options: argparse.Namespace, documents: int) -> list[ModeTraffic]:
     lengths = (options.document_tokens, options.question_tokens, options.new_tokens)
     kinds = traffics(documents, options.rounds, *lengths)
     return [each for each in kinds if each.name in (options.traffic or TRAFFICS)]
 
 
 def _measure(
-    traffic: Traffic, device: str, seed: int, redis_url: str | None, mooncake_master: str | None
+    traffic: ModeTraffic, device: str, seed: int, redis_url: str | None, mooncake_master: str | None
 ) -> list[dict[str, Any]]:
     """Send a traffic through all modes, and print and return a row for each."""
     print(f"{traffic.name}: {traffic.documents} documents of {traffic.document_tokens:,} tokens, "
@@ -91,7 +91,7 @@ def _measure(
         _engines(all_modes(Path(folder), redis_url, mooncake_master), traffic, device) as engines,
     ):
         vocab_size = engines[0][1].limits.vocab_size
-        answers: list[list[Answer]] = [
+        answers: list[list[ModeAnswer]] = [
             [mode.ask(engine, prompt, traffic.new_tokens) for mode, engine in engines]
             for prompt in traffic.prompts(vocab_size, seed)
         ]
@@ -104,7 +104,7 @@ def _measure(
 
 
 @contextlib.contextmanager
-def _engines(modes: Sequence[Mode], traffic: Traffic, device: str) -> Iterator[list[tuple[Mode, Engine]]]:
+def _engines(modes: Sequence[Mode], traffic: ModeTraffic, device: str) -> Iterator[list[tuple[Mode, Engine]]]:
     with contextlib.ExitStack() as stack:
         engines = []
         for mode in modes:
@@ -115,7 +115,7 @@ def _engines(modes: Sequence[Mode], traffic: Traffic, device: str) -> Iterator[l
 
 
 def _row(
-    traffic: Traffic, mode: Mode, answers: Sequence[Answer], first: Sequence[Answer], num_bytes: int
+    traffic: ModeTraffic, mode: Mode, answers: Sequence[ModeAnswer], first: Sequence[ModeAnswer], num_bytes: int
 ) -> dict[str, Any]:
     num_tokens = len(answers) * (traffic.document_tokens + traffic.question_tokens)
     later = answers[-traffic.documents :]
@@ -136,7 +136,7 @@ def _row(
     }
 
 
-def _quartiles_ms(answers: Sequence[Answer]) -> list[float]:
+def _quartiles_ms(answers: Sequence[ModeAnswer]) -> list[float]:
     """Return the times to first token between which the middle half lies."""
     quartiles: list[float] = np.percentile([1e3 * each.ttft_s for each in answers], (25, 75)).tolist()
     return quartiles

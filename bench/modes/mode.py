@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.modes.traffic import Traffic
+from bench.modes.traffic import ModeTraffic
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens
 from radixkv.api.sampling import Sampling
@@ -24,7 +24,7 @@ _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModeAnswer:
     """Outcome of one request.
 
     Attributes:
@@ -51,9 +51,9 @@ class Mode:
 
     name: str
     settings: tuple[str, ...]
-    ask: Callable[[Engine, bytes, int], Answer]
+    ask: Callable[[Engine, bytes, int], ModeAnswer]
 
-    def open(self, traffic: Traffic, device: str) -> Engine:
+    def open(self, traffic: ModeTraffic, device: str) -> Engine:
         """Start an engine with a pool for this traffic."""
         settings = [f"model.device={device}", f"cache.capacity_tokens={traffic.pool_tokens}", *self.settings]
         engine = build_engine(Config.load(None, settings))
@@ -107,7 +107,7 @@ def close(engine: Engine) -> None:
     engine.stop()
 
 
-def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:
+def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
     """Compute the whole sequence for each token, as a model without `past_key_values` does."""
     start_s = time.perf_counter()
     tokens, token_ids, ttft_s = prompt, [], 0.0
@@ -116,18 +116,18 @@ def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:
         token_ids.append(engine.prefill(params).result(_TIMEOUT_S).next_token_id)
         ttft_s = ttft_s or time.perf_counter() - start_s
         tokens += token_ids[-1].to_bytes(TOKEN_BYTES, "little")
-    return Answer(tuple(token_ids), ttft_s, time.perf_counter() - start_s, 0)
+    return ModeAnswer(tuple(token_ids), ttft_s, time.perf_counter() - start_s, 0)
 
 
-def _generate_alone(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:
+def _generate_alone(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
     return _told(engine, PrefillParams(prompt, read_cache=False, write_cache=False), new_tokens)
 
 
-def _generate(engine: Engine, prompt: bytes, new_tokens: int) -> Answer:
+def _generate(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
     return _told(engine, PrefillParams(prompt), new_tokens)
 
 
-def _told(engine: Engine, params: PrefillParams, new_tokens: int) -> Answer:
+def _told(engine: Engine, params: PrefillParams, new_tokens: int) -> ModeAnswer:
     start_s = time.perf_counter()
     times_s: list[float] = []
 
@@ -137,4 +137,4 @@ def _told(engine: Engine, params: PrefillParams, new_tokens: int) -> Answer:
     sampling = Sampling(new_tokens, ignore_eos=True)
     result = engine.generate(params, sampling, note).result(_TIMEOUT_S)
     total_s = time.perf_counter() - start_s
-    return Answer(result.token_ids, times_s[0] if times_s else total_s, total_s, result.usage.cached_tokens)
+    return ModeAnswer(result.token_ids, times_s[0] if times_s else total_s, total_s, result.usage.cached_tokens)

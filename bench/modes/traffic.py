@@ -12,7 +12,7 @@ from radixkv.config import CacheConfig
 TRAFFICS = ("documents fit", "a quarter fits", "each once")
 
 
-class Traffic(NamedTuple):
+class ModeTraffic(NamedTuple):
     """Documents that are asked about in turns.
 
     Attributes:
@@ -48,12 +48,14 @@ class Traffic(NamedTuple):
                 yield np.concatenate((document, question)).astype("<u4").tobytes()
 
 
-def traffics(documents: int, rounds: int, document_tokens: int, question_tokens: int, new_tokens: int) -> list[Traffic]:
+def traffics(
+    documents: int, rounds: int, document_tokens: int, question_tokens: int, new_tokens: int
+) -> list[ModeTraffic]:
     """Return three kinds: all documents fit the device, a quarter of them does, and none is asked about twice."""
     lengths = (document_tokens, question_tokens, new_tokens)
     one = document_tokens + rounds * (question_tokens + new_tokens + 128)  # with the last blocks of its prompts
     return [
-        Traffic(TRAFFICS[0], documents, rounds, *lengths, pool_tokens=documents * one),
-        Traffic(TRAFFICS[1], documents, rounds, *lengths, pool_tokens=documents * one // 4),
-        Traffic(TRAFFICS[2], documents * rounds, 1, *lengths, pool_tokens=documents * one // 4),
+        ModeTraffic(TRAFFICS[0], documents, rounds, *lengths, pool_tokens=documents * one),
+        ModeTraffic(TRAFFICS[1], documents, rounds, *lengths, pool_tokens=documents * one // 4),
+        ModeTraffic(TRAFFICS[2], documents * rounds, 1, *lengths, pool_tokens=documents * one // 4),
     ]

@@ -30,7 +30,7 @@ _CPU_CACHE_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class CallTiming:
     """Median times of a call.
 
     Attributes:
@@ -43,7 +43,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """Rates that the device reached in this run.
 
     Attributes:
@@ -68,7 +68,7 @@ def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
     return max(2, -(-_CACHES * cache_bytes // set_bytes))
 
 
-def measure(calls: Sequence[Call], device: torch.device) -> Timing:
+def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
     """Time calls that do the same work on different inputs, in turn, after a call of each to warm up.
 
     A GPU first waits until the host has launched everything, so it never waits for a launch. On a CPU both times are
@@ -82,14 +82,14 @@ def measure(calls: Sequence[Call], device: torch.device) -> Timing:
         call()
     if device.type == "cpu":
         samples_s = [_host_s(call) for call in calls]
-        return Timing(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
+        return CallTiming(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
     torch.cuda.synchronize(device)
     turns = itertools.cycle(calls)  # continues in turn: the inputs just used are in the cache
     first_ms, _ = _sampled(turns, len(calls), wait_s=0.0)
     num_samples = min(_MOST_SAMPLES, max(_LEAST_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
     _, enqueued_s = _sampled(turns, num_samples, wait_s=0.0)
     device_ms, host_s = _sampled(turns, num_samples, wait_s=min(_MOST_WAIT_S, 1.5 * enqueued_s))
-    return Timing(statistics.median(device_ms), host_s * 1e3 / num_samples)
+    return CallTiming(statistics.median(device_ms), host_s * 1e3 / num_samples)
 
 
 def _host_s(call: Call) -> float:
@@ -122,7 +122,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def measure_rates(device: torch.device) -> Rates:
+def measure_rates(device: torch.device) -> DeviceRates:
     """Measure the device's best rates. On a CPU the size is too small to say anything."""
     size, num_bytes = _MATRIX_SIZE[device.type], _COPY_BYTES[device.type]
     matrices = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
@@ -131,4 +131,4 @@ def measure_rates(device: torch.device) -> Rates:
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_ms = measure([lambda: target.copy_(source)], device).device_ms
-    return Rates(2 * size**3 / product_ms * 1e3, 2 * num_bytes / copy_ms * 1e3)
+    return DeviceRates(2 * size**3 / product_ms * 1e3, 2 * num_bytes / copy_ms * 1e3)

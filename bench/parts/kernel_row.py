@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.parts.device_time import Call, Rates, measure
+from bench.parts.device_time import Call, DeviceRates, measure
 
 Row = dict[str, Any]
 
@@ -49,7 +49,7 @@ def measure_row(
     work: KernelWork,
     own: Prepare,
     peers: Mapping[str, Prepare],
-    rates: Rates,
+    rates: DeviceRates,
     device: torch.device,
 ) -> Iterator[Row]:
     """Check and time a kernel, then its peers one by one. One that fails leaves its reason in the row.
@@ -70,7 +70,7 @@ def measure_row(
         yield row
 
 
-def _shares(work: KernelWork, seconds: float, rates: Rates) -> Row:
+def _shares(work: KernelWork, seconds: float, rates: DeviceRates) -> Row:
     """Return what a kernel that takes these seconds makes of the device."""
     matrix_s, copy_s = work.flops / rates.flops_per_s, work.num_bytes / rates.bytes_per_s
     return {

@@ -43,7 +43,7 @@ class PrefillCall(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ReplayTraffic:
     """The way a pass sends its requests.
 
     Attributes:
@@ -68,7 +68,7 @@ def limit_within(total_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """Result of one request. Token counts and server times are 0 unless `status` is OK.
 
     Attributes:
@@ -104,7 +104,7 @@ class Pass:
         ended_by: why it ended.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CallOutcome, ...]
     wall_s: float
     cpu_s: float
     num_planned: int
@@ -129,7 +129,7 @@ async def replay(
     call: PrefillCall,
     items: Sequence[WorkItem],
     messages: Sequence[prefill_pb2.PrefillRequest],
-    traffic: Traffic,
+    traffic: ReplayTraffic,
     on_answer: Callable[[], object] = lambda: None,
     *,
     order: Sequence[int] | None = None,
@@ -152,7 +152,7 @@ async def replay(
     for item, message in zip(items, messages, strict=True):
         message.tenant, message.adapter = traffic.tenant + item.tenant, item.adapter
         message.read_cache = message.write_cache = traffic.use_cache
-    outcomes: list[Outcome] = []
+    outcomes: list[CallOutcome] = []
     cpu_start_s = time.process_time()
     start_s = clock()
 
@@ -210,11 +210,11 @@ async def _send(
     call: PrefillCall,
     index: int,
     message: prefill_pb2.PrefillRequest,
-    traffic: Traffic,
+    traffic: ReplayTraffic,
     start_s: float,
     arrival_s: float | None,
     clock: Callable[[], float],
-) -> Outcome:
+) -> CallOutcome:
     sent_at_s = clock()
     try:
         answer = await call(message, timeout=traffic.timeout_s)
@@ -225,9 +225,9 @@ async def _send(
     sent_s = sent_at_s - start_s
     late_s = 0.0 if arrival_s is None else sent_s - arrival_s
     if status != OK:
-        return Outcome(index, status, sent_s, late_s, ttft_s)
+        return CallOutcome(index, status, sent_s, late_s, ttft_s)
     usage, timing = answer.usage, answer.timing
-    return Outcome(
+    return CallOutcome(
         index,
         status,
         sent_s,

@@ -86,7 +86,7 @@ def build_null_engine(config: Config, vocab_size: int = VOCAB_SIZE, step_s: floa
     return Engine(runner, cache, config.engine, rates=Rates(config.tenants, config.default_tenant))
 
 
-class _Echo(prefill_pb2_grpc.PrefillServiceServicer):
+class _EchoServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, answer: prefill_pb2.PrefillResponse) -> None:
         self._answer = answer
 
@@ -110,7 +110,7 @@ async def serve_echo(answer: prefill_pb2.PrefillResponse) -> None:
             ("grpc.server.max_pending_requests_hard_limit", 16_384),
         ]
     )
-    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_Echo(answer), server)  # type: ignore[no-untyped-call]
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_EchoServicer(answer), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"listening on 127.0.0.1:{port}", flush=True)

@@ -26,7 +26,7 @@ DEFAULT_BASELINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ReplayOptions:
     """Arguments of `python -m bench.replay`, whose `--help` explains them, with defaults filled in.
 
     Attributes:
@@ -105,7 +105,7 @@ class Options:
         return f"closed loop, {self.concurrency} requests at a time"
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
+def parse_options(arguments: Sequence[str] | None = None) -> ReplayOptions:
     """Parse the command line, and refuse what can't be done before anything is started.
 
     Raises:
@@ -123,7 +123,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     given["requests"] = args.requests or DEFAULT_REQUESTS
     given["concurrency"] = None if _is_open_loop(args) else args.concurrency or DEFAULT_CONCURRENCY
     given["settings"] = tuple(args.settings)
-    return Options(**given)
+    return ReplayOptions(**given)
 
 
 def _is_open_loop(args: argparse.Namespace) -> bool:

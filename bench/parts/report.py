@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.parts.load_generator import OK, Outcome, Pass
+from bench.parts.load_generator import OK, CallOutcome, Pass
 
 Summary = dict[str, Any]
 
@@ -47,7 +47,7 @@ def summarize(replayed: Pass) -> Summary:
     }
 
 
-def ttft_ms(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+def ttft_ms(outcomes: Sequence[CallOutcome]) -> dict[str, float | None]:
     """Return the distribution of the time to first token of answered requests."""
     return distribution([outcome.ttft_s * 1e3 for outcome in outcomes if outcome.status == OK])
 
@@ -61,7 +61,7 @@ def distribution(values: Sequence[float]) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PassComparison:
     """What two passes say of the requests that came back in both.
 
     Attributes:
@@ -79,7 +79,7 @@ class Comparison:
     speedup: dict[str, float | None] | None
 
 
-def build_comparison(with_cache: Pass, without_cache: Pass | None, num_enough: int) -> Comparison:
+def build_comparison(with_cache: Pass, without_cache: Pass | None, num_enough: int) -> PassComparison:
     """Compare two passes.
 
     Args:
@@ -102,7 +102,7 @@ def build_comparison(with_cache: Pass, without_cache: Pass | None, num_enough: i
         }
     different = sum(a.next_token_id != b.next_token_id for a, b in answered)
     same_prefill_ms = distribution([a.prefill_us / 1e3 for a, _ in answered])
-    return Comparison(len(answered), different, same_ttft_ms, same_prefill_ms, ratios)
+    return PassComparison(len(answered), different, same_ttft_ms, same_prefill_ms, ratios)
 
 
 def describe_served(report: Summary) -> str:

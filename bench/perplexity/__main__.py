@@ -29,7 +29,7 @@ from radixkv.model.tiny_model import build_tiny_model
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PerplexityRow:
     """Bits that one predictor needs.
 
     Attributes:
@@ -45,20 +45,22 @@ class Row:
     all: float
 
     @classmethod
-    def of(cls, predictor: str, knows_training_text: bool, bits: list[float], documents: list[Document]) -> Row:
+    def of(
+        cls, predictor: str, knows_training_text: bool, bits: list[float], documents: list[Document]
+    ) -> PerplexityRow:
         """Divide the bits of each document by its bytes."""
         sizes = [len(document.text.encode()) for document in documents]
         each = {document.title: n / size for document, n, size in zip(documents, bits, sizes, strict=True)}
         return cls(predictor, knows_training_text, each, sum(bits) / sum(sizes))
 
 
-def measure(held_out: list[Document], training: list[Document]) -> Iterator[Row]:
+def measure(held_out: list[Document], training: list[Document]) -> Iterator[PerplexityRow]:
     """Yield a row for each predictor."""
     before = "\f".join(document.text for document in training).encode()
     for name, size in COMPRESSORS.items():
         for known in (b"", before):
             bits = [float(size(document.text.encode(), known)) for document in held_out]
-            yield Row.of(name, bool(known), bits, held_out)
+            yield PerplexityRow.of(name, bool(known), bits, held_out)
     tokenizer = load_tokenizer()
     end = [tokenizer.pad_token_id]
     texts = [[*end, *tokenizer.encode(document.text)] for document in held_out]
@@ -66,9 +68,11 @@ def measure(held_out: list[Document], training: list[Document]) -> Iterator[Row]
     for known_ids in ([], learned):
         bigram = Bigram(CONFIG["vocab_size"])
         bigram.learn(known_ids)
-        yield Row.of("bigram of tokens", bool(known_ids), [bigram.copy().bits(ids) for ids in texts], held_out)
+        yield PerplexityRow.of(
+            "bigram of tokens", bool(known_ids), [bigram.copy().bits(ids) for ids in texts], held_out
+        )
     module = build_tiny_model("sdpa").eval()
-    yield Row.of("tiny", True, [model_bits(module, torch.tensor(ids)) for ids in texts], held_out)
+    yield PerplexityRow.of("tiny", True, [model_bits(module, torch.tensor(ids)) for ids in texts], held_out)
 
 
 def main() -> None:

@@ -19,15 +19,15 @@ from pathlib import Path
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.stores import places
-from bench.stores.places import Place
-from bench.stores.run import Blocks, Row, measure
+from bench.stores.places import BenchedStore
+from bench.stores.run import Blocks, StoreRow, measure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure host memory, a disk, and the servers that are named."""
     args = _parser().parse_args(arguments)
     blocks = Blocks(args.payload_bytes, args.blocks, args.seed, args.calls)
-    rows: list[Row] = []
+    rows: list[StoreRow] = []
     for open_place in _places(args, blocks):
         with open_place as place:
             rows += measure(place, blocks, args.rounds)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _places(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.AbstractContextManager[Place]]:
+def _places(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.AbstractContextManager[BenchedStore]]:
     yield places.host(blocks.format, blocks.object_bytes, args.blocks)
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
         yield places.disk(blocks.format, blocks.object_bytes, args.blocks, Path(folder))

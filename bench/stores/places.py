@@ -23,7 +23,7 @@ Buffers = Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BenchedStore:
     """A store and its peer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Iterator[Place]:
+def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Iterator[BenchedStore]:
     """Open host memory beside copies into and out of memory that is there already."""
     payload_bytes = block_format.payload_bytes
     room = (object_bytes + 64) * num_blocks
@@ -61,11 +61,11 @@ def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Itera
             np.frombuffer(target, np.uint8)[:] = row
 
     backend = open_backend("host", StoreOptions(block_format, object_bytes, room, native=native_copies()))
-    yield Place("host", backend, write, read)
+    yield BenchedStore("host", backend, write, read)
 
 
 @contextlib.contextmanager
-def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: Path) -> Iterator[Place]:
+def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: Path) -> Iterator[BenchedStore]:
     """Open a disk store beside a bare file, both through the page cache."""
     size = block_format.payload_bytes
     bare = os.open(folder / "bare", os.O_RDWR | os.O_CREAT, 0o600)
@@ -97,13 +97,13 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
     room = SlotSizes.of(object_bytes, size).slot_bytes * num_blocks
     backend = open_backend("disk", StoreOptions(block_format, object_bytes, room, str(folder), native_copies()))
     try:
-        yield Place("disk", backend, write, read, forget, copies=False, verify=verify)
+        yield BenchedStore("disk", backend, write, read, forget, copies=False, verify=verify)
     finally:
         os.close(bare)
 
 
 @contextlib.contextmanager
-def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[Place]:
+def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[BenchedStore]:
     """Open Redis beside its bare client, with the same pipelines."""
     import redis as package
 
@@ -122,11 +122,11 @@ def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[Pl
 
     backend = open_backend("redis", StoreOptions(block_format, object_bytes, place=url))
     with client:
-        yield Place("redis", backend, write, read, copies=False)
+        yield BenchedStore("redis", backend, write, read, copies=False)
 
 
 @contextlib.contextmanager
-def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Iterator[Place]:
+def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Iterator[BenchedStore]:
     """Open Mooncake beside its bare client, which is a server of its own and lends the same memory."""
     from mooncake.store import MooncakeDistributedStore
 
@@ -145,6 +145,6 @@ def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Itera
 
     backend = open_backend("mooncake", StoreOptions(block_format, object_bytes, place=master))
     try:
-        yield Place("mooncake", backend, write, read, copies=False)
+        yield BenchedStore("mooncake", backend, write, read, copies=False)
     finally:
         client.close()

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.stores.places import Place
+from bench.stores.places import BenchedStore
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.model.on_cpu import native_copies
 from radixkv.namespace import Namespace
@@ -29,7 +29,7 @@ _KV_BYTES = 4  # a key and a value of one number
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StoreRow:
     """One direction of one store, medians over the rounds.
 
     Attributes:
@@ -128,7 +128,7 @@ class Blocks:
             raise RuntimeError("store: expected the bytes that it was given, got others")
 
 
-def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
+def measure(place: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreRow]:
     """Measure a store and its peer in turn, the first round not counted. The store is closed.
 
     Before each saving and each cold load all is on the disk, and out of memory.
@@ -162,10 +162,10 @@ def measure(place: Place, blocks: Blocks, num_rounds: int) -> list[Row]:
     return [replace(row, verified_ratio=ratio) if row.direction == "load" else row for row in rows]
 
 
-def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes: int) -> Row:
+def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes: int) -> StoreRow:
     ratio = statistics.median(peer_s / store_s for store_s, peer_s in pairs)
     store_s, peer_s = (statistics.median(each) for each in zip(*pairs, strict=True))
-    return Row(
+    return StoreRow(
         name, direction, round(ratio, 3), round(num_bytes / store_s / 1e9, 3), round(num_bytes / peer_s / 1e9, 3)
     )
 

@@ -63,7 +63,7 @@ def model_of(num_layers: int, window: int, max_tokens: int) -> Model:
     return Model("random", module, torch.device("cpu"))
 
 
-class Counter(Observer):
+class StepCounter(Observer):
     """Counts the parts that a step needs, each time one was computed.
 
     Attributes:
@@ -83,7 +83,7 @@ class Counter(Observer):
             self.cached.append(pool.num_waiting)
 
 
-class Server:
+class WindowedServer:
     """An engine over the model, driven step by step.
 
     Args:
@@ -105,7 +105,7 @@ class Server:
             num_parts=num_parts or 0,
         )
         self.cache = PrefixCache(num_blocks, block_size, parts=part_groups(self.storage, step_tokens))
-        self.counter = Counter(self.cache)
+        self.counter = StepCounter(self.cache)
         runner = Runner(model, self.storage, TorchKernels())
         config = EngineConfig(max_step_tokens=step_tokens)
         self._core = EngineCore(runner, self.cache, config, observers=[self.counter])
@@ -131,8 +131,8 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     reach = Reach.of_window(groups.window)
     num_blocks = 2 * -(-num_tokens // block_size)
     least = least_parts(reach, block_size, step_tokens)
-    whole = Server(model, num_blocks, block_size, step_tokens, None)
-    divided = Server(model, num_blocks, block_size, step_tokens, least)
+    whole = WindowedServer(model, num_blocks, block_size, step_tokens, None)
+    divided = WindowedServer(model, num_blocks, block_size, step_tokens, least)
     random = np.random.default_rng(0)
     prompt = random.integers(0, _VOCAB_SIZE, num_tokens).tolist()
     fresh = random.integers(0, _VOCAB_SIZE, 64).tolist()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import bookkeeping
-from bench.bookkeeping import Bench, Case, Stopwatch
+from bench.bookkeeping import BookkeepingBench, BookkeepingCase, PhaseStopwatch
 from bench.exactness import build_runner
 from bench.parts.result_file import write_json
 from tests.fakes import FakeClock
@@ -19,7 +19,7 @@ from tests.fakes import FakeClock
 @pytest.fixture(scope="module")
 def bench():
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
-    return Bench(runner, step_tokens=64, seed=0)
+    return BookkeepingBench(runner, step_tokens=64, seed=0)
 
 
 def test_it_measures_prefills_and_decode_steps(tmp_path, capsys, monkeypatch):
@@ -57,7 +57,7 @@ def test_a_call_within_a_call_counts_once(monkeypatch):
         def inner(self):
             clock.now_s += 10
 
-    clocked, stopwatch = Clocked(), Stopwatch()
+    clocked, stopwatch = Clocked(), PhaseStopwatch()
     with stopwatch.watch(clocked, "outer", "outer"), stopwatch.watch(clocked, "inner", "inner"):
         clocked.outer()
     assert stopwatch.num_calls == {"outer": 1, "inner": 2}
@@ -75,6 +75,6 @@ def test_another_answer_than_the_models_is_not_measured(bench, monkeypatch):
 
 def test_reuse_is_not_measured(bench, monkeypatch):
     monkeypatch.setattr(bench, "_numbers", itertools.repeat(7))
-    bench.finish(bench.submit(Case(1, 40)))
+    bench.finish(bench.submit(BookkeepingCase(1, 40)))
     with pytest.raises(AssertionError, match="reuses 1 tokens"):
-        bench.finish(bench.submit(Case(1, 40)))
+        bench.finish(bench.submit(BookkeepingCase(1, 40)))

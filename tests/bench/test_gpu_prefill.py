@@ -13,9 +13,9 @@ import torch
 from bench import gpu_prefill
 from bench.exactness import build_runner
 from bench.gpu import prefill_bench
-from bench.gpu.prefill_bench import Bench
+from bench.gpu.prefill_bench import PrefillBench
 from bench.gpu_prefill import main
-from bench.parts.device_time import Rates
+from bench.parts.device_time import DeviceRates
 from bench.parts.peers.transformers_prefix import Tokens, TransformersPrefix
 from radixkv.compute.runner import Runner
 from radixkv.errors import ConfigError
@@ -26,9 +26,9 @@ from tests.kernels.gpu.interpreter import interpret_kernels
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def bench() -> PrefillBench:
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
-    return Bench(runner, 200, step_tokens=64, rates=Rates(1e12, 1e9))
+    return PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))
 
 
 def test_it_measures_all_ways_in_both_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,13 +49,13 @@ def test_it_measures_all_ways_in_both_modes(tmp_path: Path, capsys: pytest.Captu
     assert "times mean nothing" in capsys.readouterr().out
 
 
-def measured(bench: Bench, suffix_tokens: int, prefix_tokens: int, rounds: int = 1) -> dict[str, Any]:
+def measured(bench: PrefillBench, suffix_tokens: int, prefix_tokens: int, rounds: int = 1) -> dict[str, Any]:
     """Return the row when it is whole."""
     *_, row = bench.measure(suffix_tokens, prefix_tokens, rounds)
     return row
 
 
-def test_our_own_time_is_there_before_any_other_way(bench: Bench) -> None:
+def test_our_own_time_is_there_before_any_other_way(bench: PrefillBench) -> None:
     known = [{key for key in row if key.endswith("_ms")} for row in bench.measure(9, 77, rounds=1)]
     assert known == [
         {"ttft_ms"},
@@ -67,7 +67,7 @@ def test_our_own_time_is_there_before_any_other_way(bench: Bench) -> None:
 def test_a_long_suffix_is_also_computed_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_bench, "_SHORT_STEP_TOKENS", 32)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
-    bench, sizes = Bench(runner, 200, step_tokens=512, rates=Rates(1e12, 1e9)), []
+    bench, sizes = PrefillBench(runner, 200, step_tokens=512, rates=DeviceRates(1e12, 1e9)), []
     prepare = Runner.prepare
 
     def watched(self: Runner, chunks: Any) -> Any:
@@ -81,28 +81,34 @@ def test_a_long_suffix_is_also_computed_in_short_steps(monkeypatch: pytest.Monke
     assert "short_steps_ms" not in measured(bench, 32, 77)
 
 
-def test_a_way_that_fails_says_why_and_the_others_are_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = Bench.ask
+def test_a_way_that_fails_says_why_and_the_others_are_timed(
+    bench: PrefillBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = PrefillBench.ask
 
-    def broken(self: Bench, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, **rest: Any) -> Any:
+    def broken(
+        self: PrefillBench, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, **rest: Any
+    ) -> Any:
         if not reads and not wants_logits:
             raise RuntimeError("out of memory")
         return ask(self, prompt, reads=reads, wants_logits=wants_logits, **rest)
 
-    monkeypatch.setattr(Bench, "ask", broken)
+    monkeypatch.setattr(PrefillBench, "ask", broken)
     row = measured(bench, 9, 77)
     assert row["is_right"]
     assert row["recompute_reason"] == "RuntimeError: out of memory"
     assert row["ttft_ms"] > 0 < row["transformers_ms"]
 
 
-def test_the_longest_prefix_is_computed_only_when_it_is_measured(bench: Bench) -> None:
+def test_the_longest_prefix_is_computed_only_when_it_is_measured(bench: PrefillBench) -> None:
     assert bench.ask(bench.prompt(9, 200), reads=False).usage.cached_tokens == 0
     bench.keep(200)
     assert bench.ask(bench.prompt(9, 200)).usage.cached_tokens == 200
 
 
-def test_transformers_is_switched_outside_of_what_is_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_is_switched_outside_of_what_is_timed(
+    bench: PrefillBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timed, is_inside = prefill_bench._timed, []
 
     def watched(answer: Any) -> float:
@@ -128,14 +134,14 @@ def test_transformers_is_switched_outside_of_what_is_timed(bench: Bench, monkeyp
 def test_recorded_steps_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "has_graphs", True)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
-    bench = Bench(runner, 200, step_tokens=64, rates=Rates(1e12, 1e9))
+    bench = PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))
     row = measured(bench, 9, 77, rounds=2)
     assert row["launched_ratio"] == pytest.approx(row["launched_ms"] / row["ttft_ms"])
     assert bench._core_without_graphs is not None
     assert bench._core_without_graphs._runner is not runner
 
 
-def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: Bench) -> None:
+def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: PrefillBench) -> None:
     bench.keep(200)
     for prefix_tokens in (200, 77, 77, 0, 0):
         result = bench.ask(bench.prompt(9, prefix_tokens))
@@ -145,14 +151,14 @@ def test_a_prompt_reuses_its_prefix_and_nothing_else(bench: Bench) -> None:
     assert bench.ask(prompt).usage.cached_tokens == 77
 
 
-def test_a_hit_that_changes_the_answer_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_that_changes_the_answer_is_not_timed(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured(bench, 9, 77)["is_right"]
     monkeypatch.setattr(prefill_bench, "_difference", lambda *_: 1e-6)
     row = measured(bench, 9, 77)
     assert row == {"is_right": False, "error": 1e-6, "reason": "the cache changes the answer: off by 1e-06"}
 
 
-def test_transformers_may_fail_and_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_may_fail_and_says_why(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel")
 
@@ -202,7 +208,7 @@ def test_a_goal_is_printed_as_ratios() -> None:
     )
 
 
-def test_weights_are_read_but_for_the_embeddings(bench: Bench) -> None:
+def test_weights_are_read_but_for_the_embeddings(bench: PrefillBench) -> None:
     module = bench._model.module
     numbers = sum(parameter.numel() for parameter in module.parameters()) - module.get_input_embeddings().weight.numel()
     assert bench.weights_ms == pytest.approx(numbers * 4 / 1e9 * 1e3)

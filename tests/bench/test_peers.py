@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import peers
-from bench.parts.peers.engines import Setting
+from bench.parts.peers.engines import PeerSetting
 from bench.parts.peers.environments import NotInstalled
 from bench.parts.peers.machine_limits import Machine
 from bench.parts.peers.worker_process import WorkerProcess
@@ -23,7 +23,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The engines in the order in which they are asked."""
     asked: list[str] = []
 
-    def build(name: str, setting: Setting, *_: Any) -> WorkerProcess:
+    def build(name: str, setting: PeerSetting, *_: Any) -> WorkerProcess:
         if name == "openvino":
             raise NotInstalled("openvino: no network")
         return fake_process(name, MODES[name], setting.threads)
@@ -109,14 +109,14 @@ def test_starts_are_measured_while_no_other_engine_runs(
 def test_an_interrupted_run_tells_what_it_has(
     fake_engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = peers.Comparison.measure
+    measure = peers.PeerComparison.measure
 
-    def interrupted(self: peers.Comparison, setting: Setting, rows: Any) -> None:
+    def interrupted(self: peers.PeerComparison, setting: PeerSetting, rows: Any) -> None:
         if setting.model == "tiny":
             raise KeyboardInterrupt
         measure(self, setting, rows)
 
-    monkeypatch.setattr(peers.Comparison, "measure", interrupted)
+    monkeypatch.setattr(peers.PeerComparison, "measure", interrupted)
     file = tmp_path / "peers.json"
     arguments = ["--quick", "--rows", "warm", "demo-4", "--dtypes", "float32", "--threads", "1", "--engines", "radixkv"]
     assert peers.main([*arguments, "--cache", str(tmp_path), "--json", str(file)]) == 0

@@ -22,7 +22,7 @@ import pytest
 import bench.replay
 from bench.parts.adapters import reusable_tokens
 from bench.parts.adapters.adapter_files import write_adapters
-from bench.parts.load_generator import Outcome, Pass
+from bench.parts.load_generator import CallOutcome, Pass
 from bench.parts.options import parse_options
 from bench.parts.time_budget import TimeBudget
 from bench.parts.workloads import WorkItem
@@ -200,7 +200,7 @@ def test_the_table_shows_both_passes_and_their_ratio(capsys: pytest.CaptureFixtu
 
 
 def pass_over(*indices: int) -> Pass:
-    return Pass(tuple(Outcome(index, "OK", 0.0, 0.0, 0.1) for index in indices), 1.0, 0.1, num_planned=1000)
+    return Pass(tuple(CallOutcome(index, "OK", 0.0, 0.0, 0.1) for index in indices), 1.0, 0.1, num_planned=1000)
 
 
 def test_the_pass_without_the_cache_sends_what_came_back_with_it() -> None:

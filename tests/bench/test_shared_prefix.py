@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import shared_prefix
-from bench.shared_prefix import Case, measure
+from bench.shared_prefix import SharedPrefixCase, measure
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_it_measures_all_three_ways(tmp_path, capsys):
 
 
 def test_other_bits_end_it(monkeypatch):
-    case = Case(2, 128, 70, 1, (6, 2, 32), torch.float32)
+    case = SharedPrefixCase(2, 128, 70, 1, (6, 2, 32), torch.float32)
     attend = case.attend
     monkeypatch.setattr(case, "attend", lambda *, is_shared: attend(is_shared=is_shared) + is_shared * 1e-7)
     with pytest.raises(SystemExit, match=r"^shared blocks: expected the bits of blocks of one's own, got others"):
@@ -37,7 +37,7 @@ def test_other_bits_end_it(monkeypatch):
 
 
 def test_wrong_answers_end_it(monkeypatch):
-    case = Case(2, 128, 70, 5, (6, 2, 32), torch.float32)
+    case = SharedPrefixCase(2, 128, 70, 5, (6, 2, 32), torch.float32)
     fused = case.attend_contiguous()
     assert torch.allclose(case.attend(is_shared=True), fused, atol=1e-5)
     monkeypatch.setattr(case, "attend_contiguous", lambda: fused + 1)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import bench.short_behind_long
-from bench.short_behind_long import Sample, StepWatch, ask, main
+from bench.short_behind_long import DelaySample, StepWatch, ask, main
 from tests.fakes import FakeClock
 
 
@@ -60,8 +60,8 @@ def test_the_longest_two_successive_steps_count(
 
 
 def test_a_prompt_may_take_two_steps_and_its_own_time() -> None:
-    assert Sample(seconds=3, alone_s=1, two_steps_s=2).ratio == 1
-    assert Sample(seconds=6, alone_s=1, two_steps_s=2).ratio == 2
+    assert DelaySample(seconds=3, alone_s=1, two_steps_s=2).ratio == 1
+    assert DelaySample(seconds=6, alone_s=1, two_steps_s=2).ratio == 2
 
 
 def test_a_prompt_is_timed_from_call_to_answer(clock: FakeClock) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import threads
-from bench.threads import Setting, table
+from bench.threads import ThreadSetting, table
 
 
 def test_it_measures_each_row_quiet_and_busy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,4 +28,4 @@ def test_the_table_compares_busy_with_quiet() -> None:
         for row in threads.ROWS
         for condition, milliseconds in (("quiet", 10.0), ("busy", 25.0))
     ]
-    assert table(rows, [Setting("tiny", 2, None)]).splitlines()[3].split() == ["busy/quiet", "2.50x"]
+    assert table(rows, [ThreadSetting("tiny", 2, None)]).splitlines()[3].split() == ["busy/quiet", "2.50x"]

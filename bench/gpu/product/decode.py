@@ -50,7 +50,7 @@ _DRY_SIZES = DecodeSizes(192, 16, (1, 4), 4, 128, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class TimedGeneration:
     """Tokens of one answer, and when its messages came, in seconds."""
 
     tokens: tuple[int, ...]
@@ -94,16 +94,16 @@ async def _run(report: StageReport, sizes: DecodeSizes) -> str:
     return "; ".join(summary)
 
 
-async def _generate(client: AsyncClient, prompt: Prompt, new_tokens: int) -> Generation:
+async def _generate(client: AsyncClient, prompt: Prompt, new_tokens: int) -> TimedGeneration:
     tokens: list[int] = []
     times_s = []
     async for part in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True, tenant=_TENANT):
         tokens += part.token_ids
         times_s.append(time.monotonic())
-    return Generation(tuple(tokens), tuple(times_s))
+    return TimedGeneration(tuple(tokens), tuple(times_s))
 
 
-def summarize(answers: list[Generation], weights_ms: float) -> dict[str, Any]:
+def summarize(answers: list[TimedGeneration], weights_ms: float) -> dict[str, Any]:
     """Return rates of generations that ran together.
 
     Args:
@@ -122,7 +122,7 @@ def summarize(answers: list[Generation], weights_ms: float) -> dict[str, Any]:
     }
 
 
-def num_different(seen: dict[bytes, tuple[int, ...]], group: list[Prompt], answers: list[Generation]) -> int:
+def num_different(seen: dict[bytes, tuple[int, ...]], group: list[Prompt], answers: list[TimedGeneration]) -> int:
     """Count answers that differ from the first answer to the same prompt. New prompts are added to `seen`."""
     return sum(
         seen.setdefault(prompt.tobytes(), answer.tokens) != answer.tokens

@@ -27,7 +27,7 @@ _OPTIONS = [
 ]
 
 
-class Call(Protocol):
+class FloodCall(Protocol):
     """Sends a message."""
 
     def __call__(self, message: bytes, /, *, timeout: float) -> Awaitable[bytes]:
@@ -79,7 +79,7 @@ async def send_all(address: str, path: str, messages: Iterator[bytes], num_at_on
     return dict(seen)
 
 
-async def status_of(call: Call, message: bytes) -> str:
+async def status_of(call: FloodCall, message: bytes) -> str:
     """Make a call, and return the name of its status."""
     try:
         await call(message, timeout=TIMEOUT_S)

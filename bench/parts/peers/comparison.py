@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.parts.peers.engines import OURS, Setting
-from bench.parts.peers.rows import Row, Sample
+from bench.parts.peers.engines import OURS, PeerSetting
+from bench.parts.peers.rows import PeerRow, PeerSample
 
 Result = dict[str, Any]
 
@@ -19,7 +19,11 @@ def is_ours(engine: str) -> bool:
 
 
 def compare(
-    name: str, row: Row, setting: Setting, samples: Mapping[str, Sequence[Sample]], least_s: float | None = None
+    name: str,
+    row: PeerRow,
+    setting: PeerSetting,
+    samples: Mapping[str, Sequence[PeerSample]],
+    least_s: float | None = None,
 ) -> Result:
     """Compare a row's engines.
 
@@ -79,12 +83,12 @@ def count_different(rounds: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, 
     return counts
 
 
-def _rounds(samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Sample]]:
+def _rounds(samples: Mapping[str, Sequence[PeerSample]]) -> list[dict[str, PeerSample]]:
     most = max(map(len, samples.values()), default=0)
     return [{engine: each[index] for engine, each in samples.items() if index < len(each)} for index in range(most)]
 
 
-def _summary(samples: Sequence[Sample]) -> Result:
+def _summary(samples: Sequence[PeerSample]) -> Result:
     return {
         "wall_s": statistics.median(each.wall_s for each in samples),
         "cpu_s": statistics.median(each.cpu_s for each in samples),

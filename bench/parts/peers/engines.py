@@ -14,7 +14,7 @@ _WORKERS = "bench.parts.peers.workers"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PeerSetting:
     """A checkpoint and how it is run: rows of one setting are compared.
 
     Attributes:
@@ -40,22 +40,22 @@ class Checkpoints:
         self._environments = environments
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def transformers(self, setting: Setting) -> Path:
+    def transformers(self, setting: PeerSetting) -> Path:
         """Return a directory in transformers' format. Raises NotInstalled if it can't be made, as the others."""
         name = f"{setting.model}-{setting.dtype}"
         arguments: list[str | Path] = ["-m", "bench.parts.peers.checkpoint", setting.model, setting.dtype]
         return self._made(name, None, lambda path: [*arguments, path])
 
-    def openvino(self, setting: Setting) -> Path:
+    def openvino(self, setting: PeerSetting) -> Path:
         """Return a directory in OpenVINO's format, in float32: it rounds to the type it is told to compute in."""
-        source = self.transformers(Setting(setting.model, "float32", setting.threads))
+        source = self.transformers(PeerSetting(setting.model, "float32", setting.threads))
         export: list[str | Path] = ["-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
         export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "--model", str(source)]
         return self._made(f"{setting.model}-openvino", "openvino", lambda path: [*export, path])
 
-    def gguf(self, setting: Setting) -> Path:
+    def gguf(self, setting: PeerSetting) -> Path:
         """Return a GGUF file."""
-        source = self.transformers(Setting(setting.model, "float32", setting.threads))
+        source = self.transformers(PeerSetting(setting.model, "float32", setting.threads))
         arguments: list[str | Path] = ["-m", "bench.parts.peers.gguf_file", source, setting.dtype]
         return self._made(f"{setting.model}-{setting.dtype}.gguf", "llama.cpp", lambda path: [*arguments, path])
 
@@ -68,7 +68,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class PeerEngine:
     """An engine.
 
     Attributes:
@@ -81,22 +81,22 @@ class Engine:
     worker: str
     mode: str
     environment: str | None
-    checkpoint: Callable[[Checkpoints, Setting], Path]
+    checkpoint: Callable[[Checkpoints, PeerSetting], Path]
 
 
 ENGINES = {
-    OURS: Engine("radixkv_worker", "exact", None, Checkpoints.transformers),
-    "radixkv-fast": Engine("radixkv_worker", "fast", None, Checkpoints.transformers),
-    "openvino": Engine("openvino_worker", "", "openvino", Checkpoints.openvino),
-    "vllm": Engine("vllm_worker", "", "vllm", Checkpoints.transformers),
-    "llama.cpp": Engine("llamacpp_worker", "", "llama.cpp", Checkpoints.gguf),
-    "transformers": Engine("transformers_worker", "generate", None, Checkpoints.transformers),
-    "transformers-batching": Engine("transformers_worker", "batching", None, Checkpoints.transformers),
+    OURS: PeerEngine("radixkv_worker", "exact", None, Checkpoints.transformers),
+    "radixkv-fast": PeerEngine("radixkv_worker", "fast", None, Checkpoints.transformers),
+    "openvino": PeerEngine("openvino_worker", "", "openvino", Checkpoints.openvino),
+    "vllm": PeerEngine("vllm_worker", "", "vllm", Checkpoints.transformers),
+    "llama.cpp": PeerEngine("llamacpp_worker", "", "llama.cpp", Checkpoints.gguf),
+    "transformers": PeerEngine("transformers_worker", "generate", None, Checkpoints.transformers),
+    "transformers-batching": PeerEngine("transformers_worker", "batching", None, Checkpoints.transformers),
 }
 
 
 def build_worker(
-    name: str, setting: Setting, environments: Environments, checkpoints: Checkpoints, cache: Path
+    name: str, setting: PeerSetting, environments: Environments, checkpoints: Checkpoints, cache: Path
 ) -> WorkerProcess:
     """Make an engine's environment and checkpoint, and a worker that is not started yet.
 

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench.parts.peers.checkpoint import llama_config
-from bench.parts.peers.rows import Row
+from bench.parts.peers.rows import PeerRow
 from radixkv.model.tiny_model import tiny_config
 
 _READ_BYTES = 1 << 30  # larger than any cache of a processor
@@ -41,7 +41,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ModelWork:
     """Least work of a step of a model.
 
     Attributes:
@@ -66,7 +66,7 @@ def measure_machine(dtype: str, threads: int) -> Machine:
     return Machine(**json.loads(printed))
 
 
-def least_time(row: Row, machine: Machine) -> float:
+def least_time(row: PeerRow, machine: Machine) -> float:
     """Return the least time of one unit of a row, in seconds.
 
     Prefixes are read once a step for all requests, each request's own keys once, and weights once a step. A row of
@@ -82,7 +82,7 @@ def least_time(row: Row, machine: Machine) -> float:
     return decode if row.unit == "token" else prefill + (row.new_tokens - 1) * decode
 
 
-def _step(model: LlamaConfig, shared: int, requests: int, tokens: int, own_before: int = 0) -> Work:
+def _step(model: LlamaConfig, shared: int, requests: int, tokens: int, own_before: int = 0) -> ModelWork:
     """Return the work of a step with `tokens` new tokens of each request."""
     queries, pairs = model.num_attention_heads * model.head_dim, 2 * model.num_key_value_heads * model.head_dim
     linear = model.hidden_size * (2 * queries + pairs + 3 * model.intermediate_size)
@@ -91,7 +91,7 @@ def _step(model: LlamaConfig, shared: int, requests: int, tokens: int, own_befor
     layer = 2 * requests * tokens * linear + 4 * requests * keys * queries
     operations = model.num_hidden_layers * layer + 2 * requests * head
     kept = model.num_hidden_layers * pairs * (shared + requests * (own_before + tokens))
-    return Work(operations, model.num_hidden_layers * linear + head + kept)
+    return ModelWork(operations, model.num_hidden_layers * linear + head + kept)
 
 
 def _measure(dtype: torch.dtype, threads: int) -> Machine:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.parts.peers.worker_process import Measured
+from bench.parts.peers.worker_process import PeerMeasurement
 from bench.parts.peers.workers.task import Task
 
 SUFFIX_TOKENS = 64
 _IDS = {"llama": (300, 31_999), "tiny": (0, 250)}  # ids that are ordinary tokens in every engine's vocabulary
 
-Ask = Callable[[Task], Measured]
+Ask = Callable[[Task], PeerMeasurement]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PeerSample:
     """One measurement of a row, for one unit of it: a start, a request, a token, a batch or a call.
 
     Attributes:
@@ -34,7 +34,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PeerRow:
     """A row.
 
     Attributes:
@@ -74,7 +74,7 @@ class Row:
         [own] = self._random("fill", 1, self.own_tokens)
         return Task([self._prefix() + own], 1, 1, self.shared_tokens, fills_cache=True)
 
-    def measure(self, ask: Ask, seed: str) -> Sample:
+    def measure(self, ask: Ask, seed: str) -> PeerSample:
         """Answer one repetition's prompts, and divide the time by the units."""
         measured = [ask(task) for task in self.tasks(seed)]
         last = measured[-1]
@@ -87,7 +87,7 @@ class Row:
             units = 1
         cached = [each for each in last.done.cached_tokens if each is not None]
         first_tokens = tuple(ids[0] for each in measured for ids in each.done.token_ids)
-        return Sample(wall_s / units, cpu_s / units, first_tokens, sum(cached) if cached else None)
+        return PeerSample(wall_s / units, cpu_s / units, first_tokens, sum(cached) if cached else None)
 
     def _prefix(self) -> list[int]:
         return self._random("prefix", 1, self.shared_tokens)[0] if self.shared_tokens else []
@@ -100,23 +100,23 @@ class Row:
         return rows
 
 
-def build_rows(*, is_quick: bool = False) -> dict[str, Row]:
+def build_rows(*, is_quick: bool = False) -> dict[str, PeerRow]:
     """Make all rows by name. Quick ones have fewer prompts and tokens; their times mean little."""
     few = 4 if is_quick else 1
     prefix, long_prefix, many, new, calls = 2048 // few, 8192 // few, 16 // few, 64 // few, 120 // few
     suffix = SUFFIX_TOKENS
     rows = {
-        "start": Row("start, until prompts are taken", "start", "llama", 0, 0, 0, 0, 0),
-        "cold": Row("first token, nothing cached", "request", "llama", 0, prefix + suffix, 1, 1, 1),
-        "warm": Row(f"first token, {prefix:,} cached", "request", "llama", prefix, suffix, 4, 1, 1),
-        "decode": Row("decode, one request", "token", "llama", prefix, suffix, 1, 1, new + 1),
+        "start": PeerRow("start, until prompts are taken", "start", "llama", 0, 0, 0, 0, 0),
+        "cold": PeerRow("first token, nothing cached", "request", "llama", 0, prefix + suffix, 1, 1, 1),
+        "warm": PeerRow(f"first token, {prefix:,} cached", "request", "llama", prefix, suffix, 4, 1, 1),
+        "decode": PeerRow("decode, one request", "token", "llama", prefix, suffix, 1, 1, new + 1),
     }
     for name, shared in (("shared", prefix), ("shared-long", long_prefix)):
         title = f"{many} at once, {shared:,} shared, {suffix} + {new} each"
-        rows[name] = Row(title, "batch", "llama", shared, suffix, many, many, new)
+        rows[name] = PeerRow(title, "batch", "llama", shared, suffix, many, many, new)
     for at_once in (1, 4, 16):
         title = f"demo, {prefix:,} shared, {at_once} at once"
-        rows[f"demo-{at_once}"] = Row(title, "call", "tiny", prefix, suffix, calls, at_once, 1)
+        rows[f"demo-{at_once}"] = PeerRow(title, "call", "tiny", prefix, suffix, calls, at_once, 1)
     title = "demo, nothing shared, 4 at once"
-    rows["demo-cold"] = Row(title, "call", "tiny", 0, prefix + suffix, calls // 5, 4, 1)
+    rows["demo-cold"] = PeerRow(title, "call", "tiny", 0, prefix + suffix, calls // 5, 4, 1)
     return rows

@@ -23,7 +23,7 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PeerMeasurement:
     """Answers to a task, with the CPU seconds that the worker and all its processes took meanwhile."""
 
     done: Done
@@ -90,7 +90,7 @@ class WorkerProcess:
             raise WorkerFailed(f"{self.name}: expected to get ready, got {ready}")
         return ready
 
-    def run(self, task: Task) -> Measured:
+    def run(self, task: Task) -> PeerMeasurement:
         """Hand over a task and wait for its answers.
 
         Raises:
@@ -109,7 +109,7 @@ class WorkerProcess:
             raise WorkerFailed(f"{self.name}: {done}")
         if [len(ids) for ids in done.token_ids] != [task.new_tokens] * len(task.prompts):
             raise WorkerFailed(f"{self.name}: expected {task.new_tokens} tokens for each prompt, got others")
-        return Measured(done, cpu_s(self._process.pid) - before_s)
+        return PeerMeasurement(done, cpu_s(self._process.pid) - before_s)
 
     def stop(self) -> None:
         """End the worker: it is told, given a while, and killed. Safe to call again."""

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from bench.events import callers
-from bench.events.callers import Callers
+from bench.events.callers import ClosedLoopCallers
 
 REFUSED = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata())
 
@@ -58,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_refused_ask_again() -> None:
     async def test() -> None:
         service = Service(accepts=False)
-        crowd = Callers([service], 3)
+        crowd = ClosedLoopCallers([service], 3)
         await crowd.have_answers()
         assert (crowd.num_accepted, crowd.num_refused) == (0, 3)
         while service.num_asked < 9:
@@ -72,7 +72,7 @@ def test_the_refused_ask_again() -> None:
 def test_every_other_one_reads_and_comes_back_after_falling_behind() -> None:
     async def test() -> None:
         service = Service(accepts=True)
-        crowd = Callers([service], 4)
+        crowd = ClosedLoopCallers([service], 4)
         await crowd.have_answers()
         assert (crowd.num_accepted, crowd.num_refused) == (4, 0)
         while service.num_read < 8:

@@ -10,7 +10,7 @@ import pytest
 
 from bench.gpu.parts import PARTS
 from bench.gpu.product.bits import BitsCase, describe_difference
-from bench.gpu.product.decode import Generation, num_different, summarize
+from bench.gpu.product.decode import TimedGeneration, num_different, summarize
 from bench.gpu.product.oom import relative_error
 from bench.gpu.product.replay import judge_replay
 from bench.gpu.product.stage_report import StageReport
@@ -129,14 +129,14 @@ def test_a_replay_fails_by_errors_and_on_the_exact_server_by_other_answers(
 
 def test_a_request_that_gets_other_tokens_in_other_company_is_counted() -> None:
     prompts = [np.array([number], dtype=np.uint32) for number in range(2)]
-    alone, other = Generation((1, 2), (0.0, 1.0)), Generation((1, 3), (0.0, 1.0))
+    alone, other = TimedGeneration((1, 2), (0.0, 1.0)), TimedGeneration((1, 3), (0.0, 1.0))
     seen: dict[bytes, tuple[int, ...]] = {}
     assert num_different(seen, prompts, [alone, alone]) == 0
     assert num_different(seen, prompts, [alone, other]) == 1
 
 
 def test_the_time_of_a_step_is_the_time_between_two_tokens() -> None:
-    answers = [Generation((1, 2, 3), (0.0, 0.5, 1.0)), Generation((1, 2, 3), (0.0, 1.0))]
+    answers = [TimedGeneration((1, 2, 3), (0.0, 0.5, 1.0)), TimedGeneration((1, 2, 3), (0.0, 1.0))]
     row = summarize(answers, weights_ms=250.0)
     assert row == {"tokens_per_s": 6.0, "step_ms": 500.0, "weights_ratio": 2.0}
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from bench.parts.load_generator import (
+    CallOutcome,
     Ending,
-    Outcome,
     Pass,
     PrefillCall,
-    Traffic,
+    ReplayTraffic,
     build_message,
     limit_within,
     prefill_call,
@@ -29,7 +29,7 @@ from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S
 
 
-def send(service: FakeService, items: list[WorkItem], traffic: Traffic) -> Pass:
+def send(service: FakeService, items: list[WorkItem], traffic: ReplayTraffic) -> Pass:
     async def run(address: str) -> Pass:
         async with grpc.aio.insecure_channel(address) as channel:
             messages = [build_message(item.token_ids) for item in items]
@@ -50,8 +50,8 @@ def spoiled(**usage: int) -> Trouble:
     return trouble
 
 
-CACHED = Traffic("t", use_cache=True, concurrency=1, timeout_s=PATIENCE_S)
-UNCACHED = Traffic("t", use_cache=False, concurrency=1, timeout_s=PATIENCE_S)
+CACHED = ReplayTraffic("t", use_cache=True, concurrency=1, timeout_s=PATIENCE_S)
+UNCACHED = ReplayTraffic("t", use_cache=False, concurrency=1, timeout_s=PATIENCE_S)
 
 
 def test_cached_tokens_equal_the_independent_count() -> None:
@@ -71,13 +71,13 @@ def test_nothing_is_read_or_written_without_cache() -> None:
 
 def test_a_closed_loop_never_exceeds_its_concurrency_and_reaches_it() -> None:
     service = FakeService(num_together=3)
-    send(service, shared_prefix(20, 5, 5, 1, 256, seed=0), Traffic("t", True, 3, PATIENCE_S))
+    send(service, shared_prefix(20, 5, 5, 1, 256, seed=0), ReplayTraffic("t", True, 3, PATIENCE_S))
     assert service.most_at_once == 3
 
 
 def test_an_open_loop_sends_at_the_arrivals_however_slow_the_answers() -> None:
     service = FakeService(num_together=4)
-    replayed = send(service, items_arriving(0.0, 0.05, 0.1, 0.15), Traffic("t", True, None, PATIENCE_S))
+    replayed = send(service, items_arriving(0.0, 0.05, 0.1, 0.15), ReplayTraffic("t", True, None, PATIENCE_S))
     assert service.most_at_once == 4
     assert all(outcome.late_s >= 0 for outcome in replayed.outcomes)
     assert [o.sent_s - o.late_s for o in replayed.outcomes] == pytest.approx([0.0, 0.05, 0.1, 0.15])
@@ -104,7 +104,7 @@ def test_a_failed_request_does_not_stop_the_rest() -> None:
 
 
 def test_a_request_that_takes_too_long_is_an_outcome() -> None:
-    replayed = send(FakeService(delay_s=0.4), items_arriving(0.0), Traffic("t", True, 1, timeout_s=0.1))
+    replayed = send(FakeService(delay_s=0.4), items_arriving(0.0), ReplayTraffic("t", True, 1, timeout_s=0.1))
     assert replayed.outcomes[0].status == "DEADLINE_EXCEEDED"
 
 
@@ -117,7 +117,7 @@ def test_a_request_that_takes_too_long_is_an_outcome() -> None:
         ({"cached_tokens": 1, "computed_tokens": 4}, UNCACHED),
     ],
 )
-def test_counts_that_do_not_add_up_are_a_wrong_answer(usage: dict[str, int], traffic: Traffic) -> None:
+def test_counts_that_do_not_add_up_are_a_wrong_answer(usage: dict[str, int], traffic: ReplayTraffic) -> None:
     assert send(FakeService(spoiled(**usage)), items_arriving(0.0), traffic).outcomes[0].status == "WRONG_ANSWER"
 
 
@@ -129,7 +129,7 @@ def test_an_answer_that_computed_nothing_is_wrong() -> None:
 
 
 def test_every_answer_is_told() -> None:
-    told: list[Outcome | None] = []
+    told: list[CallOutcome | None] = []
 
     async def run(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -159,7 +159,9 @@ def test_the_generator_does_little_for_a_request_and_nothing_for_a_token(prompt_
 
     sys.setprofile(count)
     try:
-        replayed = asyncio.run(replay(cast("PrefillCall", answer), items, messages, Traffic("t", False, 4, PATIENCE_S)))
+        replayed = asyncio.run(
+            replay(cast("PrefillCall", answer), items, messages, ReplayTraffic("t", False, 4, PATIENCE_S))
+        )
     finally:
         sys.setprofile(None)
     assert {outcome.status for outcome in replayed.outcomes} == {"OK"}
@@ -186,11 +188,13 @@ class ClockedService:
         )
 
 
-def limited(limit_s: float | None, concurrency: int | None = 1) -> Traffic:
-    return Traffic("t", False, concurrency, PATIENCE_S, limit_s)
+def limited(limit_s: float | None, concurrency: int | None = 1) -> ReplayTraffic:
+    return ReplayTraffic("t", False, concurrency, PATIENCE_S, limit_s)
 
 
-def run_replay(call: object, num_items: int, traffic: Traffic, arrivals_s: float = 0.0, **arguments: object) -> Pass:
+def run_replay(
+    call: object, num_items: int, traffic: ReplayTraffic, arrivals_s: float = 0.0, **arguments: object
+) -> Pass:
     items = items_arriving(*(index * arrivals_s for index in range(num_items)))
     messages = [build_message(item.token_ids) for item in items]
     return asyncio.run(replay(call, items, messages, traffic, **arguments))  # type: ignore[arg-type]

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from bench.parts.load_generator import Ending, Outcome, Pass
+from bench.parts.load_generator import CallOutcome, Ending, Pass
 from bench.parts.picture import draw_ttft
 from bench.parts.report import build_comparison, summarize
 
 
-def outcome(index: int, ttft_s: float, cached_tokens: int) -> Outcome:
-    return Outcome(index, "OK", 0.0, 0.0, ttft_s, 100, cached_tokens, 100 - cached_tokens)
+def outcome(index: int, ttft_s: float, cached_tokens: int) -> CallOutcome:
+    return CallOutcome(index, "OK", 0.0, 0.0, ttft_s, 100, cached_tokens, 100 - cached_tokens)
 
 
-def failed(index: int) -> Outcome:
-    return Outcome(index, "INTERNAL", 0.0, 0.0, 1.0)
+def failed(index: int) -> CallOutcome:
+    return CallOutcome(index, "INTERNAL", 0.0, 0.0, 1.0)
 
 
-def passed(*outcomes: Outcome, num_planned: int = 17, ended_by: Ending = Ending.FINISHED) -> Pass:
+def passed(*outcomes: CallOutcome, num_planned: int = 17, ended_by: Ending = Ending.FINISHED) -> Pass:
     return Pass(outcomes, 1.0, 0.1, num_planned, ended_by)
 
 

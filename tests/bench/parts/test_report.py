@@ -6,14 +6,14 @@ import statistics
 
 import pytest
 
-from bench.parts.load_generator import Ending, Outcome, Pass
+from bench.parts.load_generator import CallOutcome, Ending, Pass
 from bench.parts.report import build_comparison, distribution, summarize
 
 
 def answered(
     ttft_s: float, prompt_tokens: int = 10, cached_tokens: int = 4, next_token_id: int = 0, *, index: int = 0
-) -> Outcome:
-    return Outcome(
+) -> CallOutcome:
+    return CallOutcome(
         index,
         "OK",
         sent_s=0.0,
@@ -28,11 +28,11 @@ def answered(
     )
 
 
-def failed(status: str, index: int = 0) -> Outcome:
-    return Outcome(index, status, sent_s=0.0, late_s=0.0, ttft_s=99.0)
+def failed(status: str, index: int = 0) -> CallOutcome:
+    return CallOutcome(index, status, sent_s=0.0, late_s=0.0, ttft_s=99.0)
 
 
-def passed(*outcomes: Outcome, wall_s: float = 1.0) -> Pass:
+def passed(*outcomes: CallOutcome, wall_s: float = 1.0) -> Pass:
     return Pass(outcomes, wall_s, cpu_s=0.1, num_planned=len(outcomes))
 
 
@@ -73,7 +73,7 @@ def test_a_pass_that_ended_early_says_how_many_of_how_many() -> None:
 
 
 @pytest.mark.parametrize("outcomes", [(), (failed("INTERNAL"),)])
-def test_a_number_that_was_not_measured_is_null_not_nan(outcomes: tuple[Outcome, ...]) -> None:
+def test_a_number_that_was_not_measured_is_null_not_nan(outcomes: tuple[CallOutcome, ...]) -> None:
     summary = summarize(passed(*outcomes))
     assert summary["token_hit_rate"] is None
     assert summary["ttft_ms"] == {"mean": None, "p50": None, "p90": None, "p99": None}

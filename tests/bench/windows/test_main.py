@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.windows.__main__ import Server, main, measure, model_of
+from bench.windows.__main__ import WindowedServer, main, measure, model_of
 from radixkv.api.result import PrefillResult
 
 SMALL = ("--window", "40", "--layers", "6", "--block-size", "16", "--step-tokens", "32")
@@ -33,13 +33,13 @@ def test_a_long_prompt_needs_the_blocks_of_its_window_and_a_step(
 
 
 def test_a_wrong_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, right = model_of(6, 40, 400), Server.prefill
+    model, right = model_of(6, 40, 400), WindowedServer.prefill
 
-    def wrong(server: Server, prompt: Sequence[int]) -> PrefillResult:
+    def wrong(server: WindowedServer, prompt: Sequence[int]) -> PrefillResult:
         result = right(server, prompt)
         assert result.logits is not None
         return replace(result, logits=result.logits + 1) if server.storage.part_pools else result
 
-    monkeypatch.setattr(Server, "prefill", wrong)
+    monkeypatch.setattr(WindowedServer, "prefill", wrong)
     with pytest.raises(AssertionError, match="the long prompt: expected the same bits"):
         measure(model, 60, 16, 32)

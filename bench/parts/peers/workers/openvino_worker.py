@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from bench.parts.peers.workers.loop import Options, work
+from bench.parts.peers.workers.loop import WorkerOptions, work
 from bench.parts.peers.workers.task import Done, Task
 
 _PRECISION = {"float32": "f32", "bfloat16": "bf16"}
@@ -26,7 +26,7 @@ class OpenVino:
 
     packages = ("openvino", "openvino-genai")
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         # 2026.4.1 divides by zero while it compiles bfloat16 for AMX with one thread.
         given = f"{str(options.model)!r}, {options.dtype!r}, {options.threads}"
         trial = f"from {_MODULE} import build_pipeline; build_pipeline({given})"

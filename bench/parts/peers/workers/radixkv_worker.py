@@ -7,7 +7,7 @@ import queue
 import time
 from typing import TYPE_CHECKING
 
-from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
 from bench.parts.peers.workers.task import Done, Task
 from bench.parts.server_process import ServerProcess, serve_command
 
@@ -22,7 +22,7 @@ class RadixKV:
 
     packages = ("radixkv", "torch", "grpcio")
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         # Python compiles radixkv once, as pip does a peer; where this is set, it would at every start.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -45,21 +45,21 @@ class RadixKV:
             self._idle.put(client)
         return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
 
-    def _ask(self, prompt: list[int], new_tokens: int) -> Answer:
+    def _ask(self, prompt: list[int], new_tokens: int) -> WorkerAnswer:
         client = self._idle.get()
         try:
             start_s = time.perf_counter()
             if new_tokens == 1:
                 answer = client.prefill(prompt)
                 first_s = time.perf_counter() - start_s
-                return Answer(first_s, [answer.next_token_id], answer.usage.cached_tokens)
+                return WorkerAnswer(first_s, [answer.next_token_id], answer.usage.cached_tokens)
             token_ids: list[int] = []
             cached_tokens, first_s = None, 0.0
             for news in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True):
                 if not token_ids and news.token_ids:
                     first_s, cached_tokens = time.perf_counter() - start_s, news.usage.cached_tokens
                 token_ids += news.token_ids
-            return Answer(first_s, token_ids, cached_tokens)
+            return WorkerAnswer(first_s, token_ids, cached_tokens)
         finally:
             self._idle.put(client)
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from bench.parts.peers.cache_keyword import cache_keyword
-from bench.parts.peers.workers.loop import Engine, Options, work
+from bench.parts.peers.workers.loop import WorkerEngine, WorkerOptions, work
 from bench.parts.peers.workers.task import Done, Task
 
 _PAGE_TOKENS = 256
@@ -31,7 +31,7 @@ class Generate:
 
     packages = ("transformers", "torch")
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         self._model = _load(options)
         self._prefix: list[int] = []
         self._cache: Any = None
@@ -95,7 +95,7 @@ class Batching:
 
     packages = ("transformers", "torch")
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -143,7 +143,7 @@ class Batching:
         self._manager.stop(block=True)
 
 
-def _load(options: Options) -> Any:
+def _load(options: WorkerOptions) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -154,7 +154,7 @@ def _load(options: Options) -> Any:
     return model
 
 
-def start(options: Options) -> Engine:
+def start(options: WorkerOptions) -> WorkerEngine:
     """Start the engine that the mode names."""
     return Generate(options) if options.mode == "generate" else Batching(options)
 

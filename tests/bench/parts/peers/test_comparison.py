@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bench.parts.peers.comparison import compare, count_different, is_ours
-from bench.parts.peers.engines import Setting
-from bench.parts.peers.rows import Sample, build_rows
+from bench.parts.peers.engines import PeerSetting
+from bench.parts.peers.rows import PeerSample, build_rows
 
 ROW = build_rows()["warm"]
-SETTING = Setting("llama", "float32", 1)
+SETTING = PeerSetting("llama", "float32", 1)
 
 
-def samples(*seconds: float, cpu: float = 1.0, token: int = 5) -> list[Sample]:
-    return [Sample(each, each * cpu, (token, 6), 10) for each in seconds]
+def samples(*seconds: float, cpu: float = 1.0, token: int = 5) -> list[PeerSample]:
+    return [PeerSample(each, each * cpu, (token, 6), 10) for each in seconds]
 
 
 def test_ours_is_divided_by_the_best_peer() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.parts.peers.engines import ENGINES, Checkpoints, Setting, build_worker
+from bench.parts.peers.engines import ENGINES, Checkpoints, PeerSetting, build_worker
 from bench.parts.peers.environments import NotInstalled
 
-SETTING = Setting("tiny", "bfloat16", 2)
+SETTING = PeerSetting("tiny", "bfloat16", 2)
 
 
 class Kitchen:
@@ -64,4 +64,4 @@ def test_workers_are_modules_that_exist() -> None:
 
 def test_a_setting_reads_well() -> None:
     assert str(SETTING) == "tiny, bfloat16, 2 threads"
-    assert str(Setting("llama", "float32", 1)) == "llama, float32, 1 thread"
+    assert str(PeerSetting("llama", "float32", 1)) == "llama, float32, 1 thread"

@@ -5,21 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.parts.peers.comparison import compare
-from bench.parts.peers.engines import Setting
+from bench.parts.peers.engines import PeerSetting
 from bench.parts.peers.picture import draw_comparison
-from bench.parts.peers.rows import Sample, build_rows
+from bench.parts.peers.rows import PeerSample, build_rows
 
 
 def test_it_draws_rows_of_all_settings(tmp_path: Path) -> None:
     rows = []
-    for setting in (Setting("llama", "float32", 1), Setting("tiny", "float32", 2)):
+    for setting in (PeerSetting("llama", "float32", 1), PeerSetting("tiny", "float32", 2)):
         for name, row in build_rows().items():
             if row.model == setting.model:
                 given = {
-                    engine: [Sample(each, each, (1,), None)] for engine, each in {"radixkv": 1.0, "vllm": 2.0}.items()
+                    engine: [PeerSample(each, each, (1,), None)]
+                    for engine, each in {"radixkv": 1.0, "vllm": 2.0}.items()
                 }
                 rows.append(compare(name, row, setting, given))
-    rows.append(compare("warm", build_rows()["warm"], setting, {"radixkv": [Sample(1.0, 1.0, (1,), None)]}))
+    rows.append(compare("warm", build_rows()["warm"], setting, {"radixkv": [PeerSample(1.0, 1.0, (1,), None)]}))
     for name in ("a.svg", "b.svg"):
         draw_comparison(tmp_path / name, rows, "a machine")
     text = (tmp_path / "a.svg").read_text(encoding="utf-8")

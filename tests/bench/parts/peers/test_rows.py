@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from bench.parts.peers.rows import build_rows
-from bench.parts.peers.worker_process import Measured
+from bench.parts.peers.worker_process import PeerMeasurement
 from bench.parts.peers.workers.task import Done, Task
 
 ROWS = build_rows()
 ASKED = [name for name, row in ROWS.items() if row.unit != "start"]
 
 
-def answer(task: Task) -> Measured:
+def answer(task: Task) -> PeerMeasurement:
     tokens = [[prompt[-1]] * task.new_tokens for prompt in task.prompts]
-    return Measured(Done(6.0 + task.new_tokens, [2.0] * len(tokens), tokens, [8] * len(tokens)), task.new_tokens * 3.0)
+    return PeerMeasurement(
+        Done(6.0 + task.new_tokens, [2.0] * len(tokens), tokens, [8] * len(tokens)), task.new_tokens * 3.0
+    )
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from bench.parts.peers.comparison import compare
-from bench.parts.peers.engines import Setting
-from bench.parts.peers.rows import Sample, build_rows
+from bench.parts.peers.engines import PeerSetting
+from bench.parts.peers.rows import PeerSample, build_rows
 from bench.parts.peers.table import format_table
 
 
-def row(name: str, setting: Setting, least_s: float | None = None, **seconds: float) -> dict:
+def row(name: str, setting: PeerSetting, least_s: float | None = None, **seconds: float) -> dict:
     tokens = {"radixkv": 1, "vllm": 1, "openvino": 2}
-    given = {engine: [Sample(each, 2 * each, (tokens[engine],), None)] for engine, each in seconds.items()}
+    given = {engine: [PeerSample(each, 2 * each, (tokens[engine],), None)] for engine, each in seconds.items()}
     return compare(name, build_rows()[name], setting, given, least_s)
 
 
 def test_it_shows_times_ratios_and_differences() -> None:
-    one, demo = Setting("llama", "float32", 1), Setting("tiny", "float32", 2)
+    one, demo = PeerSetting("llama", "float32", 1), PeerSetting("tiny", "float32", 2)
     rows = [
         row("cold", one, least_s=2.0, radixkv=6.0, openvino=3.0, vllm=4.0),
         row("decode", one, radixkv=0.05, vllm=0.1),
@@ -38,6 +38,6 @@ def test_it_shows_times_ratios_and_differences() -> None:
 
 
 def test_a_row_that_an_engine_did_not_finish_has_a_gap() -> None:
-    one = Setting("llama", "float32", 1)
+    one = PeerSetting("llama", "float32", 1)
     text = format_table([row("cold", one, radixkv=6.0, vllm=4.0), row("warm", one, radixkv=0.5)], {}, [])
     assert text.splitlines()[5].split()[-5:] == ["-", "-", "-", "-", "-"]

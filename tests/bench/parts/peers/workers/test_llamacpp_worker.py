@@ -10,7 +10,7 @@ import pytest
 
 from bench.parts.peers.workers import llamacpp_worker
 from bench.parts.peers.workers.http_engine import HttpEngine
-from bench.parts.peers.workers.loop import Answer, Options
+from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions
 from bench.parts.peers.workers.task import Task
 
 SERVER = str(Path(__file__).with_name("fake_http_server.py"))
@@ -28,14 +28,14 @@ def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     asked: list[int] = []
     ask = llamacpp_worker.LlamaCpp._ask
 
-    def note(self: llamacpp_worker.LlamaCpp, prompt: list[int], new_tokens: int, slot: int = -1) -> Answer:
+    def note(self: llamacpp_worker.LlamaCpp, prompt: list[int], new_tokens: int, slot: int = -1) -> WorkerAnswer:
         asked.append(slot)
         return ask(self, prompt, new_tokens, slot)
 
     posted: list[str] = []
     monkeypatch.setattr(HttpEngine, "post", lambda _, path, __: posted.append(path))
     monkeypatch.setattr(llamacpp_worker.LlamaCpp, "_ask", note)
-    engine = llamacpp_worker.LlamaCpp(Options(Path("m.gguf"), "float32", 2, "", tmp_path))
+    engine = llamacpp_worker.LlamaCpp(WorkerOptions(Path("m.gguf"), "float32", 2, "", tmp_path))
     try:
         done = engine.run(Task([[1], [2]], 3, at_once=2))
         assert done.token_ids == [[0, 1, 2], [0, 1, 2]]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.parts.peers.workers.loop import Answer, run_in_threads
+from bench.parts.peers.workers.loop import WorkerAnswer, run_in_threads
 from bench.parts.peers.workers.task import Done, Ready, Task, from_line
 
 ROOT = Path(__file__).parents[5]
@@ -31,7 +31,7 @@ def test_only_answers_are_on_stdout() -> None:
 
 
 def test_answers_are_in_the_order_of_prompts() -> None:
-    done = run_in_threads(Task([[5], [6], [7]], 1, at_once=3), lambda prompt: Answer(0.1, prompt, None))
+    done = run_in_threads(Task([[5], [6], [7]], 1, at_once=3), lambda prompt: WorkerAnswer(0.1, prompt, None))
     assert done.token_ids == [[5], [6], [7]]
     assert done.first_s == [0.1] * 3
     assert done.wall_s > 0

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from bench.parts.peers.workers import openvino_worker
-from bench.parts.peers.workers.loop import Options
+from bench.parts.peers.workers.loop import WorkerOptions
 from bench.parts.peers.workers.task import Task
 
-OPTIONS = Options(Path("m"), "bfloat16", 1, "", Path())
+OPTIONS = WorkerOptions(Path("m"), "bfloat16", 1, "", Path())
 
 
 class Handle:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.parts.peers.workers.loop import Options
+from bench.parts.peers.workers.loop import WorkerOptions
 from bench.parts.peers.workers.radixkv_worker import RadixKV
 from bench.parts.peers.workers.task import Task
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
 def test_it_answers_through_the_server() -> None:
-    engine = RadixKV(Options(Path("tiny"), "float32", 1, "fast", Path()))
+    engine = RadixKV(WorkerOptions(Path("tiny"), "float32", 1, "fast", Path()))
     try:
         prompts = [[index] * 40 for index in range(3)]
         first = engine.run(Task(prompts, 1, at_once=2))

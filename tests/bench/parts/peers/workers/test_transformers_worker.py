@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench.parts.peers import checkpoint
-from bench.parts.peers.workers.loop import Options
+from bench.parts.peers.workers.loop import WorkerOptions
 from bench.parts.peers.workers.task import Task
 from bench.parts.peers.workers.transformers_worker import start
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_copied_cache_changes_no_token(model: Path) -> None:
-    engine = start(Options(model, "float32", 1, "generate", Path()))
+    engine = start(WorkerOptions(model, "float32", 1, "generate", Path()))
     cold = engine.run(Task(prompts(), 4))
     engine.run(Task(prompts()[:1], 1, shared_tokens=24, fills_cache=True))
     for at_once in (1, 2, 3):
@@ -41,8 +41,8 @@ def test_a_copied_cache_changes_no_token(model: Path) -> None:
 
 
 def test_continuous_batching_gives_the_same_tokens(model: Path) -> None:
-    expected = start(Options(model, "float32", 1, "generate", Path())).run(Task(prompts(), 4)).token_ids
-    engine = start(Options(model, "float32", 1, "batching", Path()))
+    expected = start(WorkerOptions(model, "float32", 1, "generate", Path())).run(Task(prompts(), 4)).token_ids
+    engine = start(WorkerOptions(model, "float32", 1, "batching", Path()))
     try:
         for at_once in (1, 2):
             done = engine.run(Task(prompts(), 4, at_once))

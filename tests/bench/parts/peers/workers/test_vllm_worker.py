@@ -9,7 +9,7 @@ import pytest
 
 from bench.parts.peers.workers import vllm_worker
 from bench.parts.peers.workers.http_engine import HttpEngine
-from bench.parts.peers.workers.loop import Options
+from bench.parts.peers.workers.loop import WorkerOptions
 from bench.parts.peers.workers.task import Task
 
 SERVER = str(Path(__file__).with_name("fake_http_server.py"))
@@ -24,7 +24,7 @@ def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         return HttpEngine([sys.executable, SERVER, *command], port, {})
 
     monkeypatch.setattr(vllm_worker, "HttpEngine", start)
-    engine = vllm_worker.Vllm(Options(Path("m"), "bfloat16", 2, "", tmp_path))
+    engine = vllm_worker.Vllm(WorkerOptions(Path("m"), "bfloat16", 2, "", tmp_path))
     try:
         done = engine.run(Task([[1], [2]], 3, at_once=2))
         assert done.token_ids == [[0, 1, 2], [0, 1, 2]]
