@@ -73,9 +73,8 @@ class LinearRows:
         num_values = num_tokens * (in_features + out_features) + in_features * out_features
         self.num_bytes = num_values * torch.bfloat16.itemsize
         num_sets = num_input_sets(self.num_bytes, cache_bytes)
-        options = {"dtype": torch.bfloat16, "device": device}
-        self._rows = torch.randn(num_sets, num_tokens, in_features, **options)
-        self._weights = torch.randn(num_sets, out_features, in_features, **options)
+        self._rows = torch.randn(num_sets, num_tokens, in_features, dtype=torch.bfloat16, device=device)
+        self._weights = torch.randn(num_sets, out_features, in_features, dtype=torch.bfloat16, device=device)
 
     def contestant(self, linear: Linear) -> Contestant:
         """Make a contestant from a linear layer that computes each set."""

@@ -56,13 +56,13 @@ class ProductServer:
         device: str,
         environment: Mapping[str, str] | None = None,
     ) -> ProductServer:
-        """Start `radixkv serve` without waiting until it listens. Its output goes to `NAME.out` and `NAME.log`."""
+        """Start `radixkv serve` without waiting until it listens. Its output goes to files of the run's folder."""
         metrics_port = _free_port()
         command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--model", model]
         command += ["--device", device, "--log-format", "json", "--metrics-port", str(metrics_port)]
         for setting in settings:
             command += ["--set", setting]
-        with Path(f"{name}.out").open("wb") as out, Path(f"{name}.log").open("wb") as log:
+        with _output_file(name).open("wb") as out, _log_file(name).open("wb") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -80,7 +80,7 @@ class ProductServer:
             RuntimeError: the process ended or did not listen in time. The message has the end of its log.
         """
         end_s = time.monotonic() + timeout_s
-        out = Path(f"{self.name}.out")
+        out = _output_file(self.name)
         while not (match := _LISTENING.search(out.read_text(encoding="utf-8"))):
             if not _is_running(self.pid):
                 raise RuntimeError(f"the server ended before it listened: {self._end_of_log()}")
@@ -97,7 +97,7 @@ class ProductServer:
     def log_lines(self) -> list[tuple[float, str]]:
         """Return the lines of its log so far, each with the seconds since the process was started."""
         lines = []
-        for line in Path(f"{self.name}.log").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in _log_file(self.name).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a library's warning is not JSON
                 fields = json.loads(line)
                 seconds = datetime.fromisoformat(fields["time"]).timestamp() - self.start_time
@@ -124,7 +124,7 @@ class ProductServer:
         return asdict(self)
 
     def _end_of_log(self) -> str:
-        text = Path(f"{self.name}.log").read_text(encoding="utf-8", errors="replace").strip()
+        text = _log_file(self.name).read_text(encoding="utf-8", errors="replace").strip()
         return text[-_LOG_END_CHARACTERS:].replace("\n", " | ")
 
 
@@ -149,6 +149,14 @@ def stop_servers(folder: Path) -> None:
 def _servers(folder: Path) -> dict[str, ProductServer]:
     servers = read_state(folder).get("servers", {})
     return {name: ProductServer(**facts) for name, facts in servers.items()}
+
+
+def _output_file(name: str) -> Path:
+    return Path(f"server_{name}.out")
+
+
+def _log_file(name: str) -> Path:
+    return Path(f"server_{name}.log")
 
 
 def _is_running(pid: int) -> bool:

@@ -61,7 +61,7 @@ def main() -> int:
         for name, settings in (DRY_SERVERS if report.is_dry_run else SERVERS).items()
     }
     update_state(servers={name: server.facts() for name, server in servers.items()})
-    summary = []
+    summary: list[str] = []
     for server in servers.values():
         _report_start(report, server, end_s - time.monotonic(), summary)
     memory = device_memory_mib()
