@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 import torch
 
@@ -25,30 +24,6 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def to_device_beside_steps(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Bring a tensor from the host to a device as `to_device` does, while steps that were launched before still run.
-
-    A GPU copies it on a stream of its own. What is launched afterwards on the current stream waits for the copy.
-
-    Args:
-        tensor: any shape. Do not change it afterwards.
-        device: device of the result.
-    """
-    if device.type != "cuda":
-        return to_device(tensor, device)
-    stream, current = _stream_of_copies(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream):
-        copied = to_device(tensor, device)
-    current.wait_stream(stream)
-    copied.record_stream(current)  # its memory is not given to another copy before the current stream is done with it
-    return copied
-
-
-@cache
-def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class StagedArrays:

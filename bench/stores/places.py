@@ -13,10 +13,10 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from radixkv.model.on_cpu import native_copies
+from radixkv.storage.pinned_memory import map_memory
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.by_name import StoreOptions, open_backend
-from radixkv.storage.tiers.host_memory import allocate_arena
 from radixkv.storage.tiers.slot_file import SlotSizes
 
 Buffers = Sequence[memoryview]
@@ -50,7 +50,7 @@ def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Itera
     """Open host memory beside copies into and out of memory that is there already."""
     payload_bytes = block_format.payload_bytes
     room = (object_bytes + 64) * num_blocks
-    arena = np.frombuffer(allocate_arena(num_blocks * payload_bytes), np.uint8).reshape(num_blocks, payload_bytes)
+    arena = np.frombuffer(map_memory(num_blocks * payload_bytes), np.uint8).reshape(num_blocks, payload_bytes)
 
     def write(sources: Buffers) -> None:
         for row, source in zip(arena, sources, strict=True):

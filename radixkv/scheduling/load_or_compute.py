@@ -39,6 +39,7 @@ class LoadOrCompute:
         self._loads: dict[str, _Line] = {}  # seconds by blocks, of each store
         self._answers_s: dict[str, float] = {}  # seconds until each shared store says what it has
         self._num_queued_blocks: dict[str, int] = {}
+        self._fills = _Line()  # seconds by blocks, from memory that a store lent into the pool
 
     def note_step(self, seconds: float, parts: Sequence[tuple[int, int]]) -> None:
         """Learn from a step that computed these ranges `[start, end)` of requests; nothing of single tokens.
@@ -61,6 +62,10 @@ class LoadOrCompute:
         if seconds is not None:
             self._loads.setdefault(store, _Line()).learn(num_blocks, seconds)
 
+    def note_fill(self, num_blocks: int, seconds: float) -> None:
+        """Note how long it took to copy loaded blocks into the pool: on a GPU, until the copy was complete."""
+        self._fills.learn(num_blocks, seconds)
+
     def note_answer(self, store: str, seconds: float) -> None:
         """Note that a shared store said what it has."""
         known_s = self._answers_s.setdefault(store, seconds)
@@ -78,6 +83,7 @@ class LoadOrCompute:
                 self._answers_s[store] *= 1 - _DOUBT
             if store in self._loads:
                 self._loads[store].doubt()
+        self._fills.doubt()
 
     def choose(self, start_token: int, stores: Sequence[str]) -> Choice:
         """Choose how many stored blocks are loaded, from the first on.
@@ -110,14 +116,14 @@ class LoadOrCompute:
         return None if nearest is None else self._token_s[nearest]
 
     def _load_s(self, counts: dict[str, int]) -> float | None:
-        """Return the time of the slowest call; None if one of the stores was never measured."""
+        """Return the time of the slowest call and of filling the pool; None if one of the stores was never measured."""
         slowest_s = 0.0
         for store, num_blocks in counts.items():
             line = self._loads.get(store)
             if line is None:
                 return None
             slowest_s = max(slowest_s, line.at(num_blocks + self._num_queued_blocks.get(store, 0)))
-        return slowest_s
+        return slowest_s + self._fills.at(sum(counts.values()))
 
 
 class _Line:
@@ -134,7 +140,9 @@ class _Line:
         self._y, self._xy = self._y * (1 - _DOUBT), self._xy * (1 - _DOUBT)
 
     def at(self, x: float) -> float:
-        """Return the seconds at `x`: at least 0, and growing with it."""
+        """Return the seconds at `x`: at least 0, and growing with it; 0 while nothing was learned."""
+        if not self._weight:
+            return 0.0
         spread = self._weight * self._xx - self._x * self._x
         slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._xx else 0.0
         start = (self._y - slope * self._x) / self._weight

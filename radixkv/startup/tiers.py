@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -30,8 +30,11 @@ from radixkv.kernels.native.copies import NativeCopies
 from radixkv.model.on_cpu import native_copies
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.startup.tier_secrets import ciphers_of, secret_of
+from radixkv.storage.device_copies import CopyStream
+from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_bytes import LayerBytes
-from radixkv.storage.mover import BlockMover, payload_layout
+from radixkv.storage.mover import BlockMover, GpuCopies, payload_layout, payload_sizes
+from radixkv.storage.pinned_memory import StagingSlots, map_memory, map_pinned_memory, staging_stride
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
 from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend
@@ -53,6 +56,7 @@ _LEAST_WAITING_BYTES = 64 << 20
 _TRIED_BLOCKS = 2
 _STRIDE = 7919
 _IN_PROCESS = ("host",)  # stores that nobody else can read
+_PINNED = ("host",)  # stores whose payloads a GPU can copy where they are
 
 
 class Transfers(NamedTuple):
@@ -117,7 +121,8 @@ class Stores:
             if is_shared:
                 store.greet()
             ciphers, is_working = None if name in _IN_PROCESS else self.ciphers, partial(_is_closed, circuit)
-            tiers.append(Tier(name, store, self.mover.sizes, is_working, ciphers, is_shared=is_shared))
+            stage = _keep if name in _PINNED else self.mover.stage
+            tiers.append(Tier(name, store, self.mover.sizes, is_working, ciphers, stage=stage, is_shared=is_shared))
             if isinstance(backend, DiskStore):
                 record = DiskRecord(backend, self.keys)
         offload = Offload(
@@ -169,7 +174,10 @@ def open_stores(
         )
     needs_copies = config.host_bytes is not None or config.disk_path is not None or model.device.type == "cpu"
     native = native_copies() if needs_copies else None
-    mover = BlockMover(storage.pools, storage.part_pools, native)
+    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
+    is_on_gpu = model.device.type == "cuda"
+    gpu = _gpu_copies(storage, waiting_bytes) if is_on_gpu else None
+    mover = BlockMover(storage.pools, storage.part_pools, native, gpu)
     block_format = BlockFormat(
         model=model.fingerprint,
         dtype=str(model.kv_shape.dtype),
@@ -182,7 +190,8 @@ def open_stores(
     keys, ciphers = BlockKeys(block_format, secret_of(config)), ciphers_of(config)
     backends: dict[str, StoreBackend] = {}
     closed: list[str] = []
-    for name, options in _wanted(config, others or {}, block_format, native).items():
+    map_host_memory = map_pinned_memory if is_on_gpu else map_memory
+    for name, options in _wanted(config, others or {}, block_format, native, map_host_memory).items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
@@ -190,20 +199,25 @@ def open_stores(
             closed.append(name)
     shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
     elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
-    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
     layer_bytes = LayerBytes.of(storage.pools[0])  # transfers alone ask, and have no other pool
     return Stores(backends, tuple(closed), keys, elsewhere, mover, waiting_bytes, ciphers, transfer, layer_bytes)
 
 
 def _wanted(
-    config: TiersConfig, others: Mapping[str, StoreConfig], block_format: BlockFormat, native: NativeCopies | None
+    config: TiersConfig,
+    others: Mapping[str, StoreConfig],
+    block_format: BlockFormat,
+    native: NativeCopies | None,
+    map_host_memory: Callable[[int], memoryview],
 ) -> dict[str, StoreOptions]:
     """Return what to open, the fastest first."""
     of_block = partial(object_bytes, block_format.block_size, block_format.payload_bytes)
     num_bytes = max(of_block(is_sealed=False), of_block(is_sealed=True))
     wanted: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
-        wanted["host"] = StoreOptions(block_format, num_bytes, config.host_bytes, native=native)
+        wanted["host"] = StoreOptions(
+            block_format, num_bytes, config.host_bytes, native=native, map_memory=map_host_memory
+        )
     if config.disk_path is not None:
         wanted["disk"] = StoreOptions(block_format, num_bytes, config.disk_bytes, config.disk_path, native)
     if config.redis_url is not None:
@@ -213,6 +227,22 @@ def _wanted(
     for name, store in others.items():
         wanted[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
     return wanted
+
+
+def _gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
+    """Allocate the pinned memory through which blocks leave a GPU, and come back from stores other than host memory."""
+    _, payload_bytes = payload_sizes(storage.pools, storage.part_pools)
+    stride = staging_stride(payload_bytes)
+    num_bytes = max(_TRIED_BLOCKS, waiting_bytes // stride) * stride
+    try:
+        memory = map_pinned_memory(num_bytes)
+    except MemoryError as error:
+        raise ConfigError(f"tiers: {num_bytes} bytes of host memory for copies of blocks can't be mapped") from error
+    return GpuCopies(CopyStream(storage.pools[0].blocks.device), StagingSlots(memory, payload_bytes))
+
+
+def _keep(payload: memoryview) -> None:
+    """Leave a payload where its store lends it."""
 
 
 def _shares_of(cache: PrefixCache, tenant: str) -> Shares:
@@ -255,6 +285,8 @@ def _computed_by(runner: Runner, mover: BlockMover) -> str:
     part_ids = block_ids if storage.part_pools else None  # there are as many parts
     runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True, part_ids=part_ids)])
     digest, ids = blake2b(digest_size=16), block_ids.tolist()
-    for payload in mover.read(ids, None if part_ids is None else ids):
+    read = mover.read(ids, None if part_ids is None else ids)
+    read.copy.wait()
+    for payload in read.payloads:
         digest.update(payload)
     return f"{device.type}, torch {torch.__version__}, {digest.hexdigest()}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +14,8 @@ import torch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.kernels.quantization import rotated_part
-from radixkv.kernels.staging import to_device, to_device_beside_steps
-
-_COPIED_BYTES = 256 << 20
+from radixkv.storage.device_copies import CompleteCopy, Copy, CopyStream
+from radixkv.storage.pinned_memory import StagingSlots
 
 
 def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> str:
@@ -41,18 +43,47 @@ def _layout_of(pool: KVPool, *, is_only: bool) -> str:
     return f"{layout}; vectors rotated in parts of {rotated_part(pool.head_dim)}" if pool.is_rotated else layout
 
 
+class ReadBlocks(NamedTuple):
+    """Copies of blocks in host memory.
+
+    Attributes:
+        payloads: the bytes of each block, which nothing changes anymore once `copy` is complete.
+        copy: the copy that fills them.
+    """
+
+    payloads: list[memoryview]
+    copy: Copy
+
+
+class GpuCopies(NamedTuple):
+    """What a `BlockMover` needs to copy blocks of a GPU.
+
+    Attributes:
+        stream: copies in order with the steps.
+        slots: pinned memory for payloads, of `BlockMover.payload_bytes` each.
+    """
+
+    stream: CopyStream
+    slots: StagingSlots
+
+
 class BlockMover:
     """Copies blocks out of the pools and into them.
 
         payload   [ layers that store every token ... )[ windowed layers, if the block has its part ... )
                   0                            block_bytes                                 payload_bytes
 
-    On a GPU copies come after the steps that were started before. The caller waits for those out of a pool alone.
+    On a CPU, copies are complete when a method returns. On a GPU a method only launches them, one for each block and
+    pool, on a stream of their own:
+
+        read    pool[block] ──▶ pinned slot ── event ──▶ threads of the stores copy the slot, or write it
+        write   pinned slot of the host tier, or of `stage` ──▶ pool[block] ── event ──▶ the slot is released
 
     Args:
         pools: the memory of blocks, a pool for each K/V shape; their bytes follow each other.
         part_pools: the same of windowed layers; empty if all layers store every token.
         native: copies in C++, which fill many blocks on a CPU faster; None for none.
+        gpu: for pools on a GPU; None for pools on a CPU.
 
     Attributes:
         block_bytes: bytes of one block without its part.
@@ -60,26 +91,70 @@ class BlockMover:
     """
 
     def __init__(
-        self, pools: Sequence[KVPool], part_pools: Sequence[KVPool] = (), native: NativeCopies | None = None
+        self,
+        pools: Sequence[KVPool],
+        part_pools: Sequence[KVPool] = (),
+        native: NativeCopies | None = None,
+        gpu: GpuCopies | None = None,
     ) -> None:
         self._native = native
+        self._gpu = gpu
         self._blocks = [pool.blocks for pool in pools]
         self._parts = [pool.blocks for pool in part_pools]
-        self.block_bytes = sum(map(_bytes_of, self._blocks))
-        self.payload_bytes = self.block_bytes + sum(map(_bytes_of, self._parts))
+        self.block_bytes, self.payload_bytes = payload_sizes(pools, part_pools)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes that a payload may have."""
         return (self.payload_bytes, self.block_bytes) if self._parts else (self.payload_bytes,)
 
-    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> list[memoryview]:
-        """Copy blocks to host memory. Returns their bytes, which nothing changes anymore.
+    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> ReadBlocks:
+        """Copy blocks to host memory.
 
         Args:
             block_ids: the blocks.
             part_ids: the part of each; None for one that has none, or for all.
+
+        Raises:
+            MemoryError: there are not as many staging slots, or not as much host memory. Nothing was copied.
         """
+        if self._gpu is not None:
+            return self._read_from_gpu(self._gpu, block_ids, part_ids or [None] * len(block_ids))
+        start_s = time.perf_counter()
+        payloads = self._read(block_ids, part_ids)
+        return ReadBlocks(payloads, CompleteCopy(time.perf_counter() - start_s))
+
+    def has_part(self, payload: memoryview) -> bool:
+        """Whether a payload of `read` has the part of its block; all have it if all layers store every token."""
+        return payload.nbytes == self.payload_bytes
+
+    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
+        """Copy bytes of `read` into blocks, whatever was there, but not into parts.
+
+        Args:
+            block_ids: the blocks to fill, different ones.
+            payloads: contiguous bytes for each. They must not change before the copy is complete.
+        """
+        return self._fill(self._blocks, block_ids, [payload[: self.block_bytes] for payload in payloads])
+
+    def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
+        """Copy the parts of such bytes into parts, whatever was there; see `write`."""
+        assert self._parts, "there are no windowed layers"
+        return self._fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
+
+    def stage(self, payload: memoryview) -> memoryview | None:
+        """Copy a payload into pinned memory, so that a later `write` does not wait for it. Any thread may call this.
+
+        Returns:
+            The copy; None if none is needed, as the pools are on a CPU, or if no slot is free.
+        """
+        slot = None if self._gpu is None else self._gpu.slots.take()
+        if slot is None:
+            return None
+        np.copyto(slot[: payload.nbytes], np.frombuffer(payload, np.uint8))
+        return slot[: payload.nbytes].data
+
+    def _read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None) -> list[memoryview]:
         if not self._parts or part_ids is None:
             return [each.data for each in _copies(self._blocks, block_ids)]
         payloads = np.empty((len(block_ids), self.payload_bytes), np.uint8)
@@ -91,32 +166,42 @@ class BlockMover:
         sizes = [self.block_bytes if part_id is None else self.payload_bytes for part_id in part_ids]
         return [each[:size].data for each, size in zip(payloads, sizes, strict=True)]
 
-    def has_part(self, payload: memoryview) -> bool:
-        """Whether a payload of `read` has the part of its block; all have it if all layers store every token."""
-        return payload.nbytes == self.payload_bytes
+    def _read_from_gpu(self, gpu: GpuCopies, block_ids: Sequence[int], part_ids: Sequence[int | None]) -> ReadBlocks:
+        gpu.stream.release_complete()
+        slots = []
+        for _ in block_ids:
+            slot = gpu.slots.take()
+            if slot is None:
+                raise MemoryError(f"no staging slots for {len(block_ids)} blocks")
+            slots.append(slot)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        payloads = []
+        for slot, block_id, part_id in zip(slots, block_ids, part_ids, strict=True):
+            target = torch.from_numpy(slot)
+            has_part = part_id is not None or not self._parts
+            pairs += zip(_split(target, self._blocks), _blocks_at(self._blocks, block_id), strict=True)
+            if part_id is not None:
+                parts = _split(target[self.block_bytes :], self._parts)
+                pairs += zip(parts, _blocks_at(self._parts, part_id), strict=True)
+            payloads.append(slot[: self.payload_bytes if has_part else self.block_bytes].data)
+        return ReadBlocks(payloads, gpu.stream.copy(pairs, slots))
 
-    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        """Copy bytes of `read` into blocks, whatever was there, but not into parts."""
-        self._fill(self._blocks, block_ids, [payload[: self.block_bytes] for payload in payloads])
-
-    def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        """Copy the parts of such bytes into parts, whatever was there."""
-        assert self._parts, "nobody has parts to write"
-        self._fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
-
-    def _fill(self, pools: Sequence[torch.Tensor], ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    def _fill(self, pools: Sequence[torch.Tensor], ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
         """Copy bytes into blocks of the pools: those of the first pool, then those of the next one."""
-        start = 0
+        if self._gpu is not None:
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for block_id, payload in zip(ids, payloads, strict=True):
+                pairs += zip(_blocks_at(pools, block_id), _split(_tensor_of(payload), pools), strict=True)
+            return self._gpu.stream.copy(pairs, list(payloads))
+        start_s, start = time.perf_counter(), 0
         for blocks in pools:
             end = start + _bytes_of(blocks)
             self._fill_one(blocks, ids, [payload[start:end] for payload in payloads])
             start = end
+        return CompleteCopy(time.perf_counter() - start_s)
 
     def _fill_one(self, blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
         if not ids or not _bytes_of(blocks):  # no bytes where all layers are windowed
-            return
-        if blocks.device.type != "cpu":
-            fill_at_once(blocks, ids, payloads)
             return
         memory = blocks.numpy()
         if self._native is not None and self._native.fill(memory, ids, payloads):
@@ -126,8 +211,33 @@ class BlockMover:
             np.copyto(block, np.frombuffer(payload, np.uint8).reshape(block.shape))
 
 
+def payload_sizes(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> tuple[int, int]:
+    """Return the bytes of a payload without its part and with it; see `BlockMover`."""
+    block_bytes = sum(_bytes_of(pool.blocks) for pool in pools)
+    return block_bytes, block_bytes + sum(_bytes_of(pool.blocks) for pool in part_pools)
+
+
 def _bytes_of(blocks: torch.Tensor) -> int:
     return blocks.shape[1:].numel()
+
+
+def _blocks_at(pools: Sequence[torch.Tensor], block_id: int) -> Iterator[torch.Tensor]:
+    """Return the bytes of one block in each pool that has any, as views of the pools."""
+    return (blocks[block_id].view(-1) for blocks in pools if _bytes_of(blocks))
+
+
+def _split(payload: torch.Tensor, pools: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Divide the bytes of a payload among the pools that have any."""
+    start = 0
+    for size in filter(None, map(_bytes_of, pools)):
+        yield payload[start : start + size]
+        start += size
+
+
+def _tensor_of(payload: memoryview) -> torch.Tensor:
+    """Return a view of a payload, which may be read-only: PyTorch only takes writable memory without a warning."""
+    address = np.frombuffer(payload, np.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * payload.nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _copies(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -136,32 +246,5 @@ def _copies(pools: Sequence[torch.Tensor], ids: Sequence[int]) -> npt.NDArray[np
 
 
 def _gathered(blocks: torch.Tensor, ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-    if blocks.device.type == "cpu":
-        gathered: npt.NDArray[np.uint8] = blocks.numpy()[ids]  # takes 0.6 of the time that `index_select` takes
-        return gathered
-    index = torch.tensor(ids, device=blocks.device)
-    pieces = [blocks.index_select(0, index[some]).cpu().numpy() for some in _slices(blocks, len(ids))]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
-def _slices(blocks: torch.Tensor, num_blocks: int) -> list[slice]:
-    """Cut what a GPU copies into what it copies at a time: that takes as much memory again beside the pool."""
-    num_at_once = max(1, _COPIED_BYTES // max(1, _bytes_of(blocks)))
-    return [slice(start, start + num_at_once) for start in range(0, num_blocks, num_at_once)]
-
-
-def fill_at_once(blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-    """Copy bytes into blocks as a GPU takes them: uploads from pinned memory, for which neither host nor steps wait.
-
-    Steps that are launched afterwards read what came. Uploads have a stream of their own; within the device, blocks are
-    filled between two steps.
-
-    Args:
-        blocks: bytes `[num_blocks, ...]`.
-        ids: the blocks to fill, different ones.
-        payloads: contiguous bytes for each.
-    """
-    for some in _slices(blocks, len(ids)):
-        source = torch.from_numpy(np.stack([np.frombuffer(each, np.uint8) for each in payloads[some]]))  # [ids, bytes]
-        index = to_device(torch.tensor(ids[some]), blocks.device)
-        blocks.index_copy_(0, index, to_device_beside_steps(source, blocks.device).view(-1, *blocks.shape[1:]))
+    gathered: npt.NDArray[np.uint8] = blocks.numpy()[ids]  # takes 0.6 of the time that `index_select` takes
+    return gathered

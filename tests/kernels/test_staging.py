@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixkv.kernels import staging
-from radixkv.kernels.staging import StagedArrays, to_device, to_device_beside_steps
+from radixkv.kernels.staging import StagedArrays, to_device
 
 
 def test_on_a_cpu_the_memory_is_shared() -> None:
@@ -30,46 +29,6 @@ def test_to_a_gpu_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     device = torch.device("cuda", 1)
     assert to_device(torch.arange(3), device).tolist() == [0, 1, 2]
     assert asked == ["pinned", (device, True)]
-
-
-class FakeStream:
-    """Notes what is asked of it, and is current inside a `with` block."""
-
-    def __init__(self, name: str, asked: list[str]) -> None:
-        self.name, self._asked = name, asked
-
-    def __enter__(self) -> None:
-        self._asked.append(f"{self.name} begins")
-
-    def __exit__(self, *_: object) -> None:
-        self._asked.append(f"{self.name} ends")
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self._asked.append(f"{self.name} waits for {other.name}")
-
-
-def test_a_copy_beside_steps_waits_for_none_and_later_ones_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    steps = FakeStream("steps", asked)
-
-    def copy(tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
-        asked.append("copy")
-        return tensor.clone()
-
-    def record_stream(_: torch.Tensor, stream: FakeStream) -> None:
-        asked.append(f"memory is of {stream.name}, too")
-
-    monkeypatch.setattr(staging, "to_device", copy)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream("copies", asked))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: steps)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
-    staging._stream_of_copies.cache_clear()
-    for _ in range(2):
-        assert to_device_beside_steps(torch.arange(3), torch.device("cuda", 1)).tolist() == [0, 1, 2]
-    staging._stream_of_copies.cache_clear()
-    one = ["copies begins", "copy", "copies ends", "steps waits for copies", "memory is of steps, too"]
-    assert asked == 2 * one
 
 
 def test_arrays_that_are_filled_again_come_over_together() -> None:

@@ -43,6 +43,26 @@ def test_the_fast_part_of_a_run_is_loaded() -> None:
     assert choice.choose(0, ["host"] * 3 + ["disk"] * 4).num_blocks == 3
 
 
+def test_the_time_to_fill_the_pool_counts() -> None:
+    choice = measured(loads={"host": (1e-3, 1e-4)})
+    choice.note_fill(4, 4 * 0.05)
+    num_blocks, load_s, _ = choice.choose(0, ["host"] * 5)
+    assert num_blocks == 5
+    assert load_s == pytest.approx(1e-3 + 5 * (1e-4 + 0.05))
+    choice.note_fill(4, 4 * 0.5)
+    assert choice.choose(0, ["host"] * 5).num_blocks == 0
+
+
+def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
+    choice = measured(loads={"host": (0.0, 1e-4)})
+    choice.note_fill(4, 4 * 0.1)
+    num_left_out = 0
+    while not choice.choose(0, ["host"]).num_blocks:
+        choice.doubt(["host"])
+        num_left_out += 1
+    assert 10 < num_left_out < 100
+
+
 def test_blocks_in_line_make_a_store_slower() -> None:
     choice = measured(loads={"host": (0.0, 0.05)})
     assert choice.choose(0, ["host"] * 2).num_blocks == 2

@@ -27,11 +27,12 @@ from radixkv.kernels.native.copies import NativeCopies
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.startup import tiers
 from radixkv.startup.build_engine import build_engine
+from radixkv.storage.pinned_memory import map_memory
 from radixkv.storage.tiers import by_name
 from radixkv.storage.tiers.block_object import object_bytes
 from radixkv.storage.tiers.block_store import StoreBackend, StoreSize
 from radixkv.storage.tiers.by_name import StoreOptions
-from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+from radixkv.storage.tiers.host_memory import HostMemory
 from radixkv.telemetry.gauges import EngineGauges
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
@@ -446,7 +447,7 @@ def test_bad_settings_of_shared_stores_are_refused(checkpoint: Path, settings: l
 
 def open_shelf(options: StoreOptions) -> StoreBackend:
     """A plug-in, as another package would have one."""
-    return HostMemory(allocate_arena(options.max_bytes or 0), options.object_bytes)
+    return HostMemory(map_memory(options.max_bytes or 0), options.object_bytes)
 
 
 class Nameless(HostMemory):
@@ -457,7 +458,7 @@ class Nameless(HostMemory):
 
 
 def open_nameless(options: StoreOptions) -> StoreBackend:
-    return Nameless(allocate_arena(options.max_bytes or 0), options.object_bytes)
+    return Nameless(map_memory(options.max_bytes or 0), options.object_bytes)
 
 
 @pytest.fixture

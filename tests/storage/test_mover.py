@@ -6,7 +6,6 @@ import torch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native import copies
 from radixkv.kernels.quantization import INT4
-from radixkv.storage import mover
 from radixkv.storage.mover import BlockMover, payload_layout
 from tests.storage.tiers.backends import native_or_skip
 
@@ -26,7 +25,7 @@ def test_blocks_come_back_as_they_were(dtype: torch.dtype, is_by_layer: bool, is
     pool = pool_of(dtype, is_by_layer=is_by_layer, is_latent=is_latent)
     mover = BlockMover([pool])
     before = pool.blocks.clone()
-    payloads = mover.read([3, 1])
+    payloads = mover.read([3, 1]).payloads
     assert [len(each) for each in payloads] == [mover.payload_bytes] * 2
     pool.blocks.zero_()
     mover.write([1, 4], [payload.toreadonly() for payload in payloads])
@@ -46,39 +45,14 @@ def test_copies_in_cpp_fill_the_same_bytes(
     pool = KVPool.allocate(5, 2, 3, 3, head_dim, dtype=dtype, is_by_layer=is_by_layer)
     pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
     before, filled = pool.blocks.clone(), pool.blocks.clone()
-    BlockMover([pool], native=native).write([1, 4], BlockMover([pool]).read([3, 1]))
+    BlockMover([pool], native=native).write([1, 4], BlockMover([pool]).read([3, 1]).payloads)
     filled[1], filled[4] = before[3], before[1]
     assert torch.equal(pool.blocks, filled)
 
 
-@pytest.mark.parametrize("num_at_once", [1, 2])
-@pytest.mark.parametrize("is_by_layer", [False, True])
-def test_a_gpu_gets_blocks_in_few_uploads(
-    monkeypatch: pytest.MonkeyPatch, *, is_by_layer: bool, num_at_once: int
-) -> None:
-    """There is none here, so the CPU does what it would do."""
-    pool = pool_of(torch.float32, is_by_layer=is_by_layer)
-    before = pool.blocks.clone()
-    payloads = BlockMover([pool]).read([3, 1])
-    pool.blocks.zero_()
-    uploads: list[int] = []
-
-    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        uploads.append(tensor.nbytes)
-        return tensor
-
-    monkeypatch.setattr(mover, "to_device", to_device)
-    monkeypatch.setattr(mover, "to_device_beside_steps", to_device)
-    monkeypatch.setattr(mover, "_COPIED_BYTES", num_at_once * payloads[0].nbytes)
-    mover.fill_at_once(pool.blocks, [1, 4], [payload.toreadonly() for payload in payloads])
-    assert torch.equal(pool.blocks[[1, 4]], before[[3, 1]])
-    assert not pool.blocks[[0, 2, 3]].any()
-    assert uploads == [num_at_once * 8, num_at_once * payloads[0].nbytes] * (2 // num_at_once)
-
-
 def test_a_payload_is_a_copy() -> None:
     pool = pool_of(torch.float32)
-    (payload,) = BlockMover([pool]).read([2])
+    (payload,) = BlockMover([pool]).read([2]).payloads
     before = bytes(payload)
     pool.blocks.zero_()
     assert bytes(payload) == before
@@ -87,8 +61,8 @@ def test_a_payload_is_a_copy() -> None:
 def test_both_orders_of_a_pool_make_the_same_payload() -> None:
     by_block, by_layer = pool_of(torch.float32), pool_of(torch.float32, is_by_layer=True)
     by_layer.values.copy_(by_block.values)
-    assert [bytes(each) for each in BlockMover([by_block]).read([0, 4])] == [
-        bytes(each) for each in BlockMover([by_layer]).read([0, 4])
+    assert [bytes(each) for each in BlockMover([by_block]).read([0, 4]).payloads] == [
+        bytes(each) for each in BlockMover([by_layer]).read([0, 4]).payloads
     ]
 
 
@@ -106,7 +80,7 @@ def test_a_block_comes_back_with_its_part_or_without(dtype: torch.dtype, is_by_l
     pool = pool_of(dtype, is_by_layer=is_by_layer, num_layers=num_whole)
     mover = BlockMover([pool], [parts])
     before, parts_before = pool.blocks.clone(), parts.blocks.clone()
-    first, second = mover.read([3, 1], [None, 2])
+    first, second = mover.read([3, 1], [None, 2]).payloads
     assert (first.nbytes, second.nbytes) == (mover.block_bytes, mover.payload_bytes) == mover.sizes[::-1]
     assert (mover.has_part(first), mover.has_part(second)) == (False, True)
     pool.blocks.zero_()
@@ -125,7 +99,7 @@ def test_a_payload_with_parts_has_another_layout() -> None:
         == f"{payload_layout([pool])}; then the same of 2 windowed layers, if they have it"
     )
     assert BlockMover([pool]).sizes == (BlockMover([pool]).payload_bytes,)
-    assert BlockMover([pool]).has_part(BlockMover([pool]).read([0])[0])
+    assert BlockMover([pool]).has_part(BlockMover([pool]).read([0]).payloads[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
@@ -134,7 +108,7 @@ def test_a_payload_has_the_bytes_of_pools_of_different_shapes(dtype: torch.dtype
     mover = BlockMover(pools, parts)
     assert mover.block_bytes == sum(pool.blocks[0].nbytes for pool in pools)
     before = [pool.blocks.clone() for pool in (*pools, *parts)]
-    first, second = mover.read([3, 1], [None, 2])
+    first, second = mover.read([3, 1], [None, 2]).payloads
     assert (first.nbytes, second.nbytes) == (mover.block_bytes, mover.payload_bytes)
     for pool in (*pools, *parts):
         pool.blocks.zero_()

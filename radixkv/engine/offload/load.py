@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from radixkv.cache.elsewhere.found import Found
 from radixkv.scheduling.request import Request
+from radixkv.storage.device_copies import Copy
 from radixkv.storage.tiers.block_object import ObjectFault, Wanted
 from radixkv.storage.tiers.tier import Absence, LoadedBlock, Miss, Tier
 
@@ -43,6 +44,7 @@ class Load:
         futures: of the calls.
         blocks: what has come, by key.
         requests: those that want it.
+        copies: the copies of its blocks into the pool that were started.
     """
 
     def __init__(self, run: Sequence[Found], started_s: float) -> None:
@@ -51,6 +53,7 @@ class Load:
         self.futures: list[Future[list[LoadedBlock | Miss]]] = []
         self.blocks: dict[bytes, LoadedBlock] = {}
         self.requests: set[Request] = set()
+        self.copies: list[Copy] = []
         self._open = set(self.stores)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,6 +19,7 @@ from radixkv.engine.offload.load import Load, LoadedBlocks
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.scheduling.request import Request
+from radixkv.storage.device_copies import Copy
 from radixkv.storage.mover import BlockMover
 from radixkv.storage.tiers.block_store import Loan
 from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
@@ -42,7 +43,7 @@ class Loader:
     """Loads blocks while their requests wait and others compute.
 
         begin ──▶ stores ──▶ ready: the request waits for its turn ──▶ fill: copied into its blocks, published
-                                     └ over before that ──▶ given back
+                                     └ over before that ──▶ released     └ copy is complete ──▶ released
 
     Requests that want the same blocks share a load. A store's time limit bounds the wait: what does not come is
     computed.
@@ -84,6 +85,8 @@ class Loader:
         self._loads: dict[bytes, Load] = {}  # by the key of the first block
         self._wishes: dict[Request, _Wish] = {}
         self._waiting: set[Request] = set()  # those that `ready` has not returned
+        self._copying: deque[Load] = deque()  # unused, but the device still copies their blocks
+        self._filled: deque[tuple[int, Sequence[Copy]]] = deque()  # blocks, and copies that may not be complete
         self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks, float]] = queue.SimpleQueue()
 
     def begin(self, request: Request, first_block: int) -> bool:
@@ -150,6 +153,7 @@ class Loader:
 
     def ready(self) -> list[Request]:
         """Return the requests whose loads ended since the last call."""
+        self._release_copied()
         ready: list[Request] = []
         while not self._ended.empty():
             load, store, blocks, ended_s = self._ended.get()
@@ -175,11 +179,11 @@ class Loader:
 
         What was in these blocks before must have been saved.
 
-        Returns:
-            Tokens at the start of the prompt whose K and V exist then.
+        On a GPU this only launches the copies. Steps that are launched later wait for them on the device, and what the
+        stores lent is kept until they are complete.
 
-        Raises:
-            torch.OutOfMemoryError, MemoryError: there is no memory for the copy. Nothing has changed.
+        Returns:
+            Tokens at the start of the prompt whose K and V exist for the steps after this.
         """
         start, size = lease.cached_tokens, self._cache.block_size
         wish = self._wishes[request]
@@ -194,7 +198,7 @@ class Loader:
         if not found:
             self.leave(request)
             return start
-        self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(found)])
+        copies = [self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(found)])]
         lease.copy = None
         num_loaded = Counter(each.shelf for each in found)
         num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
@@ -204,9 +208,17 @@ class Loader:
         if _publishes(request):
             lease.commit(end * size)
             self._elsewhere.loaded([each.block.key for each in found])
-        self._fill_parts(lease, first, payloads[: len(found)])
+        copies += self._fill_parts(lease, first, payloads[: len(found)])
+        self._filled.append((len(found), copies))
+        wish.load.copies += copies
+        self._note_filled()
         self.leave(request)
         return max(start, end * size)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether what stores lent is kept until the device has copied it."""
+        return bool(self._copying)
 
     @property
     def has_ended(self) -> bool:
@@ -229,9 +241,13 @@ class Loader:
                 self._wishes[request] = wish._replace(run=())
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything. Waits for copies to the device."""
         for request in list(self._wishes):
             self.leave(request)
+        for load in self._copying:
+            for copy in load.copies:
+                copy.wait()
+        self._release_copied()
 
     def _usable(self, namespace: Namespace, tokens: bytes, first_block: int, run: Sequence[Found]) -> Sequence[Found]:
         """Return the longest beginning of a run of stored blocks from whose end a request could go on."""
@@ -258,12 +274,14 @@ class Loader:
         keeps_all = namespace.tenant == PUBLIC_TENANT
         return self._cache.parts.num_usable(block_ids, have_part, keeps_all=keeps_all)
 
-    def _fill_parts(self, lease: PromptLease, first: int, payloads: Sequence[memoryview]) -> None:
+    def _fill_parts(self, lease: PromptLease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
         """Copy the parts that a lease needs of the blocks from `first` on."""
+        copies: list[Copy] = []
         for holder in lease.own.parts:
             given = holder.receive(lease.block_ids, first + len(payloads))
             part_ids = [holder.part_of(int(lease.block_ids[at])) for at in given]
-            self._mover.write_parts(part_ids, [payloads[at - first] for at in given])
+            copies.append(self._mover.write_parts(part_ids, [payloads[at - first] for at in given]))
+        return copies
 
     def _start(self, run: Sequence[Found]) -> Load:
         load = Load(run, self._clock())
@@ -290,10 +308,24 @@ class Loader:
             return
         if load.is_ended:
             del self._loads[first]
-            self._num_free_blocks += len(load.run)
-            load.release()
+            self._copying.append(load)
+            self._release_copied()
         else:
             load.cancel()
+
+    def _release_copied(self) -> None:
+        """Release unused loads whose copies to the device are complete. Copies complete in the order of their start."""
+        self._note_filled()
+        while self._copying and all(copy.is_complete() for copy in self._copying[0].copies):
+            load = self._copying.popleft()
+            self._num_free_blocks += len(load.run)
+            load.release()
+
+    def _note_filled(self) -> None:
+        """Learn how long complete copies to the device took."""
+        while self._filled and all(copy.is_complete() for copy in self._filled[0][1]):
+            num_blocks, copies = self._filled.popleft()
+            self._choice.note_fill(num_blocks, sum(copy.seconds() for copy in copies))
 
 
 def _publishes(request: Request) -> bool:

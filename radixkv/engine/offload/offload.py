@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
-
 from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredPage
 from radixkv.api.stats import TierStats
@@ -116,6 +114,7 @@ class Offload:
         if self.elsewhere.listener.is_on and self._saver.has_waiting:
             return _NEWS_PERIOD_S
         is_unfinished = self._saver.has_waiting or self._deleter.has_failed or self.purger.has_failed
+        is_unfinished = is_unfinished or self._loader.is_copying
         return _RETRY_PERIOD_S if is_unfinished else None
 
     def stats(self) -> list[TierStats]:
@@ -220,10 +219,6 @@ class Offload:
         copies = self._saver.copy()
         try:
             return self._loader.fill(request, lease)
-        except (torch.OutOfMemoryError, MemoryError):
-            _log.warning("the device has no memory to load blocks for a request; it computes them")
-            self._loader.leave(request)
-            return lease.cached_tokens
         finally:
             self._saver.save(copies)  # what goes for them may be what was just read
 

@@ -6,11 +6,9 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
-
-import torch
 
 from radixkv.cache.elsewhere.elsewhere import Departure, Elsewhere
 from radixkv.engine.offload.deleter import Deleter
@@ -37,10 +35,12 @@ class Copies(NamedTuple):
     Attributes:
         blocks: with the copy of each.
         given_up: the keys that go for them, by store, in their order.
+        wait: blocks until the copies are complete.
     """
 
     blocks: Sequence[tuple[Departure, memoryview]]
     given_up: Mapping[str, Sequence[bytes]]
+    wait: Callable[[], None] = lambda: None
 
 
 class Saver:
@@ -95,15 +95,24 @@ class Saver:
         self.save(self.copy())
 
     def copy(self) -> Copies:
-        """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`."""
+        """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`.
+
+        On a GPU this only launches the copies, in order with the steps. The threads of the stores wait for them.
+        """
         self.note_ended()
         left, given_up = self._elsewhere.take_departures()
         departures = self._within_bound(left)
-        payloads = self._read(departures) if departures else []
-        if payloads is None:
+        if not departures:
+            return Copies([], given_up)
+        try:
+            read = self._mover.read([each.block_id for each in departures], [each.part_id for each in departures])
+        except MemoryError as error:
+            _log.warning(
+                "no memory to copy %d evicted blocks for the stores, so they are lost: %s", len(departures), error
+            )
             self._drop(departures)
             return Copies([], given_up)
-        return Copies(list(zip(departures, payloads, strict=True)), given_up)
+        return Copies(list(zip(departures, read.payloads, strict=True)), given_up, read.copy.wait)
 
     def save(self, copies: Copies) -> None:
         """Give copies to the stores, and wait for none."""
@@ -115,7 +124,7 @@ class Saver:
             if name == "disk" and self._record is not None:
                 for namespace in {each.block.namespace for each, _ in wanted}:
                     self._record.note(namespace)
-            objects = [_object(each, payload, tier) for each, payload in wanted]
+            objects = [_object(each, payload, tier, copies.wait) for each, payload in wanted]
             self._num_free_blocks -= len(objects)
             saved = tier.save(objects, given_up)
             self._open[saved] = _Save(name, [each.key for each in objects], given_up)
@@ -153,14 +162,6 @@ class Saver:
             self._elsewhere.lost(name, keys)
             self._delete(name, older)
 
-    def _read(self, departures: Sequence[Departure]) -> list[memoryview] | None:
-        """Copy blocks; None if the device does not have the memory that it takes meanwhile."""
-        try:
-            return self._mover.read([each.block_id for each in departures], [each.part_id for each in departures])
-        except (torch.OutOfMemoryError, MemoryError):
-            _log.warning("the device has no memory to copy %d blocks for its stores, which are lost", len(departures))
-            return None
-
     def _note_end(self, saved: Future[PutResult | None]) -> None:
         name, keys, given_up = self._open.pop(saved)
         result = None if saved.cancelled() else saved.result()
@@ -187,9 +188,8 @@ class Saver:
             self._deleter.delete_unknown(name, keys)
 
 
-def _object(departure: Departure, payload: memoryview, tier: Tier) -> BlockObject:
+def _object(departure: Departure, payload: memoryview, tier: Tier, wait: Callable[[], None]) -> BlockObject:
     block = departure.block
     generation = int(departure.part_id is not None)  # a later one takes the place of one without its part
-    return BlockObject(
-        block.key, block.parent, generation, block.tokens, payload, tier.cipher_of(block.namespace.tenant)
-    )
+    cipher = tier.cipher_of(block.namespace.tenant)
+    return BlockObject(block.key, block.parent, generation, block.tokens, payload, cipher, wait)

@@ -92,12 +92,16 @@ class Exports:
             UnknownLease: as `blocks_of`; the lease may have ended since.
         """
         self._lease(lease_id, tenant)
-        payloads = self._mover.read([found.block_ids[index] for index in indices]) if indices else []
-        if layers is not None:
+        read = self._mover.read([found.block_ids[index] for index in indices]) if indices else None
+        payloads = [] if read is None else read.payloads
+        if read is not None and layers is not None:
+            read.copy.wait()  # `cut` may copy
             payloads = [self._layer_bytes.cut(payload, layers) for payload in payloads]
         blocks = [found.blocks[index] for index in indices]
         return [
-            BlockObject(block.key, block.parent, 0, block.tokens, payload)
+            BlockObject(
+                block.key, block.parent, 0, block.tokens, payload, None, None if read is None else read.copy.wait
+            )
             for block, payload in zip(blocks, payloads, strict=True)
         ]
 

@@ -12,7 +12,7 @@ numbers, so bytes from anybody can be opened.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import NamedTuple
 
@@ -82,8 +82,9 @@ class BlockObject(NamedTuple):
     Attributes:
         key, parent, generation: see `ObjectHead`.
         tokens: the block's own, little-endian uint32.
-        payload: contiguous bytes of K and V. They must never change again: give a copy.
+        payload: contiguous bytes of K and V. Once they are there, they must never change again: give a copy.
         cipher: seals the object; None stores it in the clear.
+        wait_for_payload: blocks until the payload is there; None if it is. `parts`, `pieces` and `write_to` call it.
     """
 
     key: bytes
@@ -92,6 +93,7 @@ class BlockObject(NamedTuple):
     tokens: bytes
     payload: memoryview
     cipher: BlockCipher | None = None
+    wait_for_payload: Callable[[], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -136,6 +138,8 @@ class BlockObject(NamedTuple):
 
         Complexity: one pass over the payload to encrypt it.
         """
+        if self.wait_for_payload is not None:
+            self.wait_for_payload()
         num_tokens = len(self.tokens) // TOKEN_BYTES
         head = ObjectHead(self.key, self.parent, self.generation, num_tokens, self.payload.nbytes)
         if self.cipher is None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 from radixkv.kernels.native.copies import NativeCopies
+from radixkv.storage.pinned_memory import map_memory
 from radixkv.storage.tiers.block_key import BlockFormat
 from radixkv.storage.tiers.block_store import StoreBackend
+from radixkv.storage.tiers.host_memory import HostMemory
 
 ENTRY_POINTS = "radixkv.stores"
 
@@ -26,6 +28,8 @@ class StoreOptions:
         max_bytes: the bound; None where the place has its own.
         place: a directory, a URL or an address; empty for none.
         native: copies in C++, for our own backends; None for none, and for those of other packages.
+        map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is
+            not as much.
     """
 
     block_format: BlockFormat
@@ -33,6 +37,7 @@ class StoreOptions:
     max_bytes: int | None = None
     place: str = ""
     native: NativeCopies | None = None
+    map_memory: Callable[[int], memoryview] = map_memory
 
 
 OpenBackend = Callable[[StoreOptions], StoreBackend]
@@ -96,9 +101,12 @@ def _entry_points(name: str) -> tuple[EntryPoint, ...]:
 
 
 def _host(options: StoreOptions) -> StoreBackend:
-    from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
-
-    return HostMemory(allocate_arena(options.max_bytes or 0), options.object_bytes, options.native)
+    num_bytes = options.max_bytes or 0
+    try:
+        arena = options.map_memory(num_bytes)
+    except MemoryError as error:
+        raise ConfigError(f"tiers.host_bytes: expected memory for {num_bytes} bytes, got none") from error
+    return HostMemory(arena, options.object_bytes, options.native)
 
 
 def _disk(options: StoreOptions) -> StoreBackend:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
 
 from radixkv.errors import ConfigError
 from radixkv.kernels.native.copies import NativeCopies
@@ -19,30 +17,11 @@ from radixkv.storage.tiers.slot_table import SlotEntry, SlotTable
 _ALIGNMENT = 64
 
 
-def allocate_arena(num_bytes: int) -> memoryview:
-    """Allocate memory for a `HostMemory`: pinned where there is CUDA, so that a GPU copies without a stop between.
-
-    Ordinary memory takes room once something is written into it; pinned memory takes it at once.
-
-    Raises:
-        ConfigError: there is not enough memory.
-    """
-    try:
-        if torch.cuda.is_available():
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
-        pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (RuntimeError, MemoryError, OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"tiers.host_bytes: expected memory for {num_bytes} bytes, got none") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(pages)[:num_bytes]
-
-
 class HostMemory(StoreBackend):
     """Objects in host memory. A loan is the slot itself: nothing is copied to read.
 
     Args:
-        arena: of `allocate_arena`; its size is the bound.
+        arena: the memory, such as `map_memory` returns it; its size is the bound.
         object_bytes: size of the largest object, see `object_bytes` in `block_object`.
         native: see `BlockObject.write_to`.
 

@@ -82,6 +82,8 @@ class Tier:
         payload_bytes: bytes of K and V of a block, or all sizes that it may have; an object of another one is foreign.
         is_working: tells whether the store is used, or left alone for a while.
         ciphers: seal what is stored; None stores it in the clear.
+        stage: called on the store's thread with each loaded payload. Returns a copy in pinned memory, in place of which
+            the store's loan ends; None to keep the payload where the store lends it.
         is_shared: whether other servers use the store as well.
 
     Attributes:
@@ -96,11 +98,13 @@ class Tier:
         is_working: Callable[[], bool] = lambda: True,
         ciphers: TenantCiphers | None = None,
         *,
+        stage: Callable[[memoryview], memoryview | None] = lambda payload: None,
         is_shared: bool = False,
     ) -> None:
         self.name = name
         self.is_working = is_working
         self._ciphers = ciphers
+        self._stage = stage
         self._is_shared = is_shared
         self._store = store
         self._payload_bytes = (payload_bytes,) if isinstance(payload_bytes, int) else tuple(payload_bytes)
@@ -204,6 +208,10 @@ class Tier:
         if isinstance(payload, ObjectFault):
             loan.release()
             return payload
+        staged = self._stage(payload)
+        if staged is not None:
+            loan.release()
+            return LoadedBlock(staged.toreadonly(), Loan(staged))
         return LoadedBlock(payload if payload.readonly else payload.toreadonly(), loan)
 
     def _is_useless(self, fault: LoadedBlock | Miss) -> bool:

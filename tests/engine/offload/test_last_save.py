@@ -140,10 +140,14 @@ def test_few_copies_that_may_wait_cut_no_prompt() -> None:
     assert saved_last(bench) == (True, blocks_of(108, 104, 100))
 
 
+def _no_memory(*_: object) -> None:
+    raise MemoryError
+
+
 def test_blocks_that_were_dropped_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = TieredBench(num_blocks=12, disk=PromptStore(100))
     used(bench, 100)
-    monkeypatch.setattr(bench.offload._saver, "_read", lambda _: None)
+    monkeypatch.setattr(bench.mover, "read", _no_memory)
     assert saved_last(bench) == (False, [])
 
 

@@ -20,10 +20,13 @@ from radixkv.engine.offload.offload import Offload
 from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.invocation import InvocationMarks
 from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.storage.device_copies import CompleteCopy, Copy
+from radixkv.storage.mover import ReadBlocks
+from radixkv.storage.pinned_memory import map_memory
 from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys, KeyScope
 from radixkv.storage.tiers.block_object import BlockObject, object_bytes
 from radixkv.storage.tiers.block_store import Loan, PutResult, StoreSize
-from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+from radixkv.storage.tiers.host_memory import HostMemory
 from radixkv.storage.tiers.tier import Tier
 from tests.core_bench import BLOCK_SIZE, Bench, Clock
 from tests.fake_runner import FakeRunner
@@ -48,26 +51,29 @@ class FakeMover:
     def has_part(self, payload: memoryview) -> bool:
         return payload.nbytes == PAYLOAD_BYTES
 
-    def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
         assert all(self.has_part(payload) for payload in payloads)
         self.written_parts += part_ids
+        return CompleteCopy()
 
-    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> list[memoryview]:
+    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> ReadBlocks:
         slots = [
             [each and (each[0], each[1].hex()) for each in self._runner.content[block_id]] for block_id in block_ids
         ]
         payloads = [memoryview(json.dumps(each).encode().ljust(PAYLOAD_BYTES)) for each in slots]
         if part_ids is None or not self.has_parts:
-            return payloads
-        return [
+            return ReadBlocks(payloads, CompleteCopy())
+        payloads = [
             each if part_id is not None else each[:BYTES_WITHOUT_PART]
             for each, part_id in zip(payloads, part_ids, strict=True)
         ]
+        return ReadBlocks(payloads, CompleteCopy())
 
-    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
         for block_id, payload in zip(block_ids, payloads, strict=True):
             slots = json.loads(bytes(payload))
             self._runner.content[block_id] = [each and (each[0], bytes.fromhex(each[1])) for each in slots]
+        return CompleteCopy()
 
 
 class SteppedStore:
@@ -82,7 +88,7 @@ class SteppedStore:
     def __init__(self, num_blocks: int) -> None:
         slot_bytes = -(-OBJECT_BYTES // 64) * 64
         self.num_blocks = num_blocks
-        self.memory = HostMemory(allocate_arena(num_blocks * slot_bytes), OBJECT_BYTES)
+        self.memory = HostMemory(map_memory(num_blocks * slot_bytes), OBJECT_BYTES)
         self.calls: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.error: Exception | None = None
 

@@ -11,9 +11,10 @@ import pytest
 
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.model.on_cpu import native_copies
+from radixkv.storage.pinned_memory import map_memory
 from radixkv.storage.tiers.block_store import StoreBackend
 from radixkv.storage.tiers.disk import DiskStore
-from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+from radixkv.storage.tiers.host_memory import HostMemory
 from radixkv.storage.tiers.redis import RedisStore
 from tests.patience import PATIENCE_S
 
@@ -34,12 +35,12 @@ def native_or_skip() -> NativeCopies:
 
 @contextlib.contextmanager
 def host_memory(num_objects: int) -> Iterator[HostMemory]:
-    yield HostMemory(allocate_arena(num_objects * SLOT_BYTES), OBJECT_BYTES)
+    yield HostMemory(map_memory(num_objects * SLOT_BYTES), OBJECT_BYTES)
 
 
 @contextlib.contextmanager
 def native_host_memory(num_objects: int) -> Iterator[HostMemory]:
-    yield HostMemory(allocate_arena(num_objects * SLOT_BYTES), OBJECT_BYTES, native_or_skip())
+    yield HostMemory(map_memory(num_objects * SLOT_BYTES), OBJECT_BYTES, native_or_skip())
 
 
 @contextlib.contextmanager

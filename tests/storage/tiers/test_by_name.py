@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.storage.pinned_memory import map_memory
 from radixkv.storage.tiers import by_name
 from radixkv.storage.tiers.block_store import PutOutcome, StoreBackend
 from radixkv.storage.tiers.by_name import StoreOptions, open_backend, require_backend, require_redis_url
-from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+from radixkv.storage.tiers.host_memory import HostMemory
 
 from .blocks import FORMAT, OBJECT_BYTES, block
 
 
 def open_plug_in(options: StoreOptions) -> StoreBackend:
     """A plug-in, as a package would have one."""
-    return HostMemory(allocate_arena(len(options.place) * 4096), options.object_bytes)
+    return HostMemory(map_memory(len(options.place) * 4096), options.object_bytes)
 
 
 def test_our_stores_are_opened_by_name(tmp_path: Path) -> None:

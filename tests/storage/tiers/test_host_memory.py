@@ -5,11 +5,13 @@ import gc
 import pytest
 
 from radixkv.errors import ConfigError
+from radixkv.storage.pinned_memory import map_memory
 from radixkv.storage.tiers.block_store import PutOutcome
-from radixkv.storage.tiers.host_memory import HostMemory, allocate_arena
+from radixkv.storage.tiers.by_name import StoreOptions, open_backend
+from radixkv.storage.tiers.host_memory import HostMemory
 
 from .backends import SLOT_BYTES, host_memory
-from .blocks import OBJECT_BYTES, block, key_of, stored
+from .blocks import FORMAT, OBJECT_BYTES, block, key_of, stored
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -71,9 +73,9 @@ def test_an_object_that_can_not_be_packed_leaves_its_slot_free() -> None:
 
 def test_an_arena_has_room_for_an_object() -> None:
     with pytest.raises(ConfigError, match=f"host_bytes: expected at least {SLOT_BYTES} bytes, got {OBJECT_BYTES - 1}"):
-        HostMemory(allocate_arena(OBJECT_BYTES - 1), OBJECT_BYTES)
+        HostMemory(map_memory(OBJECT_BYTES - 1), OBJECT_BYTES)
 
 
 def test_memory_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="host_bytes: expected memory"):
-        allocate_arena(1 << 60)
+        open_backend("host", StoreOptions(FORMAT, OBJECT_BYTES, max_bytes=1 << 60))
