@@ -1270,7 +1270,7 @@ STORE_MUTANTS = (
     ),
     Mutant("storage/tiers/by_name.py", "options.object_bytes, options.native)", "options.object_bytes)"),
     Mutant("storage/tiers/by_name.py", ", native=options.native", ""),
-    Mutant("startup/tiers.py", "storage.part_pools, native)", "storage.part_pools)"),
+    Mutant("startup/tiers.py", "storage.part_pools, native, gpu)", "storage.part_pools, None, gpu)"),
     Mutant("storage/tiers/disk.py", "                self._buffers.give_back(buffer)\n", "                pass\n"),
 )
 FLEET_MUTANTS = (
