@@ -14,13 +14,12 @@ from radixkv.service.fleet.servicers import (
     FleetModelServicer,
     FleetPrefillServicer,
     FleetServicer,
-    partial_handler,
+    add_partial_service,
 )
 from radixkv.service.server.health.health_status import HealthStatus
 from radixkv.service.server.identity.doors import Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import bounded_server
-from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
 from radixkv.service.server.last_connections import end_connections
@@ -84,13 +83,11 @@ class IngressServer:
         self._intake = Intake(config, limits, self._unfinished)
         entry = Entry(Gate(self._doors.requests), self._intake)
         self._grpc = bounded_server(config, limits, StatusInterceptor(entry))
-        lines = CallLines(self._grpc)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), lines)  # type: ignore[no-untyped-call]
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), lines)  # type: ignore[no-untyped-call]
-        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), lines)  # type: ignore[no-untyped-call]
-        lines.add_generic_rpc_handlers(
-            (partial_handler(_CACHE, FleetCacheCalls(roll_call).methods), partial_handler(_EVENTS))
-        )
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), self._grpc)  # type: ignore[no-untyped-call]
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
+        add_partial_service(self._grpc, _CACHE, FleetCacheCalls(roll_call).methods)
+        add_partial_service(self._grpc, _EVENTS)
         add_standard_services(self._grpc, self._health, _SERVICES)
 
     async def start(self) -> str:

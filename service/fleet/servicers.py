@@ -18,6 +18,7 @@ from radixkv.service.fleet.disaggregated_prefill import HandOver, SourceLost
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection
 from radixkv.service.fleet.routing_request import Question, Routed
+from radixkv.service.server.accept_loop import add_handlers
 from radixkv.service.server.calls import traceparent_of
 from radixkv.service.server.generation.options import read_num_answers, read_sampling
 from radixkv.service.server.messages import require_names
@@ -172,10 +173,12 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
                 yield part
 
 
-def partial_handler(
-    service: ServiceDescriptor, methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({})
-) -> grpc.GenericRpcHandler[Any, Any]:
-    """Return a handler of a service of which a fleet has only some methods. The others say to ask a replica."""
+def add_partial_service(
+    server: grpc.aio.Server,
+    service: ServiceDescriptor,
+    methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({}),
+) -> None:
+    """Add a service of which a fleet has only some methods. The error of each other method says to ask a replica."""
 
     def refusal(name: str) -> Any:
         async def refuse(request: object, context: Context) -> None:
@@ -191,7 +194,7 @@ def partial_handler(
         )
         for method in service.methods
     }
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+    add_handlers(server, service.full_name, handlers)
 
 
 def _ask_a_replica(subject: str) -> SwitchedOff:

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import grpc.aio
+
 from radixkv.config import Config
-from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.shared_parts import SharedParts
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
 
-AddService = Callable[[CallLines, SharedParts], str]
+AddService = Callable[[grpc.aio.Server, SharedParts], str]
 """Adds a service to a server, inside its event loop, and returns the service's name."""
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -27,7 +25,6 @@ from radixkv.service.server.health.health_status import HealthStatus
 from radixkv.service.server.identity.doors import Door, Doors
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.intake.bounds import bounded_server
-from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.intake.entry import Entry
 from radixkv.service.server.intake.intake import Intake
@@ -41,7 +38,7 @@ from radixkv.service.server.servicer import CacheServicer, PrefillServicer
 from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.server.standard_services import add_standard_services, log_missing_services
 from radixkv.service.server.status import StatusInterceptor
-from radixkv.service.server.transfer.kv_sources import KVSources, sources_of
+from radixkv.service.server.transfer.kv_sources import sources_of
 from radixkv.service.server.unfinished_calls import UnfinishedCalls
 from radixkv.service.structured.grammars import Grammars
 from radixkv.v1 import (
@@ -83,9 +80,6 @@ class Server:
         services: add more services; see `optional_services`.
         gateway_tenant: the owner of the gateway's data.
         count_refusal: is called with the exception of each call that is refused before the engine knows of it.
-        stop: see the attribute.
-        doors: who is let in; by default as the configuration says.
-        sources: of K/V to fetch; by default as the engine's configuration says.
 
     Attributes:
         stop: set when the service should drain: by a caller of `Drain`, or by whoever runs the server.
@@ -103,16 +97,13 @@ class Server:
         services: Iterable[AddService] = (),
         gateway_tenant: str = "",
         count_refusal: CountRefusal | None = None,
-        stop: asyncio.Event | None = None,
-        doors: Doors | None = None,
-        sources: KVSources | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
-        self.stop = stop or asyncio.Event()
+        self.stop = asyncio.Event()
         self.admin_address: str | None = None
-        self._doors = doors or Doors(config)
-        self._sources = sources or sources_of(engine)
+        self._doors = Doors(config)
+        self._sources = sources_of(engine)
         self._gateway_tenant = gateway_tenant
         self._count_refusal = count_refusal
         self._health = HealthStatus()
@@ -127,28 +118,28 @@ class Server:
         add_standard_services(self._grpc, self._health, self._services)
         self._admin_grpc = None if self._doors.admins is None else self._made(self._doors.admins)
         if self._admin_grpc is not None:
-            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, CallLines(self._admin_grpc))  # type: ignore[no-untyped-call]
+            cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, self._admin_grpc)  # type: ignore[no-untyped-call]
             add_standard_services(self._admin_grpc, self._health, ADMIN_SERVICES)
 
     def _add_services(
         self, cache_servicer: CacheServicer, model_path: str | None, services: Iterable[AddService]
     ) -> tuple[str, ...]:
         """Add everything but health and reflection to the port of requests, and return the names."""
-        engine, lines = self._engine, CallLines(self._grpc)
+        engine, server = self._engine, self._grpc
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         self._readers = None if engine.events is None else EventReaders(engine.events)
         shared = SharedParts(self._readers, tokenizer, grammars, self._intake.held)
         prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), self._sources)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, lines)  # type: ignore[no-untyped-call]
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, lines)  # type: ignore[no-untyped-call]
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), lines)  # type: ignore[no-untyped-call]
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, server)  # type: ignore[no-untyped-call]
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, server)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), server)  # type: ignore[no-untyped-call]
         names = [*SERVICES]
         if self._readers is not None:
             events = EventServicer(self._readers, engine.limits.epoch)
-            events_pb2_grpc.add_EventServiceServicer_to_server(events, lines)  # type: ignore[no-untyped-call]
+            events_pb2_grpc.add_EventServiceServicer_to_server(events, server)  # type: ignore[no-untyped-call]
             names.append(EVENT_SERVICE)
-        return (*names, *(add(lines, shared) for add in services))
+        return (*names, *(add(server, shared) for add in services))
 
     async def start(self) -> str:
         """Bind and serve.
@@ -175,19 +166,8 @@ class Server:
 
     @property
     def has_ended(self) -> bool:
-        """Whether gRPC stopped serving by itself, as grpcio 1.85 does after a call whose path is not UTF-8."""
+        """Whether gRPC stopped serving by itself, after an error of its own. The process should be restarted then."""
         return any(termination.done() for termination in self._terminations)
-
-    async def abandon(self) -> None:
-        """Let go of what is left after `has_ended`, so that another server can take the ports. Calls under way end."""
-        if self._health_watch is not None:
-            self._health_watch.cancel()
-        if self._readers is not None:
-            self._readers.close()
-        for each in (self._grpc, self._admin_grpc):
-            if each is not None:
-                with contextlib.suppress(TimeoutError, grpc.aio.UsageError, asyncio.CancelledError):
-                    await asyncio.wait_for(each.stop(0), _FLUSH_S)
 
     async def drain(self) -> bool:
         """Refuse new requests, let running ones finish, then stop.
@@ -264,59 +244,37 @@ def run(
 
     Raises:
         ConfigError: the address can't be bound.
-        InvariantViolation: the engine's thread ended, and all calls were answered. The process should be restarted.
+        InvariantViolation: the engine's thread ended, or gRPC's server did. The process should be restarted.
     """
     rest = (model_path, tuple(services), gateway_tenant, count_refusal)
     with frozen_survivors(), short_lock_turns():
         engine.start()
         try:
-            asyncio.run(
-                _serve_until_signal(engine, config, lambda own, **kept: Server(engine, own, *rest, **kept), on_ready)
-            )
+            asyncio.run(_serve_until_signal(engine, lambda: Server(engine, config, *rest), on_ready))
         finally:
             engine.stop()
 
 
 async def _serve_until_signal(
-    engine: Engine,
-    config: ServerConfig,
-    make_server: Callable[..., Server],
-    on_ready: Callable[[], None] = lambda: None,
+    engine: Engine, make_server: Callable[[], Server], on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    stop = asyncio.Event()
-    # Files that can't be used when another server takes over leave what was.
-    make_server = partial(make_server, stop=stop, doors=Doors(config), sources=sources_of(engine))
+    server = make_server()
     for number in (signal.SIGTERM, signal.SIGINT):
         # further signals change nothing: the drain ends by itself
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, server.stop.set)
     log_missing_services()
-    server = make_server(config)
     address = await server.start()
     on_ready()
     print(f"listening on {address}", flush=True)
-    while not await _is_to_stop(engine, server, stop):
-        _logger.error("gRPC has ended its server, perhaps after a call with a broken path; another one takes over")
-        await server.abandon()
-        config = dataclasses.replace(config, port=_port_of(address))
-        if server.admin_address is not None:
-            config = dataclasses.replace(config, admin_port=_port_of(server.admin_address))
-        server = make_server(config)
-        await server.start()
+    while not server.stop.is_set() and engine.is_alive and not server.has_ended:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.stop.wait(), _HEALTH_PERIOD_S)
+    has_ended = server.has_ended
     if await server.drain():
         _logger.info("stopped")
     else:
         _logger.warning("stopped; not all requests were answered")
     if not engine.is_alive:
         raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
-
-
-def _port_of(address: str) -> int:
-    return int(address.rpartition(":")[2])
-
-
-async def _is_to_stop(engine: Engine, server: Server, stop: asyncio.Event) -> bool:
-    """Wait until a signal or a call asks the server to stop, its engine ends, or, then False, gRPC has ended it."""
-    while not stop.is_set() and engine.is_alive and not server.has_ended:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _HEALTH_PERIOD_S)
-    return stop.is_set() or not engine.is_alive
+    if has_ended:
+        raise InvariantViolation("server: expected gRPC to serve until the server stops, got a server that ended")

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import grpc.aio
 
 from radixkv.service.server.health.health_status import HealthStatus
-from radixkv.service.server.intake.call_lines import CallLines
 
 _logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ def add_standard_services(server: grpc.aio.Server, health: HealthStatus, service
     if _is_installed(_HEALTH):
         from radixkv.service.server.health.servicer import SERVICE, add_health
 
-        add_health(CallLines(server), health)
+        add_health(server, health)
         services.append(SERVICE)
     if _is_installed(_REFLECTION):
         from grpc_reflection.v1alpha import reflection

@@ -31,7 +31,6 @@ from radixkv.service.server.gateway.running_calls import RunningCall, RunningCal
 from radixkv.service.server.gateway.traffic import Traffic
 from radixkv.service.server.generation.answer_writer import AnswerWriter
 from radixkv.service.server.intake.account import Account
-from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.intake.deadlines import Deadlines
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_servicer import pieces_of
@@ -46,7 +45,7 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 _SERVICE: str = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 
-def add_gateway(server: CallLines, shared: SharedParts, engine: Engine, config: Config) -> str:
+def add_gateway(server: grpc.aio.Server, shared: SharedParts, engine: Engine, config: Config) -> str:
     """Add the gateway's service to a server. To be called inside the event loop that runs it.
 
     Returns:

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from radixkv.service.server.accept_loop import add_handlers
 from radixkv.service.server.health.health_status import HealthStatus
 from radixkv.service.server.health.list_messages import HealthListRequest, HealthListResponse
-from radixkv.service.server.intake.call_lines import CallLines
 from radixkv.service.server.unfinished_calls import Context
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -24,17 +24,17 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-def add_health(lines: CallLines, health: HealthStatus) -> None:
+def add_health(server: grpc.aio.Server, health: HealthStatus) -> None:
     """Add the health service to a server."""
     servicer = HealthServicer(health)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, lines)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     if not hasattr(health_pb2_grpc.HealthServicer, "List"):  # grpcio-health-checking is too old to add it
         handler = grpc.unary_unary_rpc_method_handler(
             servicer.List,
             request_deserializer=HealthListRequest.FromString,
             response_serializer=HealthListResponse.SerializeToString,
         )
-        lines.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"List": handler}),))
+        add_handlers(server, SERVICE, {"List": handler})
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # not typed

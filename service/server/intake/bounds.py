@@ -8,6 +8,7 @@ import grpc.aio
 
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
+from radixkv.service.server.accept_loop import make_server
 
 # A token of its own field: a tag and four bytes.
 _TOKEN_BYTES = 5
@@ -62,8 +63,5 @@ def bounded_server(
     config: ServerConfig, limits: Limits, interceptor: grpc.aio.ServerInterceptor[Any, Any]
 ) -> grpc.aio.Server:
     """Make a gRPC server without services, whose calls all go through `interceptor`."""
-    return grpc.aio.server(
-        interceptors=[interceptor],
-        options=grpc_options(config, limits),
-        maximum_concurrent_rpcs=min(_TIMES_MAX_CALLS * config.max_calls, _MAX_INT32),
-    )
+    max_calls = min(_TIMES_MAX_CALLS * config.max_calls, _MAX_INT32)
+    return make_server([interceptor], grpc_options(config, limits), max_calls)

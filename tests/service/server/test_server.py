@@ -92,11 +92,7 @@ def test_an_engine_whose_thread_ends_ends_the_process_after_its_last_answer(monk
                 addresses.append(await super().start())
                 return addresses[0]
 
-        ending = asyncio.create_task(
-            server_module._serve_until_signal(
-                engine, ServerConfig(), lambda config, **kept: Noted(engine, config, **kept)
-            )
-        )
+        ending = asyncio.create_task(server_module._serve_until_signal(engine, lambda: Noted(engine, ServerConfig())))
         assert await becomes_true(lambda: addresses)
         async with AsyncClient(addresses[0], timeout_s=PATIENCE_S) as client:
             waiting = asyncio.create_task(client.prefill([7]))

@@ -160,9 +160,5 @@ def test_a_server_that_starts_logs_what_it_leaves_out(
     engine.is_alive = False  # the server ends as soon as it has started
 
     with pytest.raises(InvariantViolation):
-        asyncio.run(
-            server_module._serve_until_signal(
-                engine, ServerConfig(port=0), lambda config, **kept: Server(engine, config, **kept)
-            )
-        )
+        asyncio.run(server_module._serve_until_signal(engine, lambda: Server(engine, ServerConfig(port=0))))
     assert sum("reflection is off" in message for message in caplog.messages) == 1

@@ -1,0 +1,120 @@
+"""How gRPC's asyncio server accepts calls: one loop for each method, none of which bytes from the network can end.
+
+From grpcio 1.84 on, one loop accepts the calls of all methods, and decodes the path of a call to a method that is not
+registered outside of any error handling. A path that is not UTF-8 raises UnicodeDecodeError there, which shuts the
+server down: a single packet from a client without credentials aborts the calls of all clients. Before 1.84 the path is
+decoded in the call's own task, which fails alone.
+
+`AcceptingServer` replaces that loop. The path of a registered method is known without decoding it, and each call to
+anything else is answered with UNIMPLEMENTED, whatever its path is. Hence all methods must be registered, as generated
+code does; handlers that are only generic are never called. The calls of a method that floods the server do not delay
+the acceptance of others, and the cost of a call does not grow with the number of methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc.aio
+from grpc._cython import cygrpc
+
+# What grpcio 1.84 and 1.85 name the parts of their loop. Other versions accept calls as they do by themselves.
+_PARTS = ("_MethodResolver", "_handle_rpc", "_schedule_rpc_coro")
+_UNKNOWN_METHOD = "/"
+
+_logger = logging.getLogger(__name__)
+
+
+def make_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]],
+    options: Sequence[tuple[str, Any]],
+    max_concurrent_calls: int,
+) -> grpc.aio.Server:
+    """Return an asyncio gRPC server without services, as `grpc.aio.server` does, that invalid paths do not end.
+
+    Args:
+        interceptors: Interceptors of every call, the outermost first.
+        options: Channel arguments of gRPC.
+        max_concurrent_calls: Further calls are answered with RESOURCE_EXHAUSTED.
+    """
+    original = cygrpc.AioServer
+    if hasattr(original, "_make_request_call_future"):
+        if all(hasattr(cygrpc, name) for name in _PARTS):
+            cygrpc.AioServer = AcceptingServer
+        else:
+            _logger.warning(
+                "grpcio %s accepts calls in a way that radixkv does not know: a call whose path is not UTF-8 may end "
+                "the server; grpcio 1.85 is known to work",
+                grpc.__version__,
+            )
+    try:
+        return grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_concurrent_calls)
+    finally:
+        cygrpc.AioServer = original
+
+
+def add_handlers(
+    server: grpc.aio.Server, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+) -> None:
+    """Add the methods of a service that has no generated code, as generated code would.
+
+    Args:
+        server: A server that has not started.
+        service: The full name of the service, such as `grpc.health.v1.Health`.
+        handlers: A handler by the name of its method.
+    """
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_registered_method_handlers(service, handlers)  # type: ignore[attr-defined]  # not in its stubs
+
+
+class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's extension module has no types
+    """The part of `grpc.aio.Server` that is written in Cython, with a loop for each method that accepts its calls.
+
+    The arguments are those of `cygrpc.AioServer`; `max_concurrent_calls` bounds the calls of all methods together.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread_pool: object,
+        generic_handlers: Sequence[object],
+        interceptors: Sequence[object] | None,
+        options: object,
+        max_concurrent_calls: int | None,
+        *rest: object,
+    ) -> None:
+        super().__init__(loop, thread_pool, generic_handlers, interceptors, options, None, *rest)
+        self._event_loop = loop
+        self._call_interceptors = tuple(interceptors or ())
+        self._max_concurrent_calls = max_concurrent_calls
+        self._handlers: dict[str, object] = {}
+        self._calls: set[asyncio.Task[None]] = set()  # the event loop itself holds only weak references to tasks
+
+    def add_registered_method_handlers(self, handlers: Mapping[str, object]) -> None:
+        """Register methods, by their full names such as `/package.Service/Method`."""
+        self._handlers.update(handlers)
+        super().add_registered_method_handlers(handlers)
+
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Task[None]:
+        """Return the loop that accepts the calls of a method, or with None those of all unregistered ones.
+
+        grpcio awaits this as if it were the next call. It ends when the server shuts down, with the error that grpcio
+        expects then.
+        """
+        return self._event_loop.create_task(self._accept(method))
+
+    async def _accept(self, method: bytes | None) -> None:
+        resolver = cygrpc._MethodResolver([], self._handlers)
+        name = _UNKNOWN_METHOD if method is None else method.decode()
+        while True:
+            call = await (self._request_call() if method is None else self._request_registered_call(method))
+            is_refused = self._max_concurrent_calls is not None and len(self._calls) >= self._max_concurrent_calls
+            handler = cygrpc._handle_rpc(name, resolver, self._call_interceptors, call, self._event_loop, is_refused)
+            task = self._event_loop.create_task(
+                cygrpc._schedule_rpc_coro(handler, call, self._event_loop, name), name="rpc_task"
+            )
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
