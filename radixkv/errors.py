@@ -4,8 +4,8 @@
     ├── RequestError                 the request is wrong and would be wrong again
     │   ├── InvalidAdapter
     │   ├── InvalidRequest
-    │   ├── Unauthenticated
-    │   ├── PermissionDenied
+    │   ├── InvalidCredential
+    │   ├── NotPermitted
     │   ├── PromptTooLong
     │   ├── BeyondCeiling
     │   ├── UnknownAdapter
@@ -91,11 +91,11 @@ class InvalidRequest(RequestError):
     """A field of the request holds a value that is never allowed."""
 
 
-class Unauthenticated(RequestError):
+class InvalidCredential(RequestError):
     """The caller shows no credential that this service knows."""
 
 
-class PermissionDenied(RequestError):
+class NotPermitted(RequestError):
     """The caller's credential does not allow this call, or not for this tenant."""
 
 

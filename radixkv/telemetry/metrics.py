@@ -11,7 +11,7 @@ from prometheus_client.registry import RestrictedRegistry
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import Usage
 from radixkv.engine.observer import Observer
-from radixkv.errors import DeadlineExceeded, InvalidRequest, PermissionDenied, QueueFull, RadixKVError, Unauthenticated
+from radixkv.errors import DeadlineExceeded, InvalidCredential, InvalidRequest, NotPermitted, QueueFull, RadixKVError
 from radixkv.scheduling.request import Outcome, Request
 
 # Clients choose tenant names, and each name becomes a time series. Further tenants share the series `other`.
@@ -24,8 +24,8 @@ _TIERS = ("host", "disk", "remote")
 
 # The label `reason` of refused calls: that of the first matching class, so that clients cannot create time series.
 _REFUSAL_REASONS: tuple[tuple[type[RadixKVError], str], ...] = (
-    (Unauthenticated, "unauthenticated"),
-    (PermissionDenied, "forbidden"),
+    (InvalidCredential, "unauthenticated"),
+    (NotPermitted, "forbidden"),
     (InvalidRequest, "malformed"),
     (DeadlineExceeded, "slow"),
     (QueueFull, "busy"),

@@ -10,7 +10,7 @@ from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.cli import argument_types
 from radixkv.service.client import Client
-from radixkv.service.client.channel import MAX_RETRIES
+from radixkv.service.client.connection import MAX_RETRIES
 
 TOKEN_VARIABLE = "RADIXKV_TOKEN"
 

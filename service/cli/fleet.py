@@ -15,7 +15,7 @@ from radixkv.config import Config, ServerConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError
 from radixkv.service.cli import argument_types
-from radixkv.service.client.access import tls_credentials
+from radixkv.service.client.connection import tls_credentials
 from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
 from radixkv.service.server.listen_address import host_port, not_free, require_free
 from radixkv.service.server.transfer.kv_sources import require_sources

@@ -13,9 +13,9 @@ import grpc
 from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.service.cli.connection import add_connection, client_of
-from radixkv.service.client.access import is_on_this_machine
-from radixkv.service.client.channel import channel_to, named
-from radixkv.service.client.health import ServingStatus, health_check
+from radixkv.service.client.address import is_on_this_machine
+from radixkv.service.client.calls import HEALTH_CHECK, ServingStatus
+from radixkv.service.client.connection import open_channel, server_name_options
 
 _TIMEOUT_S = 5.0
 
@@ -59,9 +59,10 @@ def _status_over_tls(arguments: argparse.Namespace) -> ServingStatus | None:
     except OSError:
         return None
     credentials = grpc.ssl_channel_credentials(certificate.encode())
-    with channel_to(arguments.address, credentials, named(name)) as channel:
-        status: ServingStatus = health_check(channel)(StringValue(value=arguments.service), timeout=arguments.timeout_s)
-        return status
+    with open_channel(arguments.address, credentials, server_name_options(name)) as channel:
+        check_health = HEALTH_CHECK.bind(channel)
+        response = check_health(StringValue(value=arguments.service), timeout=arguments.timeout_s)
+        return ServingStatus(response.value)
 
 
 def _certificate_at(address: str, timeout_s: float) -> tuple[str, str]:

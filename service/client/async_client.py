@@ -1,36 +1,32 @@
-"""The client for event loops."""
+"""The client for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
 import grpc
-from google.protobuf.message import Message
 from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
-from radixkv.service.client.access import Access, File
-from radixkv.service.client.channel import Options, async_channel_to, call_of, channel_options, stubs, target, timeout
-from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
-from radixkv.service.client.health import ServingStatus, health_check
-from radixkv.service.client.prefix_key import PrefixKey
-from radixkv.service.client.public_prefixes import AsyncPublicPrefixes
+from radixkv.service.client import calls
+from radixkv.service.client.address import ChannelOptions
+from radixkv.service.client.calls import CALLS, Call, Request, Response, ServingStatus
+from radixkv.service.client.connection import Connection, File, require_timeout
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
     generate_request,
+    make_request,
     prefill_request,
-    probe_request,
+    prompt_request,
     purge_request,
     retain_request,
-    segments_request,
 )
-from radixkv.service.client.route_calls import AsyncRouteCalls
+from radixkv.service.client.response_stream import AsyncResponseStream
 from radixkv.service.client.served_tokenizer import AsyncServedTokenizer
-from radixkv.service.client.streams import AsyncAnswerStream
 from radixkv.service.client.text_answers import AsyncTextAnswer, new_text
 from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
@@ -39,25 +35,44 @@ from radixkv.v1.cache_pb2 import (
     DrainRequest,
     ListAdaptersRequest,
     ListAdaptersResponse,
+    ListPublicPrefixesRequest,
+    ListPublicPrefixesResponse,
+    ListSegmentsRequest,
     ListSegmentsResponse,
     LoadAdapterRequest,
     LoadAdapterResponse,
+    PublicPrefix,
     PurgeResponse,
+    RegisterPublicPrefixRequest,
     RetainResponse,
     StatsRequest,
     StatsResponse,
     UnloadAdapterRequest,
+    UnregisterPublicPrefixRequest,
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
-from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
-from radixkv.v1.prefill_pb2 import GenerateRequest, GenerateResponse, PrefillResponse, ProbeResponse
+from radixkv.v1.fleet_pb2 import RouteRequest, RouteResponse
+from radixkv.v1.model_pb2 import GetTokenizerRequest, TokenizerChunk
+from radixkv.v1.prefill_pb2 import (
+    FetchKVRequest,
+    FetchKVResponse,
+    GenerateRequest,
+    GenerateResponse,
+    PrefillResponse,
+    ProbeRequest,
+    ProbeResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+    RenewRequest,
+    RenewResponse,
+)
 
 
-class AsyncClient(AsyncRouteCalls):
-    """Awaited calls over one connection, with the arguments of `Client`. Make it inside the event loop that uses it.
+class AsyncClient:
+    """The calls of `Client`, awaited, with the same arguments and errors. Create it inside the event loop that uses it.
 
     Attributes:
-        public: calls about prefixes that the prompts of all tenants use.
+        public: calls about public prefixes, which the prompts of all tenants share.
     """
 
     def __init__(
@@ -71,31 +86,25 @@ class AsyncClient(AsyncRouteCalls):
         token: str | None = None,
         certificate: File | None = None,
         key: File | None = None,
-        options: Options = (),
+        options: ChannelOptions = (),
     ) -> None:
-        """Connect lazily; see `Client`."""
-        self._timeout_s = timeout(timeout_s)
-        self._access = Access(
-            target(address),
+        """Create a client; see `Client`. It connects with the first call."""
+        self._connection = Connection(
+            address,
+            timeout_s=timeout_s,
+            retries=retries,
+            prefix_key_tokens=prefix_key_tokens,
             tls_ca=tls_ca,
             token=token,
             certificate=certificate,
             key=key,
-            prefix_key=PrefixKey(prefix_key_tokens),
-        )
-        self._diagnosis = Diagnosis(
-            address,
-            has_tls=tls_ca is not None,
-            has_certificate=certificate is not None,
-            proxy=proxy_variable(address, options),
+            options=options,
         )
         self._is_closed = False
-        self._channel = async_channel_to(address, self._access.credentials, channel_options(options, retries))
-        self._prefill, self._cache, self._model, self._events = stubs(self._channel)
-        self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._served = AsyncServedTokenizer(self._model, self._chunks)
-        self.public = AsyncPublicPrefixes(self._cache, self._ask, self._served)
-        self._check_health = health_check(self._channel)
+        self._channel = self._connection.open_async()
+        self._stubs = {call: call.bind(self._channel) for call in CALLS}
+        self._served = AsyncServedTokenizer(self._tokenizer_chunks)
+        self.public = AsyncPublicPrefixClient(self._call, self._served)
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,11 +123,8 @@ class AsyncClient(AsyncRouteCalls):
         self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
-        request = prefill_request(await self._served.token_ids(prompt, timeout_s), options)
-        answer: PrefillResponse = await self._ask(
-            self._prefill.Prefill, request, self._access.metadata_of(request), timeout_s
-        )
-        return answer
+        token_ids = await self._served.token_ids(prompt, timeout_s)
+        return await self._call(calls.PREFILL, prefill_request(token_ids, options), timeout_s)
 
     @overload
     def generate(
@@ -133,10 +139,10 @@ class AsyncClient(AsyncRouteCalls):
     def generate(
         self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncTextAnswer | AsyncIterator[GenerateResponse]:
-        """Continue a prompt; see `Client.generate`. `async for` reads the answer; a text is sent when that begins."""
+        """Generate a completion; see `Client.generate`. Read it with `async for`, which sends a text prompt."""
         if not isinstance(prompt, str):
             return self._generate(generate_request(prompt, options), timeout_s)
-        return self._answer(lambda tokenizer: tokenizer.encode(prompt), timeout_s, options)
+        return self._generate_text(lambda tokenizer: tokenizer.encode(prompt), timeout_s, options)
 
     def chat(
         self,
@@ -148,31 +154,63 @@ class AsyncClient(AsyncRouteCalls):
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncTextAnswer:
-        """Answer a conversation; see `Client.chat`. It is put into the template when the answer is first read."""
+        """Generate the next message of a conversation; see `Client.chat`. Reading the answer sends the prompt."""
 
         def encode(tokenizer: Tokenizer) -> list[int]:
             return tokenizer.encode_chat(
                 messages, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
             )
 
-        return self._answer(encode, timeout_s, options)
+        return self._generate_text(encode, timeout_s, options)
 
     async def probe(
         self, prompt: str | TokenIds, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> ProbeResponse:
-        """Ask how many tokens a prefill would reuse now; see `Client.probe`."""
-        request = probe_request(await self._served.token_ids(prompt), tenant=tenant, adapter=adapter, salt=salt)
-        answer: ProbeResponse = await self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
-        return answer
+        """Return how many tokens a prefill would reuse now; see `Client.probe`."""
+        token_ids = await self._served.token_ids(prompt)
+        request = prompt_request(ProbeRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        return await self._call(calls.PROBE, request)
+
+    async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
+        """Release a held lease; see `Client.release`."""
+        return await self._call(calls.RELEASE, make_request(ReleaseRequest, lease_id=lease_id, tenant=tenant))
+
+    async def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
+        """Restart the time to live of a held lease; see `Client.renew`."""
+        return await self._call(calls.RENEW, make_request(RenewRequest, lease_id=lease_id, tenant=tenant))
+
+    def fetch_kv(
+        self,
+        lease_id: str,
+        *,
+        tenant: str = "",
+        epoch: int = 0,
+        first_block: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        stores: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[FetchKVResponse]:
+        """Read the K/V of a held lease; see `Client.fetch_kv`."""
+        request = make_request(
+            FetchKVRequest,
+            lease_id=lease_id,
+            tenant=tenant,
+            epoch=epoch,
+            first_block=first_block,
+            first_layer=first_layer,
+            num_layers=num_layers,
+            stores=stores,
+        )
+        return self._stream(calls.FETCH_KV, request, self._connection.timeout_s(timeout_s))
 
     async def retain(
         self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
-        """Set the priority of a cached range; see `Client.retain`."""
+        """Set the retention priority of a cached range; see `Client.retain`."""
         token_ids = await self._served.token_ids(prompt)
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
-        answer: RetainResponse = await self._ask(self._cache.Retain, request, self._access.metadata_of(request))
-        return answer
+        return await self._call(calls.RETAIN, request)
 
     async def purge(
         self,
@@ -182,10 +220,8 @@ class AsyncClient(AsyncRouteCalls):
         salt: str | None = None,
         everything: bool = False,
     ) -> PurgeResponse:
-        """Forget namespaces; see `Client.purge`."""
-        request = purge_request(tenant, adapter, salt, everything=everything)
-        answer: PurgeResponse = await self._ask(self._cache.Purge, request)
-        return answer
+        """Drop everything that is cached for a tenant, an adapter or a salt; see `Client.purge`."""
+        return await self._call(calls.PURGE, purge_request(tenant, adapter, salt, everything=everything))
 
     async def segments(
         self,
@@ -196,39 +232,41 @@ class AsyncClient(AsyncRouteCalls):
         hottest_first: bool = False,
         store: str = "",
     ) -> ListSegmentsResponse:
-        """List what is cached, a page at a time; see `Client.segments`."""
-        request = segments_request(tenant, page_size, page_token, store, hottest_first=hottest_first)
-        answer: ListSegmentsResponse = await self._ask(self._cache.ListSegments, request)
-        return answer
+        """List the cached segments page by page; see `Client.segments`."""
+        request = make_request(
+            ListSegmentsRequest,
+            tenant=tenant,
+            page_size=page_size,
+            page_token=page_token,
+            hottest_first=hottest_first,
+            store=store,
+        )
+        return await self._call(calls.LIST_SEGMENTS, request)
 
     async def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
-        """Read the contents of the cache and the counters of the service; see `Client.stats`."""
-        request = StatsRequest(max_tenants=max_tenants, tenant=tenant)
-        answer: StatsResponse = await self._ask(self._cache.Stats, request)
-        return answer
+        """Return the contents of the cache and the counters of the server; see `Client.stats`."""
+        return await self._call(calls.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
 
     async def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
-        """Let a name stand for an adapter; see `Client.load_adapter`."""
-        answer: LoadAdapterResponse = await self._ask(self._cache.LoadAdapter, LoadAdapterRequest(name=name, path=path))
-        return answer
+        """Load a LoRA adapter; see `Client.load_adapter`."""
+        return await self._call(calls.LOAD_ADAPTER, make_request(LoadAdapterRequest, name=name, path=path))
 
     async def unload_adapter(self, name: str) -> None:
-        """Let a name stand for nothing; see `Client.unload_adapter`."""
-        await self._ask(self._cache.UnloadAdapter, UnloadAdapterRequest(name=name))
+        """Unload an adapter; see `Client.unload_adapter`."""
+        await self._call(calls.UNLOAD_ADAPTER, make_request(UnloadAdapterRequest, name=name))
 
     async def adapters(self) -> ListAdaptersResponse:
         """List the adapters; see `Client.adapters`."""
-        answer: ListAdaptersResponse = await self._ask(self._cache.ListAdapters, ListAdaptersRequest())
-        return answer
+        return await self._call(calls.LIST_ADAPTERS, ListAdaptersRequest())
 
     async def drain(self) -> None:
-        """End the service as SIGTERM does; see `Client.drain`."""
-        await self._ask(self._cache.Drain, DrainRequest())
+        """Shut the server down as SIGTERM does; see `Client.drain`."""
+        await self._call(calls.DRAIN, DrainRequest())
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
-        """Ask whether the service accepts requests; see `Client.health`."""
-        status: ServingStatus = await self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
-        return status
+        """Return whether the server accepts requests; see `Client.health`."""
+        response = await self._call(calls.HEALTH_CHECK, StringValue(value=service), timeout_s)
+        return ServingStatus(response.value)
 
     async def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the served model; see `Client.tokenizer`."""
@@ -237,47 +275,90 @@ class AsyncClient(AsyncRouteCalls):
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
     ) -> AsyncIterator[EventBatch]:
-        """Follow what is cached; see `Client.subscribe`. `async for` reads the batches."""
-        request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
-        return self._stream(self._events.Subscribe, request, timeout(timeout_s))
+        """Subscribe to cache events; see `Client.subscribe`. Read the batches with `async for`."""
+        request = make_request(SubscribeRequest, start_sequence_number=start_sequence_number, stores=stores)
+        return self._stream(calls.SUBSCRIBE, request, require_timeout(timeout_s))
 
-    def _generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncAnswerStream:
-        metadata = self._access.metadata_of(request.prefill)
-        return self._stream(self._prefill.Generate, request, self._timeout(timeout_s), metadata)
+    async def route(
+        self,
+        prompt: str | TokenIds,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        avoid: Iterable[str] = (),
+    ) -> RouteResponse:
+        """Ask a fleet which replica a prompt should be sent to; see `Client.route`."""
+        token_ids = await self._served.token_ids(prompt)
+        request = prompt_request(RouteRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt, avoid=avoid)
+        return await self._call(calls.ROUTE, request)
 
-    def _answer(
+    def _generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncResponseStream[GenerateResponse]:
+        return self._stream(calls.GENERATE, request, self._connection.timeout_s(timeout_s))
+
+    def _generate_text(
         self, encode: Callable[[Tokenizer], list[int]], timeout_s: float | None, options: GenerateOptions
     ) -> AsyncTextAnswer:
-        request = generate_request([], options)  # so that a wrong option is refused here, as it is for token ids
+        request = generate_request([], options)  # so that a wrong option raises here, as it does for token ids
 
         async def start() -> tuple[AsyncGenerator[GenerateResponse], Callable[[], AnswerText]]:
             tokenizer = await self._served.get(timeout_s)
-            prompt_ids = await asyncio.to_thread(encode, tokenizer)
-            write_token_ids(request.prefill, pack_token_ids(prompt_ids))
-            return self._generate(request, timeout_s), new_text(tokenizer, prompt_ids, options)
+            token_ids = await asyncio.to_thread(encode, tokenizer)
+            write_token_ids(request.prefill, pack_token_ids(token_ids))
+            return self._generate(request, timeout_s), new_text(tokenizer, token_ids, options)
 
         return AsyncTextAnswer(start)
 
-    async def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+    def _tokenizer_chunks(self, request: GetTokenizerRequest, timeout_s: float | None) -> AsyncIterator[TokenizerChunk]:
+        return self._stream(calls.GET_TOKENIZER, request, self._connection.timeout_s(timeout_s))
+
+    async def _call(self, call: Call[Request, Response], request: Request, timeout_s: float | None = None) -> Response:
+        """Make a call with one response. `timeout_s` is its deadline; None for the client's."""
         self._require_open()
-        timeout_s = self._timeout(timeout_s)
+        timeout_s = self._connection.timeout_s(timeout_s)
+        metadata = self._connection.metadata(call, request)
         try:
-            return await call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+            response: Response = await self._stubs[call](request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise self._diagnosis.error_of(error, call_of(request), timeout_s) from None
+            raise self._connection.error_of(error, call, timeout_s) from None
+        return response
 
-    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AsyncAnswerStream:
-        """Make a call with several answers. `timeout_s` is its deadline, whatever that of the client is."""
+    def _stream(
+        self, call: Call[Request, Response], request: Request, timeout_s: float | None
+    ) -> AsyncResponseStream[Response]:
+        """Make a call with a stream of responses. `timeout_s` is its deadline; None for none."""
         self._require_open()
-        answers = call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
-        return AsyncAnswerStream(answers, lambda error: self._diagnosis.error_of(error, call_of(request), timeout_s))
-
-    def _chunks(self, call: Any, request: Message, timeout_s: float | None) -> AsyncAnswerStream:
-        return self._stream(call, request, self._timeout(timeout_s))
-
-    def _timeout(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout(timeout_s)
+        metadata = self._connection.metadata(call, request)
+        responses = self._stubs[call](request, timeout=timeout_s, metadata=metadata)
+        return AsyncResponseStream(responses, lambda error: self._connection.error_of(error, call, timeout_s))
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("client: it has been closed; make another one")
+
+
+class AsyncPublicPrefixClient:
+    """The calls about public prefixes, awaited; see `PublicPrefixClient`. `AsyncClient.public` is one."""
+
+    def __init__(self, call: Callable[[Call[Any, Any], Any], Awaitable[Any]], served: AsyncServedTokenizer) -> None:
+        self._call = call
+        self._served = served
+
+    async def register(self, name: str, prefix: str | TokenIds, *, adapter: str = "") -> PublicPrefix:
+        """Register a public prefix; see `PublicPrefixClient.register`."""
+        token_ids = await self._served.token_ids(prefix)
+        request = prompt_request(RegisterPublicPrefixRequest, token_ids, name=name, adapter=adapter)
+        prefix_message: PublicPrefix = (await self._call(calls.REGISTER_PUBLIC_PREFIX, request)).public_prefix
+        return prefix_message
+
+    async def unregister(self, name: str) -> PublicPrefix:
+        """Unregister a public prefix; see `PublicPrefixClient.unregister`."""
+        request = make_request(UnregisterPublicPrefixRequest, name=name)
+        prefix_message: PublicPrefix = (await self._call(calls.UNREGISTER_PUBLIC_PREFIX, request)).public_prefix
+        return prefix_message
+
+    async def list(self) -> ListPublicPrefixesResponse:
+        """List the registered public prefixes; see `PublicPrefixClient.list`."""
+        request = ListPublicPrefixesRequest()
+        response: ListPublicPrefixesResponse = await self._call(calls.LIST_PUBLIC_PREFIXES, request)
+        return response

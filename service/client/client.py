@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
 import grpc
-from google.protobuf.message import Message
 from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
-from radixkv.service.client.access import Access, File
-from radixkv.service.client.channel import Options, call_of, channel_options, channel_to, stubs, target, timeout
-from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
-from radixkv.service.client.health import ServingStatus, health_check
-from radixkv.service.client.prefix_key import PrefixKey
-from radixkv.service.client.public_prefixes import PublicPrefixes
+from radixkv.service.client import calls
+from radixkv.service.client.address import ChannelOptions
+from radixkv.service.client.calls import CALLS, Call, Request, Response, ServingStatus
+from radixkv.service.client.connection import Connection, File, require_timeout
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
     generate_request,
+    make_request,
     prefill_request,
-    probe_request,
+    prompt_request,
     purge_request,
     retain_request,
-    segments_request,
 )
-from radixkv.service.client.route_calls import RouteCalls
+from radixkv.service.client.response_stream import ResponseStream
 from radixkv.service.client.served_tokenizer import ServedTokenizer
-from radixkv.service.client.streams import AnswerStream
 from radixkv.service.client.text_answers import TextAnswer, new_text
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds
@@ -37,25 +33,43 @@ from radixkv.v1.cache_pb2 import (
     DrainRequest,
     ListAdaptersRequest,
     ListAdaptersResponse,
+    ListPublicPrefixesRequest,
+    ListPublicPrefixesResponse,
+    ListSegmentsRequest,
     ListSegmentsResponse,
     LoadAdapterRequest,
     LoadAdapterResponse,
+    PublicPrefix,
     PurgeResponse,
+    RegisterPublicPrefixRequest,
     RetainResponse,
     StatsRequest,
     StatsResponse,
     UnloadAdapterRequest,
+    UnregisterPublicPrefixRequest,
 )
 from radixkv.v1.events_pb2 import EventBatch, SubscribeRequest
-from radixkv.v1.fleet_pb2_grpc import FleetServiceStub
-from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillResponse, ProbeResponse
+from radixkv.v1.fleet_pb2 import RouteRequest, RouteResponse
+from radixkv.v1.model_pb2 import GetTokenizerRequest, TokenizerChunk
+from radixkv.v1.prefill_pb2 import (
+    FetchKVRequest,
+    FetchKVResponse,
+    GenerateResponse,
+    PrefillResponse,
+    ProbeRequest,
+    ProbeResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+    RenewRequest,
+    RenewResponse,
+)
 
 
-class Client(RouteCalls):
+class Client:
     """Blocking calls over one connection. Safe to share between threads.
 
     Attributes:
-        public: calls about prefixes that the prompts of all tenants use.
+        public: calls about public prefixes, which the prompts of all tenants share.
     """
 
     def __init__(
@@ -69,53 +83,47 @@ class Client(RouteCalls):
         token: str | None = None,
         certificate: File | None = None,
         key: File | None = None,
-        options: Options = (),
+        options: ChannelOptions = (),
     ) -> None:
-        """Connect lazily; nothing is sent before the first call.
+        """Create a client. It connects with the first call.
 
         Args:
-            address: `HOST:PORT`.
-            timeout_s: deadline of every call that gives none of its own; None for no deadline.
-            retries: number of further attempts, 0 to 4, after an attempt that fails with UNAVAILABLE; gRPC waits up to
-                0.1 s before the first and twice as long before each next. The deadline covers all attempts. Tried again
-                are `prefill`, `generate` before its first tokens, `probe`, `renew`, `retain`, `stats`, `segments`,
-                `adapters`, `public.list` and `tokenizer`, and no other calls.
-            prefix_key_tokens: calls with a prompt carry the header `x-prefix-key`, a digest of tenant, adapter, salt
-                and this number of first tokens; 0 for no header. A proxy that hashes it sends prompts that begin alike
-                to one server.
-            tls_ca: PEM file with the authorities that signed the service's certificate; None for no TLS.
-            token: a bearer token, which says who the caller is. Needs `tls_ca`, unless the service is on this machine.
-            certificate, key: PEM files of the caller's own certificate and its private key, for mutual TLS.
-            options: further gRPC channel options; they win over ours.
+            address: `HOST:PORT` of the server.
+            timeout_s: deadline of calls that are given none; None for no deadline.
+            retries: maximum number of retries of a call that fails with UNAVAILABLE, 0 to 4. gRPC waits up to 0.1 s
+                before the first retry and twice as long before each further one; the deadline covers all attempts. The
+                idempotent calls are retried: `prefill`, `generate` before its first tokens, `probe`, `renew`,
+                `retain`, `stats`, `segments`, `adapters`, `public.list` and `tokenizer`.
+            prefix_key_tokens: send the header `x-prefix-key` with prompts, a digest of tenant, adapter, salt and this
+                number of first tokens, so that a proxy that hashes it sends prompts with a common prefix to the same
+                server; 0 for no header.
+            tls_ca: PEM file with the authorities of the server's certificate; None for a connection without TLS.
+            token: bearer token that authenticates the client. Requires `tls_ca`, unless the server is on this machine.
+            certificate, key: PEM files of the client's own certificate and its private key, for mutual TLS.
+            options: gRPC channel options, which override those of the client.
 
         Raises:
             OSError: a file can't be read.
-            TypeError: the address is no text.
+            TypeError: the address is not a string.
             ValueError: the address has no port from 1 to 65535, `timeout_s` is not a positive number, `retries` or
-                `prefix_key_tokens` is out of range, or the credentials can't be used like this.
+                `prefix_key_tokens` is out of range, or the credentials do not fit together.
         """
-        self._timeout_s = timeout(timeout_s)
-        self._access = Access(
-            target(address),
+        self._connection = Connection(
+            address,
+            timeout_s=timeout_s,
+            retries=retries,
+            prefix_key_tokens=prefix_key_tokens,
             tls_ca=tls_ca,
             token=token,
             certificate=certificate,
             key=key,
-            prefix_key=PrefixKey(prefix_key_tokens),
-        )
-        self._diagnosis = Diagnosis(
-            address,
-            has_tls=tls_ca is not None,
-            has_certificate=certificate is not None,
-            proxy=proxy_variable(address, options),
+            options=options,
         )
         self._is_closed = False
-        self._channel = channel_to(address, self._access.credentials, channel_options(options, retries))
-        self._prefill, self._cache, self._model, self._events = stubs(self._channel)
-        self._fleet = FleetServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._served = ServedTokenizer(self._model, self._chunks)
-        self.public = PublicPrefixes(self._cache, self._ask, self._served)
-        self._check_health = health_check(self._channel)
+        self._channel = self._connection.open()
+        self._stubs = {call: call.bind(self._channel) for call in CALLS}
+        self._served = ServedTokenizer(self._tokenizer_chunks)
+        self.public = PublicPrefixClient(self._call, self._served)
 
     def __enter__(self) -> Self:
         return self
@@ -133,26 +141,22 @@ class Client(RouteCalls):
     def prefill(
         self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[PrefillOptions]
     ) -> PrefillResponse:
-        """Prefill one prompt, reusing what is cached.
+        """Prefill one prompt, reusing the cached part of it.
 
         Args:
-            prompt: text; or token ids: a sequence of ints, an integer numpy array, an `array.array` or a torch tensor.
-                The tokenizer of the served model encodes text and adds the special tokens that the model expects
-                around it. The first text loads the tokenizer, see `tokenizer`; later ones need no further call.
+            prompt: text, or token ids: a sequence of ints, an integer numpy array, an `array.array` or a torch tensor.
+                Text is encoded by the tokenizer of the served model, with the special tokens that the model expects.
+                The first text loads the tokenizer, see `tokenizer`; later ones need no further call.
             timeout_s: deadline of this call, and of those that fetch the tokenizer.
-            options: `PrefillOptions` lists them.
+            options: see `PrefillOptions`.
 
         Raises:
             MissingPackage: the prompt is text, and the extra `text` is not installed.
-            TypeError, ValueError: `prompt` is neither text nor uint32 numbers, or an option is unknown, has a wrong
-                type or does not fit; no prompt was sent.
-            ServiceError: the service refused the request, or can't be reached; the subclass says which.
+            TypeError, ValueError: `prompt` is neither text nor uint32 numbers, or an option is unknown or has a wrong
+                type or range; no prompt was sent.
+            ServiceError: the call failed; the subclass says how.
         """
-        request = prefill_request(self._served.token_ids(prompt, timeout_s), options)
-        answer: PrefillResponse = self._ask(
-            self._prefill.Prefill, request, self._access.metadata_of(request), timeout_s
-        )
-        return answer
+        return self._call(calls.PREFILL, prefill_request(self._served.token_ids(prompt, timeout_s), options), timeout_s)
 
     @overload
     def generate(
@@ -167,17 +171,17 @@ class Client(RouteCalls):
     def generate(
         self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> TextAnswer | Iterator[GenerateResponse]:
-        """Continue a prompt. The generated tokens are cached for the next turn.
+        """Generate a completion of a prompt. The generated tokens are cached for the next turn.
 
         Args:
             prompt: text or token ids, as in `prefill`.
             timeout_s: deadline of the whole call.
-            options: `GenerateOptions` lists them.
+            options: see `GenerateOptions`.
 
         Returns:
-            For text, a `TextAnswer`: iterate over it for `TextChunk`s with the new text as it comes, or call its `read`
-            for the whole text. For token ids, an iterator over messages with new tokens; the first one has the usage of
-            the prompt, the last one is `finished` and says why. Closing either cancels the request.
+            For text, a `TextAnswer`: iterate over it for `TextChunk`s as they arrive, or call `read` for the whole
+            text. For token ids, an iterator over responses with new tokens; the first one has the usage of the prompt,
+            and the last one is `finished` and has the finish reason. Closing either cancels the request.
 
         Raises:
             TypeError, ValueError: as `prefill`; nothing was sent.
@@ -186,7 +190,7 @@ class Client(RouteCalls):
         if not isinstance(prompt, str):
             return self._generate(prompt, timeout_s, options)
         tokenizer = self._served.get(timeout_s)
-        return self._answer(tokenizer, tokenizer.encode(prompt), timeout_s, options)
+        return self._generate_text(tokenizer, tokenizer.encode(prompt), timeout_s, options)
 
     def chat(
         self,
@@ -198,42 +202,106 @@ class Client(RouteCalls):
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> TextAnswer:
-        """Answer a conversation, put into the model's chat template. What earlier turns computed is reused.
+        """Generate the next message of a conversation, formatted by the model's chat template.
 
         Args:
-            messages: in the form of OpenAI's API, such as `[{"role": "user", "content": "Hi"}]`.
+            messages: in the format of OpenAI's API, such as `[{"role": "user", "content": "Hi"}]`.
             tools, documents, chat_template_kwargs: for the template; see `Tokenizer.encode_chat`.
             timeout_s: deadline of the whole call, and of those that fetch the tokenizer.
-            options: `GenerateOptions` lists them.
+            options: see `GenerateOptions`.
 
         Returns:
-            The answer, as `generate` returns it for text.
+            The completion, as `generate` returns it for text.
 
         Raises:
             MissingPackage: the extra `text` is not installed.
-            TypeError, ValueError: the model has no chat template, the template refuses the messages, or an option does
-                not fit; no prompt was sent.
+            TypeError, ValueError: the model has no chat template, the template rejects the messages, or an option is
+                wrong; no prompt was sent.
             ServiceError: as `generate`.
         """
         tokenizer = self._served.get(timeout_s)
         prompt = tokenizer.encode_chat(
             messages, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
         )
-        return self._answer(tokenizer, prompt, timeout_s, options)
+        return self._generate_text(tokenizer, prompt, timeout_s, options)
 
     def probe(self, prompt: str | TokenIds, *, tenant: str = "", adapter: str = "", salt: str = "") -> ProbeResponse:
-        """Ask how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
-        request = probe_request(self._served.token_ids(prompt), tenant=tenant, adapter=adapter, salt=salt)
-        answer: ProbeResponse = self._ask(self._prefill.Probe, request, self._access.metadata_of(request))
-        return answer
+        """Return how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
+        token_ids = self._served.token_ids(prompt)
+        request = prompt_request(ProbeRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        return self._call(calls.PROBE, request)
+
+    def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
+        """Release a lease that `prefill(hold_lease=True)` returned, so that the prompt's blocks may be evicted again.
+
+        Args:
+            lease_id: from the response.
+            tenant: the tenant of the lease. If empty, it is the tenant of the credential, or the unnamed tenant.
+
+        Returns:
+            An empty response.
+
+        Raises:
+            TypeError, ValueError: an argument is not a string in UTF-8; nothing was sent.
+            NotFound: this tenant does not hold this lease, or not any more.
+            ServiceError: the call failed; the subclass says how.
+        """
+        return self._call(calls.RELEASE, make_request(ReleaseRequest, lease_id=lease_id, tenant=tenant))
+
+    def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
+        """Restart the time to live of a lease, which is `engine.held_lease_ttl_s` of the server.
+
+        Takes the arguments of `release` and raises the same errors.
+
+        Returns:
+            `lease_expires_at`: when the lease ends unless it is renewed again.
+        """
+        return self._call(calls.RENEW, make_request(RenewRequest, lease_id=lease_id, tenant=tenant))
+
+    def fetch_kv(
+        self,
+        lease_id: str,
+        *,
+        tenant: str = "",
+        epoch: int = 0,
+        first_block: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        stores: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> Iterator[FetchKVResponse]:
+        """Read the K/V of a lease; `FetchKVResponse` describes the parts. The server sends as fast as they are read.
+
+        Args:
+            lease_id, tenant, epoch: those of the response that returned the lease; an epoch of 0 matches any.
+            first_block: index of the first block to send.
+            first_layer, num_layers: send only these layers of each block; 0 layers means all from the first one on.
+            stores: shared stores that the caller can read, too: blocks in them are sent as a reference.
+            timeout_s: deadline of the whole call; None for the client's.
+
+        Raises:
+            NotFound: the lease has ended, or the server has restarted.
+            InvalidArgument: the lease has no such block, or the model no such layers.
+        """
+        request = make_request(
+            FetchKVRequest,
+            lease_id=lease_id,
+            tenant=tenant,
+            epoch=epoch,
+            first_block=first_block,
+            first_layer=first_layer,
+            num_layers=num_layers,
+            stores=stores,
+        )
+        return self._stream(calls.FETCH_KV, request, self._connection.timeout_s(timeout_s))
 
     def retain(
         self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
-        """Set the priority of a cached range, whatever it was before. Raises like `prefill`."""
-        request = retain_request(self._served.token_ids(prompt), retention, tenant=tenant, adapter=adapter, salt=salt)
-        answer: RetainResponse = self._ask(self._cache.Retain, request, self._access.metadata_of(request))
-        return answer
+        """Set the retention priority of a cached range, replacing the one that it had. Raises like `prefill`."""
+        token_ids = self._served.token_ids(prompt)
+        request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
+        return self._call(calls.RETAIN, request)
 
     def purge(
         self,
@@ -243,15 +311,13 @@ class Client(RouteCalls):
         salt: str | None = None,
         everything: bool = False,
     ) -> PurgeResponse:
-        """Forget all namespaces with these names; None matches any name.
+        """Drop everything that is cached for a tenant, an adapter or a salt; None matches any.
 
         Raises:
             ValueError: neither a name nor `everything` is given, or both are.
-            ServiceError: the service refused the request, or can't be reached.
+            ServiceError: the call failed; the subclass says how.
         """
-        request = purge_request(tenant, adapter, salt, everything=everything)
-        answer: PurgeResponse = self._ask(self._cache.Purge, request)
-        return answer
+        return self._call(calls.PURGE, purge_request(tenant, adapter, salt, everything=everything))
 
     def segments(
         self,
@@ -262,92 +328,102 @@ class Client(RouteCalls):
         hottest_first: bool = False,
         store: str = "",
     ) -> ListSegmentsResponse:
-        """List what is cached, a page at a time; never its tokens. Raises like `prefill`.
+        """List the cached segments page by page. Token ids are never returned. Raises like `prefill`.
 
         Args:
-            tenant: whose segments; None for everybody's.
-            page_size: 1 to 1,000, 100 without a number. A page may have fewer segments although others follow.
-            page_token: `next_page_token` of the answer before, which is empty after the last page.
-            hottest_first: the hottest up to 256 in one page; see `HotWalk` for what is exact.
-            store: lists what a store below the device, such as `host`, holds of each namespace.
+            tenant: list segments of this tenant; None for all tenants.
+            page_size: 1 to 1,000; None for 100. A page may have fewer segments although more follow.
+            page_token: `next_page_token` of the previous response, which is empty after the last page.
+            hottest_first: return the hottest segments, up to 256, in one page.
+            store: list what this tier, such as `host`, holds of each namespace, instead of the device's segments.
         """
-        request = segments_request(tenant, page_size, page_token, store, hottest_first=hottest_first)
-        answer: ListSegmentsResponse = self._ask(self._cache.ListSegments, request)
-        return answer
+        request = make_request(
+            ListSegmentsRequest,
+            tenant=tenant,
+            page_size=page_size,
+            page_token=page_token,
+            hottest_first=hottest_first,
+            store=store,
+        )
+        return self._call(calls.LIST_SEGMENTS, request)
 
     def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
-        """Read the contents of the cache and the counters of the service.
+        """Return the contents of the cache and the counters of the server.
 
         Args:
-            max_tenants: this number of tenants, the largest, at most 128; None for 100.
-            tenant: only what this tenant may know; None for all, or for the caller's own with a tenant's credential.
+            max_tenants: number of tenants to list, those with the most blocks, at most 128; None for 100.
+            tenant: return only the statistics that this tenant may see; None for all. With a tenant's credential they
+                are always that tenant's.
         """
-        answer: StatsResponse = self._ask(self._cache.Stats, StatsRequest(max_tenants=max_tenants, tenant=tenant))
-        return answer
+        return self._call(calls.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
 
     def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
-        """Let a name stand for an adapter in a directory of the server. Requests before keep what it stood for.
+        """Load a LoRA adapter, or replace the one with this name. Requests that already run keep the previous weights.
+
+        Args:
+            name: name of the adapter in requests.
+            path: directory on the server, relative to `model.adapter_directory`.
 
         Raises:
             InvalidArgument: the name, the path or a file there is wrong.
-            ResourceExhausted: `model.max_adapters` are loaded or draining.
+            ResourceExhausted: `model.max_adapters` adapters are loaded or draining.
             Unimplemented: the server has no adapters, or no directory for them.
-            PermissionDenied: the caller is not an admin.
+            PermissionDenied: the client is not an admin.
         """
-        answer: LoadAdapterResponse = self._ask(self._cache.LoadAdapter, LoadAdapterRequest(name=name, path=path))
-        return answer
+        return self._call(calls.LOAD_ADAPTER, make_request(LoadAdapterRequest, name=name, path=path))
 
     def unload_adapter(self, name: str) -> None:
-        """Let a name stand for nothing. What was cached with its adapter is freed, unless another name has it.
+        """Unload an adapter. What is cached with it is freed, unless it is loaded under another name, too.
 
         Raises:
             NotFound: no adapter has this name.
-            PermissionDenied: the caller is not an admin.
+            PermissionDenied: the client is not an admin.
         """
-        self._ask(self._cache.UnloadAdapter, UnloadAdapterRequest(name=name))
+        self._call(calls.UNLOAD_ADAPTER, make_request(UnloadAdapterRequest, name=name))
 
     def adapters(self) -> ListAdaptersResponse:
-        """List the adapters: what each name stands for, its memory, its requests and cached tokens; and what drains.
+        """List the adapters that are loaded or draining, with their memory, requests and cached tokens.
 
         Raises:
-            PermissionDenied: the caller is neither an admin nor a reader.
+            PermissionDenied: the client is neither an admin nor a reader.
         """
-        answer: ListAdaptersResponse = self._ask(self._cache.ListAdapters, ListAdaptersRequest())
-        return answer
+        return self._call(calls.LIST_ADAPTERS, ListAdaptersRequest())
 
     def drain(self) -> None:
-        """End the service as SIGTERM does: it refuses new requests, finishes running ones and exits. Returns at once.
+        """Shut the server down as SIGTERM does: it refuses new requests, finishes running ones and exits.
+
+        Returns at once.
 
         Raises:
-            PermissionDenied: the caller is not an admin.
+            PermissionDenied: the client is not an admin.
         """
-        self._ask(self._cache.Drain, DrainRequest())
+        self._call(calls.DRAIN, DrainRequest())
 
     def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
-        """Ask whether the service accepts requests. Needs no credential.
+        """Return whether the server accepts requests. Needs no credential.
 
         Args:
-            service: name of one gRPC service, such as `radixkv.v1.PrefillService`; empty for the server.
+            service: name of one gRPC service, such as `radixkv.v1.PrefillService`; empty for the whole server.
             timeout_s: deadline of this call.
 
         Raises:
             NotFound: the server has no service of this name.
-            Unimplemented: the server was installed without gRPC's health service.
+            Unimplemented: the server has no gRPC health service.
             Unavailable: the server can't be reached.
         """
-        status: ServingStatus = self._ask(self._check_health, StringValue(value=service), timeout_s=timeout_s)
-        return status
+        response = self._call(calls.HEALTH_CHECK, StringValue(value=service), timeout_s)
+        return ServingStatus(response.value)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the served model.
 
-        The service is asked for the digest of its files, each time. Only a tokenizer with another digest is loaded, and
-        only files that no process has kept are fetched. Prompts that are text use the tokenizer that was returned last,
-        or fetch it themselves: call this after the service has begun to serve another model.
+        Each call asks the server for the digest of the tokenizer's files. They are fetched only if no process on this
+        machine has stored them, and loaded only if the digest has changed. Prompts that are text use the tokenizer that
+        was loaded last, or load it: call this method when the server may serve another model than before.
 
         Raises:
             MissingPackage: the extra `text` is not installed.
-            ValueError: the answer is no zip of tokenizer files with the digest that it has, or can't be loaded.
+            ValueError: the response is not a zip of tokenizer files with its digest, or they can't be loaded.
             NotFound: the served model has no tokenizer.
         """
         return self._served.load()
@@ -355,52 +431,123 @@ class Client(RouteCalls):
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False, timeout_s: float | None = None
     ) -> Iterator[EventBatch]:
-        """Follow what is cached, until the service ends. Leaving the loop ends the call.
+        """Subscribe to cache events until the server stops. Leaving the loop ends the call.
 
         Args:
-            start_sequence_number: the last that was read; what follows it comes; 0: first a `snapshot` of all blocks.
-            stores: tell also what the stores below the device have: events with a `tier`.
-            timeout_s: deadline of this call; the client's own does not count.
+            start_sequence_number: number of the last batch that was read, after which the stream continues; 0 to begin
+                with a `snapshot` of all cached blocks.
+            stores: also report what the tiers below the device store: events with a `tier`.
+            timeout_s: deadline of this call; the client's own does not apply.
 
         Raises:
             ValueError: the number is out of range.
-            OutOfRange, DataLoss: begin again from 0.
-            Unavailable: the service ended.
+            OutOfRange, DataLoss: subscribe again from 0.
+            Unavailable: the server has stopped.
         """
-        request = SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
-        return self._stream(self._events.Subscribe, request, timeout(timeout_s))
+        request = make_request(SubscribeRequest, start_sequence_number=start_sequence_number, stores=stores)
+        return self._stream(calls.SUBSCRIBE, request, require_timeout(timeout_s))
 
-    def _generate(self, token_ids: TokenIds, timeout_s: float | None, options: GenerateOptions) -> AnswerStream:
+    def route(
+        self,
+        prompt: str | TokenIds,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        avoid: Iterable[str] = (),
+    ) -> RouteResponse:
+        """Ask a fleet which replica a prompt should be sent to. Ask once per request, since the fleet counts it.
+
+        Args:
+            prompt, tenant, adapter, salt: those of the request.
+            avoid: addresses of replicas that must not be chosen, such as one that just failed.
+
+        Raises:
+            TypeError, ValueError: an argument has a wrong type or range; nothing was sent.
+            Unavailable: no replica is left.
+            Unimplemented: the server is a single server, not a fleet.
+        """
+        token_ids = self._served.token_ids(prompt)
+        request = prompt_request(RouteRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt, avoid=avoid)
+        return self._call(calls.ROUTE, request)
+
+    def _generate(
+        self, token_ids: TokenIds, timeout_s: float | None, options: GenerateOptions
+    ) -> ResponseStream[GenerateResponse]:
         request = generate_request(token_ids, options)
-        metadata = self._access.metadata_of(request.prefill)
-        return self._stream(self._prefill.Generate, request, self._timeout(timeout_s), metadata)
+        return self._stream(calls.GENERATE, request, self._connection.timeout_s(timeout_s))
 
-    def _answer(
-        self, tokenizer: Tokenizer, prompt_ids: list[int], timeout_s: float | None, options: GenerateOptions
+    def _generate_text(
+        self, tokenizer: Tokenizer, token_ids: list[int], timeout_s: float | None, options: GenerateOptions
     ) -> TextAnswer:
-        responses = self._generate(prompt_ids, timeout_s, options)
-        return TextAnswer(responses, new_text(tokenizer, prompt_ids, options))
+        responses = self._generate(token_ids, timeout_s, options)
+        return TextAnswer(responses, new_text(tokenizer, token_ids, options))
 
-    def _ask(self, call: Any, request: Message, metadata: Any = None, timeout_s: float | None = None) -> Any:
+    def _tokenizer_chunks(self, request: GetTokenizerRequest, timeout_s: float | None) -> Iterator[TokenizerChunk]:
+        return self._stream(calls.GET_TOKENIZER, request, self._connection.timeout_s(timeout_s))
+
+    def _call(self, call: Call[Request, Response], request: Request, timeout_s: float | None = None) -> Response:
+        """Make a call with one response. `timeout_s` is its deadline; None for the client's."""
         self._require_open()
-        timeout_s = self._timeout(timeout_s)
+        timeout_s = self._connection.timeout_s(timeout_s)
+        metadata = self._connection.metadata(call, request)
         try:
-            return call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
+            response: Response = self._stubs[call](request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise self._diagnosis.error_of(error, call_of(request), timeout_s) from None
+            raise self._connection.error_of(error, call, timeout_s) from None
+        return response
 
-    def _stream(self, call: Any, request: Message, timeout_s: float | None, metadata: Any = None) -> AnswerStream:
-        """Make a call with several answers. `timeout_s` is its deadline, whatever that of the client is."""
+    def _stream(
+        self, call: Call[Request, Response], request: Request, timeout_s: float | None
+    ) -> ResponseStream[Response]:
+        """Make a call with a stream of responses. `timeout_s` is its deadline; None for none."""
         self._require_open()
-        answers = call(request, timeout=timeout_s, metadata=metadata or self._access.metadata)
-        return AnswerStream(answers, lambda error: self._diagnosis.error_of(error, call_of(request), timeout_s))
-
-    def _chunks(self, call: Any, request: Message, timeout_s: float | None) -> AnswerStream:
-        return self._stream(call, request, self._timeout(timeout_s))
-
-    def _timeout(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout(timeout_s)
+        metadata = self._connection.metadata(call, request)
+        responses = self._stubs[call](request, timeout=timeout_s, metadata=metadata)
+        return ResponseStream(responses, lambda error: self._connection.error_of(error, call, timeout_s))
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("client: it has been closed; make another one")
+
+
+class PublicPrefixClient:
+    """The calls about public prefixes, such as system prompts, which all tenants share. `Client.public` is one.
+
+    Args:
+        call: makes a call of the table, see `Client._call`.
+        served: the tokenizer of the served model.
+    """
+
+    def __init__(self, call: Callable[[Call[Any, Any], Any], Any], served: ServedTokenizer) -> None:
+        self._call = call
+        self._served = served
+
+    def register(self, name: str, prefix: str | TokenIds, *, adapter: str = "") -> PublicPrefix:
+        """Register a public prefix. Returns when its K/V are computed.
+
+        Args:
+            name: its name, which no other public prefix has.
+            prefix: text or token ids, at least one block of them; see `Client.prefill`. A prompt that continues the
+                text may be tokenized differently around its end, so that the last token or two are not shared.
+            adapter: name of a loaded adapter; empty for the base model.
+
+        Raises:
+            TypeError, ValueError: an argument has a wrong type or range; nothing was sent.
+            ServiceError: the call failed; the subclass says how.
+        """
+        token_ids = self._served.token_ids(prefix)
+        request = prompt_request(RegisterPublicPrefixRequest, token_ids, name=name, adapter=adapter)
+        prefix_message: PublicPrefix = self._call(calls.REGISTER_PUBLIC_PREFIX, request).public_prefix
+        return prefix_message
+
+    def unregister(self, name: str) -> PublicPrefix:
+        """Unregister a public prefix, which new requests no longer use. Returns it. Raises like `register`."""
+        request = make_request(UnregisterPublicPrefixRequest, name=name)
+        prefix_message: PublicPrefix = self._call(calls.UNREGISTER_PUBLIC_PREFIX, request).public_prefix
+        return prefix_message
+
+    def list(self) -> ListPublicPrefixesResponse:
+        """List the registered public prefixes. Raises like `register`."""
+        response: ListPublicPrefixesResponse = self._call(calls.LIST_PUBLIC_PREFIXES, ListPublicPrefixesRequest())
+        return response

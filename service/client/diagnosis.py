@@ -1,13 +1,12 @@
-"""Says why a call failed: turns the errors of gRPC into the exceptions of the clients.
+"""Translates the errors of gRPC into the exceptions of the clients.
 
-gRPC reports a refused connection, a wrong certificate and a draining service with the same status; only its text tells
-them apart. The texts are matched loosely, since they differ between versions (tried with 1.76 and 1.85). A text that
+gRPC reports a refused connection, a wrong certificate and a draining server with the same status and different texts.
+The patterns match these texts loosely, since they differ between versions (tested with 1.76 and 1.85). A text that
 matches no pattern is shown after the call and the address.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,7 @@ from typing import Any
 import grpc
 
 from radixkv.service.client import errors
-from radixkv.service.client.access import host_of, is_on_this_machine
-from radixkv.service.client.channel import Options
 from radixkv.service.client.errors import ServiceError
-
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in the order in which gRPC looks for them
-_EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 
 _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
     kind.status: kind
@@ -41,13 +35,13 @@ _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
     )
 }
 
-# The rest of these texts is the reason of the last address that was tried.
+# gRPC appends the error of the last address that it tried.
 _NOT_CONNECTED = re.compile(
     r"failed to connect to (?:all|remote)|not match SSL server name|Peer name .* is not in peer"
 )
 _NO_NAME = re.compile(r"errors resolving|DNS resolution failed|name resolution|lookup failed", re.IGNORECASE)
 _LAST_ERROR = re.compile(r".*last error: (?:[A-Z_]+: )?(?:(?:ipv4|ipv6|unix)\S*: )?", re.DOTALL)
-# Why no connection was made: the first that matches. `{address}` and `{reason}` are filled in.
+# Why no connection was made; the first pattern that matches counts.
 _REASONS_WITHOUT_CONNECTION = tuple(
     (re.compile(pattern, re.IGNORECASE), text)
     for pattern, text in (
@@ -83,7 +77,7 @@ _REASONS_WITHOUT_CONNECTION = tuple(
         ),
     )
 )
-_CLOSED_AT_ONCE = re.compile(r"socket closed|connection reset|broken pipe|connection aborted|EOF", re.IGNORECASE)
+_CLOSED_EARLY = re.compile(r"socket closed|connection reset|broken pipe|connection aborted|EOF", re.IGNORECASE)
 _TOO_LARGE = re.compile(r"(?:(SERVER|CLIENT): )?(Received|Sent) message larger than max \((\d+) vs\.? (\d+)\)")
 _HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)", re.IGNORECASE)
 _NO_GRPC_STATUS = re.compile(r"No status received|invalid content-type|Missing status", re.IGNORECASE)
@@ -95,19 +89,19 @@ _CONNECTION_LOST = re.compile(
 _NO_METHOD = re.compile(r"method not found|unknown (?:method|service)|not implemented", re.IGNORECASE)
 _GRPC_DEADLINE = re.compile(r"(?:.*\()?deadline exceeded|deadline: passed", re.IGNORECASE)
 _CANCELLED_HERE = re.compile(r"locally cancelled|channel closed|upon garbage collection", re.IGNORECASE)
-# How the service's own reasons begin: with the field, the option or the part that they are about.
-_OUR_STYLE = re.compile(r"[a-z][\w.\[\]-]*(?:, [\w.\[\]-]+)*: ")
+# Messages of the server itself begin with the field, the option or the component that they are about.
+_OWN_MESSAGE = re.compile(r"[a-z][\w.\[\]-]*(?:, [\w.\[\]-]+)*: ")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Explains failures of the calls to one address.
+    """Explains failed calls to one server.
 
     Attributes:
-        address: of the service.
-        has_tls: whether connections use TLS.
-        has_certificate: whether the client shows a certificate of its own.
-        proxy: environment variable that names the HTTP proxy which gRPC connects through; empty for none.
+        address: of the server.
+        has_tls: whether the connection uses TLS.
+        has_certificate: whether the client authenticates with a certificate.
+        proxy: environment variable that names the HTTP proxy in use; empty for none.
     """
 
     address: str
@@ -116,20 +110,21 @@ class Diagnosis:
     proxy: str = ""
 
     def error_of(self, error: grpc.RpcError, call: str, timeout_s: float | None) -> grpc.RpcError:
-        """Return the exception of a client for an error of gRPC.
+        """Return the exception that a client raises for an error of gRPC.
 
         Args:
-            error: of a call that is over.
-            call: its name, such as `Prefill`.
-            timeout_s: its deadline; None without one.
+            error: of a call that has ended.
+            call: name of the call, such as `Prefill`.
+            timeout_s: its deadline in seconds; None if it had none.
 
         Returns:
-            A `ServiceError`; the error itself if it is one already, or has no status.
+            A `ServiceError`; the error itself if it is one already or has no status.
         """
         if isinstance(error, ServiceError) or not hasattr(error, "code"):
             return error
         call_error: Any = error
-        code, details = call_error.code(), call_error.details() or ""
+        code = call_error.code()
+        details = call_error.details() or ""
         kind, message = self._explained(code, details, call, timeout_s)
         return kind(
             message,
@@ -137,7 +132,7 @@ class Diagnosis:
             details=details,
             initial_metadata=call_error.initial_metadata(),
             trailing_metadata=call_error.trailing_metadata(),
-            # gRPC waits for ever for that of a call that was cancelled here.
+            # For a call that was cancelled locally, gRPC would wait forever.
             debug_error_string="" if code is grpc.StatusCode.CANCELLED else call_error.debug_error_string(),
             address=self.address,
             call=call,
@@ -147,9 +142,9 @@ class Diagnosis:
     def _explained(
         self, code: grpc.StatusCode, details: str, call: str, timeout_s: float | None
     ) -> tuple[type[ServiceError], str]:
-        """Return the class and the text for a failure."""
+        """Return the class and the message for a failure."""
         kind = _KINDS.get(code, ServiceError)
-        if _OUR_STYLE.match(details) and kind is not errors.DeadlineExceeded:
+        if _OWN_MESSAGE.match(details) and kind is not errors.DeadlineExceeded:
             return kind, details
         if _NO_NAME.search(details) or _NOT_CONNECTED.search(details):
             return errors.ConnectError, self._without_connection(details)
@@ -158,17 +153,17 @@ class Diagnosis:
         if (match := _HTTP_STATUS.search(details)) is not None:
             return kind, (
                 f"{self.address} answered with HTTP status {match[1]} instead of gRPC: "
-                "is it a proxy whose backend is down, or another service?"
+                "is it a proxy whose backend is down, or another server?"
             )
         if _NO_GRPC_STATUS.search(details):
             return kind, f"{self.address} answers, but not as a gRPC service; check the address ({details})"
         if kind is errors.DeadlineExceeded:
-            return kind, self._too_late(details, call, timeout_s)
+            return kind, self._deadline_exceeded(details, call, timeout_s)
         if kind is errors.Cancelled and _CANCELLED_HERE.search(details):
             return kind, f"{call} was cancelled by this program, which cancelled the call or closed the client"
         if kind is errors.Unimplemented and _NO_METHOD.search(details):
             return kind, (
-                f"the service at {self.address} does not offer {call}: it is off there, or the server is another one"
+                f"the service at {self.address} does not offer {call}: it is disabled, or this is another server"
             )
         if _CONNECTION_LOST.search(details):
             return kind, (
@@ -180,7 +175,8 @@ class Diagnosis:
         return kind, details or f"{call} failed at {self.address} without a reason"
 
     def _without_connection(self, details: str) -> str:
-        address, reason = self.address, _LAST_ERROR.sub("", details, count=1)
+        address = self.address
+        reason = _LAST_ERROR.sub("", details, count=1)
         if self.proxy:
             return (
                 f"no connection to {address} through the HTTP proxy that the environment variable {self.proxy} names "
@@ -192,7 +188,7 @@ class Diagnosis:
         for pattern, text in _REASONS_WITHOUT_CONNECTION:
             if pattern.search(reason):
                 return text.format(address=address, reason=reason)
-        if not _CLOSED_AT_ONCE.search(reason):
+        if not _CLOSED_EARLY.search(reason):
             return f"no connection to {address}: {reason}"
         if not self.has_tls:
             return f"{address} closed the connection; if the server uses TLS, connect with `tls_ca` (--tls-ca)"
@@ -222,7 +218,7 @@ class Diagnosis:
             "option `grpc.max_send_message_length`, or send a shorter prompt"
         )
 
-    def _too_late(self, details: str, call: str, timeout_s: float | None) -> str:
+    def _deadline_exceeded(self, details: str, call: str, timeout_s: float | None) -> str:
         if not _GRPC_DEADLINE.match(details):
             return details or f"{call} was not answered in full before its deadline"
         if timeout_s is None:
@@ -234,22 +230,3 @@ class Diagnosis:
             f"{call} was not answered in full by {self.address} within its deadline of {timeout_s:g} s; "
             "raise `timeout_s` (--timeout-s) if the server is only slow"
         )
-
-
-def proxy_variable(address: str, options: Options = ()) -> str:
-    """Return the environment variable whose HTTP proxy gRPC connects through to an address; empty for none.
-
-    Addresses on this machine are connected to directly, see `channel_to`.
-
-    Args:
-        address: of the service.
-        options: of the channel; `grpc.enable_http_proxy` of 0 means no proxy.
-    """
-    if not dict(options).get("grpc.enable_http_proxy", not is_on_this_machine(address)):
-        return ""
-    variable = next((name for name in _PROXIES if os.environ.get(name)), "")
-    exceptions = next((os.environ[name] for name in _EXCEPTIONS if os.environ.get(name)), "")
-    host = host_of(address)
-    if any(host.endswith(entry.strip()) for entry in exceptions.split(",") if entry.strip()):
-        return ""
-    return variable

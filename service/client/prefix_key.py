@@ -1,4 +1,4 @@
-"""A header by which a proxy sends prompts that begin alike to the same server."""
+"""The header `x-prefix-key`, by which a proxy sends prompts with a common prefix to the same server."""
 
 from __future__ import annotations
 
@@ -10,34 +10,20 @@ HEADER = "x-prefix-key"
 
 _TOKEN_BYTES = 4
 
-Metadata = tuple[tuple[str, str], ...]
 
+def prefix_key(request: Prompt, num_tokens: int) -> str:
+    """Return the digest of a request's tenant, adapter, salt and first tokens.
 
-class PrefixKey:
-    """Makes the header of a prompt: a digest of who asks and of its first tokens.
-
-    Prompts with equal tenant, adapter, salt and first tokens have equal keys, whatever comes after. A hint for routing,
-    never an identity.
+    Requests with the same of these have the same key, whatever follows in the prompt. The key is a routing hint: it
+    identifies nothing.
 
     Args:
-        num_tokens: tokens that the key covers; 0 for no header. A prompt that is shorter is covered whole.
-
-    Raises:
-        ValueError: `num_tokens` is not a whole number from 0.
+        request: the message with the prompt.
+        num_tokens: tokens that the key covers, at least 1. A shorter prompt is covered whole.
     """
-
-    def __init__(self, num_tokens: int) -> None:
-        if isinstance(num_tokens, bool) or not (isinstance(num_tokens, int) and num_tokens >= 0):
-            raise ValueError(f"prefix_key_tokens: expected a whole number from 0, got {num_tokens!r}")
-        self._num_bytes = _TOKEN_BYTES * num_tokens
-
-    def metadata(self, request: Prompt) -> Metadata | None:
-        """Return the metadata of a call with this request; None without a header."""
-        if not self._num_bytes:
-            return None
-        digest = xxhash.xxh3_64()
-        for name in (request.tenant, request.adapter, request.salt):
-            encoded = name.encode()
-            digest.update(len(encoded).to_bytes(4, "little") + encoded)
-        digest.update(read_token_ids(request)[: self._num_bytes])
-        return ((HEADER, digest.hexdigest()),)
+    digest = xxhash.xxh3_64()
+    for name in (request.tenant, request.adapter, request.salt):
+        encoded = name.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    digest.update(read_token_ids(request)[: _TOKEN_BYTES * num_tokens])
+    return digest.hexdigest()

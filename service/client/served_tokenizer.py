@@ -1,36 +1,32 @@
-"""The tokenizer of the served model, which a client loads when it gets the first prompt that is text."""
+"""The tokenizer of the served model, which a client loads for the first prompt that is text."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
 
-from radixkv.service.client.tokenizer_files import ArchiveReader, kept
+from radixkv.service.client.tokenizer_files import ArchiveReader, stored_files
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds
-from radixkv.v1.model_pb2 import GetTokenizerRequest
-from radixkv.v1.model_pb2_grpc import ModelServiceStub
+from radixkv.v1.model_pb2 import GetTokenizerRequest, TokenizerChunk
 
 
 class ServedTokenizer:
-    """Loads the tokenizer for a blocking client, and turns text into token ids. Safe to share between threads.
+    """Loads the tokenizer for a blocking client, and encodes text. Safe to share between threads.
 
     Args:
-        model: the calls of the service.
-        stream: makes one with several answers, with a message and a timeout in seconds.
+        fetch: calls `GetTokenizer` with a request and a timeout in seconds.
     """
 
-    def __init__(self, model: ModelServiceStub, stream: Callable[..., Any]) -> None:
-        self._model = model
-        self._stream = stream
+    def __init__(self, fetch: Callable[[GetTokenizerRequest, float | None], Iterator[TokenizerChunk]]) -> None:
+        self._fetch = fetch
         self._lock = threading.Lock()
-        self._loaded: Tokenizer | None = None
+        self._tokenizer: Tokenizer | None = None
         self._digest = ""
 
     def load(self, timeout_s: float | None = None) -> Tokenizer:
-        """Ask the service for its tokenizer's digest, and load the tokenizer unless it is loaded already.
+        """Ask the server for the digest of its tokenizer, and load the tokenizer unless that one is loaded.
 
         Raises what `Client.tokenizer` does.
         """
@@ -38,9 +34,9 @@ class ServedTokenizer:
             return self._load(timeout_s)
 
     def get(self, timeout_s: float | None = None) -> Tokenizer:
-        """Return the tokenizer. The service is asked for it by the first call alone, for which others wait."""
+        """Return the tokenizer. Only the first call asks the server; concurrent calls wait for it."""
         with self._lock:
-            return self._load(timeout_s) if self._loaded is None else self._loaded
+            return self._load(timeout_s) if self._tokenizer is None else self._tokenizer
 
     def token_ids(self, prompt: str | TokenIds, timeout_s: float | None = None) -> TokenIds:
         """Return the token ids of a prompt, which may be token ids already."""
@@ -48,27 +44,26 @@ class ServedTokenizer:
 
     def _load(self, timeout_s: float | None) -> Tokenizer:
         digest = self._read(timeout_s, digest_only=True).digest
-        if self._loaded is None or digest != self._digest:
-            directory = kept(digest) or self._read(timeout_s, digest_only=False).keep()
-            self._loaded, self._digest = Tokenizer.load(directory), digest
-        return self._loaded
+        if self._tokenizer is None or digest != self._digest:
+            directory = stored_files(digest) or self._read(timeout_s, digest_only=False).store()
+            self._tokenizer = Tokenizer.load(directory)
+            self._digest = digest
+        return self._tokenizer
 
     def _read(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
         reader = ArchiveReader()
-        request = GetTokenizerRequest(digest_only=digest_only)
-        for chunk in self._stream(self._model.GetTokenizer, request, timeout_s):
-            reader.put(chunk)
+        for chunk in self._fetch(GetTokenizerRequest(digest_only=digest_only), timeout_s):
+            reader.add(chunk)
         return reader
 
 
 class AsyncServedTokenizer:
-    """The same for event loops; see `ServedTokenizer`. Files are read, and text is encoded, on other threads."""
+    """The same for asyncio; see `ServedTokenizer`. Files are read and text is encoded on worker threads."""
 
-    def __init__(self, model: ModelServiceStub, stream: Callable[..., Any]) -> None:
-        self._model = model
-        self._stream = stream
+    def __init__(self, fetch: Callable[[GetTokenizerRequest, float | None], AsyncIterator[TokenizerChunk]]) -> None:
+        self._fetch = fetch
         self._lock = asyncio.Lock()
-        self._loaded: Tokenizer | None = None
+        self._tokenizer: Tokenizer | None = None
         self._digest = ""
 
     async def load(self, timeout_s: float | None = None) -> Tokenizer:
@@ -79,26 +74,28 @@ class AsyncServedTokenizer:
     async def get(self, timeout_s: float | None = None) -> Tokenizer:
         """Return the tokenizer; see `ServedTokenizer.get`."""
         async with self._lock:
-            return await self._load(timeout_s) if self._loaded is None else self._loaded
+            return await self._load(timeout_s) if self._tokenizer is None else self._tokenizer
 
     async def token_ids(self, prompt: str | TokenIds, timeout_s: float | None = None) -> TokenIds:
         """Return the token ids of a prompt; see `ServedTokenizer.token_ids`."""
         if not isinstance(prompt, str):
             return prompt
-        return await asyncio.to_thread((await self.get(timeout_s)).encode, prompt)
+        tokenizer = await self.get(timeout_s)
+        return await asyncio.to_thread(tokenizer.encode, prompt)
 
     async def _load(self, timeout_s: float | None) -> Tokenizer:
         digest = (await self._read(timeout_s, digest_only=True)).digest
-        if self._loaded is None or digest != self._digest:
-            directory = await asyncio.to_thread(kept, digest)
+        if self._tokenizer is None or digest != self._digest:
+            directory = await asyncio.to_thread(stored_files, digest)
             if directory is None:
-                directory = await asyncio.to_thread((await self._read(timeout_s, digest_only=False)).keep)
-            self._loaded, self._digest = await asyncio.to_thread(Tokenizer.load, directory), digest
-        return self._loaded
+                reader = await self._read(timeout_s, digest_only=False)
+                directory = await asyncio.to_thread(reader.store)
+            self._tokenizer = await asyncio.to_thread(Tokenizer.load, directory)
+            self._digest = digest
+        return self._tokenizer
 
     async def _read(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
         reader = ArchiveReader()
-        request = GetTokenizerRequest(digest_only=digest_only)
-        async for chunk in self._stream(self._model.GetTokenizer, request, timeout_s):
-            reader.put(chunk)
+        async for chunk in self._fetch(GetTokenizerRequest(digest_only=digest_only), timeout_s):
+            reader.add(chunk)
         return reader

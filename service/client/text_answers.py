@@ -1,4 +1,4 @@
-"""Answers to prompts that are text: new text as it is generated, and the whole text at the end."""
+"""Completions of prompts that are text: chunks of text while they are generated, and the whole text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, U
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """The next part of an answer.
+    """The next chunk of a completion.
 
     Attributes:
-        text: new text. It is often empty or more than one token's: the bytes of a character are held until all of them
-            are there, and text that may be the beginning of a stop string until that is decided.
-        response: the service's message, with the new tokens and, if asked for, their log probabilities.
+        text: the new text. It may be empty, or the text of several tokens: incomplete characters are held back, as is
+            text that may turn out to be the beginning of a stop string.
+        response: the server's response, with the new tokens and, if requested, their log probabilities.
     """
 
     text: str
@@ -27,7 +27,7 @@ class TextChunk:
 
     @property
     def index(self) -> int:
-        """Which of `n` answers it belongs to."""
+        """Which of the `n` completions it belongs to."""
         return self.response.index
 
     @property
@@ -37,27 +37,27 @@ class TextChunk:
 
     @property
     def usage(self) -> Usage:
-        """Counts of tokens, such as `cached_tokens`; in the first and the last chunk of an answer, else all zero."""
+        """Token counts, such as `cached_tokens`; nonzero in the first and the last chunk of a completion."""
         return self.response.usage
 
     @property
     def finished(self) -> bool:
-        """Whether it is the last part of its answer."""
+        """Whether it is the last chunk of its completion."""
         return self.response.finished
 
     @property
     def finish_reason(self) -> str | None:
-        """`STOP` or `LENGTH` in the last part of an answer; None before."""
-        return _name(FinishReason, self.response.finish_reason) if self.finished else None
+        """`STOP` or `LENGTH` in the last chunk of a completion; None before."""
+        return _enum_name(FinishReason, self.response.finish_reason) if self.finished else None
 
     @property
     def miss_reason(self) -> str | None:
-        """In the last part, the name of a `MissReason`: why no more of the prompt was reused; None before."""
-        return _name(MissReason, self.response.miss_reason) if self.finished else None
+        """Why no more of the prompt was reused: the name of a `MissReason` in the last chunk; None before."""
+        return _enum_name(MissReason, self.response.miss_reason) if self.finished else None
 
 
 class TextAnswer(Iterator[TextChunk]):
-    """The answer to a text or a chat while it is generated. Iterate over it for the text as it comes, or `read` it.
+    """The completion of a text or a chat. Iterate over it for chunks as they are generated, or `read` it.
 
         for chunk in client.generate("Once upon a time"):
             print(chunk.text, end="", flush=True)
@@ -65,8 +65,8 @@ class TextAnswer(Iterator[TextChunk]):
         client.generate("Once upon a time").read()  # the whole text
 
     Args:
-        responses: the service's messages.
-        new_text: makes what turns the tokens of one answer into text.
+        responses: the server's responses.
+        new_text: returns a detokenizer for one completion.
     """
 
     def __init__(self, responses: Generator[GenerateResponse], new_text: Callable[[], AnswerText]) -> None:
@@ -77,43 +77,44 @@ class TextAnswer(Iterator[TextChunk]):
         return self
 
     def __next__(self) -> TextChunk:
-        return self._texts.put(next(self._responses))
+        return self._texts.add(next(self._responses))
 
     @property
     def text(self) -> str:
-        """The text so far; with `n` > 1, that of the first answer."""
+        """The text so far; with `n` > 1, that of the first completion."""
         return self._texts.text_of(0)
 
     @property
     def texts(self) -> list[str]:
-        """The texts so far of all `n` answers."""
+        """The texts so far of all `n` completions."""
         return self._texts.all()
 
     @property
     def response(self) -> GenerateResponse:
-        """The messages of the first answer so far as one: its tokens, its usage, and in the end why it finished."""
+        """The responses of the first completion so far, merged: its tokens, its usage and its finish reason."""
         return self._texts.response
 
     def read(self) -> str:
-        """Wait for the rest, and return the whole text; with `n` > 1, that of the first answer, see `texts`.
+        """Wait for the end and return the whole text; with `n` > 1, that of the first completion, see `texts`.
 
         Raises:
-            ServiceError: as while iterating.
+            ServiceError: the call failed.
         """
         for _ in self:
             pass
         return self.text
 
     def close(self) -> None:
-        """Cancel the call if it is not over."""
+        """Cancel the call unless it has ended."""
         self._responses.close()
 
 
 class AsyncTextAnswer(AsyncIterator[TextChunk]):
-    """The same for event loops; see `TextAnswer`. The prompt is encoded and sent when the answer is first read.
+    """The same for asyncio; see `TextAnswer`. The prompt is encoded and sent when the completion is first read.
 
     Args:
-        start: encodes the prompt and makes the call; returns the service's messages, and what makes an `AnswerText`.
+        start: encodes the prompt and makes the call; returns the server's responses and a function that returns a
+            detokenizer for one completion.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class AsyncTextAnswer(AsyncIterator[TextChunk]):
         if self._responses is None or self._texts is None:
             self._responses, new_text = await self._start()
             self._texts = _Texts(new_text)
-        return self._texts.put(await anext(self._responses))
+        return self._texts.add(await anext(self._responses))
 
     @property
     def text(self) -> str:
@@ -142,44 +143,45 @@ class AsyncTextAnswer(AsyncIterator[TextChunk]):
 
     @property
     def texts(self) -> list[str]:
-        """The texts so far of all `n` answers."""
+        """The texts so far of all `n` completions."""
         return [] if self._texts is None else self._texts.all()
 
     @property
     def response(self) -> GenerateResponse:
-        """The messages so far as one; see `TextAnswer.response`."""
+        """The responses so far, merged; see `TextAnswer.response`."""
         return GenerateResponse() if self._texts is None else self._texts.response
 
     async def read(self) -> str:
-        """Wait for the rest, and return the whole text; see `TextAnswer.read`."""
+        """Wait for the end and return the whole text; see `TextAnswer.read`."""
         async for _ in self:
             pass
         return self.text
 
     async def aclose(self) -> None:
-        """Cancel the call if it is not over."""
+        """Cancel the call unless it has ended."""
         self._is_closed = True
         if self._responses is not None:
             await self._responses.aclose()
 
 
 def new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], options: GenerateOptions) -> Callable[[], AnswerText]:
-    """Return what makes the text of one answer.
+    """Return a function that returns a detokenizer for one completion.
 
     Args:
-        tokenizer: the served model's.
-        prompt_ids: the prompt.
-        options: `GenerateOptions` of the request.
+        tokenizer: of the served model.
+        prompt_ids: token ids of the prompt.
+        options: of the request.
     """
-    stops, min_tokens = tuple(options.get("stop", ())), options.get("min_tokens", 0)
+    stops = tuple(options.get("stop", ()))
+    min_tokens = options.get("min_tokens", 0)
     return lambda: AnswerText(tokenizer.stream(prompt_ids), stops, min_tokens)
 
 
 class _Texts:
-    """Turns messages into chunks, and keeps what came.
+    """Turns responses into chunks, and collects their texts.
 
     Args:
-        new_text: makes what turns the tokens of one answer into text.
+        new_text: returns a detokenizer for one completion.
     """
 
     def __init__(self, new_text: Callable[[], AnswerText]) -> None:
@@ -188,27 +190,28 @@ class _Texts:
         self._answers: dict[int, AnswerText] = {}
         self._pieces: dict[int, list[str]] = {}
 
-    def put(self, response: GenerateResponse) -> TextChunk:
-        """Take the next message."""
+    def add(self, response: GenerateResponse) -> TextChunk:
+        """Add the next response."""
         index = response.index
         if index not in self._answers:
-            self._answers[index], self._pieces[index] = self._new_text(), []
+            self._answers[index] = self._new_text()
+            self._pieces[index] = []
         answer = self._answers[index]
         text = answer.put(response.token_ids) + (answer.end() if response.finished else "")
         self._pieces[index].append(text)
         if index == 0:
-            self.response.MergeFrom(response)  # which joins the tokens
+            self.response.MergeFrom(response)  # concatenates the token ids
         return TextChunk(text, response)
 
     def text_of(self, index: int) -> str:
-        """Return the text of an answer so far."""
+        """Return the text of a completion so far."""
         return "".join(self._pieces.get(index, ()))
 
     def all(self) -> list[str]:
-        """Return the texts of all answers so far, in the order of their indices."""
+        """Return the texts of all completions so far, ordered by index."""
         return [self.text_of(index) for index in range(max(self._pieces, default=-1) + 1)]
 
 
-def _name(kind: Any, number: int) -> str:
-    """The name of a value; its digits where a newer service sent one that this client does not know."""
+def _enum_name(kind: Any, number: int) -> str:
+    """Return the name of an enum value, or its number if this client does not know it."""
     return str(kind.Name(number)) if number in kind.values() else str(number)

@@ -1,4 +1,4 @@
-"""Tokenizer files that a service sent: checked, unpacked, and kept by their digest."""
+"""Tokenizer files that a server sent: verified, unpacked, and stored on disk under their digest."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from radixkv.v1.model_pb2 import TokenizerChunk
 MAX_BYTES = 512 * 2**20
 MAX_FILES = 50
 
-# The zip is broken, encrypted, or packed by a method of its own.
-_NO_ZIP = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError)
+# Raised for a zip that is damaged, encrypted, or compressed by an unknown method.
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# Plain names of data files, and chat templates in a folder of their own. Code is not among them.
-_PLAIN = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
-_NAME = re.compile(rf"{_PLAIN}\.(?:json|jinja|txt|model|tiktoken)|additional_chat_templates/{_PLAIN}\.jinja")
+# Data files, and chat templates in their own folder. Code is not accepted.
+_FILE_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+_ENTRY = re.compile(rf"{_FILE_NAME}\.(?:json|jinja|txt|model|tiktoken)|additional_chat_templates/{_FILE_NAME}\.jinja")
 
 
 class ArchiveReader:
-    """Puts a zip together from the messages of `GetTokenizer`, and unpacks it.
+    """Assembles the zip archive that the responses of `GetTokenizer` carry, and unpacks it.
 
     Attributes:
-        digest: the SHA-256 that the service told last; empty before.
+        digest: the SHA-256 that the server sent; empty before.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class ArchiveReader:
         self._pieces: list[bytes] = []
         self._num_bytes = 0
 
-    def put(self, chunk: TokenizerChunk) -> None:
-        """Take the next message.
+    def add(self, chunk: TokenizerChunk) -> None:
+        """Add the next response.
 
         Raises:
-            ValueError: there are too many bytes.
+            ValueError: the archive is larger than `MAX_BYTES`.
         """
         self._num_bytes += len(chunk.data)
         if self._num_bytes > MAX_BYTES:
@@ -50,51 +50,51 @@ class ArchiveReader:
         self._pieces.append(chunk.data)
         self.digest = chunk.sha256 or self.digest
 
-    def keep(self) -> Path:
-        """Check the zip, and unpack it for this process and later ones; for this one alone where nothing can be kept.
+    def store(self) -> Path:
+        """Verify and unpack the archive. Where the cache directory is not writable, use a temporary one.
 
         Returns:
             The directory with the files.
 
         Raises:
-            ValueError: it has another digest, or is no zip of tokenizer files.
-            OSError: the files can't be written, neither to the cache directory nor to a temporary one.
+            ValueError: it does not match its digest, or is not a zip of tokenizer files.
+            OSError: neither the cache directory nor a temporary one is writable.
         """
         data = b"".join(self._pieces)
         digest = hashlib.sha256(data).hexdigest()
         if digest != self.digest:
             raise ValueError(
-                f"tokenizer: expected a zip with the digest {self.digest or 'that follows it'}, got {digest}"
+                f"tokenizer: expected a zip archive with the digest {self.digest or 'that follows it'}, got {digest}"
             )
         try:
             return _install(data, digest, _folder())
-        except OSError:  # a home that is read-only or full
+        except OSError:  # the home directory is read-only or full
             return _install(data, digest, temporary_cache_directory() / "tokenizers")
 
 
-def kept(digest: str) -> Path | None:
-    """Return the directory with the files of this digest; None if they have not been kept.
+def stored_files(digest: str) -> Path | None:
+    """Return the directory with the files of this digest; None if they are not stored.
 
     Raises:
-        ValueError: it is no SHA-256 in hexadecimal digits.
+        ValueError: it is not a SHA-256 in hexadecimal digits.
     """
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"tokenizer: expected a digest of 64 hexadecimal digits, got {len(digest)} characters")
     directory = _folder() / digest
-    return directory if os.path.isdir(directory) else None  # also False where the home may not be entered
+    return directory if os.path.isdir(directory) else None  # also False if the home directory may not be read
 
 
 def _install(data: bytes, digest: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    half_done = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
+    unpacked = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
     try:
-        _unpack(data, half_done)
-        half_done.rename(folder / digest)
+        _unpack(data, unpacked)
+        unpacked.rename(folder / digest)
     except OSError:
-        if not (folder / digest).is_dir():  # else another process was faster
+        if not (folder / digest).is_dir():  # otherwise another process has stored the same files
             raise
     finally:
-        shutil.rmtree(half_done, ignore_errors=True)
+        shutil.rmtree(unpacked, ignore_errors=True)
     return folder / digest
 
 
@@ -104,19 +104,19 @@ def _unpack(data: bytes, directory: Path) -> None:
             entries = zipped.infolist()
             if len(entries) > MAX_FILES:
                 raise ValueError(f"tokenizer: expected at most {MAX_FILES} files, got {len(entries)}")
-            num_left = MAX_BYTES
+            bytes_left = MAX_BYTES
             for entry in entries:
-                if not _NAME.fullmatch(entry.filename):
+                if not _ENTRY.fullmatch(entry.filename):
                     raise ValueError(f"tokenizer: expected plain names of data files, got {entry.filename[:100]!r}")
                 with zipped.open(entry) as file:
-                    content = file.read(num_left + 1)  # whatever size the entry claims to have
-                num_left -= len(content)
-                if num_left < 0:
+                    content = file.read(bytes_left + 1)  # the size that an entry declares may be wrong
+                bytes_left -= len(content)
+                if bytes_left < 0:
                     raise ValueError(f"tokenizer: expected at most {MAX_BYTES} bytes of files, got more")
                 (directory / entry.filename).parent.mkdir(exist_ok=True)
                 (directory / entry.filename).write_bytes(content)
-    except _NO_ZIP as error:
-        raise ValueError(f"tokenizer: expected a zip, got {len(data)} other bytes") from error
+    except _ZIP_ERRORS as error:
+        raise ValueError(f"tokenizer: expected a zip archive, got {len(data)} bytes of something else") from error
 
 
 def _folder() -> Path:

@@ -7,19 +7,26 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.wrappers_pb2 import StringValue
 
-from radixkv.service.client.access import tls_credentials
-from radixkv.service.client.channel import async_channel_to, channel_options, named, stubs
-from radixkv.service.client.health import ServingStatus, health_check
-from radixkv.service.client.streams import AsyncAnswerStream
+from radixkv.service.client.calls import HEALTH_CHECK, ServingStatus
+from radixkv.service.client.connection import (
+    channel_options,
+    open_async_channel,
+    server_name_options,
+    tls_credentials,
+)
+from radixkv.service.client.response_stream import AsyncResponseStream
 from radixkv.service.fleet.replica_facts import ReplicaFacts
 from radixkv.v1 import events_pb2
+from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from radixkv.v1.events_pb2_grpc import EventServiceStub
+from radixkv.v1.model_pb2_grpc import ModelServiceStub
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 _PERIOD_S = 0.05
 # Any other refusal of a health check is an answer.
@@ -94,14 +101,16 @@ class ReplicaConnection:
         self._sleep = sleep
         self._lost = asyncio.Event()
         credentials = None if tls_ca is None else tls_credentials(tls_ca)
-        options = channel_options(named(tls_name), 0)
-        calls = async_channel_to(facts.address, credentials, (*options, ("grpc.client_idle_timeout_ms", _IDLE_MS)))
+        options = channel_options(server_name_options(tls_name), 0)
+        calls = open_async_channel(facts.address, credentials, (*options, ("grpc.client_idle_timeout_ms", _IDLE_MS)))
         # Channels to one address would share a line otherwise.
-        watch = async_channel_to(facts.address, credentials, (*options, ("grpc.use_local_subchannel_pool", 1)))
+        watch = open_async_channel(facts.address, credentials, (*options, ("grpc.use_local_subchannel_pool", 1)))
         self._channels = calls, watch
-        self.prefill, self.cache, self.model, _ = stubs(calls)
+        self.prefill = PrefillServiceStub(calls)  # type: ignore[no-untyped-call]
+        self.cache = CacheServiceStub(calls)  # type: ignore[no-untyped-call]
+        self.model = ModelServiceStub(calls)  # type: ignore[no-untyped-call]
         self._events = EventServiceStub(watch)  # type: ignore[no-untyped-call]
-        self._check_health: Any = health_check(watch)
+        self._check_health = HEALTH_CHECK.bind(watch)
         self.metadata = (("authorization", f"Bearer {facts.secrets.token}"),)
 
     def subscribe(
@@ -109,7 +118,7 @@ class ReplicaConnection:
     ) -> AsyncIterator[events_pb2.EventBatch]:
         """Follow what the replica has cached, and with `stores` what its stores have."""
         request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
-        return AsyncAnswerStream(self._events.Subscribe(request, metadata=self.metadata))
+        return AsyncResponseStream(self._events.Subscribe(request, metadata=self.metadata))
 
     async def watch(self) -> None:
         """Ask for the replica's health until cancelled."""
@@ -120,8 +129,8 @@ class ReplicaConnection:
     async def look(self) -> None:
         """Ask for the replica's health once. One that refuses to tell it is there, and counts as what it was."""
         try:
-            status = await self._check_health(StringValue(), timeout=self._patience.answer_s)
-            self.is_up = status is ServingStatus.SERVING
+            response = await self._check_health(StringValue(), timeout=self._patience.answer_s)
+            self.is_up = ServingStatus(response.value) is ServingStatus.SERVING
         except grpc.aio.AioRpcError as error:
             if error.code() in _SILENCE:
                 if self.is_up:

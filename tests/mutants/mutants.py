@@ -1276,7 +1276,7 @@ STORE_MUTANTS = (
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
     Mutant("service/fleet/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
-    Mutant("service/fleet/replica_connection.py", "health_check(watch)", "health_check(calls)"),
+    Mutant("service/fleet/replica_connection.py", "HEALTH_CHECK.bind(watch)", "HEALTH_CHECK.bind(calls)"),
     Mutant("service/fleet/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
 )
 SERVICE_MUTANTS = (
@@ -1290,7 +1290,7 @@ SERVICE_MUTANTS = (
     Mutant("service/server/server.py", ", sources=sources_of(engine))", ")"),
     Mutant("service/server/transfer/kv_sources.py", "            _require_address(address)\n", ""),
     Mutant("service/server/segments/segment_lister.py", "self._segment_ids.of(segment.place)", "segment.place + 1"),
-    Mutant("service/client/channel.py", ', "grpc.per_rpc_retry_buffer_size": _RETRIED_BYTES}', "}"),
+    Mutant("service/client/connection.py", 'merged["grpc.per_rpc_retry_buffer_size"] = _RETRY_BUFFER_BYTES', "pass"),
     Mutant("service/server/last_connections.py", "_shut(unclosed[fd], socket.SHUT_WR)", "pass"),
     Mutant("service/server/metrics_port.py", 'return path == "/healthz"', "return True"),
     Mutant("service/server/metrics_port.py", "            self.connections.end_oldest()\n", ""),

@@ -14,12 +14,12 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.errors import (
     DeadlineExceeded,
+    InvalidCredential,
     InvalidRequest,
-    PermissionDenied,
+    NotPermitted,
     PromptTooLong,
     QueueFull,
     StepFailed,
-    Unauthenticated,
 )
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Outcome, Request
@@ -92,8 +92,8 @@ def test_every_reason_for_refused_calls_has_a_series_from_the_start() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (Unauthenticated("x"), "unauthenticated"),
-        (PermissionDenied("x"), "forbidden"),
+        (InvalidCredential("x"), "unauthenticated"),
+        (NotPermitted("x"), "forbidden"),
         (InvalidRequest("x"), "malformed"),
         (DeadlineExceeded("x"), "slow"),
         (QueueFull("x"), "busy"),

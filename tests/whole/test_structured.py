@@ -211,7 +211,7 @@ def test_an_invalid_grammar_is_refused_by_name(client: Client, options: dict[str
 
 
 def test_two_grammars_are_refused_by_the_client(client: Client) -> None:
-    with pytest.raises(ValueError, match=r"^regex: expected none beside json_schema, got one$"):
+    with pytest.raises(ValueError, match=r"^regex: can't be combined with json_schema$"):
         answers(client, [1], json_schema="{}", regex="a")
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from bench.parts.workloads import WorkItem
 from radixkv.errors import ConfigError
-from radixkv.service.client.public_prefixes import register_request
+from radixkv.service.client.requests import prompt_request
 from radixkv.v1 import cache_pb2
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 
@@ -40,7 +40,10 @@ async def made_public(channel: grpc.aio.Channel, public: PublicTokens, timeout_s
         for (adapter, _), prefix in public.items():
             name = f"replay-{run}-{len(names)}"
             try:
-                await cache.RegisterPublicPrefix(register_request(name, prefix, adapter), timeout=timeout_s)
+                await cache.RegisterPublicPrefix(
+                    prompt_request(cache_pb2.RegisterPublicPrefixRequest, prefix, name=name, adapter=adapter),
+                    timeout=timeout_s,
+                )
             except grpc.aio.AioRpcError as error:
                 raise ConfigError(f"--public-prefix: {error.code().name}: {error.details()}") from error
             names.append(name)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from radixkv.errors import Unauthenticated
+from radixkv.errors import InvalidCredential
 from radixkv.service.server.identity.credentials import Credential, Credentials
 from radixkv.service.server.identity.identity import Identity
 from radixkv.service.server.identity.reloaded_files import ReloadedFiles
@@ -25,7 +25,7 @@ class Callers(Protocol):
         """Return who makes a gRPC call.
 
         Raises:
-            Unauthenticated: nobody that is known.
+            InvalidCredential: nobody that is known.
         """
         ...
 
@@ -33,7 +33,7 @@ class Callers(Protocol):
         """Return who sends a header `authorization` over HTTP; None stands for no header.
 
         Raises:
-            Unauthenticated: nobody that is known.
+            InvalidCredential: nobody that is known.
         """
         ...
 
@@ -91,18 +91,18 @@ class KnownCallers:
 
     def _of_headers(self, headers: list[str | bytes]) -> Identity:
         if len(headers) != 1:
-            raise Unauthenticated(f"{HEADER}: expected one bearer token, got {len(headers) or 'none'}")
+            raise InvalidCredential(f"{HEADER}: expected one bearer token, got {len(headers) or 'none'}")
         text = str(headers[0])
         if text[: len(_SCHEME)].lower() != _SCHEME:
-            raise Unauthenticated(f"{HEADER}: expected Bearer and a token, got something else")
+            raise InvalidCredential(f"{HEADER}: expected Bearer and a token, got something else")
         found = self._credentials.get().of_token(text[len(_SCHEME) :].strip())
         return self._valid(found, f"{HEADER}: expected a token of this service, got another")
 
     def _valid(self, found: Credential | None, refusal: str) -> Identity:
         if found is None:
-            raise Unauthenticated(refusal)
+            raise InvalidCredential(refusal)
         if found.expires_at_s is not None and self._unix_time_s() >= found.expires_at_s:
-            raise Unauthenticated("credential: expected one that is valid now, got one that has expired")
+            raise InvalidCredential("credential: expected one that is valid now, got one that has expired")
         return found.identity
 
 

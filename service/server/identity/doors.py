@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from radixkv.config import ServerConfig
-from radixkv.errors import PermissionDenied
+from radixkv.errors import NotPermitted
 from radixkv.service.server.identity.callers import Anyone, Callers, KnownCallers
 from radixkv.service.server.identity.credentials import read_credentials
 from radixkv.service.server.identity.identity import OPERATORS, Identity, Role
@@ -32,15 +32,13 @@ class Door:
         """Return who makes a gRPC call.
 
         Raises:
-            Unauthenticated: nobody that is known.
-            PermissionDenied: the caller's role has another port.
+            InvalidCredential: nobody that is known.
+            NotPermitted: the caller's role has another port.
         """
         caller = self._callers.of_call(context)
         if caller.role not in self._roles:
             right, wrong = ("admin_port", "port") if caller.role in OPERATORS else ("port", "admin_port")
-            raise PermissionDenied(
-                f"credential of role {caller.role.value}: expected on server.{right}, got on {wrong}"
-            )
+            raise NotPermitted(f"credential of role {caller.role.value}: expected on server.{right}, got on {wrong}")
         return caller
 
 

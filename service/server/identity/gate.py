@@ -40,7 +40,7 @@ class Admission:
         """Write the caller's own tenant into a message that names none, and log calls whose rule asks for it.
 
         Raises:
-            PermissionDenied: the caller may not act for the tenant that it names.
+            NotPermitted: the caller may not act for the tenant that it names.
         """
         if self.caller is not None:
             self.rule.place_tenant(self.caller, message)
@@ -78,8 +78,8 @@ class Gate:
             context: of the call.
 
         Raises:
-            Unauthenticated: the caller is nobody that is known.
-            PermissionDenied: the caller may not make the call.
+            InvalidCredential: the caller is nobody that is known.
+            NotPermitted: the caller may not make the call.
             SwitchedOff: the method has no rule, for example because a newer version of a dependency has added it.
         """
         rule = self._rules.get(method)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from http import HTTPStatus
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from radixkv.errors import Unauthenticated
+from radixkv.errors import InvalidCredential
 from radixkv.service.server.identity.callers import Callers
 from radixkv.service.server.identity.identity import OPERATORS
 
@@ -20,7 +20,7 @@ def authorize(callers: Callers, authorization: str | None) -> HTTPStatus:
     """
     try:
         caller = callers.of_header(authorization)
-    except Unauthenticated:
+    except InvalidCredential:
         return HTTPStatus.UNAUTHORIZED
     return HTTPStatus.OK if caller.role in OPERATORS else HTTPStatus.FORBIDDEN
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from radixkv.errors import PermissionDenied
+from radixkv.errors import NotPermitted
 from radixkv.service.server.identity.identity import Identity, Role
 
 
@@ -66,22 +66,22 @@ class Rule:
             gateway_tenant: the owner of the gateway's data.
 
         Raises:
-            PermissionDenied: the message names what would be needed.
+            NotPermitted: the message names what would be needed.
         """
         if caller.role is Role.ADMIN or self.access in (Access.OPEN, Access.KNOWN, Access.READ):
             return
         if self.access in (Access.MODEL, Access.TENANT) and caller.role is Role.READER:
-            raise PermissionDenied("credential: expected the role tenant, router or admin, got reader")
+            raise NotPermitted("credential: expected the role tenant, router or admin, got reader")
         if self.access is Access.GATEWAY and not caller.may_act_for(gateway_tenant):
-            raise PermissionDenied("credential: expected one that may act for the gateway's tenant, got another")
+            raise NotPermitted("credential: expected one that may act for the gateway's tenant, got another")
         if self.access is Access.ALL_TENANTS and caller.tenants is not None:
-            raise PermissionDenied(
+            raise NotPermitted(
                 f"credential: expected a router that may name all tenants, or an admin, got a {caller.role.value}"
             )
         if self.access is Access.OVERVIEW and caller.role is not Role.READER:
-            raise PermissionDenied(f"credential: expected the role reader or admin, got {caller.role.value}")
+            raise NotPermitted(f"credential: expected the role reader or admin, got {caller.role.value}")
         if self.access is Access.ADMIN:
-            raise PermissionDenied(f"credential: expected the role admin, got {caller.role.value}")
+            raise NotPermitted(f"credential: expected the role admin, got {caller.role.value}")
 
     @property
     def has_prompts(self) -> bool:
@@ -101,7 +101,7 @@ class Rule:
         """Write the caller's own tenant where the request names none, and refuse one that it may not act for.
 
         Raises:
-            PermissionDenied: the message never repeats the tenant that the request names.
+            NotPermitted: the message never repeats the tenant that the request names.
         """
         if self.access not in (Access.TENANT, Access.READ) or caller.role is Role.READER:
             return  # `admit` lets readers make no other call
@@ -110,11 +110,9 @@ class Rule:
         if own is not None and not named:
             message.tenant = own
         elif not caller.may_act_for(named):
-            raise PermissionDenied("tenant: expected one that this credential may act for, got another")
+            raise NotPermitted("tenant: expected one that this credential may act for, got another")
         elif caller.role is not Role.ADMIN and _names_none(message):
-            raise PermissionDenied(
-                f"tenant: expected one, since all need the role admin, got none as {caller.role.value}"
-            )
+            raise NotPermitted(f"tenant: expected one, since all need the role admin, got none as {caller.role.value}")
 
     def _message(self, request: Any) -> Any:
         return getattr(request, self.tenant_of) if self.tenant_of else request

@@ -110,7 +110,7 @@ class Intake:
         Raises:
             Draining: no new calls are taken.
             InvalidRequest: no message came, or it can't be parsed, or it is large and brings no prompt.
-            PermissionDenied: the caller may not act for its tenant.
+            NotPermitted: the caller may not act for its tenant.
             QueueFull, DeadlineExceeded: it had to wait, or came too slowly; or too much is held for its tenant.
         """
         data = await self._lanes.receive(context.peer(), context.read)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from radixkv.config import KVSourceConfig
 from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
-from radixkv.service.client.access import Access, is_on_this_machine
+from radixkv.service.client.address import is_on_this_machine, require_address
 from radixkv.service.client.async_client import AsyncClient
-from radixkv.service.client.channel import named, target
-from radixkv.service.client.prefix_key import PrefixKey
+from radixkv.service.client.connection import Connection, server_name_options
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -103,12 +102,12 @@ def _member(address: str, fleet: FleetAccess) -> AsyncClient:
     """Connect to another server of a fleet. Without TLS, the token stays on this machine; others ask for none."""
     is_shown = fleet.tls_ca is not None or is_on_this_machine(address)
     token = fleet.token if is_shown else None
-    return AsyncClient(address, tls_ca=fleet.tls_ca, token=token, options=named(fleet.tls_name))
+    return AsyncClient(address, tls_ca=fleet.tls_ca, token=token, options=server_name_options(fleet.tls_name))
 
 
 def _require_address(address: str) -> None:
     try:
-        target(address)
+        require_address(address)
     except ValueError as error:
         raise InvalidRequest(f"kv_source.{error}") from error
 
@@ -116,7 +115,7 @@ def _require_address(address: str) -> None:
 def _require_access(name: str, config: KVSourceConfig, token: str | None) -> None:
     """Refuse what a connection would refuse when it is made."""
     try:
-        Access(config.address, tls_ca=config.tls_ca, token=token, certificate=None, key=None, prefix_key=PrefixKey(0))
+        Connection(config.address, tls_ca=config.tls_ca, token=token)
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
         raise ConfigError(f"kv_sources.{name}.tls_ca: expected a file of certificates in PEM, got {reason}") from error

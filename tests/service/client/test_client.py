@@ -17,7 +17,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.params import PrefillParams
 from radixkv.service.client import AsyncClient, Client, logits_of
-from radixkv.service.client.channel import channel_options
+from radixkv.service.client.connection import channel_options
 from radixkv.service.client.requests import WIRE_NAMES, GenerateOptions, PrefillOptions, PromptOptions
 from radixkv.v1.cache_pb2 import DESCRIPTOR as CACHE
 from radixkv.v1.model_pb2 import DESCRIPTOR as MODEL
@@ -378,33 +378,7 @@ def test_the_client_works_where_the_engine_is_not_installed():
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
-@pytest.mark.parametrize(
-    ("address", "access", "message"),
-    [
-        ("10.0.0.1:1", {"token": "t"}, "token: expected tls_ca beside it"),
-        ("example.org:1", {"token": "t"}, "token: expected tls_ca beside it"),
-        ("127.0.0.1:1", {"token": "two words"}, "token: expected printable ASCII"),
-        ("127.0.0.1:1", {"token": ""}, "token: expected printable ASCII"),
-        ("127.0.0.1:1", {"token": "line\n"}, "token: expected printable ASCII"),
-        ("127.0.0.1:1", {"certificate": "c.pem"}, "certificate, key: expected both or neither"),
-        ("127.0.0.1:1", {"certificate": "c.pem", "key": "k.pem"}, "tls_ca: expected one beside a certificate"),
-    ],
-)
-def test_credentials_that_would_leak_or_miss_a_part_are_refused_without_the_token(address, access, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        Client(address, **access)
-    assert "two words" not in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"junk", b"-----BEGIN PRIVATE KEY-----\n\xff"])
-def test_a_file_without_certificates_is_refused_before_a_call(tmp_path, content):
-    file = tmp_path / "ca.pem"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match="tls_ca: expected certificates in PEM, got none that can be read"):
-        Client("127.0.0.1:1", tls_ca=file)
-
-
-def test_a_token_goes_along_with_every_call_also_beside_a_prefix_key():
+def test_a_token_is_sent_with_every_call_with_or_without_a_prefix_key():
     class Credentials(PrefillServiceServicer):
         async def Prefill(self, request, context):  # noqa: N802
             names = {"authorization", "x-prefix-key"}

@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 
 from radixkv.service.client import errors
-from radixkv.service.client.diagnosis import Diagnosis, proxy_variable
+from radixkv.service.client.diagnosis import Diagnosis
 
 C = grpc.StatusCode
 FAILED = "failed to connect to all addresses; last error: "
@@ -145,17 +145,3 @@ def test_a_deadline_of_the_service() -> None:
 def test_an_error_that_is_explained_or_has_no_status_stays_what_it_is() -> None:
     for error in (errors.NotFound("gone"), grpc.RpcError("of another library")):
         assert Diagnosis("kv:50051").error_of(error, "Prefill", None) is error
-
-
-def test_the_proxy_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert proxy_variable("kv.example.org:1") == ""
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    assert proxy_variable("kv.example.org:1") == "http_proxy"
-    assert proxy_variable("127.0.0.1:1") == "", "which is connected to directly"
-    assert proxy_variable("kv.example.org:1", [("grpc.enable_http_proxy", 0)]) == ""
-    monkeypatch.setenv("grpc_proxy", "http://proxy:3128")
-    assert proxy_variable("kv.example.org:1") == "grpc_proxy"
-    monkeypatch.setenv("no_proxy", "localhost, .example.org")
-    assert proxy_variable("kv.example.org:1") == ""

@@ -1,4 +1,4 @@
-"""The header by which proxies keep prompts that begin alike together."""
+"""The header `x-prefix-key`, by which proxies send prompts with a common prefix to the same server."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ import pytest
 
 from radixkv.api.retention import Retention
 from radixkv.service.client import AsyncClient, Client
-from radixkv.service.client.prefix_key import HEADER, PrefixKey
-from radixkv.service.client.requests import prefill_request, probe_request
+from radixkv.service.client.prefix_key import HEADER, prefix_key
+from radixkv.service.client.requests import prefill_request, prompt_request
+from radixkv.v1.prefill_pb2 import ProbeRequest
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
 
 def key_of(token_ids: list[int], num_tokens: int = 4, **names: Any) -> str:
-    metadata = PrefixKey(num_tokens).metadata(prefill_request(token_ids, names))
-    assert metadata is not None
-    ((header, key),) = metadata
-    assert header == HEADER == "x-prefix-key"
-    return key
+    return prefix_key(prefill_request(token_ids, names), num_tokens)
 
 
-def test_prompts_that_begin_alike_have_one_key() -> None:
+def test_prompts_with_the_same_first_tokens_have_the_same_key() -> None:
     assert key_of([1, 2, 3, 4, 5]) == key_of([1, 2, 3, 4]) == key_of([1, 2, 3, 4], request_id="other", read_cache=False)
     assert key_of([1, 2, 3, 4, 5], 5) != key_of([1, 2, 3, 4, 6], 5)
     assert key_of([1, 2]) != key_of([1, 2, 3]), "a short prompt is covered whole"
 
 
-def test_callers_that_share_nothing_have_other_keys() -> None:
+def test_different_namespaces_have_different_keys() -> None:
     prompt = [1, 2, 3, 4]
     keys = [
         key_of(prompt),
@@ -41,28 +38,24 @@ def test_callers_that_share_nothing_have_other_keys() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_a_probe_goes_where_its_prompt_goes() -> None:
-    probe = probe_request([7, 8, 9], tenant="t", adapter="", salt="")
-    assert PrefixKey(4).metadata(probe) == ((HEADER, key_of([7, 8, 9], tenant="t")),)
+def test_a_probe_has_the_key_of_its_prefill() -> None:
+    probe = prompt_request(ProbeRequest, [7, 8, 9], tenant="t")
+    assert prefix_key(probe, 4) == key_of([7, 8, 9], tenant="t")
 
 
-def test_keys_are_the_same_everywhere() -> None:
-    """Two clients in two processes must agree, also after an upgrade: else each release moves all prompts."""
+def test_keys_do_not_change_between_releases() -> None:
+    """Clients of different releases must agree, or each upgrade would send all prompts to other servers."""
     assert key_of([1, 2, 3, 4], tenant="acme") == "ff20ef872d66b4cb"
 
 
-def test_without_tokens_there_is_no_header() -> None:
-    assert PrefixKey(0).metadata(prefill_request([1, 2], {})) is None
-
-
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "8", None])
-def test_a_wrong_number_of_tokens_is_refused(wrong: Any) -> None:
+def test_a_wrong_number_of_key_tokens_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="prefix_key_tokens: expected a whole number from 0, got"):
         Client("127.0.0.1:1", prefix_key_tokens=wrong)
 
 
 class Headers(grpc.aio.ServerInterceptor):
-    """Keeps the key of each call."""
+    """Records the prefix key of each call."""
 
     def __init__(self) -> None:
         self.came: list[tuple[str, str | None]] = []
@@ -73,7 +66,7 @@ class Headers(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
 
-def test_every_call_with_a_prompt_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_with_a_prompt_send_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = Headers()
     make_server = grpc.aio.server
     monkeypatch.setattr(

@@ -280,7 +280,7 @@ def test_what_a_template_needs_is_passed_on(service, use, tmp_path):
 def test_what_can_not_be_a_prompt_is_refused_before_it_is_sent(service, use):
     with pytest.raises(TypeError, match=r"^temperature: expected a number, got 'hot'$"):
         use(lambda client: client.generate("a", temperature="hot"))
-    with pytest.raises(TypeError, match="stop: expected a sequence of texts, got 'x'"):
+    with pytest.raises(TypeError, match="stop: expected a sequence of strings, got 'x'"):
         use(lambda client: client.chat(CHAT, stop="x"))
     with pytest.raises(ValueError, match=r"^expected text in Unicode, got lone surrogates$"):
         use(lambda client: client.prefill("\ud800"))

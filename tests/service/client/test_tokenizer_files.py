@@ -12,7 +12,7 @@ import pytest
 from radixkv.config.cache_directory import temporary_cache_directory
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.client import tokenizer_files as module
-from radixkv.service.client.tokenizer_files import MAX_FILES, ArchiveReader, kept
+from radixkv.service.client.tokenizer_files import MAX_FILES, ArchiveReader, stored_files
 from radixkv.v1.model_pb2 import TokenizerChunk
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
@@ -33,54 +33,54 @@ def zip_of(files, compression=zipfile.ZIP_STORED):
     return data.getvalue()
 
 
-def keep(data, digest=None):
+def store(data, digest=None):
     reader = ArchiveReader()
-    reader.put(TokenizerChunk(data=data[:10]))
-    reader.put(TokenizerChunk(data=data[10:], sha256=digest or hashlib.sha256(data).hexdigest()))
-    return reader.keep()
+    reader.add(TokenizerChunk(data=data[:10]))
+    reader.add(TokenizerChunk(data=data[10:], sha256=digest or hashlib.sha256(data).hexdigest()))
+    return reader.store()
 
 
-def test_files_are_kept_by_their_digest(folder):
+def test_files_are_stored_under_their_digest(folder):
     data = zip_of({"tokenizer.json": "{}", "chat_template.jinja": "x"}, zipfile.ZIP_DEFLATED)
     digest = hashlib.sha256(data).hexdigest()
-    assert kept(digest) is None
-    directory = keep(data)
-    assert directory == kept(digest) == folder / digest
+    assert stored_files(digest) is None
+    directory = store(data)
+    assert directory == stored_files(digest) == folder / digest
     assert sorted(path.name for path in directory.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
-    assert keep(data) == directory, "another process was faster"
+    assert store(data) == directory, "another process was faster"
     assert os.listdir(folder) == [digest], "nothing is left behind"
 
 
-def test_templates_are_kept_in_their_folder(folder):
-    directory = keep(zip_of({"tokenizer.json": "{}", "additional_chat_templates/tool_use.jinja": "x"}))
+def test_chat_templates_are_stored_in_their_own_folder(folder):
+    directory = store(zip_of({"tokenizer.json": "{}", "additional_chat_templates/tool_use.jinja": "x"}))
     assert (directory / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
 
 
-def test_where_nothing_can_be_kept_files_last_as_long_as_the_process(tmp_path, monkeypatch):
+def test_an_unwritable_cache_directory_is_replaced_by_a_temporary_one(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in it, also by root
     data = zip_of({"tokenizer.json": "{}"})
-    directory = keep(data)
+    directory = store(data)
     assert (directory / "tokenizer.json").read_text() == "{}"
-    assert keep(data) == directory
-    assert kept(hashlib.sha256(data).hexdigest()) is None
+    assert store(data) == directory
+    assert stored_files(hashlib.sha256(data).hexdigest()) is None
     shutil.rmtree(temporary_cache_directory())
     temporary_cache_directory.cache_clear()
 
 
 def test_another_digest_is_refused(folder):
     data = zip_of({"tokenizer.json": "{}"})
-    with pytest.raises(ValueError, match="tokenizer: expected a zip with the digest 0000"):
-        keep(data, "0" * 64)
-    with pytest.raises(ValueError, match="expected a zip with the digest that follows it"):
-        ArchiveReader().keep()
+    with pytest.raises(ValueError, match="tokenizer: expected a zip archive with the digest 0000"):
+        store(data, "0" * 64)
+    with pytest.raises(ValueError, match="expected a zip archive with the digest that follows it"):
+        ArchiveReader().store()
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("digest", ["", "0" * 63, "../" + "0" * 61, "0" * 63 + "\n", "A" * 64])
 def test_what_is_no_digest_names_no_folder(digest):
     with pytest.raises(ValueError, match="expected a digest of 64 hexadecimal digits"):
-        kept(digest)
+        stored_files(digest)
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,19 @@ def test_what_is_no_digest_names_no_folder(digest):
 )
 def test_names_that_lead_elsewhere_and_code_are_refused(folder, name):
     with pytest.raises(ValueError, match="tokenizer: expected plain names of data files, got "):
-        keep(zip_of({name: "x"}))
+        store(zip_of({name: "x"}))
     assert os.listdir(folder) == []
     assert sorted(path.name for path in folder.parent.parent.rglob("*")) == ["radixkv", "tokenizers"]
 
 
 def test_too_many_or_too_large_files_are_refused(folder, monkeypatch):
     with pytest.raises(ValueError, match="tokenizer: expected at most 50 files, got 51"):
-        keep(zip_of({f"{number}.json": "" for number in range(MAX_FILES + 1)}))
+        store(zip_of({f"{number}.json": "" for number in range(MAX_FILES + 1)}))
     monkeypatch.setattr(module, "MAX_BYTES", 2000)
     with pytest.raises(ValueError, match="tokenizer: expected at most 2000 bytes of files, got more"):
-        keep(zip_of({"a.json": "x" * 1000, "b.json": "x" * 1001}, zipfile.ZIP_DEFLATED))
+        store(zip_of({"a.json": "x" * 1000, "b.json": "x" * 1001}, zipfile.ZIP_DEFLATED))
     with pytest.raises(ValueError, match="tokenizer: expected a zip of at most 2000 bytes, got more"):
-        keep(bytes(2001))
+        store(bytes(2001))
     assert os.listdir(folder) == []
 
 
@@ -121,8 +121,8 @@ def test_a_broken_zip_is_refused(folder):
     data = bytearray(zip_of({"tokenizer.json": "text" * 100}, zipfile.ZIP_DEFLATED))
     data[45] ^= 255
     for broken in (b"no zip at all", bytes(data)):
-        with pytest.raises(ValueError, match=f"tokenizer: expected a zip, got {len(broken)} other bytes"):
-            keep(broken)
+        with pytest.raises(ValueError, match=f"tokenizer: expected a zip archive, got {len(broken)} bytes"):
+            store(broken)
     assert os.listdir(folder) == []
 
 
@@ -158,7 +158,7 @@ def test_both_clients_load_the_tokenizer_of_the_served_model(folder):
 
 def test_files_are_asked_for_once(monkeypatch):
     asking("tiny")
-    monkeypatch.setattr(ArchiveReader, "keep", lambda _: pytest.fail("they are there"))
+    monkeypatch.setattr(ArchiveReader, "store", lambda _: pytest.fail("the files are stored already"))
     asking("tiny")
 
 

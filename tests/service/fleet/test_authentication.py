@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from radixkv.config import ServerConfig
-from radixkv.errors import Unauthenticated
+from radixkv.errors import InvalidCredential
 from radixkv.service.fleet.authentication import FLEET, replica_doors
 from radixkv.service.server.identity.identity import Role
 
@@ -33,7 +33,7 @@ def test_the_fleet_brings_calls_of_all_callers(door) -> None:
 def test_others_need_credentials_of_their_own(door) -> None:
     assert door.of_call(call("Bearer own")).role is Role.TENANT
     for headers in ([], ["Bearer wrong"], ["Bearer secret", "Bearer secret"], ["secret"], ["Bearer \u00fc"]):
-        with pytest.raises(Unauthenticated):
+        with pytest.raises(InvalidCredential):
             door.of_call(call(*headers))
 
 

@@ -23,9 +23,11 @@ from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.server.transfer.kv_sources import KVSources
 from radixkv.service.structured.grammars import Grammars
 from radixkv.v1.cache_pb2 import RetainRequest
+from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from radixkv.v1.prefill_pb2 import COLD, DIVERGED, NONE, READ_DISABLED, GenerateRequest, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2 import MissReason as MissReasonMessage
 from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import LIMITS, VOCAB_SIZE, FakeEngine
 from tests.service.serving import becomes_true, refusal_of, refused_late, serving
@@ -226,7 +228,7 @@ def test_retain_reaches_the_engine():
 
 def test_a_retention_without_a_priority_is_refused():
     async def talk(client, engine):
-        call = client._cache.Retain
+        call = CacheServiceStub(client._channel).Retain
         return [
             (await refusal_of(call(RetainRequest(token_ids=[1])))).details(),
             (await refusal_of(call(RetainRequest(token_ids=[1], retention=RetentionMessage())))).details(),
@@ -239,7 +241,8 @@ def test_a_retention_without_a_priority_is_refused():
 def test_a_duration_that_is_none_is_refused(nanos):
     async def talk(client, engine):
         retention = RetentionMessage(priority=80, ttl=Duration(seconds=1, nanos=nanos))
-        return await refusal_of(client._cache.Retain(RetainRequest(token_ids=[1], retention=retention)))
+        retain = CacheServiceStub(client._channel).Retain
+        return await refusal_of(retain(RetainRequest(token_ids=[1], retention=retention)))
 
     refusal = calling(talk)
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -335,9 +338,10 @@ def test_the_deadline_reaches_the_engine():
 @pytest.mark.parametrize("metadata", [[], [("traceparent", "00-ab-cd-01")], [("other", "x"), ("traceparent", "y")]])
 def test_the_callers_span_reaches_the_engine(metadata):
     async def talk(client, engine):
-        await client._prefill.Prefill(PrefillRequest(token_ids=[1]), metadata=metadata)
+        stub = PrefillServiceStub(client._channel)
+        await stub.Prefill(PrefillRequest(token_ids=[1]), metadata=metadata)
         request = GenerateRequest(prefill=PrefillRequest(token_ids=[1]), max_new_tokens=1)
-        async for _ in client._prefill.Generate(request, metadata=metadata):
+        async for _ in stub.Generate(request, metadata=metadata):
             pass
         return [params.traceparent for params in engine.params]
 

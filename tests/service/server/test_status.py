@@ -19,8 +19,8 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
 EXPECTED = {
     "InvalidAdapter": "INVALID_ARGUMENT",
     "InvalidRequest": "INVALID_ARGUMENT",
-    "Unauthenticated": "UNAUTHENTICATED",
-    "PermissionDenied": "PERMISSION_DENIED",
+    "InvalidCredential": "UNAUTHENTICATED",
+    "NotPermitted": "PERMISSION_DENIED",
     "PromptTooLong": "INVALID_ARGUMENT",
     "BeyondCeiling": "FAILED_PRECONDITION",
     "UnknownAdapter": "NOT_FOUND",

@@ -1,6 +1,6 @@
 import pytest
 
-from radixkv.errors import Unauthenticated
+from radixkv.errors import InvalidCredential
 from radixkv.service.server.identity.callers import KnownCallers
 from radixkv.service.server.identity.credentials import parse_credentials
 from radixkv.service.server.identity.reloaded_files import ReloadedFiles
@@ -37,7 +37,7 @@ def test_a_credential_is_taken_until_it_expires():
     text = entry_of("acme", 'tenant = "a"') + "expires = 2001-09-09T01:46:40Z\n"
     header = f"Bearer {TOKENS['acme']}"
     assert callers(text, now_s=1e9 - 1).of_header(header).name == "acme credential"
-    with pytest.raises(Unauthenticated, match="got one that has expired"):
+    with pytest.raises(InvalidCredential, match="got one that has expired"):
         callers(text, now_s=1e9).of_header(header)
 
 
@@ -52,16 +52,16 @@ def test_a_certificate_is_known_by_its_uri_its_dns_name_or_its_common_name(kind)
 
 def test_other_names_of_a_certificate_say_nothing():
     known = callers(entry_of_certificate("a", 'role = "admin"'), has_certificates=True)
-    with pytest.raises(Unauthenticated, match="certificate: expected one with the name of a single credential"):
+    with pytest.raises(InvalidCredential, match="certificate: expected one with the name of a single credential"):
         known.of_call(Call(peer_email=["a"], x509_subject=["a"]))
 
 
 def test_a_certificate_counts_for_nothing_where_grpc_checks_none():
-    with pytest.raises(Unauthenticated, match="expected one bearer token, got none"):
+    with pytest.raises(InvalidCredential, match="expected one bearer token, got none"):
         callers(entry_of_certificate("a", 'role = "admin"')).of_call(Call(x509_common_name=["a"]))
 
 
 def test_a_wrong_token_is_refused_beside_a_right_certificate():
     known = callers(entry_of_certificate("a", 'role = "admin"'), has_certificates=True)
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(InvalidCredential):
         known.of_call(Call(("authorization", "Bearer wrong"), x509_common_name=["a"]))

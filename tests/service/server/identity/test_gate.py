@@ -14,6 +14,8 @@ from radixkv.service.server.identity.callers import Anyone
 from radixkv.service.server.identity.doors import Door
 from radixkv.service.server.identity.gate import Gate
 from radixkv.service.server.identity.identity import Identity, Role
+from radixkv.v1.prefill_pb2 import PrefillRequest
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
@@ -167,9 +169,8 @@ def test_a_lease_is_given_back_by_its_tenant_only(papers):
 )
 def test_a_header_without_a_known_token_is_unauthenticated_and_not_repeated(papers, header):
     async def talk(engine, clients):
-        client = clients[None]
-        client._access.metadata = (("authorization", header),)
-        return await refusal_of(client.prefill([1, 2]))
+        prefill = PrefillServiceStub(clients[None]._channel).Prefill
+        return await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(("authorization", header),)))
 
     refusal = talking(papers, talk)
     assert refusal.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -178,9 +179,9 @@ def test_a_header_without_a_known_token_is_unauthenticated_and_not_repeated(pape
 
 def test_two_tokens_in_one_call_are_refused(papers):
     async def talk(engine, clients):
-        client = clients["acme"]
-        client._access.metadata = client._access.metadata * 2
-        return (await refusal_of(client.prefill([1, 2]))).code()
+        prefill = PrefillServiceStub(clients[None]._channel).Prefill
+        header = ("authorization", f"Bearer {TOKENS['acme']}")
+        return (await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(header, header)))).code()
 
     assert talking(papers, talk) is grpc.StatusCode.UNAUTHENTICATED
 

@@ -5,7 +5,7 @@ import asyncio
 import grpc.aio
 import pytest
 
-from radixkv.errors import InvalidRequest, PermissionDenied, QueueFull, Unauthenticated
+from radixkv.errors import InvalidCredential, InvalidRequest, NotPermitted, QueueFull
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.intake.entry import Entry
 from tests.patience import PATIENCE_S
@@ -42,7 +42,7 @@ def test_calls_that_their_caller_may_not_make_are_counted_and_others_not(tmp_pat
             await refusal_of(acme.prefill([1], tenant="globex"))
             await acme.prefill([1])
 
-    assert counted(talk, **papers.tls) == [Unauthenticated, PermissionDenied, PermissionDenied]
+    assert counted(talk, **papers.tls) == [InvalidCredential, NotPermitted, NotPermitted]
 
 
 def test_messages_that_can_not_be_parsed_and_those_without_room_are_counted():
@@ -77,7 +77,7 @@ def test_a_refusal_of_the_engine_is_not_counted_here():
 def test_without_a_counter_refusals_are_raised_all_the_same():
     class Closed:
         def admit(self, method, context):
-            raise Unauthenticated("credential: expected one, got none")
+            raise InvalidCredential("credential: expected one, got none")
 
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(InvalidCredential):
         asyncio.run(Entry(Closed(), None).receive("/a/b", None, None))

@@ -1,4 +1,4 @@
-"""Streams that are closed before anybody has read from them, over a real server, and what closing does besides."""
+"""Response streams cancel their call when they are closed, also before anything was read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from radixkv.service.client import AsyncClient, Client
-from radixkv.service.client.streams import AnswerStream, AsyncAnswerStream
+from radixkv.service.client.response_stream import AsyncResponseStream, ResponseStream
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import becomes_true, serving
 
 
 class FakeCall:
-    """A call of both kinds of stubs, with two answers."""
+    """A streaming call with two responses, as a blocking and as an asyncio stub return it."""
 
     def __init__(self) -> None:
         self.num_cancels = 0
@@ -31,7 +31,7 @@ class FakeCall:
             yield answer
 
 
-def test_closing_a_stream_that_nobody_has_read_cancels_the_request() -> None:
+def test_closing_an_unread_async_stream_cancels_the_request() -> None:
     async def run() -> None:
         engine = FakeEngine(is_gated=True)
         async with serving(engine) as (_, address), AsyncClient(address) as client:
@@ -45,7 +45,7 @@ def test_closing_a_stream_that_nobody_has_read_cancels_the_request() -> None:
     asyncio.run(run())
 
 
-def test_closing_a_blocking_stream_that_nobody_has_read_cancels_the_request() -> None:
+def test_closing_an_unread_blocking_stream_cancels_the_request() -> None:
     async def run() -> None:
         engine = FakeEngine(is_gated=True)
         async with serving(engine) as (_, address):
@@ -60,9 +60,9 @@ def test_closing_a_blocking_stream_that_nobody_has_read_cancels_the_request() ->
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
-def test_however_much_is_read_the_call_is_cancelled(num_read: int) -> None:
+def test_closing_a_blocking_stream_cancels_the_call_whatever_was_read(num_read: int) -> None:
     call = FakeCall()
-    stream = AnswerStream(call)
+    stream = ResponseStream(call)
     assert [next(stream, None) for _ in range(num_read)] == [1, 2, None][:num_read]
     stream.close()
     stream.close()
@@ -71,10 +71,10 @@ def test_however_much_is_read_the_call_is_cancelled(num_read: int) -> None:
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
-def test_however_much_is_awaited_the_call_is_cancelled(num_read: int) -> None:
+def test_closing_an_async_stream_cancels_the_call_whatever_was_read(num_read: int) -> None:
     async def run() -> None:
         call = FakeCall()
-        stream = AsyncAnswerStream(call)
+        stream = AsyncResponseStream(call)
         assert [await anext(stream, None) for _ in range(num_read)] == [1, 2, None][:num_read]
         await stream.aclose()
         await stream.aclose()
@@ -84,10 +84,10 @@ def test_however_much_is_awaited_the_call_is_cancelled(num_read: int) -> None:
     asyncio.run(run())
 
 
-def test_an_error_that_is_raised_where_answers_are_read_ends_the_call() -> None:
+def test_throwing_an_error_into_a_stream_cancels_the_call() -> None:
     async def run() -> None:
         blocking, awaited = FakeCall(), FakeCall()
-        stream, async_stream = AnswerStream(blocking), AsyncAnswerStream(awaited)
+        stream, async_stream = ResponseStream(blocking), AsyncResponseStream(awaited)
         assert (next(stream), await anext(async_stream)) == (1, 1)
         with pytest.raises(KeyError):
             stream.throw(KeyError("x"))

@@ -1,0 +1,81 @@
+"""Addresses of servers, `HOST:PORT`, and whether they are on this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from typing import Any
+
+ChannelOptions = Sequence[tuple[str, Any]]
+
+_GRPC_SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:", "xds:")
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")  # in the order in which gRPC reads them
+_NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
+
+
+def require_address(address: str) -> str:
+    """Check an address: gRPC would connect to port 443 if there is none, and take any port modulo 65536.
+
+    Returns:
+        The address.
+
+    Raises:
+        TypeError: it is not a string.
+        ValueError: it has no port from 1 to 65535.
+    """
+    if not isinstance(address, str):
+        raise TypeError(f"address: expected HOST:PORT, got {address!r}")
+    if address.startswith(_GRPC_SCHEMES):
+        return address
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError(f"address: expected HOST:PORT with a port from 1 to 65535, got {address!r}")
+    return address
+
+
+def host_of(address: str) -> str:
+    """Return the host of an address with a port.
+
+    >>> [host_of(each) for each in ("kv-1:50051", "[::1]:1", "dns:///kv-1:50051")]
+    ['kv-1', '::1', 'kv-1']
+    """
+    for scheme in ("ipv4:", "ipv6:", "dns:", "xds:"):
+        address = address.removeprefix(scheme)
+    return address.rpartition("/")[2].rpartition(":")[0].strip("[]")
+
+
+def is_on_this_machine(address: str) -> bool:
+    """Return whether traffic to this address stays on this machine.
+
+    >>> [is_on_this_machine(each) for each in ("127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s", "10.0.0.1:1")]
+    [True, True, True, True, False]
+    """
+    if address.startswith("unix:"):
+        return True
+    host = host_of(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def proxy_variable(address: str, options: ChannelOptions = ()) -> str:
+    """Return the environment variable that names the HTTP proxy gRPC connects through; empty if it uses none.
+
+    Connections to this machine use no proxy, see `open_channel`.
+
+    Args:
+        address: of the server.
+        options: of the channel; `grpc.enable_http_proxy` of 0 means no proxy.
+    """
+    if not dict(options).get("grpc.enable_http_proxy", not is_on_this_machine(address)):
+        return ""
+    variable = next((name for name in _PROXY_VARIABLES if os.environ.get(name)), "")
+    exceptions = next((os.environ[name] for name in _NO_PROXY_VARIABLES if os.environ.get(name)), "")
+    host = host_of(address)
+    if any(host.endswith(entry.strip()) for entry in exceptions.split(",") if entry.strip()):
+        return ""
+    return variable
