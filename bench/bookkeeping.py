@@ -110,7 +110,7 @@ class BookkeepingBench:
     def __init__(self, runner: Runner, step_tokens: int, seed: int) -> None:
         num_blocks = runner.storage.num_blocks
         self.cache = PrefixCache(num_blocks, BLOCK_SIZE, policy=make_policy("adaptive", num_blocks))
-        self.core = EngineCore(runner, self.cache, EngineConfig(max_step_tokens=step_tokens))
+        self.core = EngineCore.build(runner, self.cache, EngineConfig(max_step_tokens=step_tokens))
         self.stopwatch = PhaseStopwatch()
         self._runner = runner
         self._random = np.random.default_rng(seed)
@@ -129,8 +129,8 @@ class BookkeepingBench:
                 (self.cache.leases, "close", "close"),
                 (self.cache.leases, "commit", "commit"),
                 (self.core._scheduler, "next_step", "schedule"),
-                (self.core._delivery, "_answer", "answer"),
-                (self.core._delivery, "_tell", "answer"),
+                (self.core._completer, "_complete", "answer"),
+                (self.core._completer, "_publish_token", "answer"),
                 (self.core, "step", REST),
             ):
                 watches.enter_context(self.stopwatch.watch(owner, name, label))

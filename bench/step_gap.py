@@ -89,7 +89,7 @@ def decoding_core(
     new_tokens = num_steps + prompt_steps + 8
     num_blocks = num_requests * (-(-(prompt_tokens + new_tokens) // BLOCK_SIZE) + 1)
     config = EngineConfig(max_step_tokens=_STEP_TOKENS, max_running_requests=num_requests)
-    core = EngineCore(cast("Runner", runner), PrefixCache(num_blocks, BLOCK_SIZE), config)
+    core = EngineCore.build(cast("Runner", runner), PrefixCache(num_blocks, BLOCK_SIZE), config)
     random = np.random.default_rng(0)
     requests = []
     for _ in range(num_requests + num_waiting):
@@ -114,7 +114,7 @@ def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: 
         runner.gaps_s.clear()
         for _ in range(num_steps):
             core.step()
-        assert core.tally.load().requests.running == num_requests, "a generation ended while it was measured"
+        assert core.stats.load().requests.running == num_requests, "a generation ended while it was measured"
         gaps_s[is_ahead] += runner.gaps_s
     ahead_ms, after_ms = (statistics.median(gaps_s[is_ahead]) * 1e3 for is_ahead in (True, False))
     return {

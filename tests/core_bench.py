@@ -57,7 +57,7 @@ class Bench:
         **config: object,
     ) -> None:
         self.clock = Clock()
-        self.has_news = False  # while it is true, no step is started ahead
+        self.has_pending_calls = False  # while it is true, no step is started ahead
         engine_config = EngineConfig(**config)
         states = None
         if num_snapshots is not None:
@@ -74,7 +74,7 @@ class Bench:
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.runner.has_states = states is not None
-        self.core = EngineCore(
+        self.core = EngineCore.build(
             self.runner,
             self.cache,
             engine_config,
@@ -82,7 +82,7 @@ class Bench:
             work_clock=self.clock,
             observers=observers,
             weights=weights,
-            has_news=lambda: self.has_news,
+            has_pending_calls=lambda: self.has_pending_calls,
         )
 
     def submit(

@@ -14,7 +14,7 @@ from radixkv.blocks import BlockIds
 from radixkv.compute.compression.kept_entries import KeptEntries, Rule
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
-from radixkv.engine.compression.compressions import rule_of
+from radixkv.engine.compression import rule_of
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage

@@ -50,9 +50,11 @@ class PrefillBench:
         self._step_tokens = step_tokens
         self._rates = rates
         cache, config = PrefixCache(runner.storage.num_blocks, BLOCK_SIZE), EngineConfig(max_step_tokens=step_tokens)
-        self._core = EngineCore(runner, cache, config)
-        self._core_without_graphs = EngineCore(runner.without_graphs(), cache, config) if runner.has_graphs else None
-        self._core_of_short_steps = EngineCore(runner, cache, EngineConfig(max_step_tokens=_SHORT_STEP_TOKENS))
+        self._core = EngineCore.build(runner, cache, config)
+        self._core_without_graphs = (
+            EngineCore.build(runner.without_graphs(), cache, config) if runner.has_graphs else None
+        )
+        self._core_of_short_steps = EngineCore.build(runner, cache, EngineConfig(max_step_tokens=_SHORT_STEP_TOKENS))
         self._random = np.random.default_rng(0)
         self._stem = self._draw(longest_prefix)
         self._numbers = itertools.count()

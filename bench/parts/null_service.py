@@ -23,7 +23,7 @@ from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, StepResult
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.scheduling.rates import Rates
+from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.service.server.server import run
 from radixkv.startup.host_memory import keep_freed_memory
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
@@ -83,7 +83,7 @@ def build_null_engine(config: Config, vocab_size: int = VOCAB_SIZE, step_s: floa
         policy=make_policy(config.cache.policy, config.cache.num_blocks),
     )
     runner = cast("Runner", NullRunner(vocab_size, step_s))
-    return Engine(runner, cache, config.engine, rates=Rates(config.tenants, config.default_tenant))
+    return Engine(runner, cache, config.engine, rates=RateLimiter(config.tenants, config.default_tenant))
 
 
 class _EchoServicer(prefill_pb2_grpc.PrefillServiceServicer):

@@ -108,7 +108,7 @@ class WindowedServer:
         self.counter = StepCounter(self.cache)
         runner = Runner(model, self.storage, TorchKernels())
         config = EngineConfig(max_step_tokens=step_tokens)
-        self._core = EngineCore(runner, self.cache, config, observers=[self.counter])
+        self._core = EngineCore.build(runner, self.cache, config, observers=[self.counter])
 
     def prefill(self, prompt: Sequence[int]) -> PrefillResult:
         """Answer one prompt."""

@@ -13,19 +13,16 @@ from radixkv.api.retention import Retention
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
-from radixkv.engine.answers import Answers
-from radixkv.engine.compression.compressions import Compressions
-from radixkv.engine.delivery import Delivery
-from radixkv.engine.early_ends import EarlyEnds
-from radixkv.engine.endings import Endings
-from radixkv.engine.growth import Growth, extend_lease
-from radixkv.engine.observer import Observer, Observers
+from radixkv.engine.cancellation import Cancellations
+from radixkv.engine.completion import RequestCompleter, retained_until
+from radixkv.engine.compression import Compressor
+from radixkv.engine.observer import CompositeObserver, Observer
 from radixkv.engine.offload.deletions import PurgeBegun
-from radixkv.engine.offload.offload import Offload, do_nothing
-from radixkv.engine.step import Computed, NextStep, Step, settle, start_step, trial_chunk
-from radixkv.engine.step_budget import StepBudget
-from radixkv.engine.steps_ahead import StepsAhead
-from radixkv.engine.tally import Tally
+from radixkv.engine.offload.offload import Offload
+from radixkv.engine.overlap import OverlapScheduler
+from radixkv.engine.preemption import Preemptor
+from radixkv.engine.stats_collector import StatsCollector
+from radixkv.engine.step import PreparedStep, SliceResult, Step, release_parts, start_step, trial_chunk
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import TRIAL_TENANT, Namespace, PromptKey
@@ -35,82 +32,144 @@ from radixkv.scheduling.lending import Lending
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
+from radixkv.scheduling.step_budget import StepBudget
 from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Turns requests into steps. One thread at a time may use it.
+    """Turns requests into steps. Only one thread at a time may use it.
 
         submit ─▶ waiting ─▶ admit: match, lease ─▶ running ─▶ step: forward, commit ─▶ answer ─▶ lease closed or held
                    ▲   ▲          │                  │  ▲ └───────── next token ◀──┘
-                   │   └ following┘                  │  │   while a running request computes what it needs
-                   └──────────── paused ◀────────────┘      while there are no blocks for its next token
+                   │   └ following┘                  │  │   while a running request computes tokens that it shares
+                   └────────── preempted ◀───────────┘      while there are no blocks for its next token
 
-    Every way out of this picture leads through `Endings`, which gives the blocks back.
+    Every way out of this picture leads through `RequestCompleter.end`, which releases the blocks.
 
-    Args:
-        runner: model and K/V memory.
-        cache: trees and block ids of the same memory.
-        config: budgets and limits.
-        clock: seconds, never going back.
-        on_end: called with every request that is over.
-        on_start: called with every request that got its blocks, each time.
-        observers: are told of requests and steps. What they raise is logged.
-        weights: shares of each step by tenant; 1 for a tenant that is not there.
-        has_news: whether callers wait for the engine. Asked before a step is prepared or started ahead.
-        events: listens to the cache, and publishes after each step.
-        offload: saves blocks that leave the device, and loads them again; None if they are lost.
-        work_clock: seconds of work of the calling thread.
+    `build` makes a core with all its parts. The constructor takes parts that belong together.
 
     Attributes:
-        cache: the one that was passed in.
+        cache: the cache.
         held_leases: leases that outlive their request.
-        tally: counts requests, tokens and blocks.
-        observer: tells all observers.
+        stats: counts requests, tokens and blocks.
+        observer: notifies all observers.
         num_failed_steps: failed steps since the last one that worked.
     """
 
     def __init__(
         self,
+        *,
+        runner: Runner,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        flights: SingleFlight,
+        admitter: Admitter,
+        preemptor: Preemptor,
+        cancellations: Cancellations,
+        compressor: Compressor,
+        overlap: OverlapScheduler,
+        completer: RequestCompleter,
+        held_leases: HeldLeases,
+        stats: StatsCollector,
+        observer: Observer,
+        events: TreeFeed | None,
+        offload: Offload | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.cache = cache
+        self.held_leases = held_leases
+        self.stats = stats
+        self.observer = observer
+        self.num_failed_steps = 0
+        self._runner = runner
+        self._scheduler = scheduler
+        self._flights = flights
+        self._admitter = admitter
+        self._preemptor = preemptor
+        self._cancellations = cancellations
+        self._compressor = compressor
+        self._overlap = overlap
+        self._completer = completer
+        self._events = events
+        self._offload = offload
+        self._clock = clock
+        self._started_step: Step | None = None  # the step that was started ahead
+
+    @classmethod
+    def build(
+        cls,
         runner: Runner,
         cache: PrefixCache,
         config: EngineConfig,
+        *,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda _: None,
         on_start: Callable[[Request], None] = lambda _: None,
         observers: Iterable[Observer] = (),
         weights: dict[str, float] | None = None,
-        has_news: Callable[[], bool] = lambda: False,
+        has_pending_calls: Callable[[], bool] = lambda: False,
         events: TreeFeed | None = None,
         offload: Offload | None = None,
         work_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self.cache = cache
-        self.held_leases = held_leases = HeldLeases(
+    ) -> EngineCore:
+        """Build a core and all its parts.
+
+        Args:
+            runner: model and K/V memory.
+            cache: trees and block ids of the same memory.
+            config: budgets and limits.
+            clock: seconds, monotonic.
+            on_end: called with every request that ends.
+            on_start: called with every request that gets its blocks, each time.
+            observers: are notified of requests and steps. Their exceptions are logged.
+            weights: shares of each step by tenant; 1 for a tenant that is missing.
+            has_pending_calls: whether callers wait for the engine. Called before a step is prepared or started ahead.
+            events: listens to the cache, and publishes after each step.
+            offload: saves blocks that are evicted from the device, and loads them again; None to discard them.
+            work_clock: CPU seconds of the calling thread.
+        """
+        storage = runner.storage
+        observer = CompositeObserver(observers)
+        held_leases = HeldLeases(
             cache.kept, config.held_lease_ttl_s, config.max_held_leases, config.max_tenant_held_leases
         )
-        self.observer = observer = Observers(observers)
-        self.num_failed_steps = 0
-        self._events, self._offload = events, offload
-        self._copy, self._save = (do_nothing, do_nothing) if offload is None else (offload.copy, offload.save)
-        self._runner, self._clock, self._on_end, storage = runner, clock, on_end, runner.storage
-        self._under_way: Step | None = None  # the step that was started ahead
-        self._budget = StepBudget(config.step_tokens)
-        self._scheduler = scheduler = Scheduler(config.step_tokens, config.max_running_requests, weights, work_clock)
-        self._flights = flights = SingleFlight(cache.block_size)
-        self._early_ends = early_ends = EarlyEnds()
-        self.tally = tally = Tally(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
-        self._endings = endings = Endings(scheduler, flights, early_ends, tally, observer, self._leave, clock)
+        scheduler = Scheduler(StepBudget(config.step_tokens), config.max_running_requests, weights, work_clock)
+        flights = SingleFlight(cache.block_size)
+        cancellations = Cancellations()
+        stats = StatsCollector(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
+
+        def is_awaited() -> bool:
+            return has_pending_calls() or (offload is not None and offload.has_answers)
+
+        def leave(request: Request) -> None:
+            if offload is not None:
+                offload.leave(request)
+            on_end(request)
+
+        completer = RequestCompleter(
+            cache, scheduler, flights, cancellations, held_leases, stats, observer, leave, clock
+        )
         lending = Lending(cache, config.step_tokens)
-        self._admitter = Admitter(cache, flights, held_leases, lending, clock, endings.fail, on_start, offload)
-        self._compressions = Compressions(runner, scheduler, endings.fail)
-        self._growth = Growth(scheduler, flights, lending, tally, observer)
-        is_awaited = has_news if offload is None else lambda: has_news() or offload.has_answers
-        self._steps_ahead = StepsAhead(runner, scheduler, early_ends, held_leases, is_awaited, clock)
-        self._answers = answers = Answers(cache, held_leases, offload)
-        self._delivery = Delivery(answers, endings, scheduler, flights, early_ends, tally, clock, cache.block_size)
+        return cls(
+            runner=runner,
+            cache=cache,
+            scheduler=scheduler,
+            flights=flights,
+            admitter=Admitter(cache, flights, held_leases, lending, clock, completer.fail, on_start, loads=offload),
+            preemptor=Preemptor(scheduler, flights, lending, stats, observer),
+            cancellations=cancellations,
+            compressor=Compressor(runner, scheduler, completer.fail),
+            overlap=OverlapScheduler(runner, scheduler, cancellations, held_leases, is_awaited, clock),
+            completer=completer,
+            held_leases=held_leases,
+            stats=stats,
+            observer=observer,
+            events=events,
+            offload=offload,
+            clock=clock,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -120,64 +179,69 @@ class EngineCore:
     def submit(self, request: Request) -> None:
         """Queue a validated request."""
         self._scheduler.add(request)
-        self._early_ends.watch(request)
+        self._cancellations.watch(request)
         if self._offload is not None and self._offload.begin(request):
             self._scheduler.hold_back(request)
 
     def step(self) -> None:
-        """Compute one step, unless there is nothing to compute. Publish the events since the last call in any case.
+        """Compute one step if there is anything to compute. Publish the events since the last call in any case.
 
-            begin: sweep, grow, admit ─▶ wait ─▶ advance ─────▶ publish: commit, answer or tell the next token
-                                      └ prepare the next step └ start it
+            schedule: sweep, allocate, admit ─▶ wait ─▶ advance ───────▶ publish: commit, stream tokens, answer
+                                              └ prepare the next step └ start it
 
-        The next step is prepared and started ahead only on a device that computes beside the host, and only while all
-        there is to do is to decode. Then the device works on it while tokens are published, and when this returns.
+        The next step is prepared and started ahead only on a device that computes asynchronously, and only while all
+        requests decode. Then the device computes it while tokens are published, and when this returns.
         """
-        step = self._under_way or self._begin()
-        self._under_way = None
+        step = self._started_step or self._schedule()
+        self._started_step = None
         if step is not None:
             self._compute(step)
         if self._events is not None:
             self._events.publish()
 
     def _compute(self, step: Step) -> None:
-        next_step = self._steps_ahead.prepare(step)
-        computed = self._wait_for(step)
-        self._delivery.advance(computed)
-        if next_step is not None and self._steps_ahead.may_start(next_step, computed):
-            self._start_ahead(next_step, computed)
-        self._delivery.publish(computed)
-        self._save()  # no answer waits for it
+        prepared = self._overlap.prepare(step) if self._runner.is_asynchronous else None
+        results = self._wait_for(step)
+        self._completer.advance(results)
+        if prepared is not None and self._overlap.may_start(prepared, results):
+            self._start_ahead(prepared, results)
+        self._completer.publish(results)
+        if self._offload is not None:
+            self._offload.save()  # no answer waits for it
 
     def try_step(self) -> None:
-        """Compute a token that nobody asked for, to learn whether steps work again.
+        """Compute one token that no request needs, to learn whether steps work again.
 
-        It takes a block: while floors and held leases leave none for it, steps count as failing.
+        It takes a block. While tenants' floors and held leases leave none for it, steps count as failing.
         """
         try:
             with self.cache.lease(Namespace("", TRIAL_TENANT), bytes(TOKEN_BYTES), read=False) as lease:
-                self._copy()
-                self._save()
+                if self._offload is not None:
+                    self._offload.copy()
+                    self._offload.save()
                 step = self._runner.run([trial_chunk(lease)])
         except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
             _log.exception("steps still fail")
         else:
-            self.num_failed_steps = 0 if all(step.is_finite) else self.num_failed_steps
+            if all(step.is_finite):
+                self.num_failed_steps = 0
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until there is something to do without requests; None if there will be nothing."""
+        """Return the seconds until there is something to do without requests; None if there will be nothing."""
         if self._events is not None and self._events.has_backlog:
             return 0.0
-        expires_s = self.held_leases.next_expiry_s()
-        until_expiry_s = None if expires_s is None else max(0.0, expires_s - self._clock())
         until_flush_s = None if self._offload is None else self._offload.seconds_to_rest()
-        return min((each for each in (until_expiry_s, until_flush_s) if each is not None), default=None)
+        expires_s = self.held_leases.next_expiry_s()
+        if expires_s is None:
+            return until_flush_s
+        until_expiry_s = max(0.0, expires_s - self._clock())
+        return until_expiry_s if until_flush_s is None else min(until_expiry_s, until_flush_s)
 
     def close(self, error: RadixKVError) -> None:
         """Fail every unfinished request with `error` and close every held lease."""
-        self._under_way = None
+        self._started_step = None
         for request in self._scheduler.requests():
-            self._endings.fail(request, error)
+            self._completer.fail(request, error)
         self.held_leases.close()
         if self._offload is not None:
             self._offload.close()
@@ -185,35 +249,44 @@ class EngineCore:
             self._events.close(error)
 
     def renew(self, lease_id: str, tenant: str) -> float:
-        """Let a held lease live on; see `HeldLeases.renew`. Returns when it expires, in Unix time."""
-        return self._answers.renew(lease_id, tenant, self._clock())
+        """Extend a held lease; see `HeldLeases.renew`. Returns when it expires, in Unix time."""
+        now_s = self._clock()
+        return time.time() + self.held_leases.renew(lease_id, tenant, now_s) - now_s
 
     def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> ProbeResult:
-        """Say what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""
-        return self._answers.probe(namespace, tokens, former)
+        """Return what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""
+        cached_tokens = self.cache.match(namespace, tokens).cached_tokens
+        miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
+        offload = self._offload
+        stored_tokens = 0 if offload is None else offload.stored_tokens(namespace, tokens, cached_tokens)
+        return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason, stored_tokens)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
-        """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`."""
-        return self._answers.retain(namespace, tokens, retention, self._clock())
+        """Set the retention priority of a cached and stored range, whatever it was; see `PrefixCache.retain`."""
+        grant = self.cache.retain(namespace, tokens, retention)
+        if self._offload is not None:
+            grant = self._offload.retain(namespace, tokens, retention, grant)
+        return retained_until(grant, self._clock())
 
     def purging(
         self, *, tenant: str | None, adapter: str | None, salt: str | None
     ) -> Generator[None, None, PurgeBegun]:
-        """Forget namespaces, in slices between which steps may run; see `PrefixCache.purge`.
+        """Purge namespaces, in slices between which steps may run; see `PrefixCache.purge`.
 
-        Unfinished requests of theirs publish nothing more.
+        Their unfinished requests publish nothing more.
         """
-        yield from () if self._offload is None else self._offload.reading()
+        if self._offload is not None:
+            yield from self._offload.reading()
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
         self._leave_revoked()
         deletions = [] if self._offload is None else self._offload.purge(tenant, adapter, salt)
         purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
-        for request in self._scheduler.running:  # those that came between the slices
+        for request in self._scheduler.running:  # those that were admitted between the slices
             request.is_revoked = request.is_revoked or request.open_lease.is_revoked
         self._leave_revoked()
         if self._offload is not None:
-            deletions += self._offload.purge(tenant, adapter, salt)  # what was saved meanwhile
+            deletions += self._offload.purge(tenant, adapter, salt)  # what was saved in the meantime
         return PurgeBegun(purged, deletions)
 
     def _leave_revoked(self) -> None:
@@ -221,53 +294,53 @@ class EngineCore:
             if request.is_revoked:
                 self._scheduler.resume(self._flights.leave(request))
 
-    def _begin(self) -> Step | None:
-        """Start a step of the running requests and those that are admitted now; None if nothing is to be computed."""
-        self._sweep()
-        self._compressions.settle()
-        self._growth.extend_leases()
-        self._growth.free_slot()
-        self._scheduler.max_step_tokens = self._budget.num_tokens
-        self._scheduler.resume(() if self._offload is None else self._offload.ready())
+    def _schedule(self) -> Step | None:
+        """Start a step of the running requests and those that are admitted now; None if there is nothing to compute."""
+        now_s = self._clock()
+        self._end_due_requests(now_s)
+        self._compressor.prepare_step()
+        self._preemptor.prepare_step()
+        offload = self._offload
+        if offload is not None:
+            self._scheduler.resume(offload.ready())
         slices = self._scheduler.next_step(self._admitter)
-        self._copy()  # before anything is written over what has left the cache
-        step = start_step(self._runner, slices, self._clock(), self._compressions.watcher_of) if slices else None
-        if step is None or self._runner.is_asynchronous:  # else `wait` computes, and stores would work beside it
-            self._save()
+        if offload is not None:
+            offload.copy()  # before evicted blocks are overwritten
+        step = start_step(self._runner, slices, self._clock(), self._compressor.watcher_of) if slices else None
+        if offload is not None and (step is None or self._runner.is_asynchronous):
+            offload.save()  # on a device that computes in `wait`, stores would compete with it; it saves afterwards
         return step
 
-    def _start_ahead(self, next_step: NextStep, computed: list[Computed]) -> None:
-        """Start a prepared step, and do then what else belongs to the start of a step."""
-        self._copy()
-        self._under_way = next_step.start(computed, self._clock())
-        self._save()
-        for request, _, _ in next_step.slices:
-            extend_lease(request)
-        slices = self._scheduler.next_tokens()
-        assert slices == next_step.slices, "no other request has anything to compute"
-
-    def _leave(self, request: Request) -> None:
+    def _start_ahead(self, prepared: PreparedStep, results: Sequence[SliceResult]) -> None:
+        """Start a prepared step, and do everything else that belongs to the start of a step."""
         if self._offload is not None:
-            self._offload.leave(request)
-        self._on_end(request)
+            self._offload.copy()
+        self._started_step = prepared.start(results, self._clock())
+        if self._offload is not None:
+            self._offload.save()
+        for request, _, _ in prepared.slices:
+            request.extend_lease()
+        slices = self._scheduler.next_tokens()
+        assert slices == prepared.slices, "no other request has anything to compute"
 
-    def _sweep(self) -> None:
-        """Close expired leases, and end the requests that are finished or cancelled early, are late or have to fail."""
-        now_s = self._clock()
+    def _end_due_requests(self, now_s: float) -> None:
+        """Close expired leases, and end the requests that were stopped or cancelled, are late, or have to fail."""
         self.held_leases.expire(now_s)
         self.cache.expire()
-        for request in self._early_ends.finished():
-            self._delivery.finish(request)
-        for request, error in self._early_ends.due(now_s):
+        if not self._cancellations.is_any_due(now_s):
+            return
+        for request in self._cancellations.finished():
+            self._completer.finish(request)
+        for request, error in self._cancellations.due(now_s):
             if error is None:
-                self._endings.end(request, Outcome.CANCELLED)
+                self._completer.end(request, Outcome.CANCELLED)
             else:
-                self._endings.fail(request, error)
+                self._completer.fail(request, error)
 
-    def _wait_for(self, step: Step) -> list[Computed]:
-        """Wait for a step. Returns nothing if it failed, or if it did not fit and is tried again with fewer tokens."""
+    def _wait_for(self, step: Step) -> list[SliceResult]:
+        """Wait for a step. Returns nothing if it failed, or if it did not fit and is retried with fewer tokens."""
         try:
-            computed = step.wait()
+            results = step.wait()
         except torch.OutOfMemoryError:
             self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
             self._try_smaller(step)
@@ -278,23 +351,25 @@ class EngineCore:
             self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
             failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
             for part in step.slices:
-                self._endings.fail(part.request, failed)
+                self._completer.fail(part.request, failed)
             return []
-        self._budget.grow()
-        self.num_failed_steps = 0 if any(each.is_finite for each in computed) else self.num_failed_steps + 1
-        seconds, num_decoded = self._clock() - step.started_s, step.num_decoded_tokens
+        self._scheduler.budget.grow()
+        is_any_finite = any(result.is_finite for result in results)
+        self.num_failed_steps = 0 if is_any_finite else self.num_failed_steps + 1
+        seconds = self._clock() - step.started_s
+        num_decoded = step.num_decoded_tokens
         self.observer.step_done(seconds, len(step.slices), step.num_tokens - num_decoded, num_decoded)
         if self._offload is not None:
             self._offload.note_step(seconds, step.slices)
-        return computed
+        return results
 
     def _try_smaller(self, step: Step) -> None:
         """Make the next steps smaller. The tokens of this one were not published and are computed again."""
         num_tokens = step.num_tokens
         _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, len(step.slices))
         for part in step.slices:
-            settle(part.request)
-        if not self._budget.shrink(num_tokens):
+            release_parts(part.request)
+        if not self._scheduler.budget.shrink(num_tokens):
             self.num_failed_steps += 1
             for part in step.slices:
-                self._endings.fail(part.request, OutOfMemory("step: the device has no memory to compute one token"))
+                self._completer.fail(part.request, OutOfMemory("step: the device has no memory to compute one token"))

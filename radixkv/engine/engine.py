@@ -23,24 +23,25 @@ from radixkv.cache.purge import Purged
 from radixkv.cache.segment_source import SegmentSource
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
-from radixkv.engine.adapters.adapters import Adapters, AdapterSource, EngineThread
-from radixkv.engine.calls.inbox import Asker, Inbox, Lane
+from radixkv.engine.adapters.adapters import Adapters, AdapterSource
+from radixkv.engine.admission_control import AdmissionControl
 from radixkv.engine.core import EngineCore
-from radixkv.engine.gate import Gate
+from radixkv.engine.inbox import SERVICE_ORIGIN, CallerKind, CallOrigin, EngineThread, Inbox
 from radixkv.engine.observer import Observer
 from radixkv.engine.offload.deletions import when_deleted
 from radixkv.engine.offload.offload import CLOSE_LIMIT_S, Offload
-from radixkv.engine.public.public_registry import PublicRegistry
+from radixkv.engine.public_prefixes import PublicPrefixRegistry
 from radixkv.engine.transfer.transfer import Transfer
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs
 from radixkv.events.readers import EventSource
 from radixkv.events.tree_feed import TreeFeed
-from radixkv.scheduling.rates import Rates
+from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.scheduling.request import Generation, Request
 
-# After this many failed steps in a row the engine is not healthy, and tries one of its own each period.
-_MAX_FAILED_STEPS, _RETRY_PERIOD_S = 3, 1.0
+# After this many failed steps in a row the engine is unhealthy, and tries a step of its own each period.
+_MAX_FAILED_STEPS = 3
+_RETRY_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -49,26 +50,27 @@ _log = logging.getLogger(__name__)
 class Engine:
     """An `EngineCore` on a thread of its own.
 
-    Any thread may call its methods. A cancelled future cancels its request at the end of the step: its blocks go back.
+    Any thread may call its methods. Cancelling a future cancels its request at the end of the step, which then releases
+    its blocks.
 
     Args:
         runner: model and K/V memory.
         cache: trees and block ids of the same memory.
         config: budgets and limits.
-        weights: shares of each step by tenant; 1 for a tenant that is not there.
-        observers: are told of requests and steps, on the engine's thread.
+        weights: shares of each step by tenant; 1 for a tenant that is missing.
+        observers: are notified of requests and steps, on the engine's thread.
         events: listens to the cache.
-        rates: how fast tenants may call; None for any rate.
-        adapters: the device side of adapters; None for none.
-        offload: the stores below the device; None for none.
+        rates: limits the rates of tenants; None for no limits.
+        adapters: the device side of adapters; None without adapters.
+        offload: the tiers below the device; None without any.
 
     Attributes:
         adapters, public: load and unload adapters, and register prefixes that all tenants share.
         limits: what the engine serves and accepts.
         eos_token_ids: the model's own tokens that end a generation.
-        events: the log of what is cached; None if nothing listens.
-        segments: what is cached, a page at a time.
-        offload, transfer: the stores below the device, and what gives and takes K/V; None without any.
+        events: the log of what is cached; None without a listener.
+        segments: lists what is cached, one page at a time.
+        offload, transfer: the tiers below the device, and the transfer of K/V between servers; None without any.
     """
 
     def __init__(
@@ -80,63 +82,79 @@ class Engine:
         weights: dict[str, float] | None = None,
         observers: Iterable[Observer] = (),
         events: TreeFeed | None = None,
-        rates: Rates | None = None,
+        rates: RateLimiter | None = None,
         adapters: AdapterSource | None = None,
         offload: Offload | None = None,
     ) -> None:
         model = runner.model
         self.limits = Limits.of_pool(
-            model=model.name, device=str(model.device), vocab_size=model.vocab_size, max_model_tokens=model.max_tokens,
-            num_blocks=cache.pool.num_blocks, block_size=cache.block_size,
+            model=model.name,
+            device=str(model.device),
+            vocab_size=model.vocab_size,
+            max_model_tokens=model.max_tokens,
+            num_blocks=cache.pool.num_blocks,
+            block_size=cache.block_size,
             ceiling_blocks={tenant: usage.quota.ceiling_blocks for tenant, usage in cache.tenants.with_quota.items()},
-            default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks, model_fingerprint=runner.fingerprint,
+            default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks,
+            model_fingerprint=runner.fingerprint,
             compression_refusal=runner.compression_refusal,
-        )  # fmt: skip
+        )
         self.eos_token_ids = model.eos_token_ids
-        self._gate, self._inbox = Gate(config, rates), Inbox(config.max_waiting_calls, config.max_tenant_calls)
-        self._core = EngineCore(
-            runner, cache, config, on_end=self._leave, on_start=self._gate.note_start, observers=observers,
-            weights=weights, has_news=lambda: not self._inbox.is_empty, events=events, offload=offload,
-        )  # fmt: skip
+        self._admission = AdmissionControl(config, rates)
+        self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
+        self._core = EngineCore.build(
+            runner,
+            cache,
+            config,
+            on_end=self._request_ended,
+            on_start=self._admission.charge_prompt,
+            observers=observers,
+            weights=weights,
+            has_pending_calls=lambda: not self._inbox.is_empty,
+            events=events,
+            offload=offload,
+        )
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
-        self.segments = SegmentSource(cache, lambda look, tenant: self._call(look, Asker.of_scope(tenant), tenant))
+        self.segments = SegmentSource(cache, lambda look, tenant: self._call_for(tenant, look))
         self.offload = offload
         if offload is not None:
-            offload.wake, self.segments.stores = lambda: self._inbox.put(lambda: None), offload.stored
+            offload.wake = lambda: self._inbox.put(lambda: None)
+            self.segments.stores = offload.stored
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
         parts = None if offload is None else offload.transfer
-        self.transfer = Transfer.of(parts, self._core.held_leases, self.adapters, self._call)
-        self.public = PublicRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
+        self.transfer = Transfer.of(parts, self._core.held_leases, self.adapters, self._call_by_tenant)
+        self.public = PublicPrefixRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
-        self._is_stopping, self._next_try_s = threading.Event(), 0.0
+        self._is_stopping = threading.Event()
+        self._next_try_s = 0.0
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs. Once started, it ends only with `stop`, or with a bug of ours."""
+        """Whether the engine's thread runs. Once started, it ends only with `stop`, or because of a bug."""
         return self._thread.is_alive()
 
     @property
     def can_recover(self) -> bool:
         """Whether the engine serves or may serve again; if not, only a restart of the process helps.
 
-        False once its thread has ended otherwise than by `stop`, while a step or a call on that thread takes longer
-        than `step_timeout_s`, and after steps have failed for as long, although the engine tries one each second.
+        False after its thread ended other than by `stop`, while a step or a call on that thread takes longer than
+        `step_timeout_s`, and after steps have failed for that long, although the engine tries one each second.
         """
         has_died = self._thread.ident is not None and not self._thread.is_alive() and not self._is_stopping.is_set()
         return not (has_died or self._watchdog.is_hanging or self._watchdog.keeps_failing)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether new requests are taken, and steps neither hang nor fail one after the other."""
+        """Whether new requests are accepted, and steps neither hang nor fail repeatedly."""
         is_working = not self._watchdog.is_hanging and self._core.num_failed_steps < _MAX_FAILED_STEPS
-        return self._thread.is_alive() and not self._gate.is_closed and is_working
+        return self._thread.is_alive() and not self._admission.is_closed and is_working
 
     @property
     def cancellation(self) -> LifecycleError:
-        """Why the engine cancels futures: because it stops, or else because a step takes too long."""
-        return Draining("engine: stopped before the answer was known") if self._gate.is_closed else self._hanging()
+        """Why the engine cancels futures: because it stops, or because a step hangs."""
+        return Draining("engine: stopped before the answer was known") if self._admission.is_closed else self._hanging()
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -148,9 +166,9 @@ class Engine:
 
         Raises:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
-            QueueFull, RateExceeded: too many requests are unfinished, or too many of this tenant; or it is too fast.
-            BeyondCeiling: the request needs more than its tenant may ever hold.
-            Draining, StepHangs: the engine takes no requests.
+            QueueFull, RateExceeded: too many requests are unfinished, in total or of this tenant, or it sends too many.
+            BeyondCeiling: the request needs more blocks than its tenant may ever hold.
+            Draining, StepHangs: the engine accepts no requests.
             Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
         """
         future: Future[PrefillResult] = Future()
@@ -166,9 +184,9 @@ class Engine:
 
         Args:
             fetched: blocks of the prompt from another server, if the engine has a `transfer`.
-            sampling: how tokens are chosen, and when to stop.
-            on_tokens: called on the engine's thread with every new token but the last, which comes with the result. It
-                must be quick; if it raises, the request fails.
+            sampling: how tokens are sampled, and when to stop.
+            on_tokens: called on the engine's thread with every new token except the last, which comes with the result.
+                It must return quickly; if it raises, the request fails.
 
         Raises the same errors as `prefill`, at the same times.
         """
@@ -180,21 +198,21 @@ class Engine:
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
-        """Ask what a prefill would reuse now. Computes and changes nothing.
+        """Return what a prefill would reuse now. Computes and changes nothing.
 
         Raises InvalidRequest, PromptTooLong or UnknownAdapter if the request is wrong.
         """
         prompt = self.adapters.keyed(caller, tokens)
         self.limits.require_tokens(tokens)
-        return self._call(lambda: self._core.probe(*prompt.key, prompt.former), Asker.TENANT, caller.tenant)
+        return self._call_by_tenant(caller.tenant, lambda: self._core.probe(*prompt.key, prompt.former))
 
     def release(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[None]:
-        """Give a held lease back. The future raises UnknownLease if the caller's tenant holds no such lease."""
-        return self._call(lambda: self._core.held_leases.release(lease_id, caller.tenant), Asker.TENANT, caller.tenant)
+        """Release a held lease. The future raises UnknownLease if the caller's tenant holds no such lease."""
+        return self._call_by_tenant(caller.tenant, lambda: self._core.held_leases.release(lease_id, caller.tenant))
 
     def renew(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[float]:
-        """Keep a held lease for its whole time again. The future has its end in Unix time, or raises UnknownLease."""
-        return self._call(lambda: self._core.renew(lease_id, caller.tenant), Asker.TENANT, caller.tenant)
+        """Restart the time to live of a held lease. The future has its expiry in Unix time, or raises UnknownLease."""
+        return self._call_by_tenant(caller.tenant, lambda: self._core.renew(lease_id, caller.tenant))
 
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
         """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`.
@@ -203,24 +221,23 @@ class Engine:
         """
         prompt = self.adapters.keyed(caller, tokens)
         self.limits.require_retention(tokens, retention)
-        return self._call(lambda: self._core.retain(*prompt.key, retention), Asker.TENANT, caller.tenant)
+        return self._call_by_tenant(caller.tenant, lambda: self._core.retain(*prompt.key, retention))
 
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Future[Purged]:
-        """Forget all namespaces with these names, None for any, everywhere; see `PurgeBegun`. Raises UnknownAdapter."""
+        """Purge the namespaces with these names (None: any) in all tiers; see `PurgeBegun`. Raises UnknownAdapter."""
         digest = None if adapter is None else self.adapters.digest_of(adapter)
-        asker = Asker.of_scope(tenant)
-        purging = self._call(lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt), asker, tenant)
-        return when_deleted(purging)
+        purge = lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt)  # noqa: E731
+        return when_deleted(self._call_for(tenant, purge))
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
-        """Count all that the engine holds and has done, and what the largest tenants hold, or one: `Tally.stats`."""
-        return self._call(lambda: self._core.tally.stats(max_tenants, tenant), Asker.of_scope(tenant), tenant)
+        """Return all statistics, with those of the largest tenants, or of one; see `StatsCollector.stats`."""
+        return self._call_for(tenant, lambda: self._core.stats.stats(max_tenants, tenant))
 
     def load(self) -> Future[EngineLoad]:
-        """Ask how full the engine is; cheaper than `stats`."""
-        return self._call(self._core.tally.load)
+        """Return how full the engine is; cheaper than `stats`."""
+        return self._call(self._core.stats.load)
 
     def check(self) -> Future[None]:
         """Check every invariant of the cache. The future raises InvariantViolation if one does not hold."""
@@ -228,33 +245,33 @@ class Engine:
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and cancel those that do not end in `timeout_s` seconds. Returns whether all ended."""
-        self._gate.close()
-        is_answered = self._gate.wait_until_answered(timeout_s)
-        self._gate.cancel_all()
-        return is_answered and not self._watchdog.is_hanging
+        self._admission.close()
+        is_done = self._admission.wait_until_done(timeout_s)
+        self._admission.cancel_all()
+        return is_done and not self._watchdog.is_hanging
 
     def stop(self) -> None:
-        """Cancel all requests and end the thread. A thread whose step does not end is left behind."""
+        """Cancel all requests and end the thread. If its step does not end, the thread is left running."""
         self.adapters.close()
         self.drain(0)
         self._inbox.put(self._is_stopping.set)
         self._thread.join(_STOP_TIMEOUT_S + (0 if self.offload is None else CLOSE_LIMIT_S))
         if self._thread.is_alive():
-            _log.error("a step does not end; its thread is left behind")
+            _log.error("a step does not end; its thread is left running")
         self._watchdog.stop()
 
     def _on_hang(self) -> None:
-        """Cancel everything. The step that hangs may still write to its blocks, so they go back when it ends."""
-        _log.error("a step takes more than %s s; its requests and all others are cancelled", self._watchdog.timeout_s)
-        self._gate.cancel_all()
+        """Cancel everything. The step that hangs may still write to its blocks, so they are released when it ends."""
+        _log.error("a step takes more than %s s; all requests are cancelled", self._watchdog.timeout_s)
+        self._admission.cancel_all()
         self._inbox.cancel_calls()
 
     def _hanging(self) -> StepHangs:
         return StepHangs(f"engine: a step takes more than {self._watchdog.timeout_s} s")
 
-    def _leave(self, request: Request) -> None:
+    def _request_ended(self, request: Request) -> None:
         self.adapters.leave(request.adapter)
-        self._gate.leave(request)  # last, since the gate answers those whom a bug leaves behind
+        self._admission.leave(request)  # last, since it fails the requests that a bug leaves behind
 
     @contextlib.contextmanager
     def _reporting_refusal(self) -> Iterator[None]:
@@ -267,18 +284,29 @@ class Engine:
     def _submit(self, request: Request) -> None:
         if self._watchdog.is_hanging:
             raise self._hanging()
-        self._gate.enter(request, lambda: self._inbox.put(lambda: self._core.submit(request)))
-        if self._watchdog.is_hanging:  # since a moment ago; the requests before this one have been cancelled
+        self._admission.enter(request, self._queue)
+        if self._watchdog.is_hanging:  # since a moment ago; the earlier requests have been cancelled
             request.future.cancel()
 
-    def _call(self, call: Callable[[], Any], asker: Asker = Asker.SERVICE, tenant: str | None = None) -> Future[Any]:
-        """Call a short function on the engine's thread, between two steps."""
+    def _queue(self, request: Request) -> None:
+        self._inbox.put(lambda: self._core.submit(request))
+
+    def _call(self, function: Callable[[], Any], origin: CallOrigin = SERVICE_ORIGIN) -> Future[Any]:
+        """Call a short function on the engine's thread, between two steps; see `Inbox.call`."""
         if self._watchdog.is_hanging:
             raise self._hanging()
-        future = self._inbox.call(call, Lane(asker, tenant or ""))
-        if self._watchdog.is_hanging:  # since a moment ago; the calls before this one have been cancelled
+        future = self._inbox.call(function, origin)
+        if self._watchdog.is_hanging:  # since a moment ago; the earlier calls have been cancelled
             future.cancel()
         return future
+
+    def _call_by_tenant(self, tenant: str, function: Callable[[], Any]) -> Future[Any]:
+        """Call a function on the engine's thread for a tenant."""
+        return self._call(function, CallOrigin(CallerKind.TENANT, tenant))
+
+    def _call_for(self, tenant: str | None, function: Callable[[], Any]) -> Future[Any]:
+        """Call a function that inspects or purges the cache of one tenant, or of all tenants (None)."""
+        return self._call(function, CallOrigin(CallerKind.for_scope(tenant), tenant or ""))
 
     def _loop(self) -> None:
         try:
@@ -292,16 +320,18 @@ class Engine:
                     self._core.try_step()
                 self._watchdog.step_ends(is_failing=self._core.num_failed_steps >= _MAX_FAILED_STEPS)
         except BaseException:
-            _log.critical("the engine's thread ends, and the process with it: this is a bug", exc_info=True)
+            _log.critical("the engine's thread failed and the process ends: this is a bug", exc_info=True)
             raise
         finally:
             self._watchdog.step_ends()  # also if it raised
-            self._gate.close()
+            self._admission.close()
             self._inbox.close()
-            with contextlib.ExitStack() as ending:  # the last one first, each whatever the others raise
-                for answer_rest in (self._gate.abandon, self._inbox.abandon, self._core.close):
-                    ending.callback(answer_rest, Draining("engine: stopped"))
-                ending.callback(self._inbox.run_all)
+            error = Draining("engine: stopped")
+            with contextlib.ExitStack() as cleanup:  # runs the last callback first, each even if another one raises
+                cleanup.callback(self._admission.abandon, error)
+                cleanup.callback(self._inbox.abandon, error)
+                cleanup.callback(self._core.close, error)
+                cleanup.callback(self._inbox.run_all)
 
     def _wait_for_work(self) -> None:
         """Wait for something to run while there is nothing to compute."""

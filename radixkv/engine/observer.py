@@ -12,60 +12,60 @@ _log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Receives events on the engine's thread and ignores them. Subclasses override methods, which must be quick."""
+    """Receives events on the engine's thread and ignores them. Overriding methods must return quickly."""
 
     def request_refused(self, error: RadixKVError) -> None:
-        """A request was refused at once and never queued. Called on callers' threads, maybe on several at a time."""
+        """A request was refused before it was queued. Called on the threads of callers, possibly concurrently."""
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """A step was computed. All tokens but those of decoding requests are prefill tokens."""
+        """A step was computed. All tokens except those of decoding requests count as prefill tokens."""
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
         """A step raised."""
 
-    def request_paused(self, request: Request) -> None:
-        """A running request gave its blocks back and waits for others."""
+    def request_preempted(self, request: Request) -> None:
+        """A running request was preempted: it lost its blocks and waits for others."""
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        """A request is over.
+        """A request ended.
 
         Args:
-            request: has its usage and its times.
+            request: its usage and its times.
             outcome: how it ended.
-            error: why it failed; None if it did not.
-            now_s: time of the end, on the clock of `request.received_s`.
+            error: why it failed; None if it did not fail.
+            now_s: when it ended, on the clock of `request.received_s`.
         """
 
 
-class Observers(Observer):
-    """Passes events on to several observers, in their order. Logs what one of them raises."""
+class CompositeObserver(Observer):
+    """Notifies several observers of each event, in order. Logs the exceptions that they raise."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = tuple(observers)
 
     def request_refused(self, error: RadixKVError) -> None:
         """A request was refused."""
-        self._tell(lambda observer: observer.request_refused(error))
+        self._notify(lambda observer: observer.request_refused(error))
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         """A step was computed."""
-        self._tell(lambda observer: observer.step_done(seconds, num_requests, num_prefill_tokens, num_decode_tokens))
+        self._notify(lambda observer: observer.step_done(seconds, num_requests, num_prefill_tokens, num_decode_tokens))
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
         """A step raised."""
-        self._tell(lambda observer: observer.step_failed(seconds, num_requests))
+        self._notify(lambda observer: observer.step_failed(seconds, num_requests))
 
-    def request_paused(self, request: Request) -> None:
-        """A running request gave its blocks back."""
-        self._tell(lambda observer: observer.request_paused(request))
+    def request_preempted(self, request: Request) -> None:
+        """A running request was preempted."""
+        self._notify(lambda observer: observer.request_preempted(request))
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        """A request is over."""
-        self._tell(lambda observer: observer.request_ended(request, outcome, error, now_s))
+        """A request ended."""
+        self._notify(lambda observer: observer.request_ended(request, outcome, error, now_s))
 
-    def _tell(self, tell: Callable[[Observer], None]) -> None:
+    def _notify(self, notify: Callable[[Observer], None]) -> None:
         for observer in self._observers:
             try:
-                tell(observer)
+                notify(observer)
             except Exception:  # noqa: BLE001 - an observer must not stop the engine
-                _log.exception("an observer failed")
+                _log.exception("an observer raised an exception")

@@ -1,4 +1,4 @@
-"""Reads the next token off the logits, and brings it to the host."""
+"""Sampling: chooses the next token of each request from its logits, for all requests of a step at once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from radixkv.scheduling.request import Generation, Request
 _log = logging.getLogger(__name__)
 
 Allowed = npt.NDArray[np.bool_] | RadixKVError
-"""Tokens that may come next, bool `[vocab_size]`; or why there is no answer."""
+"""The tokens that a constraint allows next, bool `[vocab_size]`; or why the request fails."""
+
+# Rows of a cumulative sum on a GPU, whose order of additions depends on the number of rows.
+_CUMSUM_ROWS = 16
 
 
 class Prediction(NamedTuple):
-    """The part of an answer that comes from the model.
+    """The part of a result that comes from the model.
 
     Attributes:
-        next_token_id: the most likely token, or one that was chosen otherwise.
-        logprobs: of the token; empty unless asked for.
-        logits: float32 `[vocab_size]`; None unless asked for.
+        next_token_id: the most likely token, or the one that was sampled.
+        logprobs: of the token; empty unless requested.
+        logits: float32 `[vocab_size]`; None unless requested.
         refusal: why no token may be chosen; None if one was.
     """
 
@@ -40,31 +43,48 @@ class Prediction(NamedTuple):
     refusal: RadixKVError | None = None
 
 
+class LogitChanges(NamedTuple):
+    """The changes that a generation makes to a row of logits.
+
+    Attributes:
+        sampling: the bias, the minimum length and the penalties.
+        prompt_ids: the distinct tokens of the prompt, int64; only a repetition penalty uses them.
+        token_ids: tokens generated so far.
+        stop_token_ids: tokens that would end the generation. If no other token is allowed, the minimum length is
+            ignored.
+        allowed: the tokens that the constraint allows, bool `[at least num_logits]`; None for all.
+    """
+
+    sampling: Sampling
+    prompt_ids: npt.NDArray[np.int64]
+    token_ids: Sequence[int]
+    stop_token_ids: Collection[int]
+    allowed: npt.NDArray[np.bool_] | None = None
+
+
 def allowed_tokens(requests: Sequence[Request]) -> dict[int, Allowed]:
-    """Return which tokens may come next, by the row of each request that has a constraint.
+    """Return the tokens that are allowed next, by the row of each request that has a constraint.
 
     The first token of a generation starts its matcher.
     """
     return {
-        row: _allowed(request)
+        row: _allowed(request.generation)
         for row, request in enumerate(requests)
         if request.generation is not None and request.generation.sampling.constraint is not None
     }
 
 
-def _allowed(request: Request) -> Allowed:
-    generation = request.generation
-    assert generation is not None, "only a generation has a constraint"
-    assert generation.sampling.constraint is not None, "it is asked for"
+def _allowed(generation: Generation) -> Allowed:
+    assert generation.sampling.constraint is not None, "the caller has checked it"
     try:
         if generation.matcher is None:
             generation.matcher = generation.sampling.constraint.start(generation.stop_token_ids)
         return generation.matcher.allowed()
     except RequestError as error:
         return error
-    except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
-        _log.exception("a constraint raised")
-        return StepFailed("constraint: expected the tokens that may come, and it raised")
+    except BaseException:  # noqa: BLE001 - the code of a constraint; the other requests go on
+        _log.exception("a constraint raised an exception")
+        return StepFailed("constraint: failed to compute the allowed tokens")
 
 
 def predict(
@@ -72,184 +92,315 @@ def predict(
 ) -> list[Prediction]:
     """Choose the next token of each request, and read what else it asks for.
 
-    Waits for the device once for all tokens that are drawn or have other logits, and once for each row that is asked
-    for more than a token.
+    All rows are processed together. What a row gets does not depend on the others. The results are copied from the
+    device once, and requested rows of logits once more.
 
     Args:
         logits: float32 `[len(requests), vocab_size]`.
         most_likely: the token with the largest logit of each row.
-        requests: one for each row; says whether to draw a token or to take the most likely one, how many log
-            probabilities to report, and whether to report the row itself.
-        allowed: for each row with a constraint, the tokens that may come.
+        requests: one for each row.
+        allowed: for each row with a constraint, the tokens that are allowed.
 
     Returns:
         One prediction for each request.
     """
-    next_token_ids = list(most_likely)
-    chosen = {
-        row: _choose(logits[row], request, request.generation, allowed.get(row))
-        for row, request in enumerate(requests)
-        if request.generation is not None and not request.generation.sampling.takes_most_likely
-    }
-    if chosen:
-        for row, token_id in zip(chosen, torch.stack([*chosen.values()]).tolist(), strict=True):
-            next_token_ids[row] = token_id
+    sampled_rows: list[int] = []
+    rows_by_count: dict[int, list[int]] = {}  # rows that want log probabilities, by the number of most likely tokens
+    logit_rows: list[int] = []
+    for row, request in enumerate(requests):
+        generation, params = request.generation, request.params
+        if generation is None:
+            count = params.top_logprobs or None
+        else:
+            count = generation.sampling.logprobs
+            if not generation.sampling.takes_most_likely:
+                sampled_rows.append(row)
+        if count is not None:
+            rows_by_count.setdefault(min(count, logits.shape[1]), []).append(row)
+        if params.return_logits:
+            logit_rows.append(row)
+    token_ids = list(most_likely)
+    tables: dict[int, LogprobTable] = {}
+    if sampled_rows or rows_by_count:
+        token_ids, tables = _sample_and_read(logits, token_ids, requests, allowed, sampled_rows, rows_by_count)
+    logits_read = dict(zip(logit_rows, _rows(logits, logit_rows).cpu().numpy(), strict=True)) if logit_rows else {}
     return [
-        _prediction(logits, row, token_id, request, allowed.get(row))
-        for row, (token_id, request) in enumerate(zip(next_token_ids, requests, strict=True))
+        Prediction(
+            token_id,
+            logprobs=tables.get(row, ()),
+            logits=logits_read[row].copy() if row in logits_read else None,
+            refusal=refusal if isinstance(refusal := allowed.get(row), RadixKVError) else None,
+        )
+        for row, token_id in enumerate(token_ids)
     ]
 
 
-def _choose(logits: torch.Tensor, request: Request, generation: Generation, allowed: Allowed | None) -> torch.Tensor:
-    """Choose the next token of a generation, int64 `[]`; any token if it is refused one."""
-    sampling = generation.sampling
-    if isinstance(allowed, RadixKVError):
-        return logits.argmax()
-    if sampling.changes_logits:
-        logits = penalize(
-            logits, sampling, _prompt_ids(request, generation), generation.token_ids, generation.stop_token_ids, allowed
-        )
-    return draw(logits, sampling, position=request.num_tokens) if sampling.temperature > 0 else logits.argmax()
-
-
-def _prompt_ids(request: Request, generation: Generation) -> npt.NDArray[np.int64]:
-    """Return the different tokens of a prompt, which are found once if a penalty asks for them."""
-    if generation.sampling.repetition_penalty == 1:
-        return np.empty(0, dtype=np.int64)
-    if generation.prompt_ids is None:
-        generation.prompt_ids = np.unique(np.frombuffer(request.params.tokens, dtype="<u4")).astype(np.int64)
-    return generation.prompt_ids
-
-
-def penalize(
+def _sample_and_read(
     logits: torch.Tensor,
-    sampling: Sampling,
-    prompt_ids: npt.NDArray[np.int64],
-    token_ids: Sequence[int],
-    stop_token_ids: Collection[int],
-    allowed: npt.NDArray[np.bool_] | None = None,
-) -> torch.Tensor:
-    """Apply what a generation asks for to its logits: constraint, bias, least length, penalties, in this order.
-
-    Args:
-        logits: float32 `[num_logits]`. A model may read more tokens than it writes: ids without a logit change nothing.
-        sampling: the options.
-        prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
-        token_ids: tokens generated so far.
-        stop_token_ids: tokens that would end the generation. If no other token may come, the least length is given up.
-        allowed: tokens that may come, bool `[at least num_logits]`; None for all.
+    token_ids: list[int],
+    requests: Sequence[Request],
+    allowed: Mapping[int, Allowed],
+    sampled_rows: list[int],
+    rows_by_count: Mapping[int, list[int]],
+) -> tuple[list[int], dict[int, LogprobTable]]:
+    """Sample tokens and read log probabilities in one copy from the device, as float64, which holds ids exactly.
 
     Returns:
-        New logits. Tokens that must not come have -inf.
+        The next token of each row, sampled for `sampled_rows`, and the log probabilities by row.
     """
-    logits, num_logits = logits.clone(), len(logits)
-    stop_ids: list[int] = []
-    if len(token_ids) < sampling.min_tokens:
-        stop_ids = [token_id for token_id in stop_token_ids if 0 <= token_id < num_logits]
+    pieces: list[torch.Tensor] = []
+    sampled_rows, sampled = _sample(logits, requests, allowed, sampled_rows)
+    if sampled is not None:
+        pieces.append(sampled.double())
+    if rows_by_count:
+        chosen = _on_device(token_ids, logits.device)
+        if sampled is not None:
+            chosen = chosen.scatter(0, _on_device(sampled_rows, logits.device), sampled)
+        for count, rows in rows_by_count.items():
+            pieces.append(_logprobs(_rows(logits, rows), _rows(chosen, rows), count).flatten())
+    values = torch.cat(pieces).cpu().numpy()
+    num_sampled = len(sampled_rows)
+    for row, token_id in zip(sampled_rows, values[:num_sampled].astype(np.int64).tolist(), strict=True):
+        token_ids[row] = token_id
+    tables: dict[int, LogprobTable] = {}
+    start = num_sampled
+    for count, rows in rows_by_count.items():
+        end = start + len(rows) * (1 + 2 * count)
+        all_rows = _logprob_rows(values[start:end].reshape(len(rows), 1 + 2 * count), count)
+        for index, row in enumerate(rows):
+            tables[row] = LogprobTable(1)
+            tables[row].put(0, LogprobRows(*(array[index : index + 1] for array in all_rows)))
+        start = end
+    return token_ids, tables
 
-    def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(values), dtype=dtype).to(logits.device, non_blocking=True)
 
-    if allowed is not None:
-        allowed = allowed[:num_logits]
-        logits.masked_fill_(~on_device(allowed, torch.bool), -torch.inf)
-        if stop_ids and allowed.sum() == allowed[stop_ids].sum():
+def _sample(
+    logits: torch.Tensor, requests: Sequence[Request], allowed: Mapping[int, Allowed], rows: list[int]
+) -> tuple[list[int], torch.Tensor | None]:
+    """Choose the next tokens of some rows. A row that is refused a token gets any.
+
+    Returns:
+        The rows in another order, and their tokens, int64 `[len(rows)]` on the device; None without any rows.
+    """
+    if not rows:
+        return rows, None
+
+    def sampling_of(row: int) -> Sampling:
+        generation = requests[row].generation
+        assert generation is not None, "only generations sample"
+        return generation.sampling
+
+    def is_drawn(row: int) -> bool:
+        return sampling_of(row).temperature > 0 and not isinstance(allowed.get(row), RadixKVError)
+
+    # Rows that need a sort come first, then others that are drawn, then those that take the most likely token.
+    rows = sorted(rows, key=lambda row: (not is_drawn(row), not _needs_sort(sampling_of(row))))
+    selected = _rows(logits, rows)
+    changes = {index: each for index, row in enumerate(rows) if (each := _changes(requests[row], allowed.get(row)))}
+    if len(changes) == len(rows):
+        selected = change_logits(selected, [*changes.values()])
+    elif changes:
+        indices = [*changes]
+        changed = change_logits(_rows(selected, indices), [*changes.values()])
+        selected = selected.index_copy(0, _on_device(indices, logits.device), changed)
+    num_drawn = sum(map(is_drawn, rows))
+    pieces = []
+    if num_drawn:
+        drawn = rows[:num_drawn]
+        pieces.append(
+            draw(selected[:num_drawn], [*map(sampling_of, drawn)], [requests[row].num_tokens for row in drawn])
+        )
+    if num_drawn < len(rows):
+        pieces.append(selected[num_drawn:].argmax(dim=-1))
+    return rows, torch.cat(pieces)
+
+
+def _changes(request: Request, allowed: Allowed | None) -> LogitChanges | None:
+    """Return how a request changes its logits; None if it does not, or if it is refused a token."""
+    generation = request.generation
+    assert generation is not None, "only generations sample"
+    if isinstance(allowed, RadixKVError) or not generation.sampling.changes_logits:
+        return None
+    prompt_ids = np.empty(0, dtype=np.int64)
+    if generation.sampling.repetition_penalty != 1:
+        if generation.prompt_ids is None:  # found once
+            generation.prompt_ids = np.unique(np.frombuffer(request.params.tokens, dtype="<u4")).astype(np.int64)
+        prompt_ids = generation.prompt_ids
+    return LogitChanges(generation.sampling, prompt_ids, generation.token_ids, generation.stop_token_ids, allowed)
+
+
+def change_logits(logits: torch.Tensor, changes: Sequence[LogitChanges]) -> torch.Tensor:
+    """Apply constraints, biases, minimum lengths and penalties, in this order, without waiting for the device.
+
+    Args:
+        logits: float32 `[num_rows, num_logits]`. Ids without a logit are ignored: a model may have more input tokens
+            than logits.
+        changes: one for each row.
+
+    Returns:
+        New logits, with -inf for tokens that must not be sampled.
+    """
+    num_rows, num_logits = logits.shape
+    forbidden = np.zeros((num_rows, num_logits), dtype=np.bool_)
+    biases: list[tuple[int, float]] = []  # by the position in the flattened logits, as all that follow
+    stops: list[int] = []
+    repeated: list[npt.NDArray[np.int64]] = []
+    factors: list[npt.NDArray[np.float32]] = []
+    present: list[npt.NDArray[np.int64]] = []
+    penalties: list[npt.NDArray[np.float64]] = []
+    for row, (sampling, prompt_ids, token_ids, stop_token_ids, allowed) in enumerate(changes):
+        offset = row * num_logits
+        stop_ids: list[int] = []
+        if len(token_ids) < sampling.min_tokens:
+            stop_ids = [token_id for token_id in stop_token_ids if 0 <= token_id < num_logits]
+        if allowed is not None:
+            allowed = allowed[:num_logits]
+            forbidden[row] = ~allowed
+            if stop_ids and allowed.sum() == allowed[stop_ids].sum():
+                stop_ids = []
+        elif len(stop_ids) == num_logits:
             stop_ids = []
-    elif len(stop_ids) == num_logits:
-        stop_ids = []
-    if biases := [each for each in sampling.logit_bias if 0 <= each[0] < num_logits]:
-        biased, values = zip(*biases, strict=True)
-        logits.scatter_add_(0, on_device(biased), on_device(values, torch.float32))
-    if stop_ids:
-        logits.scatter_(0, on_device(stop_ids), -torch.inf)
-    if sampling.repetition_penalty != 1:
-        before, factor = logits.clone(), sampling.repetition_penalty
-        for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):  # a token of both gets the same score twice
-            seen = on_device(ids[ids < num_logits])
-            scores = before.gather(0, seen)
-            logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
-    if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
-        answered, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
-        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
-        logits.scatter_add_(0, on_device(answered), on_device(-penalties, torch.float32))
+        biases += [(offset + token_id, bias) for token_id, bias in sampling.logit_bias if 0 <= token_id < num_logits]
+        stops += [offset + token_id for token_id in stop_ids]
+        if sampling.repetition_penalty != 1:
+            seen = np.union1d(prompt_ids, np.asarray(token_ids, dtype=np.int64))
+            seen = seen[seen < num_logits]
+            repeated.append(offset + seen)
+            factors.append(np.full(len(seen), sampling.repetition_penalty, dtype=np.float32))
+        if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+            generated, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
+            present.append(offset + generated)
+            penalties.append(sampling.presence_penalty + sampling.frequency_penalty * counts)
+
+    device = logits.device
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    flat = logits.view(-1)
+    if any(change.allowed is not None for change in changes):
+        logits.masked_fill_(_on_device(forbidden, device, torch.bool), -torch.inf)
+    if biases:
+        positions, values = zip(*biases, strict=True)
+        flat.scatter_add_(0, _on_device(positions, device), _on_device(values, device, torch.float32))
+    if stops:
+        flat.scatter_(0, _on_device(stops, device), -torch.inf)
+    if repeated:
+        seen_at = _on_device(np.concatenate(repeated), device)
+        factor = _on_device(np.concatenate(factors), device, torch.float32)
+        scores = flat.gather(0, seen_at)
+        flat.scatter_(0, seen_at, torch.where(scores > 0, scores / factor, scores * factor))
+    if present:
+        amounts = _on_device(-np.concatenate(penalties), device, torch.float32)
+        flat.scatter_add_(0, _on_device(np.concatenate(present), device), amounts)
     return logits
 
 
-def _prediction(
-    logits: torch.Tensor, row: int, next_token_id: int, request: Request, allowed: Allowed | None
-) -> Prediction:
-    """Make the prediction of one row. A view of the row is made only if more than a token is asked for."""
-    params, generation = request.params, request.generation
-    count = (params.top_logprobs or None) if generation is None else generation.sampling.logprobs
-    return Prediction(
-        next_token_id,
-        logprobs=() if count is None else _table(read_logprob_rows(logits[row : row + 1], [next_token_id], count)),
-        logits=logits[row].cpu().numpy().copy() if params.return_logits else None,
-        refusal=allowed if isinstance(allowed, RadixKVError) else None,
-    )
+def _needs_sort(sampling: Sampling) -> bool:
+    """Whether sampling narrows the choice by the order of tokens."""
+    return sampling.top_p < 1 or sampling.top_k > 0
 
 
-def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
-    """Draw a token, without waiting for the device.
+def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
+    """Draw a token from each row, without waiting for the device.
 
-    Uses the exponential race: each token is the one with the least `exponential / probability` with its own
-    probability. The noise depends on the seed and the position alone, and each row is drawn by itself, so that the
-    batch changes nothing.
+    Uses the exponential race (Gumbel-max trick): the token with the least `exponential / probability` is each one with
+    its own probability. The noise of a row depends on its seed and position alone, so the batch changes nothing.
 
     Args:
-        logits: float32 `[vocab_size]`, finite or -inf, and not all -inf.
-        sampling: temperature above 0, top_k, top_p, min_p and seed. Each narrows the choice of those before it.
-        position: index of the drawn token in its sequence.
+        logits: float32 `[num_rows, vocab_size]`, finite or -inf, and no row all -inf.
+        samplings: for each row a temperature above 0, top_k, top_p, min_p, applied in this order, and seed. Rows with
+            top_k or top_p come first.
+        positions: index of each drawn token in its sequence.
 
     Returns:
-        Its id, int64 `[]`, where the logits are.
+        Token ids, int64 `[num_rows]`, on the device of the logits.
     """
-    scores = (logits - logits.max()).double() / sampling.temperature
-    if sampling.top_p < 1 or sampling.top_k:
-        ordered, order = scores.sort(descending=True, stable=True)
-        if sampling.top_k:
-            last = ordered[min(sampling.top_k, len(ordered)) - 1]
-            ordered = ordered.masked_fill(ordered < last, -torch.inf)
-        if sampling.top_p < 1:
-            probabilities = ordered.softmax(dim=0)
-            is_out = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
-            ordered = ordered.masked_fill(is_out, -torch.inf)
-        scores = scores.scatter(0, order, ordered)
-    if sampling.min_p:
-        scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)  # the most likely one has 0
-    seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
-    generator = torch.Generator(logits.device).manual_seed(seed)
-    noise = torch.empty_like(scores).exponential_(generator=generator)
-    return (scores - noise.log()).argmax()
+    device = logits.device
+    temperatures = _column([sampling.temperature for sampling in samplings], device)
+    scores = (logits - logits.amax(dim=-1, keepdim=True)).double() / temperatures
+    num_sorted = sum(map(_needs_sort, samplings))
+    assert all(map(_needs_sort, samplings[:num_sorted])), "rows that need a sort come first"
+    if num_sorted:
+        narrowed = _narrow(scores[:num_sorted], samplings[:num_sorted])
+        scores = narrowed if num_sorted == len(samplings) else torch.cat((narrowed, scores[num_sorted:]))
+    if any(sampling.min_p for sampling in samplings):
+        # The most likely token has the score 0.
+        least = [math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings]
+        scores = scores.masked_fill(scores < _column(least, device), -torch.inf)
+    noise = torch.empty_like(scores)
+    for row, sampling, position in zip(noise, samplings, positions, strict=True):
+        seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
+        row.exponential_(generator=torch.Generator(device).manual_seed(seed))
+    return (scores - noise.log_()).argmax(dim=-1)
+
+
+def _narrow(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """Apply top_k and top_p to rows of scores, float64."""
+    device, num_logits = scores.device, scores.shape[1]
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    if any(sampling.top_k for sampling in samplings):
+        last = [min(sampling.top_k or num_logits, num_logits) - 1 for sampling in samplings]
+        least = ordered.gather(1, _on_device(last, device)[:, None])
+        ordered = ordered.masked_fill(ordered < least, -torch.inf)
+    if any(sampling.top_p < 1 for sampling in samplings):
+        probabilities = ordered.softmax(dim=-1)
+        top_p = [sampling.top_p if sampling.top_p < 1 else math.inf for sampling in samplings]
+        is_out = _cumsum(probabilities) - probabilities >= _column(top_p, device)
+        ordered = ordered.masked_fill(is_out, -torch.inf)
+    return scores.scatter(1, order, ordered)
+
+
+def _cumsum(rows: torch.Tensor) -> torch.Tensor:
+    """Return the cumulative sums of rows, with the same bits whatever rows are computed together.
+
+    On a GPU the algorithm depends on the number of rows, and that for a single row is not deterministic. So rows are
+    added up in groups of a fixed size.
+    """
+    if rows.device.type == "cpu":
+        return rows.cumsum(dim=-1)
+    num_rows = len(rows)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % _CUMSUM_ROWS))
+    return torch.cat([group.cumsum(dim=-1) for group in padded.split(_CUMSUM_ROWS)])[:num_rows]
 
 
 def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> LogprobRows:
-    """Read log probabilities of tokens and of the most likely ones in their places. Waits for the device once.
+    """Read log probabilities of tokens and of the most likely ones at their positions. Waits for the device once.
 
     Args:
         logits: float32 `[num_rows, vocab_size]`.
-        token_ids: one for each row. One that has no logit, since a model may read more tokens than it writes, has -inf.
+        token_ids: one for each row. A token without a logit has -inf: a model may have more input tokens than logits.
         count: number of most likely tokens; all that have logits, if these are fewer.
 
     Returns:
         One for each row.
     """
     count = min(count, logits.shape[1])
-    rows = _read_rows(logits, token_ids, count).numpy()
-    return LogprobRows(rows[:, : 1 + count].astype(np.float32), rows[:, 1 + count :].astype(np.uint32))
+    return _logprob_rows(_logprobs(logits, _on_device(token_ids, logits.device), count).cpu().numpy(), count)
 
 
-def _table(rows: LogprobRows) -> LogprobTable:
-    table = LogprobTable(len(rows.logprobs))
-    table.put(0, rows)
-    return table
-
-
-def _read_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> torch.Tensor:
+def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
     """Return own log probabilities, those of the most likely tokens, and ids: float64 `[num_rows, 1 + 2 count]`."""
-    logprobs = logits.log_softmax(dim=-1).double()  # in which ids are exact, too
+    num_logits = logits.shape[1]
+    logprobs = logits.log_softmax(dim=-1).double()
     values, ids = logprobs.topk(count)
-    chosen = torch.tensor(token_ids, dtype=torch.int64).to(logits.device, non_blocking=True)
-    own = logprobs.gather(1, chosen.clamp(max=logits.shape[1] - 1)[:, None])
-    own = own.masked_fill(chosen[:, None] >= logits.shape[1], -torch.inf)
-    return torch.cat((own, values, ids.double()), dim=1).cpu()
+    own = logprobs.gather(1, token_ids.clamp(max=num_logits - 1)[:, None])
+    own = own.masked_fill(token_ids[:, None] >= num_logits, -torch.inf)
+    return torch.cat((own, values, ids.double()), dim=1)
+
+
+def _logprob_rows(values: npt.NDArray[np.float64], count: int) -> LogprobRows:
+    return LogprobRows(values[:, : 1 + count].astype(np.float32), values[:, 1 + count :].astype(np.uint32))
+
+
+def _rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return some rows of a tensor; the tensor itself if these are all its rows in order."""
+    if len(rows) == len(tensor) and all(row == index for index, row in enumerate(rows)):
+        return tensor
+    return tensor.index_select(0, _on_device(rows, tensor.device))
+
+
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return one value for each row, float64 `[num_rows, 1]`."""
+    return _on_device(values, device, torch.float64)[:, None]
+
+
+def _on_device(values: npt.ArrayLike, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values), dtype=dtype).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A step: one forward pass over slices of several requests, started or prepared, and its outcome."""
+"""A step: one forward pass over slices of several requests, prepared or started, and its results."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import dataclasses
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from radixkv.api.logprob_table import LogprobRows
-from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.windowed_layers import Cover
 from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk, ChunkState
-from radixkv.compute.runner import Runner, Wait
-from radixkv.engine.sampler import Prediction, allowed_tokens, predict, read_logprob_rows
+from radixkv.compute.runner import Runner, StepResult, Wait
+from radixkv.engine.sampler import Allowed, Prediction, allowed_tokens, predict, read_logprob_rows
 from radixkv.errors import RadixKVError
 from radixkv.invocation import plain
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 
 
-class Computed(NamedTuple):
-    """The outcome of one slice.
+class SliceResult(NamedTuple):
+    """The result of one slice.
 
     Attributes:
         part: the slice.
         is_finite: whether K, V, the last hidden states and the logits of its tokens are finite; see `StepResult`.
         prediction: the next token; None if the request has more tokens to compute before it.
-        prompt_logprobs: of the tokens of the prompt after each one of the slice; None unless asked for.
+        prompt_logprobs: of the prompt tokens that follow those of the slice; None unless requested.
     """
 
     part: Slice
@@ -67,52 +66,57 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(part.end - part.start for part in self.slices)
+        return sum([end - start for _, start, end in self.slices])
 
     @property
     def num_decoded_tokens(self) -> int:
-        """Tokens that follow one of an answer."""
-        return sum(part.request.is_decoding for part in self.slices)
+        """Tokens that the step computes for requests that decode."""
+        return sum([request.is_decoding for request, _, _ in self.slices])
 
-    def wait(self) -> list[Computed]:
+    def wait(self) -> list[SliceResult]:
         """Wait for the device. To be called once.
 
         Returns:
-            The outcome of each slice, in order.
+            The result of each slice, in order.
 
         Raises:
-            Exception: whatever the forward pass raised, at its start or later.
+            Exception: whatever the forward pass raised, when it was started or later.
         """
-        last = [part.request for part in self.slices if part.is_last]
-        allowed = allowed_tokens(last)  # the device computes meanwhile
+        are_last = [end == request.num_tokens for request, _, end in self.slices]
+        last = [part.request for part, is_last in zip(self.slices, are_last, strict=True) if is_last]
+        allowed = allowed_tokens(last)  # computed while the device is busy
         step = self._wait()
-        del self._wait  # frees memory of the device before the next step is started
-        logits, most_likely = step.logits, step.most_likely
-        prompts: list[LogprobRows | None] = [None] * len(self.slices)
-        if len(logits) > len(last):  # somebody wants to know how likely its prompt is
-            ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
-            starts = (0, *ends)
-            prompts = [_of_prompt(part, logits[row:]) for part, row in zip(self.slices, starts, strict=False)]
-            rows = [end - 1 for part, end in zip(self.slices, ends, strict=True) if part.is_last]
-            logits, most_likely = logits[rows], [most_likely[row] for row in rows]
-        predictions = iter(predict(logits, most_likely, last, allowed))
+        del self._wait  # frees device memory before the next step is started
+        if len(step.logits) > len(last):
+            return self._results_with_prompt_logprobs(step, are_last, last, allowed)
+        predictions = iter(predict(step.logits, step.most_likely, last, allowed))
         return [
-            Computed(part, is_finite, next(predictions) if part.is_last else None, prompt)
-            for part, is_finite, prompt in zip(self.slices, step.is_finite, prompts, strict=True)
+            SliceResult(part, is_finite, next(predictions) if is_last else None)
+            for part, is_finite, is_last in zip(self.slices, step.is_finite, are_last, strict=True)
+        ]
+
+    def _results_with_prompt_logprobs(
+        self, step: StepResult, are_last: Sequence[bool], last: Sequence[Request], allowed: Mapping[int, Allowed]
+    ) -> list[SliceResult]:
+        """Return the results of a step in which some requests want the log probabilities of their prompts."""
+        row_ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
+        row_starts = (0, *row_ends)
+        rows = [end - 1 for end, is_last in zip(row_ends, are_last, strict=True) if is_last]
+        most_likely = [step.most_likely[row] for row in rows]
+        predictions = iter(predict(step.logits[rows], most_likely, last, allowed))
+        return [
+            SliceResult(
+                part,
+                is_finite,
+                next(predictions) if is_last else None,
+                _prompt_logprobs(part, step.logits[row:]),
+            )
+            for part, is_finite, is_last, row in zip(self.slices, step.is_finite, are_last, row_starts, strict=False)
         ]
 
 
-def start_step(
-    runner: Runner, slices: Sequence[Slice], now_s: float, watcher_of: Callable[[Request], KeptEntries | None]
-) -> Step:
-    """Start a forward pass over at least one slice, given who looks at the queries of a request; None for nobody."""
-    return Step(
-        slices, now_s, lambda: runner.start([_watched(chunk_of(part), watcher_of(part.request)) for part in slices])
-    )
-
-
-class NextStep:
-    """One more token for each request of a step, prepared while that step is computed and its tokens are not known.
+class PreparedStep:
+    """The step after one that is being computed: one more token for each of its requests, not known yet.
 
     Args:
         runner: computes both steps.
@@ -126,12 +130,108 @@ class NextStep:
         self.slices = [Slice(part.request, part.end, part.end + 1) for part in step.slices]
         self._launch = runner.prepare([_next_chunk(part) for part in self.slices])
 
-    def start(self, computed: Sequence[Computed], now_s: float) -> Step:
-        """Start the prepared step after the step before was computed. All its requests go on."""
-        predictions = [each.prediction for each in computed]
+    def start(self, results: Sequence[SliceResult], now_s: float) -> Step:
+        """Start this step with the tokens of the step before it, none of whose requests ended."""
+        predictions = [result.prediction for result in results]
         token_ids = torch.tensor([prediction.next_token_id for prediction in predictions if prediction is not None])
         assert len(token_ids) == len(self.slices), "every request of the step before decodes"
         return Step(self.slices, now_s, lambda: self._launch(token_ids))
+
+
+def start_step(
+    runner: Runner, slices: Sequence[Slice], now_s: float, watcher_of: Callable[[Request], KeptEntries | None]
+) -> Step:
+    """Start a forward pass over at least one slice. `watcher_of` returns who observes the queries of a request."""
+
+    def start() -> Wait:
+        chunks = []
+        for part in slices:
+            chunk = chunk_of(part)
+            if part.request.compression is not None and (watcher := watcher_of(part.request)) is not None:
+                chunk = dataclasses.replace(chunk, watcher=watcher)
+            chunks.append(chunk)
+        return runner.start(chunks)
+
+    return Step(slices, now_s, start)
+
+
+def chunk_of(part: Slice) -> Chunk:
+    """Return the chunk that computes a slice. Reserves the window parts that its request needs for it."""
+    request, start, end = part
+    lease = request.open_lease
+    invocation = request.invocation
+    block_ids = lease.block_ids
+    cover = _cover(lease, start, end)
+    return Chunk(
+        tokens=lease.tokens if invocation is None else plain(lease.tokens),
+        start=start,
+        end=end,
+        block_ids=block_ids,
+        copy=lease.copy,
+        part_ids=None if cover is None else cover.part_ids,
+        part_copy=None if cover is None else cover.copy,
+        wants_logits=end == request.num_tokens,
+        wants_all_logits=request.wants_all_logits,
+        adapter=request.adapter,
+        adapter_from=0 if invocation is None else invocation.start,
+        num_dropped=lease.num_dropped_tokens,
+        state=None if request.state is None else _state_of(part),
+    )
+
+
+def _next_chunk(part: Slice) -> Chunk:
+    """Return the chunk of a slice after one that is being computed, which copies its block and leaves its state."""
+    chunk = chunk_of(part)
+    state = chunk.state
+    if state is not None and part.request.state is not None:
+        state = state._replace(source=part.request.state.slot)
+    return dataclasses.replace(chunk, copy=None, state=state, wants_logits=True)
+
+
+def trial_chunk(lease: PromptLease) -> Chunk:
+    """Return a chunk that computes a prompt of one token."""
+    cover = _cover(lease, 0, 1)
+    part_ids = None if cover is None else cover.part_ids
+    return Chunk(bytes(lease.tokens), 0, 1, lease.block_ids, None, wants_logits=True, part_ids=part_ids)
+
+
+def release_parts(request: Request) -> None:
+    """Release the parts of blocks that the next token of a request does not need."""
+    lease = request.lease
+    if lease is not None:
+        for holder in lease.own.parts:
+            holder.settle(request.computed_upto, lease.copy)
+
+
+def _cover(lease: PromptLease, start: int, end: int) -> Cover | None:
+    """Reserve the parts of blocks that a chunk needs; None unless windowed layers have a pool of their own."""
+    for holder in lease.own.parts:
+        return holder.cover(lease.block_ids, start, end, lease.copy)
+    return None
+
+
+def _state_of(part: Slice) -> ChunkState:
+    """Take slots for the states that a slice leaves."""
+    request, start, end = part
+    assert request.state is not None, "the model keeps states"
+    keeps = request.params.write_cache and not request.is_revoked
+    return ChunkState(request.state.source, request.state.writes(start, end, keeps=keeps))
+
+
+def _num_logit_rows(part: Slice) -> int:
+    return part.end - part.start if part.request.wants_all_logits else int(part.is_last)
+
+
+def _prompt_logprobs(part: Slice, logits: torch.Tensor) -> LogprobRows | None:
+    """Read the log probabilities of the prompt tokens after those of a slice, whose rows come first in `logits`."""
+    request, start, end = part
+    generation = request.generation
+    if generation is None or not request.wants_all_logits:
+        return None
+    upto = min(end, request.num_prompt_tokens - 1)
+    following = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
+    assert generation.sampling.prompt_logprobs is not None, "the request wants them"
+    return read_logprob_rows(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)
 
 
 def _started(start: Callable[[], Wait]) -> Wait:
@@ -140,89 +240,6 @@ def _started(start: Callable[[], Wait]) -> Wait:
     except Exception as error:  # noqa: BLE001 - raised again by `wait`
         traceback.clear_frames(error.__traceback__)  # frees the device memory that the pass had allocated
         return functools.partial(_raise, error)
-
-
-def chunk_of(part: Slice) -> Chunk:
-    """Return what is to be computed for a slice, for which its request keeps the parts of blocks."""
-    request, start, end = part
-    lease, invocation = request.open_lease, request.invocation
-    block_ids, copy = lease.block_ids, lease.copy
-    cover = _cover(lease, block_ids, start, end, copy)
-    return Chunk(
-        tokens=lease.tokens if invocation is None else plain(lease.tokens),
-        start=start,
-        end=end,
-        block_ids=block_ids,
-        copy=copy,
-        part_ids=cover.part_ids,
-        part_copy=cover.copy,
-        wants_logits=part.is_last,
-        wants_all_logits=request.wants_all_logits,
-        adapter=request.adapter,
-        adapter_from=0 if invocation is None else invocation.start,
-        num_dropped=lease.num_dropped_tokens,
-        state=_state_of(part),
-    )
-
-
-def _next_chunk(part: Slice) -> Chunk:
-    """Return the chunk of a slice that follows a step under way, which copies its block and leaves its state."""
-    chunk, own = chunk_of(part), part.request.state
-    state = None if chunk.state is None or own is None else chunk.state._replace(source=own.slot)
-    return dataclasses.replace(chunk, copy=None, state=state, wants_logits=True)
-
-
-def trial_chunk(lease: PromptLease) -> Chunk:
-    """Return a chunk that computes a prompt of one token."""
-    cover = _cover(lease, lease.block_ids, 0, 1, None)
-    return Chunk(bytes(lease.tokens), 0, 1, lease.block_ids, None, wants_logits=True, part_ids=cover.part_ids)
-
-
-def settle(request: Request) -> None:
-    """Let go of the parts of blocks that the next token of a request does not need."""
-    if request.lease is not None:
-        for holder in request.lease.own.parts:
-            holder.settle(request.computed_upto, request.lease.copy)
-
-
-class _NoCover(NamedTuple):
-    part_ids: BlockIds | None = None
-    copy: BlockCopy | None = None
-
-
-def _cover(lease: PromptLease, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None) -> Cover | _NoCover:
-    """Keep the parts that a chunk needs, if windowed layers have a pool of their own."""
-    holder = next(iter(lease.own.parts), None)
-    return _NoCover() if holder is None else holder.cover(block_ids, start, end, copy)
-
-
-def _state_of(part: Slice) -> ChunkState | None:
-    """Take slots for the states that a slice leaves; None for a model without states."""
-    request, start, end = part
-    if request.state is None:
-        return None
-    keeps = request.params.write_cache and not request.is_revoked
-    return ChunkState(request.state.source, request.state.writes(start, end, keeps=keeps))
-
-
-def _watched(chunk: Chunk, watcher: KeptEntries | None) -> Chunk:
-    return chunk if watcher is None else dataclasses.replace(chunk, watcher=watcher)
-
-
-def _num_logit_rows(part: Slice) -> int:
-    return part.end - part.start if part.request.wants_all_logits else int(part.is_last)
-
-
-def _of_prompt(part: Slice, logits: torch.Tensor) -> LogprobRows | None:
-    """Read the log probabilities of the prompt's tokens after those of a slice, whose rows come first in `logits`."""
-    request, start, end = part
-    generation = request.generation
-    if generation is None or not request.wants_all_logits:
-        return None
-    upto = min(end, request.num_prompt_tokens - 1)
-    following = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
-    assert generation.sampling.prompt_logprobs is not None, "it wants them"
-    return read_logprob_rows(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Admits waiting requests: gives them a lease if no other request computes the same tokens and there is room."""
+"""Admission of waiting requests: allocates their blocks, unless another request computes the same tokens."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from radixkv.scheduling.single_flight import SingleFlight
 
 
 class Admission(enum.Enum):
-    """The outcome of one try to admit a request."""
+    """The outcome of an attempt to admit a request."""
 
     ADMITTED = "it has its blocks and runs"
-    FOLLOWS = "it waits for what a running request computes, or a store has; those behind it may go ahead"
+    FOLLOWS = "it waits for tokens that a running request computes or that a tier loads; other requests may pass it"
     ENDED = "it was refused"
-    NO_ROOM = "it waits for blocks, and nobody behind it may have them"
-    OVER_QUOTA = "it waits for blocks of its own tenant; other tenants go on"
+    NO_ROOM = "it waits for blocks, and no request behind it may take them"
+    OVER_QUOTA = "it waits for blocks of its own tenant; other tenants continue"
 
 
 class BlockLoads(Protocol):
-    """Loads of stored blocks, as requests that get their blocks see them."""
+    """Loads of stored blocks, as far as admission needs them."""
 
     def begin_again(self, request: Request) -> bool:
-        """Start to load what a paused request could use. Returns whether it is to wait."""
+        """Start to load what a preempted request could use. Returns whether the request has to wait."""
 
     def fill(self, request: Request, lease: PromptLease) -> int:
-        """Copy what was loaded into the blocks of a lease. Returns the tokens whose K and V exist then."""
+        """Copy what was loaded into the blocks of a lease. Returns the number of tokens whose K and V exist then."""
 
 
 class Admitter:
-    """Gives waiting requests their blocks.
+    """Allocates the blocks of waiting requests.
 
     Args:
-        cache: gives leases.
+        cache: grants leases.
         flights: knows which running request computes which tokens.
-        held_leases: may be in the way when no request runs.
+        held_leases: may keep a request from its blocks when no request runs.
         lending: frees blocks of long prompts for short requests.
-        clock: seconds, never going back.
+        clock: seconds, monotonic.
         refuse: ends a request for which there is no room.
         on_start: called with each request that got its blocks.
-        loads: brings stored blocks; None if there are none.
+        loads: loads stored blocks; None without tiers.
     """
 
     def __init__(
@@ -72,43 +72,47 @@ class Admitter:
         self._on_start = on_start
         self._loads = loads
 
-    def look(self, request: Request) -> tuple[int, int]:
-        """Count the tokens that a request could reuse now, and the nodes that hold them. Complexity: one match."""
+    def look_up(self, request: Request) -> tuple[int, int]:
+        """Return how many tokens a request could reuse now, and how many nodes hold them. Complexity: one match."""
         if not request.params.read_cache:
             return 0, 0
         return self._cache.places.cached_tokens(request.namespace, request.tokens)
 
     def urgent_tokens(self, request: Request) -> int:
-        """Count the tokens that a running request has to compute until it is done, or one of its followers resumes."""
+        """Return how many tokens a running request must compute until it ends or one of its followers resumes."""
         release = self._flights.next_release(request)
         return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
 
     def admit(
         self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
     ) -> Admission:
-        """Give a waiting request its blocks, if there are enough and no other request computes the same tokens.
+        """Allocate the blocks of a waiting request if there are enough and no other request computes the same tokens.
 
-        Leaves one block for each running generation, so that the request need not be paused in the next step. If there
-        are too few, a request that is over early enough gets blocks that long prompts need later.
+        Leaves one free block for each running generation, so that the next step need not preempt the request. If there
+        are too few blocks, a request that ends early enough borrows blocks that long prompts need later.
 
         Args:
             request: the waiting request.
-            cached_tokens: the result of `look` in this step; None if it was not called.
+            cached_tokens: the result of `look_up` in this step; None if it was not called.
             running: requests that have blocks.
-            is_passing: whether the request gives its blocks back with the step, so that no blocks need to be left.
+            is_passing: whether the request returns its blocks with the step, so that no blocks must be left free.
         """
         params = request.params
         if cached_tokens is None:
-            cached_tokens = self.look(request)[0] if self._flights.has_leaders(request) else 0
-        request.found_tokens = self._found(request, cached_tokens)
-        if params.read_cache and self._flights.follow(request, request.found_tokens, cached_tokens):
-            return Admission.FOLLOWS
+            cached_tokens = self.look_up(request)[0] if self._flights.has_leaders(request) else 0
+        request.found_tokens = cached_tokens
+        if params.read_cache:
+            if self._cache.parts.states is not None:
+                # Tokens without a state to resume from are found, too; another request need not lead to them.
+                request.found_tokens = self._cache.places.found_tokens(request.namespace, request.tokens)
+            if self._flights.follow(request, request.found_tokens, cached_tokens):
+                return Admission.FOLLOWS
         if params.hold_lease:
             try:
                 self._held_leases.require_room(request, self._path_of(request), running)
             except CapacityError as error:
                 return self._end(request, error)
-        num_spared_blocks = 0 if is_passing else sum(map(_grows, running)) + self._lending.num_lent_blocks
+        num_spared_blocks = 0 if is_passing else sum(map(_may_grow, running)) + self._lending.num_lent_blocks
         try:
             lease = self._lease(request, num_spared_blocks)
         except CapacityError as error:
@@ -116,17 +120,17 @@ class Admitter:
             if borrowing is None:
                 return self._without_room(request, running, error)
             lease = borrowing
-        if request.is_paused and self._loads is not None and self._loads.begin_again(request):
-            close_unused(lease)  # others may have the blocks meanwhile
+        if self._loads is not None and request.is_preempted and self._loads.begin_again(request):
+            close_unused(lease)  # other requests may have the blocks in the meantime
             return Admission.FOLLOWS
         self._start(request, lease)
-        # A last token alone is not worth waiting for: each request computes its own, which is its answer.
+        # Other requests do not wait for a last token alone: each computes its own, which yields its next token.
         if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
 
     def _lease(self, request: Request, num_spared_blocks: int) -> PromptLease:
-        """Take a request's blocks: those of its prompt, and private ones if it will need any."""
+        """Allocate the blocks of a request: those of its prompt, and private ones if it will need any."""
         num_private_tokens = request.num_private_tokens
         lease = self._cache.lease(
             request.namespace,
@@ -141,64 +145,59 @@ class Admitter:
         return with_private_blocks(self._cache.leases, request.namespace, lease, num_private_tokens)
 
     def _borrow(self, request: Request, running: Collection[Request]) -> PromptLease | None:
-        """Take all blocks that a request needs until its end, from prompts that need them later; None without any."""
+        """Borrow all blocks that a request needs until its end from prompts that need them later; None if none lend."""
         if not self._lending.may_borrow(request, running):
             return None
-        num_growing = sum(map(_grows, running))
-        if not self._lending.lend(request, self.look(request)[0], num_growing, running):
+        num_growing = sum(map(_may_grow, running))
+        if not self._lending.lend(request, self.look_up(request)[0], num_growing, running):
             return None
         lease = None
         try:
             lease = self._lease(request, num_growing)
-            lease.reserve(self._lending.most_tokens(request))
+            lease.reserve(self._lending.max_tokens(request))
         except CapacityError:
             if lease is not None:
                 close_unused(lease)
                 lease = None
-        self._lending.take_all_back()
+        self._lending.reclaim_all()
         return lease
 
     def _without_room(self, request: Request, running: Collection[Request], error: CapacityError) -> Admission:
-        """Let a request wait, or refuse it if nobody's end will give it room."""
+        """Let a request wait, or refuse it if it would have no room even after all running requests end."""
         if isinstance(error, QuotaExceeded):
             may_wait = any(other.tenant == request.tenant for other in running)
             return Admission.OVER_QUOTA if may_wait else self._end(request, error)
         return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
 
-    def _found(self, request: Request, cached_tokens: int) -> int:
-        """Count the tokens of a request that are cached, those included from whose end no state lets it go on."""
-        if self._cache.parts.states is None or not request.params.read_cache:
-            return cached_tokens
-        return self._cache.places.found_tokens(request.namespace, request.tokens)
-
     def _path_of(self, request: Request) -> Path:
-        """Look up what a request that will hold its lease shares."""
+        """Look up the path that a request which will hold its lease shares."""
         read = request.params.read_cache
         path, request.num_nodes = self._cache.places.path_of(request.namespace, request.tokens, read=read)
         return path
 
     def _start(self, request: Request, lease: PromptLease) -> None:
-        """Let a request continue after the cached tokens of its lease, and what was loaded."""
-        request.lease, request.num_nodes = lease, lease.num_nodes
+        """Let a request continue after the cached tokens of its lease, and those that were loaded."""
+        request.lease = lease
+        request.num_nodes = lease.num_nodes
         if not request.has_computed:
             request.loaded_tokens = {}
         cached_tokens = lease.cached_tokens if self._loads is None else self._loads.fill(request, lease)
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
         if not request.has_computed:
-            request.cached_tokens, request.public_tokens = cached_tokens, lease.public_tokens
+            request.cached_tokens = cached_tokens
+            request.public_tokens = lease.public_tokens
             request.miss_reason = self._explain(request, cached_tokens)
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
         states = self._cache.parts.states
         if states is not None:
-            num_prompt_tokens, found_tokens = request.num_prompt_tokens, request.found_tokens
-            request.state = states.open(lease.block_ids, cached_tokens, num_prompt_tokens, found_tokens)
+            request.state = states.open(lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens)
         self._on_start(request)
 
     def _explain(self, request: Request, cached_tokens: int) -> MissReason:
-        """Tell why the tokens after those that are reused have to be computed."""
+        """Return why the tokens after the reused ones have to be computed."""
         if not request.params.read_cache:
             return MissReason.READ_DISABLED
         if cached_tokens < request.stored_upto:
@@ -206,10 +205,10 @@ class Admitter:
         return self._cache.explain(request.namespace, request.tokens, cached_tokens, request.former)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
-        """Refuse a request that only held leases or other tenants' floors keep from its blocks, or its own lease.
+        """Refuse a request for which only held leases or other tenants' floors leave no room.
 
-        At a bound of its tenant it is told when one of its tenant's own leases expires; those of others are not in the
-        way, and not its business.
+        The error says when the next lease expires. If the tenant's own quota is exceeded, only its own leases count,
+        and the expiry of other tenants' leases is not revealed.
         """
         tenant = request.tenant if isinstance(error, QuotaExceeded) else None
         expires_s = self._held_leases.next_expiry_s(tenant)
@@ -219,9 +218,9 @@ class Admitter:
         return Admission.ENDED
 
     def _can_fit(self, request: Request) -> bool:
-        """Whether there will be room when the running requests end.
+        """Whether there will be room when the running requests have ended.
 
-        Other tenants' floors, and public prefixes that are not this prompt's, may keep too many blocks.
+        Other tenants' floors and other public prefixes may keep too many blocks.
         """
         place = self._cache.places.of(request.namespace, request.tokens, read=request.params.read_cache)
         num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.tenant) + self._cache.public.num_kept_blocks
@@ -230,6 +229,6 @@ class Admitter:
         return num_own_blocks <= self._cache.pool.num_blocks - num_kept_blocks
 
 
-def _grows(request: Request) -> bool:
-    """Whether a running request may want one more block. A compressed generation has all of its own."""
+def _may_grow(request: Request) -> bool:
+    """Whether a running request may need another block. A compressed generation has all its blocks already."""
     return request.generation is not None and request.compression is None

@@ -1,4 +1,4 @@
-"""Lends blocks that long prompts need later to requests that end before."""
+"""Lending of blocks that long prompts need later to requests that end before."""
 
 from __future__ import annotations
 
@@ -11,57 +11,60 @@ from radixkv.errors import CapacityError
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Request
 
-# Tokens of a prompt that a step computes at least, among up to eight tenants in steps of 512: what a turn has.
+# The least number of tokens of a prompt that a step computes while up to eight tenants share steps of 512: one turn.
 _TURN_TOKENS = 64
-# Waiting requests for which a step looks at what all running ones can spare.
-_MAX_LOOKS = 8
+# Number of waiting requests per step for which the blocks of all running requests are inspected.
+_MAX_INSPECTIONS = 8
 
 
 class Lending:
-    """Takes blocks of running prompts for a waiting request, if it will be over before they are needed.
+    """Takes blocks of running prompts for a waiting request that will end before they are needed.
 
-        a long prompt   [ computed | what steps can compute until the borrower is over | lent ..... )
+        a long prompt   [ computed | what steps can compute until the borrower ends | lent ..... )
 
-    So short requests pass a prompt as long as the pool. Each step begins with taking back what is free (`Growth`), and
-    admissions leave what is lent. A borrower gets all blocks that it will ever need. If others take its turns, so that
-    it is late, and the prompt needs its blocks, the youngest request is paused as ever.
+    So short requests pass a prompt as long as the pool. Each step first reclaims the lent blocks that are free
+    (`Preemptor`), and admissions leave as many free blocks as are lent. A borrower gets all blocks that it will ever
+    need. If it ends later than expected because other requests took its turns, and the prompt needs its blocks, the
+    youngest request is preempted as usual.
 
-    What is lent must come back: nobody borrows whose blocks others can't evict afterwards, and nobody lends whose
-    tenant has a ceiling, since others of the tenant could take the room below it.
+    Lent blocks must return. So a request does not borrow if other tenants could not evict its blocks afterwards, and a
+    request whose tenant has a ceiling does not lend, since other requests of the tenant could use the room below it.
 
     Args:
         cache: the blocks.
-        step_tokens: the most tokens that a step computes.
+        step_tokens: the maximum number of tokens per step.
     """
 
     def __init__(self, cache: PrefixCache, step_tokens: int) -> None:
         self._cache = cache
         self._step_tokens = step_tokens
-        self._lenders: WeakSet[Request] = WeakSet()  # running requests that have lent blocks, and some that had
-        self._num_looks_left = _MAX_LOOKS
+        self._lenders: WeakSet[Request] = (
+            WeakSet()
+        )  # running requests that have lent blocks, and some that had lent some
+        self._num_inspections_left = _MAX_INSPECTIONS
 
     @property
     def num_lent_blocks(self) -> int:
-        """Blocks that running requests have lent and not taken back."""
-        return sum(map(self._num_lent_blocks, self._lenders))
+        """Blocks that running requests have lent and not reclaimed."""
+        return sum(map(self._num_lent_blocks, self._lenders)) if self._lenders else 0
 
     def begin_step(self) -> None:
-        """Forget for how many requests the step before has looked for blocks."""
-        self._num_looks_left = _MAX_LOOKS
+        """Allow inspections again, whose number per step is bounded."""
+        self._num_inspections_left = _MAX_INSPECTIONS
 
     def lend(self, request: Request, cached_tokens: int, num_spared_blocks: int, running: Collection[Request]) -> bool:
-        """Free the blocks that a waiting request needs until its end, of prompts that can spare them.
+        """Free the blocks that a waiting request needs until its end, from prompts that can spare them.
 
         Args:
             request: the waiting request.
             cached_tokens: tokens that it reuses.
-            num_spared_blocks: blocks that must be free beside those.
-            running: requests that have blocks. Those lend first that can spare the most.
+            num_spared_blocks: blocks that must be free in addition to those.
+            running: requests that have blocks. Those that can spare the most lend first.
 
         Returns:
-            Whether they are free now, for `most_tokens`; if not, nothing has changed.
+            Whether they are free now, for `max_tokens`; if not, nothing has changed.
         """
-        num_lacking = self._num_blocks(self.most_tokens(request)) - cached_tokens // self._cache.block_size
+        num_lacking = self._num_blocks(self.max_tokens(request)) - cached_tokens // self._cache.block_size
         num_lacking += num_spared_blocks
         num_answer_tokens = request.num_expected_tokens - request.num_prompt_tokens
         num_turns = -(-(request.num_tokens - cached_tokens) // min(_TURN_TOKENS, self._step_tokens))
@@ -77,59 +80,59 @@ class Lending:
         return True
 
     def may_borrow(self, request: Request, running: Collection[Request]) -> bool:
-        """Whether a waiting request may borrow at all, and any running request has something to spare.
+        """Whether a waiting request may borrow at all, and any running request has blocks to spare.
 
-        One that was paused may not: it would compute again and again what it has to give up.
+        A preempted request may not: it could be preempted and computed again repeatedly.
 
-        Complexity: O(running) for the first eight that ask in a step, O(1) for others.
+        Complexity: O(running) for the first eight requests in a step, O(1) for others.
         """
-        if not self._num_looks_left:
+        if not self._num_inspections_left:
             return False
-        if request.params.hold_lease or request.is_paused or request.compression is not None:
+        if request.params.hold_lease or request.is_preempted or request.compression is not None:
             return False
         if request.tenant == PUBLIC_TENANT or self._cache.tenants.quota_of(request.tenant).floor_blocks:
             return False
-        self._num_looks_left -= 1
+        self._num_inspections_left -= 1
         return any(self._num_spare_blocks(other, num_steps=2) for other in running)
 
-    def most_tokens(self, request: Request) -> int:
-        """Tokens for which a borrower needs blocks, with a block for the copy of the one in which its prompt ends."""
+    def max_tokens(self, request: Request) -> int:
+        """Tokens for which a borrower needs blocks, including a block for the copy of its prompt's last block."""
         more = 0 if request.generation is None else self._cache.block_size
         return request.num_expected_tokens + more
 
-    def take_back(self, request: Request) -> None:
-        """Take the blocks that a running request has lent, as far as there are any, but at least those for a step.
+    def reclaim(self, request: Request) -> None:
+        """Reclaim the free blocks of those that a running request has lent, but at least those for one step.
 
         Raises:
-            OutOfBlocks, QuotaExceeded: there are none for the tokens of a step.
+            OutOfBlocks, QuotaExceeded: there are too few for the tokens of a step.
         """
         if request not in self._lenders:
             return
         cache, lease = self._cache, request.open_lease
         own, num_free_blocks = lease.own, cache.pool.num_free + cache.num_evictable_blocks
-        with suppress(CapacityError):  # floors of others keep some of them
+        with suppress(CapacityError):  # other tenants' floors may keep some of them
             own.reserve(min(own.num_tokens, (own.block_ids.size + num_free_blocks) * cache.block_size))
         end = request.computed_upto + self._step_tokens
         own.reserve(own.num_tokens - max(0, lease.num_tokens - end))
         if not self._num_lent_blocks(request):
             self._lenders.discard(request)
 
-    def take_all_back(self) -> None:
-        """Take back what is free of all that was lent, the oldest request first."""
+    def reclaim_all(self) -> None:
+        """Reclaim the free blocks of all that were lent, the oldest request first."""
         for lender in sorted(self._lenders, key=lambda request: request.arrival):
             if lender.lease is None:
                 self._lenders.discard(lender)
             else:
-                self.take_back(lender)
+                self.reclaim(lender)
 
     def _num_spare_blocks(self, request: Request, num_steps: int) -> int:
-        """Count the blocks of a running request that it can lend, and can't need in the next `num_steps` steps."""
+        """Return how many blocks a running request can lend: those it cannot need in the next `num_steps` steps."""
         lease = request.open_lease
         own, end = lease.own, request.computed_upto + num_steps * self._step_tokens
         if end >= lease.num_tokens or request.compression is not None or request.tenant == PUBLIC_TENANT:
             return 0
         if own.usage.quota.ceiling_blocks is not None or own.block_ids.size > self._num_blocks(own.num_tokens):
-            return 0  # the latter has blocks for its answer, as it borrowed itself
+            return 0  # in the second case it borrowed blocks for its generation itself
         return max(0, own.block_ids.size - self._num_blocks(own.num_tokens - (lease.num_tokens - end)))
 
     def _num_lent_blocks(self, request: Request) -> int:

@@ -25,7 +25,7 @@ from radixkv.namespace import Namespace, PromptKey
 
 
 class Outcome(enum.Enum):
-    """Ending of a request."""
+    """How a request ended."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -34,18 +34,19 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """The part of a request that goes on after its prompt.
+    """The generated part of a request.
 
     Attributes:
-        sampling: how tokens are chosen, and when to stop.
-        stop_token_ids: tokens that end it, the model's own end-of-sequence tokens included.
-        on_tokens: called on the engine's thread with each new token but the last, which comes with the result.
+        sampling: how tokens are sampled, and when to stop.
+        stop_token_ids: tokens that end it, including the model's end-of-sequence tokens.
+        on_tokens: called on the engine's thread with each new token except the last, which comes with the result.
         token_ids: tokens generated so far.
-        prompt_logprobs: of the prompt's tokens but the first, as far as they are computed; None before any are.
-        prompt_ids: the different tokens of the prompt, int64 and sorted; None until a penalty asks for them.
-        matcher: says which tokens may come next; None without a constraint, and before the first token is chosen. It
-            stays while the request is paused.
-        is_finished: its caller wants no more tokens, or its constraint lets none come.
+        prompt_logprobs: log probabilities of the prompt's tokens after the first, as far as they are computed; None
+            before any are.
+        prompt_ids: the distinct tokens of the prompt, int64 and sorted; None until a penalty needs them.
+        matcher: the state of the constraint; None without one, and before the first token is sampled. It is kept while
+            the request is preempted.
+        is_finished: its caller stopped it, or its constraint allows no more tokens.
     """
 
     sampling: Sampling
@@ -59,12 +60,12 @@ class Generation:
 
     @classmethod
     def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], on_tokens: OnTokens) -> Generation:
-        """Return one that ends with its own stop tokens, and with those of the model unless they are to be ignored."""
+        """Return one that ends with its own stop tokens, and with those of the model unless `ignore_eos` is set."""
         stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
         return cls(sampling, stops, on_tokens)
 
     def append(self, token_id: int) -> None:
-        """Take the next token. Raises what the constraint raises."""
+        """Append the next token. Raises what the constraint raises."""
         self.token_ids.append(token_id)
         if self.matcher is not None and token_id not in self.stop_token_ids:
             self.matcher.accept(token_id)
@@ -72,7 +73,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """The reason why it ends after its last token; None if it goes on."""
+        """Why it ends after its last token; None if it continues."""
         if self.is_finished:
             return FinishReason.STOP
         if self.token_ids and self.token_ids[-1] in self.stop_token_ids:
@@ -82,41 +83,46 @@ class Generation:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
-    """A request inside the engine. Owned by the engine thread; only `future` is shared with the caller.
+    """A request inside the engine. Owned by the engine's thread; only `future` is shared with the caller.
 
         tokens      [0 ............. prompt .............)[ generated ... )
-                                 ^ computed_upto: K/V exist before it      ^ num_tokens: their logits are wanted next
+                                 ^ computed_upto: K/V exist before it      ^ num_tokens: their logits are needed next
 
     Attributes:
         params: the prompt and its options.
-        namespace: who may share its cached tokens.
-        future: the result of a prefill, or of a generation if there is one.
+        namespace: the namespace whose requests may share its cached tokens.
+        future: the result of a prefill, or of a generation if `generation` is set.
         received_s, scheduled_s, prefilled_s: `time.monotonic()` of its arrival, its first admission and its first
-            token; None for not yet.
+            token; None until then.
         generation: None for a prefill.
-        former: its keys before its adapter was changed; they only explain a miss.
-        fetched: blocks of its prompt that came with it; None for none, and once they are used.
-        invocation: where an invoked adapter begins; None if `namespace.adapter` computes all of it.
+        former: its keys before its adapter was replaced; they only explain a miss.
+        fetched: blocks of its prompt that came with it; None without any, and once they are used.
+        invocation: where an invoked adapter begins; None if `namespace.adapter` computes the whole prompt.
         prompt_tokens: the prompt as the cache knows it, little-endian uint32 bytes.
         num_prompt_tokens: its length in tokens.
+        num_tokens: length of the prompt and the generated tokens together.
         tenant: its caller's tenant.
-        arrival: number of requests that came before it.
+        adapter: digest of the adapter that computes it or a part of it; empty for the base model.
+        compression: the rule by which it drops K/V; None for none. A compressed generation is never preempted, since it
+            could not compute the K/V that it dropped again.
+        arrival: number of requests that arrived before it.
+        rank: its position among its tenant's requests, lowest first: a point of urgency counts as a second of waiting.
         lease: its blocks; None while it holds none.
-        state: its states; None while it runs not, and of a model that keeps none.
+        state: its recurrent states; None while it does not run, and for a model without states.
         miss_reason: why it did not reuse more.
-        num_nodes: nodes of the cache that were passed to find reused tokens, at the last admission.
+        num_nodes: nodes of the tree that were visited to find reusable tokens, at the last admission.
         cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
         public_tokens: those of them that came from a public prefix.
-        loaded_tokens: those of them that were loaded for this admission, by store.
-        stored_upto: tokens at its start that were on the device or in stores when it was looked up there.
+        loaded_tokens: those of them that were loaded for this admission, by tier.
+        stored_upto: tokens of its prompt that were on the device or in tiers when it was looked up there.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
-        found_tokens: tokens whose K/V were cached at the last try to admit it, of a model with states also those after
-            the last snapshot.
-        written_tokens: tokens that it made matchable for others.
-        recomputed_tokens: tokens computed again after a pause.
-        is_revoked: its namespace was purged after it came, so it publishes nothing.
-        is_over: it was answered, or never will be.
+        found_tokens: tokens whose K/V were cached at the last attempt to admit it; for a model with states including
+            those after the last snapshot.
+        written_tokens: tokens that it published.
+        recomputed_tokens: tokens that were computed again after a preemption.
+        is_revoked: its namespace was purged after it arrived, so it publishes nothing.
+        is_over: it has ended.
     """
 
     params: PrefillParams
@@ -129,8 +135,12 @@ class Request:
     fetched: Fetched | None = None
     prompt_tokens: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
     tenant: str = field(init=False)
+    adapter: str = field(init=False)
+    compression: Compression | None = field(init=False)
     arrival: int = 0
+    rank: tuple[float, int] = (0.0, 0)
     lease: PromptLease | None = None
     state: StateLease | None = None
     miss_reason: MissReason = MissReason.COLD
@@ -150,24 +160,53 @@ class Request:
     prefilled_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.tenant = self.params.caller.tenant
-        prompt, self.num_prompt_tokens = self.params.tokens, self.params.num_tokens
-        self.prompt_tokens = prompt if self.invocation is None else self.invocation.marked(prompt)
+        params, invocation, generation = self.params, self.invocation, self.generation
+        self.tenant = params.caller.tenant
+        self.num_prompt_tokens = self.num_tokens = params.num_tokens
+        self.compression = None
+        if generation is not None:
+            self.num_tokens += len(generation.token_ids)
+            self.compression = generation.sampling.compression
+        if invocation is None:
+            self.prompt_tokens = params.tokens
+            self.adapter = self.namespace.adapter
+        else:
+            self.prompt_tokens = invocation.marked(params.tokens)
+            self.adapter = invocation.digest
 
-    @property
-    def adapter(self) -> str:
-        """Digest of the adapter that computes it, or a part of it; empty for the base model."""
-        return self.namespace.adapter if self.invocation is None else self.invocation.digest
+    def enqueue(self, arrival: int) -> None:
+        """Set its rank when it is queued after `arrival` other requests."""
+        self.arrival = arrival
+        self.rank = self.received_s - self.params.urgency, arrival
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
         """Whether it has these names; None matches any."""
         return self.namespace._replace(adapter=self.adapter).is_among(tenant, adapter, salt)
 
-    def close_state(self) -> None:
-        """Give back the slots of its states, if it has any."""
+    def append(self, token_id: int) -> None:
+        """Append the next token of a generation. Raises what the constraint raises; the token is appended anyway."""
+        assert self.generation is not None, "only a generation has more than one token"
+        self.num_tokens += 1
+        self.generation.append(token_id)
+
+    def extend_lease(self) -> None:
+        """Add the generated tokens to the lease of a running request, and allocate the blocks for them.
+
+        Raises:
+            OutOfBlocks, QuotaExceeded: there are none. The lease is unchanged.
+        """
+        lease = self.open_lease
+        if lease.num_tokens < self.num_tokens:
+            lease.extend(self.tokens_from(lease.num_tokens))
+
+    def release(self) -> None:
+        """Release its lease and the slots of its states, if it holds any."""
         if self.state is not None:
             self.state.close()
             self.state = None
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
 
     @property
     def open_lease(self) -> PromptLease:
@@ -176,26 +215,15 @@ class Request:
         return self.lease
 
     @property
-    def num_tokens(self) -> int:
-        """Length of the prompt and the generated tokens together."""
-        generation = self.generation
-        return self.num_prompt_tokens if generation is None else self.num_prompt_tokens + len(generation.token_ids)
-
-    @property
     def num_expected_tokens(self) -> int:
-        """Length that its lease in the tree has at the end if nothing stops it early."""
-        if self.generation is None or self.compression is not None:  # which goes on elsewhere
+        """Length that its lease in the tree will have at the end unless the generation stops early."""
+        if self.generation is None or self.compression is not None:  # which generates into private blocks
             return self.num_prompt_tokens
         return self.num_prompt_tokens + self.generation.sampling.max_new_tokens
 
     @property
-    def compression(self) -> Compression | None:
-        """The rule by which it drops K/V; None for no rule. With one it is never paused: nobody has them any more."""
-        return None if self.generation is None else self.generation.sampling.compression
-
-    @property
     def num_private_tokens(self) -> int:
-        """Entries of K/V for which it needs private blocks beside those of its prompt."""
+        """Entries of K/V for which it needs private blocks in addition to those of its prompt."""
         if self.generation is None or self.compression is None:
             return 0
         return self.compression.most_entries(self.num_prompt_tokens, self.generation.sampling.max_new_tokens)
@@ -203,6 +231,8 @@ class Request:
     @property
     def tokens(self) -> bytes:
         """The prompt and the generated tokens as the cache knows them. Complexity: a copy if any was generated."""
+        if self.num_tokens == self.num_prompt_tokens:
+            return self.prompt_tokens
         return self.prompt_tokens + self.tokens_from(self.num_prompt_tokens)
 
     def tokens_from(self, start: int) -> bytes:
@@ -220,7 +250,7 @@ class Request:
 
     @property
     def wants_all_logits(self) -> bool:
-        """Whether the logits after each of its next tokens are wanted, to tell how likely the prompt is."""
+        """Whether the logits after each of its next tokens are needed for the log probabilities of its prompt."""
         generation = self.generation
         if generation is None or generation.sampling.prompt_logprobs is None:
             return False
@@ -229,11 +259,11 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether the last generated token is all that is left to compute."""
-        return self.prefilled_s is not None and self.num_left == 1
+        return self.prefilled_s is not None and self.num_tokens - self.computed_upto == 1
 
     @property
-    def is_paused(self) -> bool:
-        """Whether it had blocks before and gave them back."""
+    def is_preempted(self) -> bool:
+        """Whether it was preempted and does not run again yet."""
         return self.scheduled_s is not None and self.lease is None
 
     def is_late(self, now_s: float) -> bool:
@@ -241,23 +271,20 @@ class Request:
         return self.params.deadline_s is not None and self.params.deadline_s <= now_s
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """Its place among its tenant's requests, the least first: a point of urgency is worth a second of waiting."""
-        return self.received_s - self.params.urgency, self.arrival
-
-    @property
     def usage(self) -> Usage:
         """Its tokens so far."""
-        host, disk = (self.loaded_tokens.get(name, 0) for name in ("host", "disk"))
+        loaded = self.loaded_tokens
+        host_tokens = loaded.get("host", 0)
+        disk_tokens = loaded.get("disk", 0)
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.cached_tokens,
             computed_tokens=self.num_prompt_tokens - self.cached_tokens,
             written_tokens=self.written_tokens,
-            generated_tokens=0 if self.generation is None else len(self.generation.token_ids),
+            generated_tokens=self.num_tokens - self.num_prompt_tokens,
             recomputed_tokens=self.recomputed_tokens,
             public_tokens=self.public_tokens,
-            host_tokens=host,
-            disk_tokens=disk,
-            remote_tokens=sum(self.loaded_tokens.values()) - host - disk,
+            host_tokens=host_tokens,
+            disk_tokens=disk_tokens,
+            remote_tokens=sum(loaded.values()) - host_tokens - disk_tokens if loaded else 0,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.request import Request
+from radixkv.scheduling.step_budget import StepBudget
 from radixkv.scheduling.step_plan import Slice, StepPlan
 from radixkv.scheduling.tenant_queue import TenantQueues
 
@@ -16,7 +17,7 @@ class Scheduler:
 
         add ─▶ waiting ─▶ running ─▶ remove
                 ▲  │ ▲       │
-         resume │  ▼ └───────┘ pause
+         resume │  ▼ └───────┘ preempt
                following
 
     Between tenants: the one that was served the fewest tokens by its weight has the next turn (Sheng et al., Fairness
@@ -33,24 +34,24 @@ class Scheduler:
     before it. So no request starves.
 
     Args:
-        max_step_tokens: tokens a step.
+        budget: tokens per step.
         max_running_requests: requests that may be admitted at the same time.
         weights: shares by tenant; 1 for a tenant that is not there.
         work_clock: seconds of work of the calling thread; see `StepPlan`.
 
     Attributes:
-        max_step_tokens: tokens of the next step; may be changed between steps.
+        budget: as in the arguments; the engine adjusts it between steps.
     """
 
     def __init__(
         self,
-        max_step_tokens: int,
+        budget: StepBudget,
         max_running_requests: int,
         weights: Mapping[str, float] | None = None,
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._work_clock = work_clock
-        self.max_step_tokens = max_step_tokens
+        self.budget = budget
         self._max_running_requests = max_running_requests
         self._queues = TenantQueues(weights or {})
         self._running: dict[Request, None] = {}  # the one that waits longest for a turn to decode comes first
@@ -89,7 +90,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Add a new request. Complexity: O(log waiting)."""
-        request.arrival = self._num_arrived
+        request.enqueue(self._num_arrived)
         self._num_arrived += 1
         self._queues.open(request.tenant).waiting.add(request)
 
@@ -114,7 +115,7 @@ class Scheduler:
             queue.following.remove(request)
             queue.waiting.add(request)
 
-    def pause(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Put a running request back among the waiting ones, at its old place. Complexity: O(log waiting)."""
         queue = self._queues[request.tenant]
         del self._running[request]
@@ -131,15 +132,15 @@ class Scheduler:
             self._blocked = None
         self._queues.close_if_empty(queue)
 
-    def slot_to_free(self) -> Request | None:
-        """Choose the request to pause so that a waiting tenant without running requests gets a place; None if none."""
+    def request_to_preempt(self) -> Request | None:
+        """Choose the request to preempt so that a waiting tenant without running requests gets a place, if needed."""
         if len(self._running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
             return None
-        pausable = {queue: [each for each in queue.running if each.compression is None] for queue in self._queues}
-        greediest = max(self._queues, key=lambda queue: (bool(pausable[queue]), len(queue.running)))
-        if len(greediest.running) < 2 or not pausable[greediest]:
+        preemptible = {queue: [each for each in queue.running if each.compression is None] for queue in self._queues}
+        greediest = max(self._queues, key=lambda queue: (bool(preemptible[queue]), len(queue.running)))
+        if len(greediest.running) < 2 or not preemptible[greediest]:
             return None
-        youngest: Request = max(pausable[greediest], key=lambda request: request.arrival)
+        youngest: Request = max(preemptible[greediest], key=lambda request: request.arrival)
         return youngest
 
     def next_step(self, admitter: Admitter) -> list[Slice]:
@@ -149,7 +150,7 @@ class Scheduler:
             self._running,
             self._blocked,
             admitter,
-            self.max_step_tokens,
+            self.budget.num_tokens,
             self._max_running_requests,
             self._work_clock,
         )

@@ -1,8 +1,9 @@
-"""Lets requests wait for tokens that a running request computes, instead of computing them too."""
+"""Single flight: requests wait for tokens that a running request computes, instead of computing them as well."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import NamedTuple
 
 from radixkv.namespace import Namespace
@@ -18,14 +19,14 @@ class _Lead(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """The wait of a follower: it resumes when `leader` has published `upto_tokens`."""
+    """What a follower waits for: it resumes when `leader` has published `upto_tokens`."""
 
     leader: Request
     upto_tokens: int
 
 
 class SingleFlight:
-    """Knows which running request computes a prefix, and which waiting ones follow it.
+    """Keeps track of the running requests that compute a prefix (leaders), and of the waiting ones that follow them.
 
         leader      [ published | being computed ............. | its own )
         follower    [ cached ...|... waits for this ...........| its own )
@@ -33,16 +34,16 @@ class SingleFlight:
     A leader is a running request that publishes after each chunk. It holds all its blocks, so it always makes progress,
     and a follower that computed the same tokens itself would not have them earlier. So waiting costs nothing.
 
-    Where a model keeps states, a follower goes on at the end of the last whole block that it shares. It waits if the
-    leader has not passed that yet, and the leader leaves a snapshot there.
+    For a model with recurrent states, a follower resumes at the end of the last whole block that it shares. It waits if
+    the leader has not passed that position yet, and the leader keeps a snapshot of its state there.
 
     Args:
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
-        # By the fingerprint of the prefix that a leader publishes next. It finds a candidate; then tokens are compared.
+        # By the fingerprint of the prefix that a leader publishes next. Tokens are compared before a request follows.
         self._leaders: dict[int, Request] = {}
         self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # of leaders
         self._leads: dict[Request, _Lead] = {}
@@ -51,13 +52,15 @@ class SingleFlight:
 
     def has_leaders(self, request: Request) -> bool:
         """Whether a running request computes tokens that begin with the same block. Complexity: O(1)."""
-        return self._first_block(request.namespace, request.tokens) in self._first_blocks
+        if not self._first_blocks:
+            return False
+        return (request.namespace, request.tokens[: self._block_bytes]) in self._first_blocks
 
     def lead(self, request: Request) -> None:
-        """Let others wait for the tokens that this request computes. Complexity: hashes its next block."""
-        self._first_blocks[self._first_block(request.namespace, request.tokens)] += 1
-        self._followers[request] = []
-        self._lead_on(request, request.tokens, max(request.computed_upto, request.found_tokens))
+        """Let other requests wait for the tokens that this one computes. Complexity: a hash of the prefix."""
+        tokens = request.tokens
+        self._first_blocks[request.namespace, tokens[: self._block_bytes]] += 1
+        self._lead_on(request, tokens, max(request.computed_upto, request.found_tokens))
 
     def follow(self, request: Request, cached_tokens: int, reusable_tokens: int | None = None) -> bool:
         """Let a request wait if a leader computes at least its next block, or all tokens that it has left.
@@ -65,14 +68,14 @@ class SingleFlight:
         Args:
             request: neither running nor following.
             cached_tokens: tokens whose K/V are cached now.
-            reusable_tokens: tokens that it could reuse now, fewer where a state is missing; None for all of these.
+            reusable_tokens: tokens that it could reuse now, fewer if a state is missing; None for all cached ones.
 
         Returns:
             Whether it waits now.
         """
-        if not self.has_leaders(request):
-            return False
         tokens = request.tokens
+        if not self._first_blocks or (request.namespace, tokens[: self._block_bytes]) not in self._first_blocks:
+            return False
         next_end = self._next_end(tokens, cached_tokens)
         leader = self._leaders.get(prefix_fingerprint(request.namespace.seed, tokens, next_end))
         if leader is None or leader.namespace != request.namespace:
@@ -93,39 +96,38 @@ class SingleFlight:
         elif usable <= cached_tokens * TOKEN_BYTES:
             return False
         self._waits[request] = _Wait(leader, upto // TOKEN_BYTES)
-        self._followers[leader].append(request)
+        self._followers.setdefault(leader, []).append(request)
         return True
 
     def published(self, leader: Request, upto_tokens: int) -> list[Request]:
-        """Release the followers that have what they waited for. Returns them in the order in which they came."""
+        """Record what a leader has published. Returns the followers that have what they waited for, in their order."""
         lead = self._leads.get(leader)
         if lead is None:
             return []
-        self._lead_no_more(leader, lead)
+        self._stop_leading(leader, lead)
         if upto_tokens * TOKEN_BYTES < len(lead.tokens):
             self._lead_on(leader, lead.tokens, max(upto_tokens, leader.found_tokens))
         return self._release(leader, upto_tokens)
 
     def next_release(self, leader: Request) -> int | None:
-        """Return the tokens that a leader has to publish until its first follower resumes; None without followers."""
+        """Return how many tokens a leader must publish until its first follower resumes; None without followers."""
         return min((self._waits[follower].upto_tokens for follower in self._followers.get(leader, ())), default=None)
 
     def leave(self, request: Request) -> list[Request]:
         """Forget a request that ended, or that publishes nothing more.
 
         Returns:
-            Its followers. They follow no more.
+            Its followers, which no longer follow it.
         """
         wait = self._waits.pop(request, None)
         if wait is not None:
-            self._followers[wait.leader].remove(request)
+            self._remove_followers(wait.leader, {request})
         lead = self._leads.pop(request, None)
         if lead is None:
             return []
         freed = self._release(request, len(lead.tokens) // TOKEN_BYTES)
-        del self._followers[request]
-        self._lead_no_more(request, lead)
-        first_block = self._first_block(request.namespace, lead.tokens)  # its own tokens may have become more
+        self._stop_leading(request, lead)
+        first_block = request.namespace, lead.tokens[: self._block_bytes]  # the request may have generated more since
         self._first_blocks[first_block] -= 1
         if not self._first_blocks[first_block]:
             del self._first_blocks[first_block]
@@ -136,23 +138,29 @@ class SingleFlight:
         self._leads[request] = _Lead(tokens, fingerprint)
         self._leaders.setdefault(fingerprint, request)
 
-    def _lead_no_more(self, request: Request, lead: _Lead) -> None:
-        if self._leaders.get(lead.fingerprint) is request:  # not another one that leads the same prefix
+    def _stop_leading(self, request: Request, lead: _Lead) -> None:
+        if self._leaders.get(lead.fingerprint) is request:  # another request may lead the same prefix
             del self._leaders[lead.fingerprint]
 
     def _release(self, leader: Request, upto_tokens: int) -> list[Request]:
-        followers = self._followers.get(leader, [])
+        followers = self._followers.get(leader)
+        if not followers:
+            return []
         freed = [follower for follower in followers if self._waits[follower].upto_tokens <= upto_tokens]
         if freed:
-            self._followers[leader] = [each for each in followers if self._waits[each].upto_tokens > upto_tokens]
+            self._remove_followers(leader, set(freed))
             for follower in freed:
                 del self._waits[follower]
         return freed
 
-    def _first_block(self, namespace: Namespace, tokens: bytes) -> tuple[Namespace, bytes]:
-        return namespace, tokens[: self._block_bytes]
+    def _remove_followers(self, leader: Request, removed: Container[Request]) -> None:
+        followers = [follower for follower in self._followers[leader] if follower not in removed]
+        if followers:
+            self._followers[leader] = followers
+        else:
+            del self._followers[leader]
 
     def _next_end(self, tokens: bytes, from_tokens: int) -> int:
-        """Return the end in bytes of the block after `from_tokens`; the last block ends with the tokens."""
+        """Return the end, in bytes, of the block after `from_tokens`; the last block ends with the tokens."""
         next_end = (from_tokens * TOKEN_BYTES // self._block_bytes + 1) * self._block_bytes
         return min(next_end, len(tokens))

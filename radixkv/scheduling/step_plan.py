@@ -1,38 +1,39 @@
-"""Decides which tokens one step computes."""
+"""The plan of one step: which tokens it computes, and which requests it admits."""
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from radixkv.scheduling.admission import Admission, Admitter
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.tenant_queue import TenantQueue, TenantQueues
 
-# Tokens are handed out to tenants in turns of at least this many, and in at most this many turns a step: no tenant's
-# share is off by more than a turn.
+# Tokens are distributed to tenants in turns of at least this many, and in at most this many turns per step, so no
+# tenant's share is off by more than a turn.
 _MIN_TURN_TOKENS = 64
 _MAX_TURNS = 16
 # If a tenant's running prefills need more than its turn, one token in this many goes to those with the fewest left.
 _SHORT_SHARE = 2
-# The waiting requests of a tenant among which the one with the longest cached prefix is chosen. A look costs a match,
-# some microseconds, so that a step has a bound, too.
+# The number of waiting requests of a tenant among which the one with the longest cached prefix is chosen. Each costs a
+# cache lookup of some microseconds, so the lookups per step are bounded too.
 _WINDOW = 16
-_MAX_LOOKS = 64
-# A path of this many nodes costs as much as a look does otherwise, some 20 us; a token of a small model on a GPU, too.
-_NODES_A_LOOK = 64
-_MAX_LOOKING_S = 0.0005  # work of a step's looks, before the last one; a look at a path of 464 nodes takes 0.26 ms
-_NODES_A_TOKEN = 32
-# After this much work in a step, a turn ends with the request that it admits. A hit on 131,072 tokens takes 0.3 ms in
-# all: beside 48 of them at once a short prompt takes 5 to 6 ms of the engine's time, and 15 to 18 without this.
-_MAX_ADMITTING_S = 0.002
-# Rows of logits that a step makes beside those of next tokens: a row of 150,000 tokens takes 0.6 MB.
+_MAX_LOOKUPS = 64
+# A path of this many nodes costs as much as a lookup otherwise does, about 20 us. So does a token of a small model on a
+# GPU.
+_NODES_PER_LOOKUP = 64
+# CPU time of a step's lookups, before the last one. A lookup of a path of 464 nodes takes 0.26 ms.
+_MAX_LOOKUP_S = 0.0005
+_NODES_PER_TOKEN = 32
+# After this much CPU time in a step, a turn ends with the request that it admits. Admitting a hit of 131,072 tokens
+# takes 0.3 ms: next to 48 of them a short prompt takes 5 to 6 ms of the engine's time, 15 to 18 ms without this bound.
+_MAX_ADMISSION_S = 0.002
+# Rows of logits that a step computes in addition to those of next tokens. A row of 150,000 tokens takes 0.6 MB.
 _MAX_PROMPT_LOGIT_ROWS = 64
-# One place in this many is left to requests that can be paused; compressed generations can't.
-_PAUSABLE_SHARE = 2
+# One place in this many is reserved for requests that can be preempted; compressed generations can't.
+_PREEMPTIBLE_SHARE = 2
 # The first waiting request is passed over at most this many times.
 _MAX_PASSED_OVER = 16
 
@@ -51,21 +52,21 @@ class Slice(NamedTuple):
 
 
 class StepPlan:
-    """Shares the tokens of one step between tenants and requests, and admits the requests that get any. Used once.
+    """Distributes the tokens of one step to tenants and requests, and admits the requests that get any. Used once.
 
         step   [ one token for each decoding request | prompts, a turn for the tenant that is furthest behind ... )
-        turn   [ running ones, first come first served, then waiting ones | the ones with the fewest tokens left )
+        turn   [ running requests, first come first served, then waiting ones | those with the fewest tokens left )
 
     Args:
-        queues: the requests of all tenants. Their tokens are charged, and admitted requests are moved.
-        running: all requests with blocks; the one that waits longest for a turn to decode comes first. Admitted ones
-            are added, and a request that gets a token to decode goes to the end.
-        blocked: the request that waits for blocks, if there is one: no other is admitted that would keep its blocks
+        queues: the requests of all tenants. Tokens are charged to them, and admitted requests are moved.
+        running: all requests with blocks; the one that has waited longest for a token to decode comes first. Admitted
+            requests are added, and a request that gets a token to decode moves to the end.
+        blocked: the request that waits for blocks, if any: no other request is admitted that would keep its blocks
             after the step.
-        admitter: gives requests their blocks.
+        admitter: allocates the blocks of requests.
         max_tokens: tokens of the step.
         max_running_requests: requests that may have blocks at the same time.
-        work_clock: seconds of work of this thread. After 2 ms of them a turn ends with the request that it admits.
+        work_clock: CPU seconds of this thread. After 2 ms a turn ends with the request that it admits.
 
     Attributes:
         blocked: the request that waits for blocks now.
@@ -82,7 +83,8 @@ class StepPlan:
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.blocked = blocked
-        self._work_clock, self._admitting_until_s = work_clock, work_clock() + _MAX_ADMITTING_S
+        self._work_clock = work_clock
+        self._admission_end_s = work_clock() + _MAX_ADMISSION_S
         self._queues = queues
         self._running = running
         self._admitter = admitter
@@ -91,16 +93,20 @@ class StepPlan:
         self._budget = max_tokens  # tokens that are left
         self._logit_rows = _MAX_PROMPT_LOGIT_ROWS  # that are left
         self._granted: dict[Request, int] = {}  # tokens of each request in the step, in the order of the slices
-        self._looks: dict[Request, int] = {}  # cached tokens of the waiting requests that were looked at
-        self._num_looks, self._looking_s = 0, 0.0  # one for each, and more for deep paths; their work
-        places = max(1, max_running_requests - max_running_requests // _PAUSABLE_SHARE)
-        self._compressed_places = places - sum(each.compression is not None for each in running)  # that are left
-        self._search_tokens: dict[Request, int] = {}  # what finding the cached tokens of a request costs, in tokens
+        self._cached_tokens: dict[Request, int] = {}  # of the waiting requests that were looked up
+        self._num_lookups = 0  # a deep path counts as several
+        self._lookup_s = 0.0  # CPU time of the lookups
+        self._compressed_places = max(1, max_running_requests - max_running_requests // _PREEMPTIBLE_SHARE)  # left
+        for request in running:
+            if request.compression is not None:
+                self._compressed_places -= 1
+        self._search_tokens: dict[Request, int] = {}  # the cost of finding a request's cached tokens, in tokens
 
     def make_slices(self) -> list[Slice]:
-        """Hand out the step's tokens. Returns a slice for each request that gets any."""
-        left_out = self._serve_decodes()
-        turns = [(queue.served, queue.serial, queue) for queue in self._queues if queue.has_prefills]
+        """Distribute the step's tokens. Returns a slice for each request that gets any."""
+        prefilling = [queue for queue in self._queues.by_tenant.values() if queue.has_prefills]
+        left_out = self._serve_decodes(has_prefills=bool(prefilling))
+        turns = [(queue.served, queue.serial, queue) for queue in prefilling]
         heapq.heapify(turns)
         while turns and self._budget:
             _, serial, queue = heapq.heappop(turns)
@@ -109,26 +115,26 @@ class StepPlan:
                 turn = min(turn, max(_MIN_TURN_TOKENS, self._max_tokens // _MAX_TURNS))
             if self._serve(queue, turn) == turn:
                 heapq.heappush(turns, (queue.served, serial, queue))
-        self._decode(left_out)  # with the tokens that were kept for prompts and not used
+        self._decode(left_out)  # with the tokens that were reserved for prompts and not used
         self._queues.advance(self._max_tokens - self._budget)
         return [
             Slice(request, request.computed_upto, request.computed_upto + tokens)
             for request, tokens in self._granted.items()
         ]
 
-    def _serve_decodes(self) -> list[Request]:
-        """Give each decoding request one token, or as many of them as there are tokens. Returns those that got none."""
+    def _serve_decodes(self, *, has_prefills: bool) -> list[Request]:
+        """Give a token to each decoding request, or to as many as there are tokens. Returns those that got none."""
         decoding = [request for request in self._running if request.is_decoding]
-        most = self._max_tokens
-        if any(queue.has_prefills for queue in self._queues):
-            most = max(1, most - min(_MIN_TURN_TOKENS, most // 2))
-        if len(decoding) > most:
+        max_decodes = self._max_tokens
+        if has_prefills:
+            max_decodes = max(1, max_decodes - min(_MIN_TURN_TOKENS, max_decodes // 2))
+        if len(decoding) > max_decodes:
             decoding.sort(key=lambda request: self._queues[request.tenant].served)
-        self._decode(decoding[:most])
-        return decoding[most:]
+        self._decode(decoding[:max_decodes])
+        return decoding[max_decodes:]
 
     def _decode(self, requests: list[Request]) -> None:
-        """Give each request one token while there are any. A request that gets one is the last to get the next."""
+        """Give each request one token while there are any. A request that gets one moves to the end."""
         for request in requests:
             if self._grant(request, 1):
                 del self._running[request]
@@ -137,18 +143,19 @@ class StepPlan:
     def _serve(self, queue: TenantQueue, turn: int) -> int:
         """Serve one tenant, using at most `turn` tokens of the step. Returns the tokens used."""
         left = turn
-        prefills = [request for request in queue.running if self._left(request) and not request.is_decoding]
-        if sum(map(self._left, prefills)) >= turn:
-            left -= self._serve_short(queue, prefills, turn // _SHORT_SHARE)
-        for request in prefills:
-            left -= self._grant(request, left)
+        if queue.running:
+            prefills = [request for request in queue.running if self._left(request) and not request.is_decoding]
+            if prefills and sum(map(self._left, prefills)) >= turn:
+                left -= self._serve_short(queue, prefills, turn // _SHORT_SHARE)
+            for request in prefills:
+                left -= self._grant(request, left)
         while left and (request := self._next_of(queue, left)) is not None:
             admission, used = self._serve_new(queue, request, left)
             left -= used
             if admission is Admission.NO_ROOM:
                 self.blocked = request
             must_wait = admission in (Admission.NO_ROOM, Admission.OVER_QUOTA)
-            if must_wait or self._work_clock() >= self._admitting_until_s:
+            if must_wait or self._work_clock() >= self._admission_end_s:
                 break
         if left and self.blocked is not None:
             left -= self._serve_passing(queue, left)
@@ -174,7 +181,7 @@ class StepPlan:
         return share - left
 
     def _serve_passing(self, queue: TenantQueue, share: int) -> int:
-        """Serve requests that give all their blocks back with the step, while another request waits for blocks.
+        """Serve requests that return all their blocks with the step, while another request waits for blocks.
 
         Returns:
             The tokens used, at most `share`.
@@ -187,34 +194,40 @@ class StepPlan:
 
     def _serve_new(self, queue: TenantQueue, request: Request, left: int) -> tuple[Admission, int]:
         """Serve a waiting request if it is admitted, or charge its tenant for its refusal. Returns the tokens used."""
-        admission, used = self._admit(queue, request, left), 0
+        admission = self._admit(queue, request, left)
+        used = 0
         if admission is Admission.ADMITTED:
             used = self._grant(request, left)
         elif admission is Admission.ENDED:
-            cost = 1 + request.num_nodes // _NODES_A_TOKEN
+            cost = 1 + request.num_nodes // _NODES_PER_TOKEN
             used = min(cost, left, self._budget)
             self._budget -= used
             self._queues.charge(queue, cost)
         return admission, used
 
     def _ends_with(self, request: Request, left: int) -> bool:
-        """Whether a waiting request would give all its blocks back after this step, with `left` tokens for it."""
-        tokens = request.num_tokens - self._looks.get(request, 0)
-        return tokens <= left and request.generation is None and not request.params.hold_lease
+        """Whether a waiting request would return all its blocks after this step, given `left` tokens for it."""
+        if request.generation is not None or request.params.hold_lease:
+            return False
+        return request.num_tokens - self._cached_tokens.get(request, 0) <= left
 
     def _next_of(self, queue: TenantQueue, left: int) -> Request | None:
-        """Choose the tenant's next request to admit, with `left` tokens for it; None if no request may be admitted."""
-        if not self._has_place_for(queue):
+        """Choose the tenant's next request to admit, given `left` tokens for it; None if none may be admitted."""
+        if not queue.waiting or not self._has_place_for(queue):
             return None
         if self.blocked is not None:
             return self.blocked if self.blocked in queue.waiting else None
-        first = next(self._candidates(queue), None)
+        first = self._first_candidate(queue)
         if first is None or len(queue.waiting) == 1:
             return first
         if queue.num_passed_over >= _MAX_PASSED_OVER or self._takes_all(queue, left):
             return first
-        equals = [look for look in self._window(queue) if look[0].params.urgency == first.params.urgency]
-        return max(equals, key=lambda look: look[1])[0]  # of equally long prefixes the first
+        equally_urgent = [
+            (request, cached_tokens)
+            for request, cached_tokens in self._window(queue)
+            if request.params.urgency == first.params.urgency
+        ]
+        return max(equally_urgent, key=lambda looked_up: looked_up[1])[0]  # of equally long prefixes the first
 
     def _takes_all(self, queue: TenantQueue, left: int) -> bool:
         """Whether `left` tokens are enough for all waiting requests, so that their order does not matter."""
@@ -224,20 +237,22 @@ class StepPlan:
         return num_tokens <= left
 
     def _admit(self, queue: TenantQueue, request: Request, left: int) -> Admission:
-        """Try to admit a waiting request, with `left` tokens for it, and move it where it belongs then."""
+        """Try to admit a waiting request, given `left` tokens for it, and move it to the queue of its new state."""
         if request.compression is not None and not self._compressed_places:
             self.blocked = None if self.blocked is request else self.blocked
             return Admission.OVER_QUOTA
-        is_first = request is next(self._candidates(queue))
+        is_first = request is self._first_candidate(queue)
         is_passing = self._ends_with(request, left)
-        admission = self._admitter.admit(request, self._looks.get(request), self._running, is_passing=is_passing)
+        cached_tokens = self._cached_tokens.get(request)
+        admission = self._admitter.admit(request, cached_tokens, self._running, is_passing=is_passing)
         if admission is Admission.ADMITTED:
             queue.waiting.remove(request)
             queue.running.add(request)
             self._running[request] = None
-            self._compressed_places -= request.compression is not None
+            if request.compression is not None:
+                self._compressed_places -= 1
             queue.num_passed_over = 0 if is_first else queue.num_passed_over + 1
-            self._search_tokens[request] = request.num_nodes // _NODES_A_TOKEN
+            self._search_tokens[request] = request.num_nodes // _NODES_PER_TOKEN
         elif admission is Admission.FOLLOWS:
             queue.waiting.remove(request)
             queue.following.add(request)
@@ -245,49 +260,61 @@ class StepPlan:
             self.blocked = None
         return admission
 
-    def _candidates(self, queue: TenantQueue) -> Iterator[Request]:
-        """Yield the waiting requests of a tenant, without compressed generations while no place is left for them."""
-        return (each for each in queue.waiting if each.compression is None or self._compressed_places)
+    def _first_candidate(self, queue: TenantQueue) -> Request | None:
+        """Return the first waiting request of a tenant that may be admitted; None if there is none."""
+        for request in queue.waiting:
+            if request.compression is None or self._compressed_places:
+                candidate: Request = request
+                return candidate
+        return None
 
     def _window(self, queue: TenantQueue) -> list[tuple[Request, int]]:
-        """List the first candidates of a tenant, each with its cached tokens."""
+        """List the first waiting requests of a tenant that may be admitted, each with its cached tokens."""
         window: list[tuple[Request, int]] = []
-        for request in itertools.islice(self._candidates(queue), _WINDOW):
-            if request not in self._looks:
-                if window and (self._num_looks >= _MAX_LOOKS or self._looking_s >= _MAX_LOOKING_S):
+        for request in queue.waiting:
+            if request.compression is not None and not self._compressed_places:
+                continue
+            if request not in self._cached_tokens:
+                is_over = self._num_lookups >= _MAX_LOOKUPS or self._lookup_s >= _MAX_LOOKUP_S
+                if window and is_over:
                     break
-                self._look(request)
-            window.append((request, self._looks[request]))
+                self._look_up(request)
+            window.append((request, self._cached_tokens[request]))
+            if len(window) == _WINDOW:
+                break
         return window
 
-    def _look(self, request: Request) -> None:
+    def _look_up(self, request: Request) -> None:
         start_s = self._work_clock()
-        self._looks[request], num_nodes = self._admitter.look(request)
-        self._looking_s += self._work_clock() - start_s
-        self._num_looks += 1 + num_nodes // _NODES_A_LOOK
+        self._cached_tokens[request], num_nodes = self._admitter.look_up(request)
+        self._lookup_s += self._work_clock() - start_s
+        self._num_lookups += 1 + num_nodes // _NODES_PER_LOOKUP
 
     def _has_place_for(self, queue: TenantQueue) -> bool:
-        """Whether a tenant may have one more running. A tenant with some leaves room for those that have none."""
+        """Whether a tenant may have one more running request, leaving a place for each tenant that has none."""
         num_free = self._max_running_requests - len(self._running)
         if num_free <= 0 or not queue.running:
             return num_free > 0
-        left_out = (other for other in self._queues if other.is_left_out)
-        return len(list(itertools.islice(left_out, num_free))) < num_free
+        for other in self._queues.by_tenant.values():
+            num_free -= other.is_left_out
+            if not num_free:
+                return False
+        return True
 
     def _left(self, request: Request) -> int:
         """Tokens of a running request that are not in the step yet."""
-        return request.num_left - self._granted.get(request, 0)
+        return request.num_tokens - request.computed_upto - self._granted.get(request, 0)
 
     def _grant(self, request: Request, tokens: int) -> int:
         """Put at most `tokens` more tokens of a request into the step.
 
-        What it cost to find its cached tokens is charged to its tenant, and takes the place of tokens.
+        The cost of finding its cached tokens is charged to its tenant, and uses tokens of the step.
 
         Returns:
             Tokens of the step that are used.
         """
         granted = min(self._left(request), tokens, self._budget)
-        if request.wants_all_logits:
+        if request.generation is not None and request.wants_all_logits:
             granted = min(granted, self._logit_rows)
             self._logit_rows -= granted
         if not granted:

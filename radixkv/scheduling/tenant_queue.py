@@ -1,13 +1,16 @@
-"""Keeps the unfinished requests of each tenant, and how much it was served."""
+"""The unfinished requests of each tenant, and how much each tenant was served."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
 from radixkv.cache.tenants import RecentTenants
 from radixkv.scheduling.request import Request
+
+_rank = attrgetter("rank")
 
 
 class TenantQueue:
@@ -17,9 +20,9 @@ class TenantQueue:
         tenant: its name.
         weight: its share in proportion to the other tenants' weights.
         serial: number of queues that were opened before.
-        served: tokens computed for it, divided by its weight; on a scale that all tenants share.
+        served: tokens computed for it, divided by its weight, on a scale that all tenants share.
         waiting, running: requests without and with blocks, by rank.
-        following: requests that wait for what a running one computes, or for blocks that are loaded.
+        following: requests that wait for tokens that a running request computes, or for blocks that are being loaded.
         num_passed_over: number of requests that were admitted before the first waiting one.
     """
 
@@ -35,18 +38,13 @@ class TenantQueue:
 
     @property
     def has_prefills(self) -> bool:
-        """Whether it could use tokens beyond those of its decoding requests."""
+        """Whether it could use tokens in addition to those of its decoding requests."""
         return bool(self.waiting) or any(not request.is_decoding for request in self.running)
 
     @property
     def is_left_out(self) -> bool:
         """Whether it has waiting requests and no running ones."""
         return bool(self.waiting) and not self.running
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no requests."""
-        return not (self.waiting or self.running or self.following)
 
     def requests(self) -> list[Request]:
         """List all requests."""
@@ -64,69 +62,73 @@ class TenantQueue:
             self.waiting.remove(request)
 
     def charge(self, tokens: int) -> None:
-        """Count `tokens` that a step computes for it."""
+        """Charge the tenant for `tokens` that a step computes for it."""
         self.served += tokens / self.weight
 
 
 class TenantQueues:
     """The queues of all tenants that have requests.
 
-    A tenant that comes or comes back starts with the fair share as served, or with what it was served before if that is
-    more. So a pause earns nothing, and tenants that stay do not wait for ever behind tenants that come.
+    A tenant that arrives or returns starts at the fair share, or at what it was served before if that is more. So going
+    idle gains nothing, and tenants that stay do not wait forever behind tenants that arrive.
 
     Args:
-        weights: shares by tenant; 1 for a tenant that is not there.
+        weights: shares by tenant; 1 for a tenant that is missing.
+
+    Attributes:
+        by_tenant: the queues that have requests, in the order in which they were opened.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
+        self.by_tenant: dict[str, TenantQueue] = {}
         self._weights = weights
-        self._open: dict[str, TenantQueue] = {}
-        self._served_before: RecentTenants[float] = RecentTenants()  # tenants without requests
+        self._served_before: RecentTenants[float] = RecentTenants()  # of tenants without requests
         self._fair_share = 0.0  # `served` of a tenant that always had requests
         self._num_opened = 0
 
     def __iter__(self) -> Iterator[TenantQueue]:
-        return iter(self._open.values())
+        return iter(self.by_tenant.values())
 
     def __getitem__(self, tenant: str) -> TenantQueue:
-        return self._open[tenant]
+        return self.by_tenant[tenant]
 
     def open(self, tenant: str) -> TenantQueue:
-        """Return the queue of a tenant; make it if there is none."""
-        queue = self._open.get(tenant)
+        """Return the queue of a tenant, and make it if there is none."""
+        queue = self.by_tenant.get(tenant)
         if queue is None:
             served = max(self._fair_share, self._served_before.pop(tenant, 0.0))
-            queue = self._open[tenant] = TenantQueue(tenant, self._weights.get(tenant, 1.0), self._num_opened, served)
+            queue = TenantQueue(tenant, self._weights.get(tenant, 1.0), self._num_opened, served)
+            self.by_tenant[tenant] = queue
             self._num_opened += 1
         return queue
 
     def close_if_empty(self, queue: TenantQueue) -> None:
         """Forget a queue without requests."""
-        if not queue.is_empty or self._open.get(queue.tenant) is not queue:
+        if queue.waiting or queue.running or queue.following or self.by_tenant.get(queue.tenant) is not queue:
             return
-        del self._open[queue.tenant]
+        del self.by_tenant[queue.tenant]
         self._remember(queue)
 
     def charge(self, queue: TenantQueue, tokens: int) -> None:
-        """Count `tokens` for a tenant, also if its last request is gone and its queue is closed."""
+        """Charge a tenant for `tokens`, even if its last request has ended and its queue is closed."""
         queue.charge(tokens)
-        if self._open.get(queue.tenant) is not queue:
+        if self.by_tenant.get(queue.tenant) is not queue:
             self._remember(queue)
 
     def advance(self, tokens: int) -> None:
         """Raise the fair share by `tokens` that a step computes, shared exactly by weight.
 
-        The share of the least served tenant alone would not do: a new tenant has that, and so would each one after it.
+        The share of the least served tenant would not be enough: a new tenant has that, and so would each one after it.
         """
-        weights = sum(queue.weight for queue in self)
-        if weights:
-            least_served = min(queue.served for queue in self)
-            self._fair_share = max(self._fair_share + tokens / weights, least_served)
+        if not self.by_tenant:
+            return
+        weights = 0.0
+        least_served = float("inf")
+        for queue in self.by_tenant.values():
+            weights += queue.weight
+            least_served = min(least_served, queue.served)
+        self._fair_share = max(self._fair_share + tokens / weights, least_served)
 
     def _remember(self, queue: TenantQueue) -> None:
         if queue.served > self._fair_share:
             self._served_before.add(queue.tenant, queue.served)
-
-
-def _rank(request: Request) -> tuple[float, int]:
-    return request.rank

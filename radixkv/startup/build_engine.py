@@ -30,7 +30,7 @@ from radixkv.model.attention.interface import AttentionKernels, PlanningKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.scheduling.load_or_compute import LoadOrCompute
-from radixkv.scheduling.rates import Rates
+from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.startup.adapters import adapter_source, load_adapters
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.first_launches import launch_all
@@ -124,7 +124,7 @@ def build_engine(
     parts = part_groups(storage, limits.step_tokens, states)
     cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, parts)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
-    rates = Rates(config.tenants, config.default_tenant)
+    rates = RateLimiter(config.tenants, config.default_tenant)
     engine = Engine(
         runner,
         cache,

@@ -83,7 +83,7 @@ class Metrics(Observer):
         """Count a failed step."""
         self._steps.failures.inc()
 
-    def request_paused(self, request: Request) -> None:
+    def request_preempted(self, request: Request) -> None:
         """Count a preemption."""
         self._requests.preemptions.inc()
 

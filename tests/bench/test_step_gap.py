@@ -31,14 +31,14 @@ def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, n
     runner = IdleRunner(is_asynchronous=is_ahead)
     core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5, num_waiting=num_waiting)
     assert core._scheduler.num_running == 2
-    tell, clock = core._delivery._tell, FakeClock()
+    publish_token, clock = core._completer._publish_token, FakeClock()
     monkeypatch.setattr(step_gap, "time", SimpleNamespace(perf_counter=clock))
 
-    def slow_tell(*arguments):
+    def slow_publish_token(*arguments):
         clock.now_s += 1
-        tell(*arguments)
+        publish_token(*arguments)
 
-    monkeypatch.setattr(core._delivery, "_tell", slow_tell)
+    monkeypatch.setattr(core._completer, "_publish_token", slow_publish_token)
     core.step()
     runner.gaps_s.clear()
     for _ in range(4):

@@ -189,7 +189,7 @@ def test_a_tenant_beyond_its_ceiling_is_refused_and_holds_up_nobody() -> None:
     bench.run()
     assert isinstance(refused.exception(0), QuotaExceeded)
     assert served.result(0).usage.computed_tokens == 12
-    other, acme = bench.core.tally.stats().tenants
+    other, acme = bench.core.stats.stats().tenants
     assert (acme.tenant, acme.ceiling_blocks, acme.cached_blocks) == ("acme", 2, 0)
     assert (other.tenant, other.cached_blocks, other.miss_tokens) == ("other", 3, 12)
 
@@ -208,10 +208,10 @@ class TestHeldLeases:
         bench = Bench()
         held = bench.prefill(range(8), hold_lease=True).held_lease
         assert held is not None
-        assert bench.core.tally.load().blocks.pinned == 2
+        assert bench.core.stats.load().blocks.pinned == 2
         bench.core.held_leases.release(held.lease_id, "")
         bench.cache.check()
-        assert bench.core.tally.load().blocks.pinned == 0
+        assert bench.core.stats.load().blocks.pinned == 0
 
     def test_its_blocks_are_counted_and_its_tokens_forgotten(self) -> None:
         bench = Bench()
@@ -371,7 +371,7 @@ class TestWaysOut:
         bench.core.step()
         bench.cache.check()
         assert not bench.core.has_work
-        assert bench.core.tally.load().requests.cancelled == 1
+        assert bench.core.stats.load().requests.cancelled == 1
         assert bench.cache.pool.num_leased == 0
         assert bench.prefill(range(12)).usage.cached_tokens == 4, "what was published stays cached"
 
@@ -399,7 +399,7 @@ class TestWaysOut:
         in_time.cancel(), late.cancel()  # the second by a server that minds the deadline as well
         bench.clock.now = 10.0
         bench.core.step()
-        ended = bench.core.tally.load().requests
+        ended = bench.core.stats.load().requests
         assert (ended.cancelled, ended.failed) == (1, 1)
 
     def test_a_failed_step_fails_its_requests_publishes_nothing_and_the_next_one_works(self) -> None:
@@ -492,7 +492,7 @@ def test_stats_add_up() -> None:
     bench = Bench()
     bench.prefill(range(10))
     bench.prefill(range(10))
-    stats = bench.core.tally.stats()
+    stats = bench.core.stats.stats()
     blocks = stats.load.blocks
     assert stats.tokens.prompt == 20 == stats.tokens.cached + stats.tokens.computed
     assert blocks.total == blocks.free + blocks.leased + blocks.published
@@ -528,7 +528,7 @@ def test_no_more_requests_run_than_allowed() -> None:
         bench.submit(range(start, start + 8))
     bench.core.step()
     assert [len(step) for step in bench.runner.steps] == [2]
-    assert bench.core.tally.load().requests.waiting == 1
+    assert bench.core.stats.load().requests.waiting == 1
 
 
 def test_the_load_is_told_as_in_stats_but_without_a_walk_through_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,14 +537,14 @@ def test_the_load_is_told_as_in_stats_but_without_a_walk_through_the_trees(monke
         bench.prefill(range(start, start + 12), hold_lease=True)
         bench.core.held_leases.close()
     bench.submit(range(8), tenant="acme")
-    stats = bench.core.tally.stats()
+    stats = bench.core.stats.stats()
     assert (stats.load.evicted_blocks, stats.load.namespaces, stats.load.requests.waiting) == (2, 1, 1)
 
     def walk(tree: RadixTree) -> None:
         raise AssertionError("nobody asked for segments")
 
     monkeypatch.setattr(RadixTree, "nodes", walk)
-    load = bench.core.tally.load()
+    load = bench.core.stats.load()
     assert load == stats.load
 
 
@@ -553,7 +553,7 @@ def test_stats_tell_the_largest_tenants_and_how_many_there_are_or_one_by_name() 
     for number in range(3):
         bench.submit(range(4 * number + 4), tenant=str(number))
     bench.run()
-    tally = bench.core.tally
+    tally = bench.core.stats
     stats = tally.stats(max_tenants=2)
     assert [each.tenant for each in stats.tenants] == ["2", "1"]
     assert stats.known_tenants == 3

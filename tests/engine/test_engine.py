@@ -156,7 +156,7 @@ def test_cancelled_requests_count_until_their_blocks_are_back(engine: Engine, ru
 def test_a_call_that_fails_in_the_engine_fails_its_caller_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._core.tally, "stats", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine._core.stats, "stats", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.stats().result(PATIENCE_S)
     assert engine.prefill(params(range(8))).result(PATIENCE_S).usage.prompt_tokens == 8
@@ -419,7 +419,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     clock.now_s += 2
     time.sleep(0.2)  # the watchdog looks each 0.05 s
     (record,) = caplog.records  # the step that raised is over
-    assert record.message.startswith("the engine's thread ends")
+    assert record.message.startswith("the engine's thread failed")
     assert "ZeroDivisionError" in caplog.text
     engine.stop()
 

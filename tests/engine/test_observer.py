@@ -9,13 +9,13 @@ from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
-from radixkv.engine.observer import Observer, Observers
+from radixkv.engine.observer import CompositeObserver, Observer
 from radixkv.errors import OutOfBlocks, PromptTooLong, QueueFull, RadixKVError, StepFailed
 from radixkv.scheduling.request import Outcome, Request
 from tests.core_bench import Bench
 from tests.fake_runner import FakeRunner, tokens
 
-EVENTS = ("request_refused", "step_done", "step_failed", "request_paused", "request_ended")
+EVENTS = ("request_refused", "step_done", "step_failed", "request_preempted", "request_ended")
 
 
 class Recorder(Observer):
@@ -33,8 +33,8 @@ class Recorder(Observer):
     def step_failed(self, seconds: float, num_requests: int) -> None:
         self.told.append(("step_failed", num_requests))
 
-    def request_paused(self, request: Request) -> None:
-        self.told.append(("request_paused", request.arrival))
+    def request_preempted(self, request: Request) -> None:
+        self.told.append(("request_preempted", request.arrival))
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
         self.told.append(("request_ended", request.arrival, outcome, type(error)))
@@ -78,8 +78,8 @@ def test_pauses_are_told() -> None:
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.run()
-    pauses = recorder.of("request_paused")
-    assert len(pauses) == bench.core.tally.load().requests.pauses > 0
+    pauses = recorder.of("request_preempted")
+    assert len(pauses) == bench.core.stats.load().requests.pauses > 0
     assert (0,) not in pauses, "the oldest is never paused"
 
 
@@ -118,11 +118,11 @@ def test_several_observers_are_told_the_same_in_order() -> None:
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.run()
-    Observers([recorder, recorder]).request_refused(QueueFull("full"))
+    CompositeObserver([recorder, recorder]).request_refused(QueueFull("full"))
     assert recorder.told[::2] == recorder.told[1::2]
     assert {told[0] for told in recorder.told} == set(EVENTS)
 
 
 def test_no_event_is_forgotten_by_those_who_pass_it_on() -> None:
     assert {name for name in vars(Observer) if not name.startswith("_")} == set(EVENTS)
-    assert set(EVENTS) <= set(vars(Observers))
+    assert set(EVENTS) <= set(vars(CompositeObserver))

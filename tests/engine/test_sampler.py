@@ -1,7 +1,9 @@
 import math
+import random
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,28 @@ from transformers.generation import (
 )
 
 from radixkv.api.logprob_table import LogprobTable
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, TokenLogprobs
 from radixkv.api.sampling import REPETITION_PENALTIES, Sampling
 from radixkv.engine import sampler
-from radixkv.engine.sampler import draw, penalize
+from radixkv.engine.sampler import LogitChanges, change_logits
+from radixkv.scheduling.request import Generation, Request
 from tests.constraints import Rising
 from tests.core_bench import Bench
+from tests.engine import reference_sampler as reference
 from tests.fake_runner import VOCAB_SIZE, next_token, one_hot, tokens
+from tests.fakes import MODEL
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
+    """Draw from a single row."""
+    return sampler.draw(logits[None], [sampling], [position])[0]
+
+
+def penalize(logits: torch.Tensor, *changes: Any) -> torch.Tensor:
+    """Change a single row."""
+    return change_logits(logits[None], [LogitChanges(*changes)])[0]
+
 
 PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
@@ -273,6 +290,110 @@ def test_log_probabilities_of_a_row_are_read_in_one_piece(count: int, monkeypatc
     expected = logits.log_softmax(0)
     assert read.logprob == float(expected[7])
     assert read.top == tuple((int(i), float(expected[i])) for i in logits.argsort(descending=True)[:count])
+
+
+def random_request(rng: random.Random, vocab_size: int) -> Request:
+    """A prefill or a generation with random options, some of which change nothing."""
+    prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 30))]
+    params = PrefillParams(tokens(prompt), top_logprobs=rng.choice((0, 0, 1, 5)), return_logits=rng.random() < 0.2)
+    generation = None
+    if rng.random() < 0.8:
+        sampling = Sampling(
+            100,
+            temperature=rng.choice((0.0, 0.3, 1.0, 2.5)),
+            top_p=rng.choice((1.0, 1.0, 0.9, 0.1)),
+            top_k=rng.choice((0, 0, 1, 40, 10**6)),
+            min_p=rng.choice((0.0, 0.0, 0.05)),
+            seed=rng.randrange(2**64),
+            repetition_penalty=rng.choice((1.0, 1.0, 1.3, 0.7)),
+            presence_penalty=rng.choice((0.0, 0.0, 0.5)),
+            frequency_penalty=rng.choice((0.0, 0.0, -0.25)),
+            min_tokens=rng.choice((0, 0, 9)),
+            logit_bias=rng.choice(((), ((3, 1.5), (vocab_size + 1, 2.0)))),
+            logprobs=rng.choice((None, None, 0, 3, 7)),
+        )
+        stops = frozenset({rng.randrange(vocab_size)})
+        generation = Generation(sampling, stops, lambda _: None, rng.choices(range(vocab_size), k=rng.randrange(12)))
+    return Request(params, MODEL, Future(), 0.0, generation)
+
+
+def predict_by_reference(row: torch.Tensor, request: Request) -> tuple[int, list[TokenLogprobs]]:
+    """Choose the next token of a row, and read its log probabilities, by the sampler of one row at a time."""
+    generation, token_id, count = request.generation, int(row.argmax()), request.params.top_logprobs or None
+    if generation is not None:
+        sampling, changed = generation.sampling, row
+        count = sampling.logprobs
+        if sampling.changes_logits:
+            prompt_ids = np.unique(np.frombuffer(request.params.tokens, "<u4")).astype(np.int64)
+            changed = reference.penalize(row, sampling, prompt_ids, generation.token_ids, generation.stop_token_ids)
+        token_id = int(changed.argmax())
+        if sampling.temperature:
+            token_id = int(reference.draw(changed, sampling, request.num_tokens))
+    if count is None:
+        return token_id, []
+    (own, *top), ids = reference.logprobs_of(row, token_id, count)
+    return token_id, [TokenLogprobs(own, tuple(zip(ids, top, strict=True)))]
+
+
+@pytest.mark.parametrize("vocab_size", [97, 5000])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(seed: int, vocab_size: int) -> None:
+    rng = random.Random(seed)
+    requests = [random_request(rng, vocab_size) for _ in range(24)]
+    logits = torch.randn(len(requests), vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    if seed % 2:
+        logits = logits.mul(4).round().div(4)  # many are equal
+    expected = [predict_by_reference(row, request) for row, request in zip(logits, requests, strict=True)]
+    order = list(range(len(requests)))
+    while order:
+        batch = [requests[index] for index in order]
+        rows = logits[order]
+        before = rows.clone()
+        predictions = sampler.predict(rows, rows.argmax(dim=-1).tolist(), batch, {})
+        assert [(each.next_token_id, list(each.logprobs)) for each in predictions] == [expected[i] for i in order]
+        for prediction, row, request in zip(predictions, rows, batch, strict=True):
+            if request.params.return_logits:
+                assert np.array_equal(prediction.logits, row.numpy())
+            else:
+                assert prediction.logits is None
+        assert torch.equal(rows, before), "the model's logits are left as they are"
+        rng.shuffle(order)
+        order = order[: len(order) * 2 // 3]
+
+
+def test_a_step_is_read_in_one_copy_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows are sampled or have log probabilities."""
+    rng = random.Random(0)
+    requests = [random_request(rng, 300) for _ in range(40)]
+    requests = [request for request in requests if not request.params.return_logits]
+    logits = torch.randn(len(requests), 300)
+    most_likely = logits.argmax(dim=-1).tolist()
+    reads: list[torch.Tensor] = []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append(tensor) or cpu(tensor))
+    with _Calls() as calls:
+        sampler.predict(logits, most_likely, requests, {})
+    assert len(reads) == 1
+    assert not [name for name in calls.names if "_local_scalar" in name or "nonzero" in name]
+
+
+def test_operations_per_step_do_not_grow_with_its_rows_but_for_the_noise() -> None:
+    counts = {}
+    for num_rows in (8, 64):
+        requests = []
+        for index in range(num_rows):
+            sampling = Sampling(
+                100, temperature=1.0, top_p=0.9, min_p=0.01, seed=index, presence_penalty=0.5, logprobs=2
+            )
+            generation = Generation(sampling, frozenset(), lambda _: None, [1, 2])
+            requests.append(Request(PrefillParams(tokens(range(8))), MODEL, Future(), 0.0, generation))
+        logits = torch.randn(num_rows, 300)
+        with _Calls() as calls:
+            sampler.predict(logits, [0] * num_rows, requests, {})
+        counts[num_rows] = Counter(calls.names)
+    grown = counts[64] - counts[8]
+    assert {name.partition(".")[2].partition(".")[0] for name in grown} == {"exponential_"}
+    assert sum(grown.values()) == 56
 
 
 def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:

@@ -153,7 +153,7 @@ def test_a_step_ahead_goes_on_from_what_the_step_before_leaves() -> None:
     bench = Bench(num_blocks=5, num_snapshots=8)
     futures = [bench.generate(range(start, start + 3), 6) for start in (0, 50)]
     bench.run()
-    assert bench.core.tally.load().requests.pauses == 1
+    assert bench.core.stats.load().requests.pauses == 1
     assert [len(future.result(0).token_ids) for future in futures] == [6, 6]
 
 

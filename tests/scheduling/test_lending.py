@@ -44,7 +44,7 @@ def _ends_unhurt(bench: Bench, long: Future[PrefillResult]) -> None:
     result = long.result(0)
     assert result.next_token_id == next_token(tokens(_LONG))
     assert (result.usage.computed_tokens, result.usage.recomputed_tokens) == (254, 0)
-    assert bench.core.tally.load().requests.pauses == 0
+    assert bench.core.stats.load().requests.pauses == 0
 
 
 @pytest.mark.parametrize("config", [{}, {"num_snapshots": 4}])
@@ -97,9 +97,9 @@ def test_many_short_ones_pass_one_after_the_other_and_side_by_side() -> None:
 def test_what_is_free_is_taken_back_before_the_next_step() -> None:
     bench, _ = _bench()
     _steps_until_done(bench, bench.submit(range(100, 107), tenant="short"))
-    assert bench.core._growth._lending.num_lent_blocks > 0
+    assert bench.core._preemptor._lending.num_lent_blocks > 0
     bench.core.step()
-    assert bench.core._growth._lending.num_lent_blocks == 0
+    assert bench.core._preemptor._lending.num_lent_blocks == 0
     assert bench.cache.pool.num_free == 0
 
 
@@ -139,7 +139,7 @@ def test_a_borrower_that_is_late_is_paused_once_and_borrows_no_more() -> None:
     late = bench.submit(range(100, 112), tenant="short")
     bench.run()
     assert long.result(0).usage.recomputed_tokens == 0
-    assert bench.core.tally.load().requests.pauses == 1
+    assert bench.core.stats.load().requests.pauses == 1
     assert late.result(0).next_token_id == next_token(tokens(range(100, 112)))
 
 
@@ -149,7 +149,7 @@ def test_who_was_paused_borrows_no_more() -> None:
     for _ in range(3):
         bench.core.step()
     (borrower,) = (request for request in bench.core._scheduler.running if request.tenant == "short")
-    bench.core._growth._pause(borrower)
+    bench.core._preemptor.preempt(borrower)
     while not long.done():
         assert not answer.done()
         bench.core.step()
@@ -221,8 +221,8 @@ def test_who_has_ended_is_no_lender_any_more() -> None:
     bench, _ = _bench()
     (long,) = bench.core._scheduler.running
     _steps_until_done(bench, bench.submit(range(100, 107), tenant="short"))
-    assert bench.core._growth._lending.num_lent_blocks > 0
+    assert bench.core._preemptor._lending.num_lent_blocks > 0
     long.future.cancel()
     bench.run()
-    assert bench.core._growth._lending.num_lent_blocks == 0
+    assert bench.core._preemptor._lending.num_lent_blocks == 0
     assert bench.prefill(range(200)).usage.computed_tokens == 200

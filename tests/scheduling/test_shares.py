@@ -195,7 +195,7 @@ def test_who_leads_others_is_as_urgent_as_they_are() -> None:
     bench.core.step()
     shorter, follower = bench.submit([7000] * 300), bench.submit([*system, 1, 2])
     bench.core.step()
-    assert bench.core.tally.load().requests.following == 1
+    assert bench.core.stats.load().requests.following == 1
     bench.core.step()
     bench.core.step()
     assert follower.done()
@@ -249,7 +249,7 @@ def test_nobody_starves(seed: int) -> None:
         bench.core.step()
         num_steps += 1
         assert num_steps < 400
-    assert bench.core.tally.load().requests.waiting > 20, "there was more than could be served"
+    assert bench.core.stats.load().requests.waiting > 20, "there was more than could be served"
 
 
 @pytest.mark.parametrize("num_names", [100, 100_000], ids=["tenants come back", "tenants are always new"])
@@ -275,7 +275,7 @@ def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
     bench.core.step()
     bench.core.step()
     assert other.done()
-    assert bench.core.tally.load().requests.pauses == 1
+    assert bench.core.stats.load().requests.pauses == 1
     bench.run()
     assert all(len(future.result(0).token_ids) == 100 for future in greedy)
 
@@ -291,7 +291,7 @@ def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
     for _ in range(3):
         bench.core.step()
     assert {request.tenant for request in bench.core._scheduler.running} == {"greedy", "other"}
-    assert bench.core.tally.load().requests.pauses == 0
+    assert bench.core.stats.load().requests.pauses == 0
 
 
 def test_tenants_share_the_tokens_of_decoding_requests_too() -> None:
@@ -338,7 +338,7 @@ def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
 def test_what_others_floors_keep_is_waited_for_by_nobody() -> None:
     bench = Bench(num_blocks=40, quotas={"floored": Quota(floor_blocks=30)}, max_step_tokens=512)
     bench.prefill(range(120), tenant="floored")
-    bench.has_news = True
+    bench.has_pending_calls = True
     decoding = bench.generate(range(4), 10, tenant="decodes")
     bench.core.step()
     never = bench.submit(range(300, 300 + 15 * BLOCK_SIZE), tenant="big")

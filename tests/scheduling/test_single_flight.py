@@ -45,7 +45,7 @@ def test_followers_start_when_the_common_part_is_done_and_not_when_their_leader_
     bench = Bench(num_blocks=256, max_step_tokens=16)
     leader, follower = bench.submit(range(200)), bench.submit([*range(8), 250, 251])
     bench.core.step()
-    assert bench.core.tally.load().requests.following == 0, "nobody was admitted beside a full step"
+    assert bench.core.stats.load().requests.following == 0, "nobody was admitted beside a full step"
     bench.run()
     assert follower.result(0).usage.computed_tokens == 2
     assert leader.result(0).usage.computed_tokens == 200
@@ -54,7 +54,7 @@ def test_followers_start_when_the_common_part_is_done_and_not_when_their_leader_
     bench.submit(range(24))
     follower = bench.submit([*range(8), 250, 251])
     bench.core.step()
-    assert bench.core.tally.load().requests.following == 0, "what it waited for was published with the step"
+    assert bench.core.stats.load().requests.following == 0, "what it waited for was published with the step"
     bench.core.step()
     assert follower.done()
 
@@ -132,7 +132,7 @@ def test_nobody_follows_who_publishes_nothing_after_a_purge() -> None:
     other = bench.submit([*range(20), 99])
     bench.core.step()
     bench.core.step()
-    assert bench.core.tally.load().requests.following == 0
+    assert bench.core.stats.load().requests.following == 0
     bench.run()
     assert revoked.result(0).usage.written_tokens == 0
     assert other.result(0).usage.computed_tokens == 21

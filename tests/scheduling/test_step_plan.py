@@ -30,20 +30,20 @@ class FakeAdmitter:
         cached_tokens, num_nodes: what a look finds.
         tried: the requests that asked for blocks, in order.
         worked_s: the work of all admissions and looks.
-        admit_s, look_s: the work of one admission, and of one look.
+        admit_s, lookup_s: the work of one admission, and of one look.
     """
 
     def __init__(self) -> None:
-        self.worked_s = self.admit_s = self.look_s = 0.0
+        self.worked_s = self.admit_s = self.lookup_s = 0.0
         self.outcomes: dict[Request, Admission] = {}
         self.cached_tokens: dict[Request, int] = {}
         self.tried: list[Request] = []
         self.num_nodes: dict[Request, int] = {}
-        self.num_looks = 0
+        self.num_lookups = 0
 
-    def look(self, request: Request) -> tuple[int, int]:
-        self.num_looks += 1
-        self.worked_s += self.look_s
+    def look_up(self, request: Request) -> tuple[int, int]:
+        self.num_lookups += 1
+        self.worked_s += self.lookup_s
         return self.cached_tokens.get(request, 0), self.num_nodes.get(request, 0)
 
     def urgent_tokens(self, request: Request) -> int:
@@ -73,10 +73,11 @@ class Desk:
     def wait(self, num_tokens: int, tenant: str = "", compression: Compression | None = None) -> Request:
         """Add a waiting request."""
         params = PrefillParams(tokens([7] * num_tokens), Caller(tenant))
-        request = Request(params, Namespace("", tenant), Future(), 0.0)
+        generation = None
         if compression is not None:
-            request.generation = Generation(Sampling(9, compression=compression), frozenset(), lambda _: None)
-        request.arrival = sum(len(queue.requests()) for queue in self.queues)
+            generation = Generation(Sampling(9, compression=compression), frozenset(), lambda _: None)
+        request = Request(params, Namespace("", tenant), Future(), 0.0, generation)
+        request.enqueue(sum(len(queue.requests()) for queue in self.queues))
         self.queues.open(tenant).waiting.add(request)
         return request
 
@@ -205,7 +206,7 @@ def test_nobody_is_looked_at_while_all_fit() -> None:
     desk = Desk(max_tokens=100)
     requests = [desk.wait(10) for _ in range(4)]
     assert [part.request for part in desk.plan()] == requests
-    assert desk.admitter.num_looks == 0
+    assert desk.admitter.num_lookups == 0
 
 
 def test_a_request_without_blocks_keeps_others_from_being_admitted_in_later_steps_too() -> None:
@@ -284,16 +285,16 @@ def test_looks_at_deep_paths_are_fewer() -> None:
         request = desk.wait(20)
         desk.admitter.num_nodes[request] = 64 * 31
     desk.plan()
-    assert desk.admitter.num_looks == 2
+    assert desk.admitter.num_lookups == 2
 
 
 def test_after_half_a_millisecond_nobody_else_is_looked_at() -> None:
     desk = Desk(max_tokens=8)
     for _ in range(16):
         desk.wait(20)
-    desk.admitter.look_s = 0.0002
+    desk.admitter.lookup_s = 0.0002
     desk.plan()
-    assert desk.admitter.num_looks == 3, "0.6 ms: the last one began before"
+    assert desk.admitter.num_lookups == 3, "0.6 ms: the last one began before"
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])

@@ -42,8 +42,9 @@ from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.segment_source import SegmentSource
-from radixkv.engine.adapters.adapters import Adapters, EngineThread
-from radixkv.engine.public.public_registry import PublicRegistry
+from radixkv.engine.adapters.adapters import Adapters
+from radixkv.engine.inbox import EngineThread
+from radixkv.engine.public_prefixes import PublicPrefixRegistry
 from radixkv.errors import Draining, InvalidRequest, RadixKVError, UnknownLease
 from radixkv.scheduling.request import Request
 from tests.adapter_doubles import FakeDevice
@@ -99,7 +100,7 @@ class FakeEngine:
         thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
         self.offload = self.transfer = None
         self.adapters = Adapters("fake", self.device.source(), self.cache, thread)
-        self.public = PublicRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
+        self.public = PublicPrefixRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
         self.eos_token_ids = frozenset({2, 3})
         self.num_logits = num_logits
         self.is_healthy = self.is_alive = self.can_recover = True

@@ -158,7 +158,7 @@ class TracedService:
                 max_requests=config.max_running_requests,
                 recorder=_recorded,
             )
-        self.core = EngineCore(Runner(model, storage, self.kernels, graphs), PrefixCache(500, 64), config)
+        self.core = EngineCore.build(Runner(model, storage, self.kernels, graphs), PrefixCache(500, 64), config)
         self._random = np.random.default_rng(0)
         self._stems = [self._fresh(9000), self._fresh(3000), self._fresh(700)]
 

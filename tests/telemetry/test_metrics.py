@@ -142,7 +142,7 @@ def test_token_counts_per_tenant_equal_those_of_stats() -> None:
         bench.generate(range(start, start + 8), 16, tenant="acme")
     bench.run()
     bench.prefill(range(8), tenant="acme")
-    stats = bench.core.tally.stats()
+    stats = bench.core.stats.stats()
     assert token_counts(metrics, "acme") == tuple(getattr(stats.tokens, kind) for kind in TOKEN_KINDS)
     assert stats.tokens.recomputed > 0
     assert value(metrics, "request_pauses_total") == stats.load.requests.pauses > 0

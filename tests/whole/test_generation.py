@@ -133,7 +133,7 @@ class TestFinish:
         assert result.token_ids[:7] == continuation(range(10), 7)
         assert len(result.token_ids) <= 9, "at most the step that was under way, and the one before it was told"
         assert (result.finish_reason, result.usage.generated_tokens) == (FinishReason.STOP, len(result.token_ids))
-        assert bench.core.tally.load().requests.finished == 1
+        assert bench.core.stats.load().requests.finished == 1
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
         again = bench.prefill([*range(10), *result.token_ids])
         assert again.usage.computed_tokens == 1, "all but the last token is cached, also in the last block"
@@ -151,7 +151,7 @@ class TestFinish:
     def test_a_preempted_generation_can_be_finished(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
-        while not bench.core.tally.load().requests.paused:
+        while not bench.core.stats.load().requests.paused:
             bench.core.step()
         paused = [future for future in futures if len(future.told) < max(len(each.told) for each in futures)] or futures
         youngest = paused[-1]
@@ -213,7 +213,7 @@ class TestFinish:
         future.finish()
         future.cancel()
         bench.run()
-        assert bench.core.tally.load().requests.cancelled == 1
+        assert bench.core.stats.load().requests.cancelled == 1
         assert bench.cache.pool.num_leased == 0
 
     def test_a_generation_whose_callback_raised_fails(self) -> None:
@@ -242,11 +242,11 @@ class TestPressure:
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
-        requests = bench.core.tally.load().requests
+        requests = bench.core.stats.load().requests
         assert requests.pauses > 0
         assert requests.paused == 0
         assert futures[0].result(0).usage.recomputed_tokens == 0, "the oldest is never paused"
-        recomputed_tokens = bench.core.tally.stats().tokens.recomputed
+        recomputed_tokens = bench.core.stats.stats().tokens.recomputed
         assert recomputed_tokens == sum(f.result(0).usage.recomputed_tokens for f in futures)
         assert recomputed_tokens == bench.runner.computed_tokens - 3 * (8 + 15)
 
@@ -283,7 +283,7 @@ class TestPressure:
         futures = [bench.generate(range(start, start + 8), 16, tenant="acme") for start in (0, 50)]
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50)]
-        assert bench.core.tally.load().requests.pauses > 0
+        assert bench.core.stats.load().requests.pauses > 0
         assert other.result(0).usage.recomputed_tokens == 0
 
     def test_a_generation_at_its_ceiling_is_not_preempted_for_every_token(self) -> None:
@@ -292,7 +292,7 @@ class TestPressure:
         bench.run()
         assert generated(future) == continuation(range(6), 11)
         usage = future.result(0).usage
-        assert bench.core.tally.load().requests.pauses <= 1
+        assert bench.core.stats.load().requests.pauses <= 1
         assert usage.recomputed_tokens <= BLOCK_SIZE
         assert usage.written_tokens <= 6 + 10 + BLOCK_SIZE
 
@@ -302,9 +302,9 @@ class TestPressure:
         bench.core.step()
         second = bench.generate(range(50, 62), 8)  # there are three blocks for it, and none would be left for the first
         bench.core.step()
-        assert bench.core.tally.load().requests.running == 1
+        assert bench.core.stats.load().requests.running == 1
         bench.run()
-        assert bench.core.tally.load().requests.pauses == 0
+        assert bench.core.stats.load().requests.pauses == 0
         assert generated(first) == continuation(range(12), 12)
         assert generated(second) == continuation(range(50, 62), 8)
 
@@ -336,15 +336,15 @@ class TestPressure:
         assert not held.done(), "it would keep its blocks"
         bench.run()
         assert [generated(f) for f in running] == [continuation(range(start, start + 5), 6) for start in (0, 50)]
-        assert bench.core.tally.load().requests.pauses == 0
+        assert bench.core.stats.load().requests.pauses == 0
 
     def test_no_request_follows_a_resumed_request_that_decodes(self) -> None:
         bench = Bench()
-        bench.has_news = True
+        bench.has_pending_calls = True
         future = bench.generate(range(8), 40)
         for _ in range(9):
             bench.core.step()
-        bench.core._growth._pause(*bench.core._scheduler.running)  # all but its last token is published
+        bench.core._preemptor.preempt(*bench.core._scheduler.running)  # all but its last token is published
         bench.core.step()
         assert not bench.core._flights._leads
         bench.run()
@@ -356,17 +356,17 @@ class TestPressure:
         futures = [bench.generate(range(start, start + 8), 16, **options) for start in (0, 50, 100)]
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
-        assert bench.core.tally.stats().tokens.recomputed > 0
+        assert bench.core.stats.stats().tokens.recomputed > 0
 
     def test_a_purge_of_a_preempted_request_only_changes_what_it_publishes(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
-        while not bench.core.tally.load().requests.paused:
+        while not bench.core.stats.load().requests.paused:
             bench.core.step()
         purge_at_once(bench.core, tenant="")
         bench.run()
         assert [generated(f) for f in futures] == [continuation(range(s, s + 8), 16) for s in (0, 50, 100)]
-        assert bench.core.tally.load().blocks.published == 0
+        assert bench.core.stats.load().blocks.published == 0
 
     def test_a_request_that_would_be_preempted_at_once_is_not_admitted(self) -> None:
         """There is room for what comes, but what it reuses is then no room for what runs."""
@@ -380,8 +380,8 @@ class TestPressure:
         bench.run()
         assert generated(running) == continuation(range(8), 8)
         assert generated(coming) == continuation(range(100, 120), 4)
-        assert bench.core.tally.load().requests.pauses == 0
-        (tenant,) = bench.core.tally.stats().tenants
+        assert bench.core.stats.load().requests.pauses == 0
+        (tenant,) = bench.core.stats.stats().tenants
         assert (tenant.hit_tokens, tenant.miss_tokens) == (16, 16 + 8 + 4), "what waits has reused nothing yet"
 
     def test_a_long_cached_path_does_not_block_a_request_that_reuses_its_beginning(self) -> None:
@@ -406,18 +406,18 @@ class TestWaysOut:
         future.cancel()
         bench.run()
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
-        assert bench.core.tally.load().requests.cancelled == 1
+        assert bench.core.stats.load().requests.cancelled == 1
         assert bench.prefill([*range(10), *continuation(range(10), 7), 0]).usage.cached_tokens == 16
 
     def test_a_preempted_request_can_be_cancelled(self) -> None:
         bench = Bench(num_blocks=9)
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
-        while not bench.core.tally.load().requests.paused:
+        while not bench.core.stats.load().requests.paused:
             bench.core.step()
-        (paused,) = (request for request in bench.core._scheduler.idle_requests() if request.is_paused)
+        (paused,) = (request for request in bench.core._scheduler.idle_requests() if request.is_preempted)
         paused.future.cancel()
         bench.run()
-        assert bench.core.tally.load().requests.cancelled == 1
+        assert bench.core.stats.load().requests.cancelled == 1
         assert sum(future.cancelled() for future in futures) == 1
         assert bench.cache.pool.num_leased == 0
 
@@ -429,10 +429,10 @@ class TestWaysOut:
         bench.core.step()
         follower = bench.generate([*range(100), 97], 4)
         bench.core.step()
-        assert bench.core.tally.load().requests.following == 1
+        assert bench.core.stats.load().requests.following == 1
         follower.cancel()
         bench.run()
-        assert bench.core.tally.load().requests.cancelled == 1
+        assert bench.core.stats.load().requests.cancelled == 1
         assert leader.done()
         assert not bench.core._flights._waits
         assert bench.cache.pool.num_leased == 0
@@ -502,9 +502,9 @@ def test_a_cached_prefix_that_would_be_pinned_does_not_count_as_free() -> None:
     bench.core.step()
     big = bench.submit([*range(16), *range(100, 116)])  # four blocks are free and four cached: it would take all eight
     bench.core.step()
-    assert bench.core.tally.load().requests.running == 1
+    assert bench.core.stats.load().requests.running == 1
     bench.run()
-    assert bench.core.tally.load().requests.pauses == 0
+    assert bench.core.stats.load().requests.pauses == 0
     assert growing.done()
     assert big.done()
 

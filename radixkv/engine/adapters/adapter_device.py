@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
-class AdapterFiles(Protocol):
+class AdapterWeights(Protocol):
     """An adapter that was read and checked, in host memory.
 
     Attributes:
@@ -39,7 +39,7 @@ class AdapterDevice(Protocol):
     """The adapters whose weights the device may compute with. The engine's thread alone changes it."""
 
     def add(self, files: Any) -> None:
-        """Hold an adapter, the `AdapterFiles` that were read for this device. Does nothing if it is held.
+        """Hold an adapter, the `AdapterWeights` that were read for this device. Does nothing if it is held.
 
         Raises:
             InvalidAdapter, TooManyAdapters: there is no room for it.

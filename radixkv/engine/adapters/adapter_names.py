@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixkv.engine.adapters.adapter_device import AdapterFiles
+from radixkv.engine.adapters.adapter_device import AdapterWeights
 from radixkv.errors import TooManyAdapters, UnknownAdapter
 
 _NUM_FORMER = 4  # digests that a name stood for before; a miss is explained by no earlier ones
 _MAX_REMEMBERED_NAMES = 4096
 
 
-class Found(NamedTuple):
+class ResolvedAdapter(NamedTuple):
     """The adapter behind a name.
 
     Attributes:
@@ -26,13 +26,13 @@ class Found(NamedTuple):
 
     digest: str
     former: Sequence[str]
-    files: AdapterFiles | None = None
+    files: AdapterWeights | None = None
 
 
-class Known(NamedTuple):
+class AdapterRecord(NamedTuple):
     """An adapter that is named or drains: what was read, and its last name."""
 
-    files: AdapterFiles
+    files: AdapterWeights
     last_name: str
 
 
@@ -46,7 +46,7 @@ class _Content:
         num_unfinished: requests that have it.
     """
 
-    known: Known
+    known: AdapterRecord
     names: dict[str, None]
     num_unfinished: int = 0
 
@@ -55,7 +55,7 @@ class _Content:
         return not self.names and not self.num_unfinished
 
 
-_BASE = Found("", ())
+_BASE = ResolvedAdapter("", ())
 
 
 class AdapterNames:
@@ -78,7 +78,7 @@ class AdapterNames:
         self._contents: dict[str, _Content] = {}  # by digest
         self._former: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # by name
 
-    def find(self, name: str) -> Found:
+    def find(self, name: str) -> ResolvedAdapter:
         """Return the adapter behind a name. The empty name stands for the model itself.
 
         Raises:
@@ -89,7 +89,7 @@ class AdapterNames:
         with self._lock:
             return self._find(name)
 
-    def take(self, name: str) -> Found:
+    def take(self, name: str) -> ResolvedAdapter:
         """Return the adapter behind a name, and keep it until `leave`.
 
         Raises:
@@ -134,7 +134,7 @@ class AdapterNames:
                     f"adapters: expected at most {self.max_adapters} that drain beside those loaded, got one more"
                 )
 
-    def assign(self, name: str, files: AdapterFiles) -> str | None:
+    def assign(self, name: str, files: AdapterWeights) -> str | None:
         """Let a name stand for an adapter from now on. Returns the digest that it stood for before; None for none."""
         with self._lock:
             digest, replaced = files.digest, self._digests.get(name)
@@ -142,7 +142,7 @@ class AdapterNames:
                 return replaced
             if replaced is not None:
                 self._drop(name, replaced)
-            content = self._contents.setdefault(digest, _Content(Known(files, name), {}))
+            content = self._contents.setdefault(digest, _Content(AdapterRecord(files, name), {}))
             content.names[name] = None
             self._digests[name] = digest
             return replaced
@@ -166,7 +166,7 @@ class AdapterNames:
                 del self._contents[digest]
             return drained
 
-    def listing(self) -> list[tuple[str, Known, bool, int]]:
+    def listing(self) -> list[tuple[str, AdapterRecord, bool, int]]:
         """List names, and adapters that drain: the name, the adapter, whether it drains, and its requests."""
         with self._lock:
             return [
@@ -175,12 +175,12 @@ class AdapterNames:
                 for name in (content.names or (content.known.last_name,))
             ]
 
-    def _find(self, name: str) -> Found:
+    def _find(self, name: str) -> ResolvedAdapter:
         digest = self._digests.get(name)
         if digest is None:
             raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
         former = tuple(each for each in self._former.get(name, ()) if each != digest)
-        return Found(digest, former, self._contents[digest].known.files)
+        return ResolvedAdapter(digest, former, self._contents[digest].known.files)
 
     def _drop(self, name: str, digest: str) -> None:
         content = self._contents[digest]

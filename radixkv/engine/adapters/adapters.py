@@ -10,17 +10,18 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from radixkv.api.adapters import Adapter, LoadedAdapter
 from radixkv.api.caller import Caller
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged
-from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterFiles
+from radixkv.engine.adapters.adapter_device import AdapterDevice, AdapterWeights
 from radixkv.engine.adapters.adapter_directory import AdapterDirectory
-from radixkv.engine.adapters.adapter_names import AdapterNames, Found, Known
+from radixkv.engine.adapters.adapter_names import AdapterNames, AdapterRecord, ResolvedAdapter
 from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
-from radixkv.errors import InvalidRequest, LifecycleError, QueueFull, SwitchedOff
+from radixkv.engine.inbox import EngineThread
+from radixkv.errors import InvalidRequest, QueueFull, SwitchedOff
 from radixkv.namespace import RESERVED_TENANTS, Namespace, PromptKey
 
 _log = logging.getLogger(__name__)
@@ -40,22 +41,8 @@ class AdapterSource(NamedTuple):
 
     max_adapters: int
     device: AdapterDevice
-    read: Callable[[Path], AdapterFiles]
+    read: Callable[[Path], AdapterWeights]
     directory: AdapterDirectory
-
-
-class EngineThread(NamedTuple):
-    """The ways to have something done by the engine's thread.
-
-    Attributes:
-        call: calls a function between two steps; what it returns, or raises, comes through the future.
-        put: has a function run between two steps that raises nothing.
-        cancellation: why `call` cancels futures.
-    """
-
-    call: Callable[[Callable[[], Any]], Future[Any]]
-    put: Callable[[Callable[[], None]], None]
-    cancellation: Callable[[], LifecycleError]
 
 
 class Adapters:
@@ -175,7 +162,7 @@ class Adapters:
         """Read nothing more. A load that is under way ends by itself."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _keyed(self, caller: Caller, tokens: bytes, found: Found) -> KeyedPrompt:
+    def _keyed(self, caller: Caller, tokens: bytes, found: ResolvedAdapter) -> KeyedPrompt:
         if (whose := RESERVED_TENANTS.get(caller.tenant)) is not None:
             raise InvalidRequest(f"tenant: expected any name but {caller.tenant}, {whose}, got it")
         base, files = Namespace(self._model, caller.tenant, "", caller.salt), found.files
@@ -187,7 +174,7 @@ class Adapters:
         invocation = self._cache.marks.invocation(files.digest, start)
         return KeyedPrompt(base, tokens, self._former(base, tokens, start, found), invocation)
 
-    def _former(self, base: Namespace, tokens: bytes, start: int, found: Found) -> tuple[PromptKey, ...]:
+    def _former(self, base: Namespace, tokens: bytes, start: int, found: ResolvedAdapter) -> tuple[PromptKey, ...]:
         """Return the keys that a prompt would have with what its adapter's name stood for before."""
         marks = self._cache.marks
         return tuple(
@@ -210,7 +197,7 @@ class Adapters:
             raise self._thread.cancellation() from None
         return loaded
 
-    def _register(self, source: AdapterSource, name: str, files: AdapterFiles) -> LoadedAdapter:
+    def _register(self, source: AdapterSource, name: str, files: AdapterWeights) -> LoadedAdapter:
         digest = files.digest
         self._names.require_room(name, digest)
         for _ in self._freeing.pop(digest, ()):  # it comes back while it is being forgotten
@@ -252,7 +239,7 @@ class Adapters:
         return [self._adapter(*each, cached_tokens[each[1].files.digest]) for each in self._names.listing()]
 
     def _adapter(
-        self, name: str, known: Known, is_draining: bool, num_unfinished: int, cached_tokens: int = 0
+        self, name: str, known: AdapterRecord, is_draining: bool, num_unfinished: int, cached_tokens: int = 0
     ) -> Adapter:
         assert self._source is not None, "adapters are on"
         files, is_on_device = known.files, self._source.device.is_on_device(known.files.digest)

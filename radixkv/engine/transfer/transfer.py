@@ -12,7 +12,6 @@ from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.adapters.adapters import Adapters
-from radixkv.engine.calls.inbox import Asker
 from radixkv.engine.transfer.exports import Exports, LeaseBlocks
 from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.scheduling.held_leases import HeldLeases
@@ -74,7 +73,7 @@ class Transfer:
         parts: of the engine.
         held_leases: leases that outlive their request.
         adapters: tell what names stand for.
-        call: calls a function on the engine's thread between two steps, for an asker and a tenant.
+        call: calls a function on the engine's thread between two steps, for a tenant.
 
     Attributes:
         block_format: of all blocks.
@@ -90,7 +89,7 @@ class Transfer:
         parts: TransferParts,
         held_leases: HeldLeases,
         adapters: Adapters,
-        call: Callable[[Callable[[], Any], Asker, str], Future[Any]],
+        call: Callable[[str, Callable[[], Any]], Future[Any]],
     ) -> None:
         self.block_format = parts.block_format
         self.object_bytes = object_bytes(parts.block_format.block_size, parts.block_format.payload_bytes)
@@ -108,21 +107,20 @@ class Transfer:
         parts: TransferParts | None,
         held_leases: HeldLeases,
         adapters: Adapters,
-        call: Callable[[Callable[[], Any], Asker, str], Future[Any]],
+        call: Callable[[str, Callable[[], Any]], Future[Any]],
     ) -> Transfer | None:
         """Make one, if the parts for it are there."""
         return None if parts is None else cls(parts, held_leases, adapters, call)
 
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
         """Find the blocks of a held lease; see `Exports.blocks_of`. The future may raise UnknownLease."""
-        return self._call(lambda: self._exports.blocks_of(lease_id, tenant), Asker.TENANT, tenant)
+        return self._call(tenant, lambda: self._exports.blocks_of(lease_id, tenant))
 
     def objects(
         self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
     ) -> Future[list[BlockObject]]:
         """Copy some of these blocks; see `Exports.objects`. The future may raise UnknownLease."""
-        copied = lambda: self._exports.objects(lease_id, tenant, found, indices, layers)  # noqa: E731
-        return self._call(copied, Asker.TENANT, tenant)
+        return self._call(tenant, lambda: self._exports.objects(lease_id, tenant, found, indices, layers))
 
     def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
         """List the whole blocks that a prompt could have without computing them; its last token is always computed.
@@ -137,7 +135,7 @@ class Transfer:
 
     def stores_for(self, blocks: Sequence[KeyedBlock], tenant: str) -> Future[list[str]]:
         """List the shared stores from which a tenant's blocks may be loaded."""
-        return self._call(lambda: self.stores.names_for(blocks), Asker.TENANT, tenant)
+        return self._call(tenant, lambda: self.stores.names_for(blocks))
 
     def payload_of(self, data: bytes, wanted: KeyedBlock) -> memoryview | str:
         """Return K and V of a block that came, if it is the wanted one and whole; or else what is wrong with it."""

@@ -74,7 +74,7 @@ def test_a_paused_request_stays_on_probation() -> None:
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.run()
-    assert bench.core.tally.load().requests.pauses > 0
+    assert bench.core.stats.load().requests.pauses > 0
     assert {node.num_reused_blocks for node in bench.cache.nodes()} == {0}
 
 

@@ -653,11 +653,11 @@ def test_an_engine_generates_the_same_on_a_device_that_is_late(tmp_path: Path, m
         with pytest.MonkeyPatch.context() as patch:
             storage = poisoned(model)
             graphs = record(model, storage, kernels, LateDevice(patch).record, max_requests=2) if is_late else None
-            core = EngineCore(
+            core = EngineCore.build(
                 Runner(model, storage, kernels, graphs),
                 PrefixCache(24, BLOCK_SIZE),
                 EngineConfig(max_step_tokens=16, max_running_requests=2),
-                has_news=lambda: random.random() < 0.15,
+                has_pending_calls=lambda: random.random() < 0.15,
             )
             futures = []
             for num_tokens, num_new in ((14, 12), (15, 7)):
@@ -668,7 +668,7 @@ def test_an_engine_generates_the_same_on_a_device_that_is_late(tmp_path: Path, m
                 futures.append(future)
             while core.has_work:
                 core.step()
-                num_ahead += core._under_way is not None
+                num_ahead += core._started_step is not None
             core.cache.check()
         return [future.result(0).token_ids for future in futures], num_ahead
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.engine.adapters.adapter_names import AdapterNames, Found
+from radixkv.engine.adapters.adapter_names import AdapterNames, ResolvedAdapter
 from radixkv.errors import TooManyAdapters, UnknownAdapter
 from tests.adapter_doubles import FakeFiles
 
@@ -18,7 +18,7 @@ def named(*pairs: tuple[str, str], max_adapters: int = 4) -> AdapterNames:
 
 def test_the_empty_name_is_the_model_itself() -> None:
     names = named()
-    assert names.find("") == names.take("") == Found("", ())
+    assert names.find("") == names.take("") == ResolvedAdapter("", ())
     assert names.leave("") is False
     assert names.names_of("") == ()
 
@@ -39,26 +39,26 @@ def test_two_names_of_one_content_share_its_digest() -> None:
 def test_a_name_given_again_stands_for_the_new_content_and_knows_the_old() -> None:
     names = named(("law", "old"))
     assert names.assign("law", NEW) == "old"
-    assert names.find("law") == Found("new", ("old",), NEW)
+    assert names.find("law") == ResolvedAdapter("new", ("old",), NEW)
     assert names.assign("law", NEW) == "new"
-    assert names.find("law") == Found("new", ("old",), NEW)
+    assert names.find("law") == ResolvedAdapter("new", ("old",), NEW)
 
 
 def test_what_a_name_stands_for_now_is_not_what_it_stood_for_before() -> None:
     names = named(("law", "a"), ("law", "b"), ("law", "a"))
-    assert names.find("law") == Found("a", ("b",), FakeFiles("a"))
+    assert names.find("law") == ResolvedAdapter("a", ("b",), FakeFiles("a"))
 
 
 def test_a_name_knows_four_former_contents() -> None:
     names = named(*(("law", str(number)) for number in range(8)))
-    assert names.find("law") == Found("7", ("6", "5", "4", "3"), FakeFiles("7"))
+    assert names.find("law") == ResolvedAdapter("7", ("6", "5", "4", "3"), FakeFiles("7"))
 
 
 def test_a_name_loaded_again_after_it_was_dropped_knows_its_former_content() -> None:
     names = named(("law", "old"))
     assert names.drop("law") == "old"
     names.assign("law", NEW)
-    assert names.find("law") == Found("new", ("old",), NEW)
+    assert names.find("law") == ResolvedAdapter("new", ("old",), NEW)
 
 
 def test_content_without_names_drains_until_its_last_request_ends() -> None:

@@ -382,7 +382,7 @@ def test_what_a_paused_generation_lost_is_loaded_and_not_computed_again() -> Non
     bench = TieredBench(num_blocks=8)
     futures = [bench.generate(range(first, first + 9), 16) for first in (0, 100)]
     bench.run()
-    pauses = bench.core.tally.load().requests.pauses
+    pauses = bench.core.stats.load().requests.pauses
     assert pauses
     for first, future in zip((0, 100), futures, strict=True):
         result = future.result(0)

@@ -141,7 +141,7 @@ class TieredBench(Bench):
         self, num_blocks: int = 4, max_bytes: int = 1 << 20, num_parts: int = 0, **stores: int | SteppedStore
     ) -> None:
         self.clock = Clock()
-        self.has_news = False
+        self.has_pending_calls = False
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         stores = stores or {"host": 100}
         self.stores = {
@@ -174,9 +174,9 @@ class TieredBench(Bench):
         self.mover = mover = FakeMover(self.runner, has_parts=num_parts > 0)
         self.offload = Offload(self.cache, self.elsewhere, tiers, mover, max_bytes, keys, self.choice, clock=self.clock)
         limits = EngineConfig(max_step_tokens=STEP_TOKENS) if num_parts else EngineConfig()
-        self.core = EngineCore(
+        self.core = EngineCore.build(
             self.runner, self.cache, limits, clock=self.clock, work_clock=self.clock,
-            has_news=lambda: self.has_news, offload=self.offload,
+            has_pending_calls=lambda: self.has_pending_calls, offload=self.offload,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def evict(self, num_blocks: int) -> None:

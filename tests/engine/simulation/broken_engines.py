@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from radixkv.api.result import GeneratedTokens
+from radixkv.api.sampling import Sampling
 from radixkv.cache.lease import Lease
 from radixkv.cache.ledger import Ledger
 from radixkv.cache.prefix_cache import PrefixCache
@@ -20,16 +21,14 @@ from radixkv.cache.public.public_prefixes import PublicPrefixes
 from radixkv.cache.tenants import Tenants
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Launch
-from radixkv.engine import sampler, step, steps_ahead
+from radixkv.engine import overlap, sampler, step
+from radixkv.engine.completion import RequestCompleter
 from radixkv.engine.core import EngineCore
-from radixkv.engine.delivery import Delivery
-from radixkv.engine.endings import Endings
-from radixkv.engine.growth import Growth
 from radixkv.engine.offload.deletions import PurgeBegun
+from radixkv.engine.overlap import OverlapScheduler
+from radixkv.engine.preemption import Preemptor
 from radixkv.engine.sampler import Prediction
-from radixkv.engine.step import Computed, NextStep, Step
-from radixkv.engine.step_budget import StepBudget
-from radixkv.engine.steps_ahead import StepsAhead
+from radixkv.engine.step import PreparedStep, SliceResult, Step
 from radixkv.errors import RadixKVError, StepFailed
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
@@ -37,6 +36,7 @@ from radixkv.scheduling.admission import Admission, Admitter
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
+from radixkv.scheduling.step_budget import StepBudget
 from radixkv.scheduling.step_plan import Slice
 from tests.engine.simulation.simulated_model import SimulatedRunner
 
@@ -46,9 +46,9 @@ Breaks = Callable[[pytest.MonkeyPatch], None]
 def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
     wait_for = EngineCore._wait_for
 
-    def publish_and_wait(core: EngineCore, under_way: Step) -> list[Computed]:
+    def publish_and_wait(core: EngineCore, under_way: Step) -> list[SliceResult]:
         for part in under_way.slices:
-            core._delivery._commit(part.request, part.end)
+            core._completer._commit(part.request, part.end)
         return wait_for(core, under_way)
 
     patch.setattr(EngineCore, "_wait_for", publish_and_wait)
@@ -56,27 +56,29 @@ def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
 
 def starts_ahead_what_has_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        steps_ahead, "_decodes_on", lambda request, num_coming=0: request.generation is not None and request.is_decoding
+        overlap,
+        "_continues_decoding",
+        lambda request, num_coming=0: request.generation is not None and request.is_decoding,
     )
 
 
 def starts_ahead_whatever_has_come(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepsAhead, "may_start", lambda _, next_step, computed: bool(computed))
+    patch.setattr(OverlapScheduler, "may_start", lambda _, prepared, results: bool(results))
 
 
 def starts_two_steps_ahead(patch: pytest.MonkeyPatch) -> None:
     start_ahead = EngineCore._start_ahead
 
-    def start_twice(core: EngineCore, next_step: NextStep, computed: list[Computed]) -> None:
-        start_ahead(core, next_step, computed)
-        next_step.start(computed, 0.0)
+    def start_twice(core: EngineCore, prepared: PreparedStep, results: list[SliceResult]) -> None:
+        start_ahead(core, prepared, results)
+        prepared.start(results, 0.0)
 
     patch.setattr(EngineCore, "_start_ahead", start_twice)
 
 
 def starts_ahead_with_the_tokens_of_others(patch: pytest.MonkeyPatch) -> None:
-    start = NextStep.start
-    patch.setattr(NextStep, "start", lambda next_step, computed, now_s: start(next_step, computed[::-1], now_s))
+    start = PreparedStep.start
+    patch.setattr(PreparedStep, "start", lambda prepared, results, now_s: start(prepared, results[::-1], now_s))
 
 
 def prepares_copies_again(patch: pytest.MonkeyPatch) -> None:
@@ -115,15 +117,15 @@ def makes_copies_again_and_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "chunk_of", with_first_copy)
 
 
-def leads_while_it_is_paused(patch: pytest.MonkeyPatch) -> None:
-    pause, leave = Growth._pause, SingleFlight.leave
+def leads_while_it_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    preempt, leave = Preemptor.preempt, SingleFlight.leave
 
-    def pause_and_lead(growth: Growth, request: Request) -> None:
+    def preempt_and_lead(preemptor: Preemptor, request: Request) -> None:
         patch.setattr(SingleFlight, "leave", lambda *_: [])
-        pause(growth, request)
+        preempt(preemptor, request)
         patch.setattr(SingleFlight, "leave", leave)
 
-    patch.setattr(Growth, "_pause", pause_and_lead)
+    patch.setattr(Preemptor, "preempt", preempt_and_lead)
 
 
 def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
         submit(core, request)
         request.future.add_done_callback(
             lambda future: (
-                core._endings.end(request, Outcome.CANCELLED) if future.cancelled() and not request.is_over else None
+                core._completer.end(request, Outcome.CANCELLED) if future.cancelled() and not request.is_over else None
             )
         )
 
@@ -163,7 +165,7 @@ def counts_no_recomputed_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitter, "admit", admit_and_forget)
 
 
-def goes_on_after_a_pause_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
+def goes_on_after_a_preemption_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
     admit = Admitter.admit
 
     def admit_and_go_on(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
@@ -181,15 +183,15 @@ def believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
 
 
 def tells_nobody_that_a_step_failed(patch: pytest.MonkeyPatch) -> None:
-    fail = Endings.fail
+    fail = RequestCompleter.fail
 
-    def fail_silently(endings: Endings, request: Request, error: RadixKVError) -> None:
+    def fail_silently(completer: RequestCompleter, request: Request, error: RadixKVError) -> None:
         if isinstance(error, StepFailed):
-            endings.end(request, Outcome.FAILED, error)
+            completer.end(request, Outcome.FAILED, error)
         else:
-            fail(endings, request, error)
+            fail(completer, request, error)
 
-    patch.setattr(Endings, "fail", fail_silently)
+    patch.setattr(RequestCompleter, "fail", fail_silently)
 
 
 def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
@@ -210,7 +212,11 @@ def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
         logits: Any, most_likely: list[int], requests: list[Request], allowed: dict[int, Any]
     ) -> list[Prediction]:
         draw = sampler.draw
-        patch.setattr(sampler, "draw", lambda row, sampling, position: draw(row, sampling, position + len(requests)))
+
+        def draw_elsewhere(rows: Any, samplings: list[Sampling], positions: list[int]) -> Any:
+            return draw(rows, samplings, [position + len(requests) for position in positions])
+
+        patch.setattr(sampler, "draw", draw_elsewhere)
         predictions = predict(logits, most_likely, requests, allowed)
         patch.setattr(sampler, "draw", draw)
         return predictions
@@ -231,7 +237,7 @@ def asks_what_may_come_as_if_nothing_had(patch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_without_a_next_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Computed, "refusal", None)
+    patch.setattr(SliceResult, "refusal", None)
 
 
 def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
@@ -263,14 +269,16 @@ def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
-    end = Endings.end
+    end = RequestCompleter.end
 
-    def end_and_keep(endings: Endings, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
+    def end_and_keep(
+        completer: RequestCompleter, request: Request, outcome: Outcome, error: RadixKVError | None = None
+    ) -> None:
         if outcome is Outcome.FAILED:
             request.lease = None
-        end(endings, request, outcome, error)
+        end(completer, request, outcome, error)
 
-    patch.setattr(Endings, "end", end_and_keep)
+    patch.setattr(RequestCompleter, "end", end_and_keep)
 
 
 def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
@@ -286,26 +294,26 @@ def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
 
 
 def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
-    advance = Delivery._advance
+    advance = RequestCompleter._advance
 
-    def advance_and_tell(delivery: Delivery, computed: Computed) -> None:
-        advance(delivery, computed)
-        request = computed.part.request
+    def advance_and_tell(completer: RequestCompleter, result: SliceResult) -> None:
+        advance(completer, result)
+        request = result.part.request
         if request.generation is not None and request.generation.finish_reason is not None:
             request.generation.on_tokens(GeneratedTokens(tuple(request.generation.token_ids[-1:]), request.usage))
 
-    patch.setattr(Delivery, "_advance", advance_and_tell)
+    patch.setattr(RequestCompleter, "_advance", advance_and_tell)
 
 
 def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
-    answer = Delivery._answer
+    complete = RequestCompleter._complete
 
-    def answer_late(delivery: Delivery, request: Request, make: Any) -> None:
-        clock, delivery._clock = delivery._clock, lambda: request.received_s
-        answer(delivery, request, make)
-        delivery._clock = clock
+    def complete_late(completer: RequestCompleter, request: Request, *args: Any) -> None:
+        clock, completer._clock = completer._clock, lambda: request.received_s
+        complete(completer, request, *args)
+        completer._clock = clock
 
-    patch.setattr(Delivery, "_answer", answer_late)
+    patch.setattr(RequestCompleter, "_complete", complete_late)
 
 
 def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
@@ -419,11 +427,11 @@ BREAKS: tuple[Breaks, ...] = (
     prepares_without_blocks,
     skips_copies,
     makes_copies_again_and_again,
-    leads_while_it_is_paused,
+    leads_while_it_is_preempted,
     ends_who_is_cancelled_while_a_step_runs,
     gives_the_blocks_of_the_cancelled_back_while_a_step_runs,
     counts_no_recomputed_tokens,
-    goes_on_after_a_pause_as_if_nothing_was_evicted,
+    goes_on_after_a_preemption_as_if_nothing_was_evicted,
     believes_what_is_not_finite,
     tells_nobody_that_a_step_failed,
     shares_between_salts,

@@ -135,7 +135,7 @@ class EngineOracle(Observer):
         """Note a failed step, which may have been started ahead, during the step before."""
         self._num_waits += 1
 
-    def request_paused(self, request: Request) -> None:
+    def request_preempted(self, request: Request) -> None:
         self.events["pauses"] += 1
         if request.lease is not None:
             self._runner.violations.append("a paused request keeps its blocks")
@@ -216,7 +216,7 @@ class EngineOracle(Observer):
         assert len(running) <= self._world.max_running_requests
         leases = [request.lease for request in running]
         assert all(lease is not None and not lease.own.is_closed for lease in leases)
-        self.events["blocks lent"] += self.core._growth._lending.num_lent_blocks
+        self.events["blocks lent"] += self.core._preemptor._lending.num_lent_blocks
         kept = [held.lease for held in self.core.held_leases._held.values()]
         public = [lease for lease in self._cache.leases if lease.namespace.tenant == PUBLIC_TENANT]
         all_own = {lease.own for lease in (*leases, *kept, *public) if lease is not None}
@@ -289,7 +289,7 @@ class EngineOracle(Observer):
             assert asked.num_ends == 1
         flights, queues = core._flights, core._scheduler._queues
         left = [flights._waits, flights._leads, flights._followers, flights._leaders, flights._first_blocks]
-        left += [queues._open, core._early_ends._deadlines, core._early_ends._failed]
+        left += [queues.by_tenant, core._cancellations._deadlines, core._cancellations._failed]
         assert [len(each) for each in left] == [0] * len(left)
         assert core._scheduler._blocked is None
         assert len(core.held_leases) == 0
@@ -303,7 +303,7 @@ class EngineOracle(Observer):
         assert self._cache.pool.num_free == world.num_blocks
 
     def _verify_stats(self) -> None:
-        stats = self.core.tally.stats()
+        stats = self.core.stats.stats()
         self.events["steps"] = self._runner.num_steps
         self.events["copies"] = self._runner.num_copies
         self.events["steps ahead"] = self._runner.num_ahead

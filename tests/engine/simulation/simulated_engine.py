@@ -18,9 +18,10 @@ from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.config import EngineConfig
-from radixkv.engine.adapters.adapters import Adapters, EngineThread
+from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.core import EngineCore
-from radixkv.engine.public.public_registry import PublicRegistry
+from radixkv.engine.inbox import EngineThread
+from radixkv.engine.public_prefixes import PublicPrefixRegistry
 from radixkv.errors import Draining, OutOfBlocks, RadixKVError, UnknownAdapter, UnknownLease
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Generation, Request
@@ -82,7 +83,7 @@ class SimulatedEngine:
             held_lease_ttl_s=world.held_lease_ttl_s,
         )
         self.oracle = EngineOracle(world, self.cache, self.runner, self.clock)
-        self.core = self.oracle.core = EngineCore(
+        self.core = self.oracle.core = EngineCore.build(
             self.runner,
             self.cache,
             config,
@@ -102,7 +103,7 @@ class SimulatedEngine:
         self.runner.device = self.device
         self.runner.leases = self._leases
         limits = _limits(world)
-        self.public = PublicRegistry(self.cache.public, limits, self.adapters, thread, self._submit_public)
+        self.public = PublicPrefixRegistry(self.cache.public, limits, self.adapters, thread, self._submit_public)
         take = self.cache.lease
         self.cache.lease = lambda *args, **options: self.oracle.public.lease(take, *args, **options)  # type: ignore[method-assign]
         self._timed = sorted(

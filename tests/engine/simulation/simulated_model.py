@@ -19,10 +19,10 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.prompt_lease import PromptLease
 from radixkv.compute.forward import Chunk, pack_tokens
 from radixkv.compute.runner import Launch, StepResult, Wait
-from radixkv.engine.sampler import draw, penalize
 from radixkv.invocation import InvocationMarks, plain
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.constraints import Rising
+from tests.engine.reference_sampler import draw, penalize
 from tests.fake_runner import with_tokens
 from tests.fakes import FakeClock
 

@@ -7,7 +7,6 @@ import pytest
 
 from radixkv.api.caller import Caller
 from radixkv.config import TransferConfig
-from radixkv.engine.calls.inbox import Asker
 from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import Transfer, TransferParts
 from radixkv.namespace import Namespace, PromptKey
@@ -26,11 +25,11 @@ class Plain:
         return type("Keyed", (), {"key": PromptKey(namespace, prompt)})
 
 
-def made(bench: TieredBench) -> tuple[Transfer, list[tuple[Asker, str]]]:
-    askers: list[tuple[Asker, str]] = []
+def made(bench: TieredBench) -> tuple[Transfer, list[str]]:
+    tenants: list[str] = []
 
-    def call(function: Any, asker: Asker, tenant: str) -> Future[Any]:
-        askers.append((asker, tenant))
+    def call(tenant: str, function: Any) -> Future[Any]:
+        tenants.append(tenant)
         future: Future[Any] = Future()
         future.set_result(function())
         return future
@@ -43,19 +42,19 @@ def made(bench: TieredBench) -> tuple[Transfer, list[tuple[Asker, str]]]:
     adapters: Any = Plain()
     transfer = Transfer.of(parts, bench.core.held_leases, adapters, call)
     assert transfer is not None
-    return transfer, askers
+    return transfer, tenants
 
 
 def test_what_one_side_gives_is_what_the_other_side_wants() -> None:
     bench = TieredBench(16)
-    transfer, askers = made(bench)
+    transfer, tenants = made(bench)
     held = bench.prefill(PROMPT, hold_lease=True).held_lease
     assert held is not None
     found = transfer.blocks_of(held.lease_id, "").result()
     objects = transfer.objects(held.lease_id, "", found, [0, 1]).result()
     wanted = transfer.wanted(tokens(range(2 * BLOCK_SIZE + 1)), Caller())
     assert [each.key for each in objects] == [each.key for each in wanted]
-    assert askers == [(Asker.TENANT, "")] * 2
+    assert tenants == ["", ""]
     data = b"".join(objects[1].pieces())
     assert len(data) == transfer.object_bytes
     payload = transfer.payload_of(data, wanted[1])

@@ -302,7 +302,7 @@ class Cases:
 
     def _core(self, max_step_tokens: int) -> EngineCore:
         config = EngineConfig(max_step_tokens=max_step_tokens, max_running_requests=MAX_RUNNING)
-        return EngineCore(self.runner, self.cache, config, offload=self.offload)
+        return EngineCore.build(self.runner, self.cache, config, offload=self.offload)
 
     def _finish(self, core: EngineCore, futures: Sequence[Future[Any]]) -> None:
         """Run all requests, also those that wait for stores."""

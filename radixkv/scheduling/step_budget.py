@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# Steps that have to fit before a larger one is tried again.
+# Number of steps that must fit before a larger one is tried again.
 _STEPS_TO_DOUBLE = 64
 
 
 class StepBudget:
-    """The most tokens that a step may have: fewer after the device had no memory for a step, then slowly more again.
+    """The maximum number of tokens per step: halved when the device runs out of memory, then slowly doubled again.
 
         512 ── did not fit ──▶ 256 ── did not fit ──▶ 128 ── 64 steps fitted ──▶ 256 ── 64 steps fitted ──▶ 512
 
@@ -15,7 +15,7 @@ class StepBudget:
         max_tokens: the budget while all steps fit.
 
     Attributes:
-        num_tokens: the budget now, at least 1.
+        num_tokens: the current budget, at least 1.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -24,13 +24,13 @@ class StepBudget:
         self._num_fitted = 0
 
     def shrink(self, num_tokens: int) -> bool:
-        """Note that a step of `num_tokens` did not fit. Returns whether a smaller one can be tried."""
+        """Record that a step of `num_tokens` did not fit. Returns whether a smaller one can be tried."""
         self.num_tokens = max(1, num_tokens // 2)
         self._num_fitted = 0
         return num_tokens > 1
 
     def grow(self) -> None:
-        """Note that a step fitted."""
+        """Record that a step fitted."""
         if self.num_tokens == self._max_tokens:
             return
         self._num_fitted += 1

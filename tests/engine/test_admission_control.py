@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.api.params import PrefillParams
 from radixkv.config import EngineConfig
-from radixkv.engine.gate import Gate
+from radixkv.engine.admission_control import AdmissionControl
 from radixkv.errors import QueueFull
 from radixkv.scheduling.request import Request
 from tests.fake_runner import tokens
@@ -19,22 +19,22 @@ from tests.fakes import MODEL, FakeClock
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    monkeypatch.setattr("radixkv.engine.gate.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("radixkv.engine.admission_control.time", SimpleNamespace(monotonic=clock))
     return clock
 
 
 def retry_after_s(clock: FakeClock, seconds_each: float, num_ended: int) -> float:
     """Return the hint of a full gate after some requests have ended, one in every `seconds_each`."""
-    gate = Gate(EngineConfig(max_running_requests=2, max_waiting_requests=6))
+    gate = AdmissionControl(EngineConfig(max_running_requests=2, max_waiting_requests=6))
     requests = [Request(PrefillParams(tokens([1])), MODEL, Future(), 0.0) for _ in range(num_ended + 9)]
     for request in requests[:num_ended]:
-        gate.enter(request, lambda: None)
+        gate.enter(request, lambda request: None)
         clock.now_s += seconds_each
         gate.leave(request)
     for request in requests[num_ended:-1]:
-        gate.enter(request, lambda: None)
+        gate.enter(request, lambda request: None)
     with pytest.raises(QueueFull) as refused:
-        gate.enter(requests[-1], lambda: None)
+        gate.enter(requests[-1], lambda request: None)
     return refused.value.retry_after_s
 
 

@@ -1,4 +1,4 @@
-"""Finds requests that have to end early: cancelled, late or finished ones, and those whose caller failed."""
+"""Cancellation: requests that are cancelled, exceed their deadline, are stopped by their caller, or fail."""
 
 from __future__ import annotations
 
@@ -13,50 +13,52 @@ from radixkv.errors import DeadlineExceeded, RadixKVError
 from radixkv.scheduling.request import Request
 
 
-class EarlyEnds:
-    """Collects requests that have to end, for the time between two steps.
+class Cancellations:
+    """Collects the requests that must end early, until the engine ends them between two steps.
 
     Other threads only cancel futures, or finish them. All methods are for the engine's thread.
     """
 
     def __init__(self) -> None:
-        self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals differ
-        self._cancelled: deque[weakref.ref[Request]] = deque()  # other threads append
-        self._finished: deque[weakref.ref[Request]] = deque()  # other threads append
+        self._deadlines = SortedList()  # of (deadline_s, arrival, request); arrivals are unique
+        self._cancelled: deque[weakref.ref[Request]] = deque()  # appended to by other threads
+        self._finished: deque[weakref.ref[Request]] = deque()  # appended to by other threads
         self._failed: dict[Request, RadixKVError] = {}
 
     def watch(self, request: Request) -> None:
         """Watch a request's deadline and its future. Complexity: O(log watched)."""
         if request.params.deadline_s is not None:
             self._deadlines.add((request.params.deadline_s, request.arrival, request))
-        itself = weakref.ref(request)  # a future that held its request would be garbage for the collector
+        itself = weakref.ref(request)  # a strong reference would form a cycle that only the garbage collector frees
         request.future.add_done_callback(lambda future: self._cancelled.append(itself) if future.cancelled() else None)
         if isinstance(request.future, GenerationFuture):
             request.future.watch_finish(lambda: self._finished.append(itself))
 
     def forget(self, request: Request) -> None:
-        """Stop watching a request that is over. Complexity: O(log watched)."""
-        self._failed.pop(request, None)
+        """Stop watching a request that has ended. Complexity: O(log watched)."""
+        if self._failed:
+            self._failed.pop(request, None)
         if request.params.deadline_s is not None:
             self._deadlines.remove((request.params.deadline_s, request.arrival, request))
 
     def fail(self, request: Request, error: RadixKVError) -> None:
-        """Let a request end with an error, after the step that may be under way."""
+        """Have a request fail with `error` after the step that may be running."""
         self._failed[request] = error
 
     def is_failing(self, request: Request) -> bool:
-        """Whether a request has to end with an error."""
+        """Whether a request is to fail."""
         return request in self._failed
 
     def is_any_due(self, now_s: float) -> bool:
-        """Whether any request has to end now."""
-        is_late = bool(self._deadlines) and self._deadlines[0][0] <= now_s
-        return is_late or bool(self._cancelled or self._finished or self._failed)
+        """Whether any request must end now."""
+        if self._cancelled or self._finished or self._failed:
+            return True
+        return bool(self._deadlines) and self._deadlines[0][0] <= now_s
 
     def finished(self) -> Iterator[Request]:
-        """Yield the generations whose callers want no more tokens. Those that have none, or have to fail, are left out.
+        """Yield the generations that their callers stopped, if they have any token and are not to fail.
 
-        The caller ends each request before it takes the next one.
+        The engine must end each request before it takes the next one.
         """
         while self._finished:
             request = self._finished.popleft()()
@@ -66,20 +68,22 @@ class EarlyEnds:
                 yield request
 
     def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
-        """Yield the requests that have to end now, each with its error, or None if it was cancelled in time.
+        """Yield the requests that must end now, each with its error, or None if it was cancelled before its deadline.
 
-        The caller ends each request before it takes the next one.
+        The engine must end each request before it takes the next one.
         """
         while self._cancelled:
             request = self._cancelled.popleft()()
             if request is not None and not request.is_over:
-                yield request, deadline_passed() if request.is_late(now_s) else None
+                yield request, deadline_exceeded() if request.is_late(now_s) else None
         failed, self._failed = self._failed, {}
-        yield from ((request, error) for request, error in failed.items() if not request.is_over)
+        for request, error in failed.items():
+            if not request.is_over:
+                yield request, error
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            yield self._deadlines[0][2], deadline_passed()
+            yield self._deadlines[0][2], deadline_exceeded()
 
 
-def deadline_passed() -> DeadlineExceeded:
-    """Return the error of a late request."""
+def deadline_exceeded() -> DeadlineExceeded:
+    """Return the error of a request whose deadline has passed."""
     return DeadlineExceeded("deadline: passed before the answer was known")

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.engine.compression.compressed_bench import BLOCK_SIZE, CompressedBench, load, prompt, scribble
+from tests.engine.compression.compression_oracle import oracle_logits
 
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.result import GenerateResult, GenerationFuture
@@ -20,8 +22,6 @@ from radixkv.errors import QuotaExceeded, StepFailed
 from radixkv.model.model import Model
 from radixkv.namespace import Namespace
 from tests.core_bench import purge_at_once
-from tests.engine.compression.compressed_bench import BLOCK_SIZE, CompressedBench, load, prompt, scribble
-from tests.engine.compression.compression_oracle import oracle_logits
 from tests.fake_runner import tokens
 from tests.model.exact.checkpoints import CONFIGS, load_eager, write_checkpoint
 from tests.model.exact.exact_cases import MODELS

@@ -1,4 +1,4 @@
-"""Accepts requests while there is room, and knows the unfinished ones."""
+"""Admission control: accepts requests while there is room, and keeps track of those that are unfinished."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from typing import Any
 
 from radixkv.config import EngineConfig
 from radixkv.errors import Draining, QueueFull, RadixKVError
-from radixkv.scheduling.rates import Rates
+from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.scheduling.request import Request
 
-# Bounds and default of the hint after how many seconds to try a full queue again.
-_MIN_RETRY_S, _DEFAULT_RETRY_S, _MAX_RETRY_S = 0.05, 1.0, 60.0
+# Bounds and default of the time after which a caller should retry when the queue is full.
+_MIN_RETRY_S = 0.05
+_DEFAULT_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
 _NUM_REMEMBERED_ENDS = 64
 
 
-class Gate:
+class AdmissionControl:
     """Bounds the number of unfinished requests. All methods may be called from any thread.
 
-        enter ─▶ unfinished ─▶ leave        closed: nobody enters
+        enter ─▶ unfinished ─▶ leave        closed: no request enters
 
     Args:
-        config: how many requests may be unfinished, in all and of one tenant.
-        rates: how fast tenants may call and have tokens computed; None for any rate.
+        config: how many requests may be unfinished, in total and per tenant.
+        rates: limits the rates of calls and computed tokens per tenant; None for no limits.
     """
 
-    def __init__(self, config: EngineConfig, rates: Rates | None = None) -> None:
+    def __init__(self, config: EngineConfig, rates: RateLimiter | None = None) -> None:
         self._rates = rates
         self._max_unfinished = config.max_waiting_requests + config.max_running_requests
         self._max_tenant_requests = config.max_tenant_requests
@@ -44,33 +46,37 @@ class Gate:
         """Whether no more requests are accepted."""
         return self._is_closed
 
-    def enter(self, request: Request, pass_on: Callable[[], None]) -> None:
-        """Accept a request and call `pass_on`, so that no request that was accepted comes after `close`.
+    def enter(self, request: Request, submit: Callable[[Request], None]) -> None:
+        """Accept a request and call `submit` with it. After `close` no call of `submit` starts.
 
         Raises:
-            Draining: the gate is closed.
-            QueueFull: too many requests are unfinished, or too many of this tenant.
-            RateExceeded: this tenant is above its rates.
+            Draining: the engine accepts no more requests.
+            QueueFull: too many requests are unfinished, in total or of this tenant.
+            RateExceeded: this tenant exceeds its rates.
         """
         tenant = request.tenant
         with self._changed:
             if self._is_closed:
                 raise Draining("engine: shutting down, no new requests")
-            self._require_room(len(self._unfinished), self._max_unfinished, "")
-            self._require_room(self._num_by_tenant[tenant], self._max_tenant_requests, " of this tenant")
+            num_unfinished = len(self._unfinished)
+            if num_unfinished >= self._max_unfinished:
+                raise self._queue_full(num_unfinished, self._max_unfinished, "")
+            num_unfinished = self._num_by_tenant[tenant]
+            if num_unfinished >= self._max_tenant_requests:
+                raise self._queue_full(num_unfinished, self._max_tenant_requests, " of this tenant")
             if self._rates is not None:
                 self._rates.enter(tenant)
             self._unfinished.add(request.future)
             self._num_by_tenant[tenant] += 1
-            pass_on()
+            submit(request)
 
-    def note_start(self, request: Request) -> None:
-        """Charge the tenant of a request that got its blocks for the tokens that are not cached."""
+    def charge_prompt(self, request: Request) -> None:
+        """Charge the tenant of a request that was scheduled for the prompt tokens that are not cached."""
         if self._rates is not None:
             self._rates.charge(request.tenant, request.num_left)
 
     def leave(self, request: Request) -> None:
-        """Forget a request that is over, and charge its tenant for the tokens that it generated."""
+        """Forget a request that has ended, and charge its tenant for the tokens that it generated."""
         tenant = request.tenant
         if self._rates is not None and request.generation is not None:
             self._rates.charge(tenant, len(request.generation.token_ids))
@@ -87,7 +93,7 @@ class Gate:
         with self._changed:
             self._is_closed = True
 
-    def wait_until_answered(self, timeout_s: float) -> bool:
+    def wait_until_done(self, timeout_s: float) -> bool:
         """Wait until every request is answered or cancelled. Returns whether all were within `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: all(future.done() for future in self._unfinished), timeout_s)
@@ -102,7 +108,7 @@ class Gate:
             self._changed.notify_all()
 
     def abandon(self, error: RadixKVError) -> None:
-        """Cancel all unfinished requests, and raise `error` for those that can't be cancelled any more."""
+        """Cancel all unfinished requests, and fail those that can no longer be cancelled with `error`."""
         self.cancel_all()
         with self._changed:
             unfinished = list(self._unfinished)
@@ -110,15 +116,14 @@ class Gate:
             if not future.done():
                 future.set_exception(error)
 
-    def _require_room(self, num_unfinished: int, max_unfinished: int, whose: str) -> None:
-        if num_unfinished >= max_unfinished:
-            raise QueueFull(
-                f"engine: expected fewer than {max_unfinished} unfinished requests{whose}, got {num_unfinished}",
-                retry_after_s=self._seconds_to_end(num_unfinished // 2),
-            )
+    def _queue_full(self, num_unfinished: int, max_unfinished: int, of_tenant: str) -> QueueFull:
+        return QueueFull(
+            f"engine: expected fewer than {max_unfinished} unfinished requests{of_tenant}, got {num_unfinished}",
+            retry_after_s=self._seconds_to_end(num_unfinished // 2),
+        )
 
     def _seconds_to_end(self, num_requests: int) -> float:
-        """Estimate how long it takes until `num_requests` have ended, from the pace of the last ones."""
+        """Estimate the time until `num_requests` have ended, from the rate at which the last ones ended."""
         if len(self._ended_s) < 2:
             return _DEFAULT_RETRY_S
         seconds_each = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)

@@ -1,4 +1,4 @@
-"""Counts what the engine holds and what it has done."""
+"""Collects the statistics of the engine."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 
-# Upper bounds of the buckets of times: each a quarter more than the one before, from 0.5 ms to two minutes. A quantile
-# read from them is at most an eighth off.
+# Upper bounds of the histogram's buckets, from 0.5 ms to two minutes, each 1.25 times the previous one. A quantile read
+# from them is off by one eighth at most.
 _BOUNDS_S = tuple(0.0005 * 1.25**index for index in range(56))
 
 
-class Tally:
-    """Counts requests as they end, and reads everything else when it is asked.
+class StatsCollector:
+    """Counts requests as they end, and reads all other numbers from their owners on demand.
 
     Args:
-        cache, scheduler, held_leases: what the counts of now are read from.
+        cache, scheduler, held_leases: the sources of the current numbers.
         block_bytes: device bytes of one block, scales included.
         kv_dtype: how K and V are stored.
-        clock: seconds, never going back.
-        offload: knows what is stored below the device; None if nothing is.
+        clock: seconds, monotonic.
+        offload: the tiers below the device; None without any.
     """
 
     def __init__(
@@ -58,30 +58,31 @@ class Tally:
         self._clock = clock
         self._started_s = clock()
         self._num_ended = dict.fromkeys((Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED), 0)
-        self._num_pauses = 0
+        self._num_preemptions = 0
         self._tokens = TokenStats()
         self._first_tokens = [0] * (len(_BOUNDS_S) + 1)
         self._first_tokens_s = 0.0
 
-    def answered(self, usage: Usage) -> None:
-        """Count the tokens of a request that got its answer."""
+    def count_tokens(self, usage: Usage) -> None:
+        """Count the tokens of a request that got its result."""
         self._tokens = self._tokens.plus(usage)
 
-    def ended(self, request: Request, outcome: Outcome) -> None:
-        """Count a request that is over, and the time to its first token if it had one."""
+    def count_end(self, request: Request, outcome: Outcome) -> None:
+        """Count a request that ended, and the time to its first token if it had one."""
         self._num_ended[outcome] += 1
         if request.prefilled_s is not None:
             seconds = request.prefilled_s - request.received_s
             self._first_tokens[bisect_left(_BOUNDS_S, seconds)] += 1
             self._first_tokens_s += seconds
 
-    def paused(self) -> None:
-        """Count a request that gave its blocks back for others."""
-        self._num_pauses += 1
+    def count_preemption(self) -> None:
+        """Count a preemption."""
+        self._num_preemptions += 1
 
     def load(self) -> EngineLoad:
-        """Say how full the engine is. Complexity: O(waiting requests)."""
+        """Return how full the engine is. Complexity: O(waiting requests)."""
         pool = self._cache.pool
+        states = self._cache.parts.states
         return EngineLoad(
             blocks=BlockStats(
                 total=pool.num_blocks,
@@ -97,37 +98,37 @@ class Tally:
                 waiting=self._scheduler.num_waiting,
                 running=self._scheduler.num_running,
                 following=self._scheduler.num_following,
-                paused=sum(request.is_paused for request in self._scheduler.idle_requests()),
+                paused=sum(request.is_preempted for request in self._scheduler.idle_requests()),
                 finished=self._num_ended[Outcome.FINISHED],
                 failed=self._num_ended[Outcome.FAILED],
                 cancelled=self._num_ended[Outcome.CANCELLED],
-                pauses=self._num_pauses,
+                pauses=self._num_preemptions,
             ),
             namespaces=self._cache.num_namespaces,
             held_leases=len(self._held_leases),
             evicted_blocks=self._cache.num_evicted_blocks,
             evicted_probation_blocks=self._cache.probation.num_evicted_blocks,
-            states=None if (states := self._cache.parts.states) is None else states.stats(),
+            states=None if states is None else states.stats(),
             parts=self._cache.parts.stats(),
         )
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> EngineStats:
-        """Count everything.
+        """Return all statistics.
 
         Args:
-            max_tenants: the largest tenants are told, as many as this; see `Tenants.largest`.
-            tenant: tell this one instead, if it is known or has blocks in stores.
+            max_tenants: number of tenants to report, the largest ones; see `Tenants.largest`.
+            tenant: report this tenant instead, if it is known or has blocks in tiers.
 
-        Complexity: O(waiting requests + tenants with a quota), whatever number of tenants is known.
+        Complexity: O(waiting requests + tenants with a quota), regardless of the number of known tenants.
         """
         tenants = self._cache.tenants
         if tenant is None:
-            told = tenants.largest(max_tenants)
+            reported = tenants.largest(max_tenants)
         else:
             usage = tenants.get(tenant)
             if usage is None and any(self._stored_blocks(tenant).values()):
-                usage = TenantUsage(tenants.quota_of(tenant))  # an earlier process served it
-            told = [] if usage is None else [(tenant, usage)]
+                usage = TenantUsage(tenants.quota_of(tenant))  # served by an earlier process
+            reported = [] if usage is None else [(tenant, usage)]
         return EngineStats(
             load=self.load(),
             uptime_s=self._clock() - self._started_s,
@@ -135,7 +136,7 @@ class Tally:
             segments=len(self._cache.segments),
             block_bytes=self._block_bytes,
             kv_dtype=self._kv_dtype,
-            tenants=tuple(self._tenant_stats(name, usage) for name, usage in told),
+            tenants=tuple(self._tenant_stats(name, usage) for name, usage in reported),
             known_tenants=len(tenants),
             first_tokens=TimeStats(_BOUNDS_S, tuple(self._first_tokens), self._first_tokens_s),
         )

@@ -54,7 +54,7 @@ class CompressedBench:
         storage.pool.blocks.fill_(0xFF)  # nothing may depend on what was never written
         self.runner = Runner(model, storage, TorchKernels())
         ticks = itertools.count()
-        self.core = EngineCore(self.runner, self.cache, EngineConfig(**config), clock=lambda: float(next(ticks)))
+        self.core = EngineCore.build(self.runner, self.cache, EngineConfig(**config), clock=lambda: float(next(ticks)))
 
     def generate(
         self,

@@ -9,8 +9,8 @@ import torch
 
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import StepResult
-from radixkv.engine.step_budget import StepBudget
 from radixkv.errors import OutOfMemory
+from radixkv.scheduling.step_budget import StepBudget
 from tests.core_bench import Bench
 from tests.fake_runner import next_token, tokens
 

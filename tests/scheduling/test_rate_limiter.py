@@ -1,4 +1,4 @@
-"""Rates in virtual time."""
+"""Rate limits in virtual time."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import pytest
 
 from radixkv.api.params import PrefillParams
 from radixkv.config import EngineConfig, TenantConfig
-from radixkv.engine.gate import Gate
+from radixkv.engine.admission_control import AdmissionControl
 from radixkv.errors import QueueFull, RateExceeded
-from radixkv.scheduling.rates import Rates
+from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.scheduling.request import Request
 from tests.fake_runner import tokens
 from tests.fakes import MODEL, FakeClock
 
 
-def retry_after_s(rates: Rates, tenant: str = "a") -> float:
+def retry_after_s(rates: RateLimiter, tenant: str = "a") -> float:
     """Return when a refused tenant may come back."""
     with pytest.raises(RateExceeded) as refused:
         rates.enter(tenant)
     return refused.value.retry_after_s
 
 
-def rates_of(clock: FakeClock, **bounds) -> Rates:
-    return Rates({}, TenantConfig(**bounds), clock)
+def rates_of(clock: FakeClock, **bounds) -> RateLimiter:
+    return RateLimiter({}, TenantConfig(**bounds), clock)
 
 
 def test_a_burst_is_let_in_and_the_next_call_refused_until_exactly_then() -> None:
@@ -76,7 +76,7 @@ def test_a_hit_costs_little() -> None:
 
 
 def test_tenants_have_rates_of_their_own() -> None:
-    rates = Rates({"named": TenantConfig(max_calls_per_s=5, rate_burst_s=1)}, TenantConfig(), FakeClock())
+    rates = RateLimiter({"named": TenantConfig(max_calls_per_s=5, rate_burst_s=1)}, TenantConfig(), FakeClock())
     for _ in range(5):
         rates.enter("named")
     assert retry_after_s(rates, "named") == pytest.approx(0.2)
@@ -97,37 +97,37 @@ def test_tenants_whose_buckets_are_full_are_forgotten() -> None:
     assert rates.num_known == 600
 
 
-class TestGate:
-    """The gate takes calls, and charges what is computed."""
+class TestAdmissionControl:
+    """Admission control takes calls, and charges computed tokens."""
 
     def request(self, num_tokens: int) -> Request:
         return Request(PrefillParams(tokens(list(range(num_tokens)))), MODEL, Future(), 0.0)
 
-    def test_a_refused_request_is_not_passed_on(self) -> None:
+    def test_a_refused_request_is_not_submitted(self) -> None:
         clock = FakeClock()
-        gate = Gate(EngineConfig(), rates_of(clock, max_calls_per_s=1, rate_burst_s=1))
-        passed = []
-        gate.enter(self.request(3), lambda: passed.append(1))
+        admission = AdmissionControl(EngineConfig(), rates_of(clock, max_calls_per_s=1, rate_burst_s=1))
+        submitted = []
+        admission.enter(self.request(3), lambda _: submitted.append(1))
         with pytest.raises(RateExceeded):
-            gate.enter(self.request(3), lambda: passed.append(2))
-        assert passed == [1]
+            admission.enter(self.request(3), lambda _: submitted.append(2))
+        assert submitted == [1]
 
-    def test_a_full_gate_takes_no_call_from_the_rate(self) -> None:
+    def test_a_full_queue_takes_no_call_from_the_rate(self) -> None:
         rates = rates_of(FakeClock(), max_calls_per_s=2, rate_burst_s=1)
-        gate = Gate(EngineConfig(max_tenant_requests=1), rates)
+        admission = AdmissionControl(EngineConfig(max_tenant_requests=1), rates)
         first = self.request(3)
-        gate.enter(first, lambda: None)
+        admission.enter(first, lambda _: None)
         for _ in range(5):
             with pytest.raises(QueueFull):
-                gate.enter(self.request(3), lambda: None)
-        gate.leave(first)
-        gate.enter(self.request(3), lambda: None)
+                admission.enter(self.request(3), lambda _: None)
+        admission.leave(first)
+        admission.enter(self.request(3), lambda _: None)
 
     def test_only_tokens_that_are_not_cached_are_charged(self) -> None:
         rates = rates_of(FakeClock(), max_computed_tokens_per_s=10, rate_burst_s=1)
-        gate = Gate(EngineConfig(), rates)
+        admission = AdmissionControl(EngineConfig(), rates)
         request = self.request(30)
-        gate.enter(request, lambda: None)
+        admission.enter(request, lambda _: None)
         request.computed_upto = 15
-        gate.note_start(request)
+        admission.charge_prompt(request)
         assert retry_after_s(rates, request.tenant) == pytest.approx(0.5)

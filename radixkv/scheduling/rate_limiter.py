@@ -1,4 +1,4 @@
-"""Rates that tenants may not exceed: calls and computed tokens a second."""
+"""Rate limits of tenants: calls and computed tokens per second."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from radixkv.errors import RateExceeded
 
 
 class TokenBucket:
-    """A store that fills at a steady rate, up to what it may save. It may be drawn below zero.
+    """A bucket that fills at a steady rate up to its capacity. Its level may become negative.
 
     Args:
-        per_s: what comes in a second.
-        burst_s: seconds of it that are saved at most; at least one unit is.
-        now_s: the time, at which it is full.
+        per_s: units that it gains per second.
+        burst_s: its capacity in seconds of that rate; at least one unit.
+        now_s: the current time; the bucket is full.
     """
 
     def __init__(self, per_s: float, burst_s: float, now_s: float) -> None:
         self._per_s = per_s
-        self._most = max(1.0, per_s * burst_s)
-        self._level = self._most
+        self._capacity = max(1.0, per_s * burst_s)
+        self._level = self._capacity
         self._at_s = now_s
 
     def take(self, amount: float, now_s: float) -> None:
-        """Draw an amount, whatever is there."""
+        """Remove an amount, even if the bucket has less."""
         self._fill(now_s)
         self._level -= amount
 
     def seconds_until(self, amount: float, now_s: float) -> float:
-        """Return the seconds until an amount is there; 0 if it is."""
+        """Return the seconds until the bucket has an amount; 0 if it has."""
         self._fill(now_s)
         return max(0.0, (amount - self._level) / self._per_s)
 
     def is_full(self, now_s: float) -> bool:
-        """Whether it is as a new one."""
+        """Whether it equals a new bucket."""
         self._fill(now_s)
-        return self._level >= self._most
+        return self._level >= self._capacity
 
     def _fill(self, now_s: float) -> None:
-        self._level = min(self._most, self._level + (now_s - self._at_s) * self._per_s)
+        self._level = min(self._capacity, self._level + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
 
 
-class Rates:
-    """Refuses calls of tenants that are above their rates. All methods may be called from any thread.
+class RateLimiter:
+    """Refuses calls of tenants that exceed their rates. All methods may be called from any thread.
 
-        enter ─▶ one call taken ─▶ charge, once admitted: the tokens that are not cached ─▶ charge: generated tokens
+        enter ─▶ one call taken ─▶ charge at admission: prompt tokens not cached ─▶ charge at the end: generated tokens
 
-    What a call computes is known only once it is admitted. So a tenant may go below zero, by the calls that entered
-    before; while it is there, it is refused.
+    How many tokens a call computes is known only at its admission. So the calls that have entered may make a tenant's
+    bucket negative; while it is, further calls of the tenant are refused.
 
     Args:
         tenants: the rates of tenants with a section of their own.
         default: the rates of each other tenant.
-        clock: seconds, never going back.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -67,62 +67,73 @@ class Rates:
         default: TenantConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tenants = tenants
         self._default = default
+        self._tenants = tenants
+        self._is_on = any(
+            bounds.max_calls_per_s is not None or bounds.max_computed_tokens_per_s is not None
+            for bounds in (default, *tenants.values())
+        )
         self._clock = clock
         self._lock = threading.Lock()
         self._buckets: OrderedDict[str, tuple[TokenBucket | None, TokenBucket | None]] = OrderedDict()
 
     @property
     def num_known(self) -> int:
-        """Tenants whose buckets are kept: those that used any of their rates lately."""
+        """Tenants with buckets: those that recently used any of their rates."""
         return len(self._buckets)
 
     def enter(self, tenant: str) -> None:
         """Take one call of a tenant.
 
         Raises:
-            RateExceeded: it has none left, or computes too much; `retry_after_s` is when it will not.
+            RateExceeded: the tenant has no call left, or computes too many tokens; `retry_after_s` says until when.
         """
+        if not self._is_on:
+            return
         with self._lock:
             now_s = self._clock()
-            calls, tokens = self._of(tenant, now_s)
+            calls, tokens = self._buckets_of(tenant, now_s)
             call_in_s = 0.0 if calls is None else calls.seconds_until(1, now_s)
             tokens_in_s = 0.0 if tokens is None else tokens.seconds_until(0, now_s)
             if call_in_s or tokens_in_s:
                 what = "calls" if call_in_s >= tokens_in_s else "computed tokens"
                 raise RateExceeded(
-                    f"tenant: expected at most its rate of {what} a second, got more",
-                    retry_after_s=max(call_in_s, tokens_in_s),
+                    f"tenant: exceeded its rate of {what} per second", retry_after_s=max(call_in_s, tokens_in_s)
                 )
             if calls is not None:
                 calls.take(1, now_s)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Charge a tenant for tokens that are computed for it."""
+        if not self._is_on:
+            return
         with self._lock:
             now_s = self._clock()
-            _, tokens = self._of(tenant, now_s)
+            _, tokens = self._buckets_of(tenant, now_s)
             if tokens is not None:
                 tokens.take(num_tokens, now_s)
 
-    def _of(self, tenant: str, now_s: float) -> tuple[TokenBucket | None, TokenBucket | None]:
-        """Return the buckets of calls and of tokens; None for a rate without a bound."""
+    def _buckets_of(self, tenant: str, now_s: float) -> tuple[TokenBucket | None, TokenBucket | None]:
+        """Return the buckets of calls and of tokens; None for an unlimited rate."""
         buckets = self._buckets.get(tenant)
         if buckets is not None:
             return buckets
         bounds = self._tenants.get(tenant, self._default)
-        rates = bounds.max_calls_per_s, bounds.max_computed_tokens_per_s
-        calls, tokens = (None if rate is None else TokenBucket(rate, bounds.rate_burst_s, now_s) for rate in rates)
+        calls = _bucket(bounds.max_calls_per_s, bounds.rate_burst_s, now_s)
+        tokens = _bucket(bounds.max_computed_tokens_per_s, bounds.rate_burst_s, now_s)
         if calls is not None or tokens is not None:
             self._forget_full(now_s)
             self._buckets[tenant] = calls, tokens
         return calls, tokens
 
     def _forget_full(self, now_s: float) -> None:
-        """Forget up to two tenants whose buckets are full, which a new one would be too."""
+        """Forget up to two tenants whose buckets are full, like new ones."""
         for tenant in list(itertools.islice(self._buckets, 2)):
             if all(bucket is None or bucket.is_full(now_s) for bucket in self._buckets[tenant]):
                 del self._buckets[tenant]
             else:
                 self._buckets.move_to_end(tenant)
+
+
+def _bucket(per_s: float | None, burst_s: float, now_s: float) -> TokenBucket | None:
+    return None if per_s is None else TokenBucket(per_s, burst_s, now_s)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from radixkv.engine.calls.inbox import Asker, Inbox, Lane
+from radixkv.engine.inbox import CallerKind, CallOrigin, Inbox
 from radixkv.errors import Draining, QueueFull
 from tests.fakes import FakeClock
 
-ACME, OTHER = Lane(Asker.TENANT, "acme"), Lane(Asker.TENANT, "other")
+ACME, OTHER = CallOrigin(CallerKind.TENANT, "acme"), CallOrigin(CallerKind.TENANT, "other")
 
 
 def make_inbox(max_calls: int = 100, max_tenant_calls: int = 100) -> Inbox:
@@ -127,7 +127,7 @@ def test_a_tenants_call_waits_for_one_call_of_a_crowd_and_not_for_all() -> None:
 def test_kinds_of_askers_take_turns() -> None:
     inbox, ran = make_inbox(), []
     for name in ("first", "second"):
-        for lane in (ACME, OTHER, Lane(Asker.ADMIN, "acme"), Lane()):
+        for lane in (ACME, OTHER, CallOrigin(CallerKind.ADMIN, "acme"), CallOrigin()):
             inbox.call(lambda name=name, lane=lane: ran.append((lane.asker.name, lane.tenant, name)), lane)
     inbox.run_some()
     assert [asker for asker, _, _ in ran] == ["SERVICE", "ADMIN", "TENANT"] * 2 + ["TENANT"] * 2
@@ -137,12 +137,12 @@ def test_kinds_of_askers_take_turns() -> None:
 def test_too_many_calls_are_refused_and_those_of_others_are_not() -> None:
     inbox = make_inbox(3, 2)
     waiting = [inbox.call(lambda: 1, OTHER)]
-    inbox.call(lambda: 1, Lane(Asker.TENANT, "second"))
+    inbox.call(lambda: 1, CallOrigin(CallerKind.TENANT, "second"))
     waiting += [inbox.call(lambda: 1, ACME)]
     with pytest.raises(QueueFull, match="expected fewer than 3 waiting calls, got 3") as refusal:
-        inbox.call(lambda: 1, Lane(Asker.TENANT, "third"))
+        inbox.call(lambda: 1, CallOrigin(CallerKind.TENANT, "third"))
     assert 0 < refusal.value.retry_after_s < 1
-    admins, own = inbox.call(lambda: 1, Lane(Asker.ADMIN, "acme")), inbox.call(lambda: 1)
+    admins, own = inbox.call(lambda: 1, CallOrigin(CallerKind.ADMIN, "acme")), inbox.call(lambda: 1)
     for _ in range(5):
         inbox.put(lambda: None)
     inbox.run_some()
@@ -187,7 +187,7 @@ def test_a_call_comes_after_every_request_that_came_before_it() -> None:
 
     def come() -> None:  # while the engine runs calls
         inbox.put(lambda: ran.append("request"))
-        inbox.call(lambda: ran.append("purge"), Lane(Asker.ADMIN))
+        inbox.call(lambda: ran.append("purge"), CallOrigin(CallerKind.ADMIN))
 
     inbox.call(come, ACME)
     inbox.run_some()
@@ -217,7 +217,7 @@ def test_a_call_that_has_begun_is_not_cancelled() -> None:
     sliced = inbox.call(lambda: counting(ran, "slice", 2), ACME)
     clock.now_s += 1.0
     slow = working(clock, ran, "slow", 1.0)
-    inbox.call(slow, Lane(Asker.ADMIN))
+    inbox.call(slow, CallOrigin(CallerKind.ADMIN))
     inbox.run_some()
     inbox.run_some()
     inbox.cancel_calls()

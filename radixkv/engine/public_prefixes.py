@@ -1,4 +1,4 @@
-"""Registers public prefixes, and has them computed."""
+"""Registration of public prefixes, which the engine computes once for all tenants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from radixkv.api.public_prefixes import PublicPrefixStatus
 from radixkv.api.result import PrefillResult
 from radixkv.cache.public.public_prefix import PublicPrefix
 from radixkv.cache.public.public_prefixes import PublicPrefixes
-from radixkv.engine.adapters.adapters import Adapters, EngineThread
+from radixkv.engine.adapters.adapters import Adapters
+from radixkv.engine.inbox import EngineThread
 from radixkv.errors import RadixKVError, StepFailed, UnknownPublicPrefix
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Request
@@ -22,17 +23,17 @@ from radixkv.scheduling.request import Request
 _log = logging.getLogger(__name__)
 
 
-class PublicRegistry:
+class PublicPrefixRegistry:
     """The public prefixes of an engine. Its public methods may be called from any thread.
 
-        register ─▶ registered in the cache ─▶ a request of its own computes it, as others ─▶ found by all prompts
-                                                          └ fails: not registered any more
+        register ─▶ registered in the cache ─▶ a request of its own computes it, like any other ─▶ all prompts match it
+                                                          └ fails: it is unregistered
 
     Args:
-        public: those of the cache; belongs to the engine's thread.
+        public: the prefixes in the cache; only the engine's thread uses them.
         limits: of prompts.
-        adapters: give names to digests, and keep the adapter of a request.
-        thread: has things done on the engine's thread.
+        adapters: maps names to digests, and keeps the adapter that a request uses.
+        thread: runs functions on the engine's thread.
         submit: queues a request.
     """
 
@@ -51,37 +52,37 @@ class PublicRegistry:
         self._submit = submit
 
     def register(self, name: str, tokens: bytes, adapter: str = "") -> Future[PublicPrefixStatus]:
-        """Register a prefix, and compute it. It goes on if the future is cancelled.
+        """Register a prefix and compute it. The computation continues if the future is cancelled.
 
         Args:
-            name: not given to another one.
+            name: not in use by another prefix.
             tokens: little-endian uint32 bytes.
             adapter: the name of a loaded adapter; empty for the base model.
 
         Raises:
-            InvalidRequest, PromptTooLong: the tokens are no prompt.
+            InvalidRequest, PromptTooLong: the tokens are not a valid prompt.
             Draining, StepHangs: the engine takes no calls.
             Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, what a prefill raises, and
-                UnknownPublicPrefix if it was unregistered meanwhile.
+                UnknownPublicPrefix if it was unregistered in the meantime.
         """
         self._limits.require_tokens(tokens)
         done: Future[PublicPrefixStatus] = Future()
-        begun = self._thread.call(lambda: self._begin(name, tokens, adapter, done))
-        begun.add_done_callback(partial(self._refuse, done))
+        started = self._thread.call(lambda: self._start(name, tokens, adapter, done))
+        started.add_done_callback(partial(self._report_start, done))
         return done
 
     def unregister(self, name: str) -> Future[PublicPrefixStatus]:
-        """Let no more prompts use a prefix. Its blocks are free when those that use it are over.
+        """Let no more prompts use a prefix. Its blocks are freed when the requests that use it have ended.
 
-        The future raises UnknownPublicPrefix if there is none of this name.
+        The future raises UnknownPublicPrefix if no prefix has this name.
         """
         return self._thread.call(lambda: self._status(self._public.unregister(name)))
 
     def listing(self) -> Future[list[PublicPrefixStatus]]:
-        """List those that are registered, the first one first."""
-        return self._thread.call(lambda: [self._status(each) for each in self._public])
+        """List the registered prefixes in the order of their registration."""
+        return self._thread.call(lambda: [self._status(prefix) for prefix in self._public])
 
-    def _begin(self, name: str, tokens: bytes, adapter: str, done: Future[PublicPrefixStatus]) -> None:
+    def _start(self, name: str, tokens: bytes, adapter: str, done: Future[PublicPrefixStatus]) -> None:
         with self._adapters.using(Caller(adapter=adapter), tokens) as prompt:
             model, digest = prompt.namespace.model, prompt.namespace.adapter
             invoked = "" if prompt.invocation is None else prompt.invocation.digest
@@ -96,11 +97,11 @@ class PublicRegistry:
                 self._public.give_up(prefix)
                 raise
 
-    def _refuse(self, done: Future[PublicPrefixStatus], begun: Future[None]) -> None:
-        """Tell of a prefix that was not even registered."""
-        error = self._thread.cancellation() if begun.cancelled() else begun.exception()
+    def _report_start(self, done: Future[PublicPrefixStatus], started: Future[None]) -> None:
+        """Report why a prefix could not be registered."""
+        error = self._thread.cancellation() if started.cancelled() else started.exception()
         if error is not None:
-            _answer(done, error)
+            _complete(done, error)
 
     def _end(
         self,
@@ -109,30 +110,30 @@ class PublicRegistry:
         done: Future[PublicPrefixStatus],
         computed: Future[PrefillResult],
     ) -> None:
-        """Let prompts find a prefix that is computed. Results come on the engine's thread, failures on any."""
+        """Let prompts match a prefix that is computed. Results arrive on the engine's thread, failures on any."""
         error = self._thread.cancellation() if computed.cancelled() else computed.exception()
         if error is not None:
-            self._thread.put(lambda: self._give_up(prefix, request))
-            _answer(done, error)
+            self._thread.put(lambda: self._abandon(prefix, request))
+            _complete(done, error)
             return
         try:
             self._public.keep(prefix)
         except UnknownPublicPrefix as unregistered:
-            _answer(done, unregistered)
+            _complete(done, unregistered)
             return
         except RadixKVError as failure:
             self._public.give_up(prefix)
-            _answer(done, StepFailed(f"public prefix: {failure}"))
+            _complete(done, StepFailed(f"public prefix: {failure}"))
             return
         _log.info("public prefix %s: %d tokens", prefix.name, prefix.num_tokens)
-        _answer(done, self._status(prefix))
+        _complete(done, self._status(prefix))
 
-    def _give_up(self, prefix: PublicPrefix, request: Request) -> None:
-        """Give a prefix up when the request that computes it is over; a step may still write to its blocks."""
+    def _abandon(self, prefix: PublicPrefix, request: Request) -> None:
+        """Abandon a prefix when the request that computes it has ended; until then a step may write to its blocks."""
         if request.is_over:
             self._public.give_up(prefix)
         else:
-            self._thread.put(lambda: self._give_up(prefix, request))
+            self._thread.put(lambda: self._abandon(prefix, request))
 
     def _status(self, prefix: PublicPrefix) -> PublicPrefixStatus:
         return PublicPrefixStatus(
@@ -146,9 +147,9 @@ class PublicRegistry:
         )
 
 
-def _answer(done: Future[PublicPrefixStatus], outcome: PublicPrefixStatus | BaseException) -> None:
+def _complete(done: Future[PublicPrefixStatus], outcome: PublicPrefixStatus | BaseException) -> None:
     if not done.set_running_or_notify_cancel():
-        return  # whoever asked has gone
+        return  # the caller has gone away
     if isinstance(outcome, BaseException):
         done.set_exception(outcome)
     else:

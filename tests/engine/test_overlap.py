@@ -106,7 +106,7 @@ def test_tokens_count_for_their_tenant_whenever_their_step_was_started() -> None
         futures = [bench.generate([number], 40, tenant="ab"[number % 2]) for number in range(5)]
         while min(len(future.told) for future in futures) < 20:
             bench.core.step()
-        bench.has_news = True  # no step is under way after this
+        bench.has_pending_calls = True  # no step is under way after this
         while min(len(future.told) for future in futures) < 25:
             bench.core.step()
         served.append({queue.tenant: queue.served for queue in bench.core._scheduler._queues})
@@ -152,7 +152,7 @@ class TestAStepIsPreparedInVain:
     def test_after_an_arrival(self) -> None:
         bench = Bench()
         future, diary = decoding(bench)
-        self.while_it_is_computed(bench, lambda: setattr(bench, "has_news", True))
+        self.while_it_is_computed(bench, lambda: setattr(bench, "has_pending_calls", True))
         assert diary.of_next_step() == ["prepare", "wait", "tell"]
         second = bench.submit(range(50, 60))
         bench.run()
@@ -216,7 +216,7 @@ class TestNoStepIsStartedAhead:
     def test_while_there_is_news(self) -> None:
         bench = Bench()
         _, diary = decoding(bench)
-        bench.has_news = True
+        bench.has_pending_calls = True
         assert diary.of_next_step() == ["wait", "tell"]
         assert diary.of_next_step() == ["start", "wait", "tell"]
 
@@ -269,7 +269,7 @@ class TestNoStepIsStartedAhead:
         diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
         steps = []
-        while not bench.core.tally.load().requests.pauses:
+        while not bench.core.stats.load().requests.pauses:
             steps.append(diary.of_next_step())
         assert steps[-1] == ["start", "wait"], "the step in which somebody was paused"
         assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
@@ -281,7 +281,7 @@ class TestNoStepIsStartedAhead:
         bench = Bench(num_blocks=12, max_step_tokens=8)
         diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 24, read_cache=False) for start in (0, 50)]
-        while not bench.core.tally.load().requests.pauses:
+        while not bench.core.stats.load().requests.pauses:
             bench.core.step()
         while not futures[0].done():
             bench.core.step()
@@ -308,7 +308,7 @@ class TestAllPlacesAreTaken:
         bench = Bench(max_running_requests=1)
         future, diary = decoding(bench)
         waiting = bench.generate(range(50, 60), 3)
-        bench.has_news = True
+        bench.has_pending_calls = True
         for _ in range(27):
             assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
         assert diary.of_next_step() == ["wait"]
@@ -338,7 +338,7 @@ class TestAllPlacesAreTaken:
         assert diary.of_next_step() == ["wait"]
         assert diary.of_next_step() == ["start", "wait"]
         assert other.done()
-        assert bench.core.tally.load().requests.pauses == 1
+        assert bench.core.stats.load().requests.pauses == 1
 
 
 @pytest.mark.parametrize("fails_at", ["start", "wait"])
@@ -396,7 +396,7 @@ def test_a_caller_that_fails_beside_a_step_that_fails_is_forgotten() -> None:
     future = bench.generate(PROMPT, 9, on_tokens=fail)
     bench.run()
     assert isinstance(future.exception(0), StepFailed)
-    assert not bench.core._early_ends.is_any_due(bench.clock.now)
+    assert not bench.core._cancellations.is_any_due(bench.clock.now)
 
 
 def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> None:

@@ -1,4 +1,4 @@
-"""Compresses the K/V of the generations that ask for it, between two steps."""
+"""Compression of the K/V of generations, between two steps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from radixkv.scheduling.request import Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.step_plan import Slice
 
-# Queries of the prompt from which H2O starts: those of the whole prompt would mean to compute it again.
+# Number of last queries of the prompt from which H2O starts. All queries would require computing the prompt again.
 _H2O_QUERIES = 64
 
 _log = logging.getLogger(__name__)
 
 
-class Compressions:
-    """Moves a generation into private blocks once its prompt is published, and makes room there for each next token.
+class Compressor:
+    """Moves a generation into private blocks once its prompt is published, and drops entries there for its next tokens.
 
         prompt computed, published ─▶ chosen entries copied ─▶ lease of the prompt closed ─▶ decode, drop, decode ...
 
     Args:
         runner: holds the K/V.
-        scheduler: knows the running requests.
-        fail: ends a request whose K/V can't be compressed.
+        scheduler: holds the running requests.
+        fail: fails a request whose K/V can't be compressed.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, fail: Callable[[Request, RadixKVError], None]) -> None:
@@ -39,23 +39,25 @@ class Compressions:
         self._fail = fail
         self._kept: weakref.WeakKeyDictionary[Request, KeptEntries] = weakref.WeakKeyDictionary()
 
-    def settle(self) -> None:
-        """Let each compressed generation that has its first token be ready for its next step."""
+    def prepare_step(self) -> None:
+        """Compress each generation that has its first token, or make room for its next token."""
+        if not self._scheduler.num_running:
+            return
         for request in self._scheduler.running:
             if request.compression is None or request.prefilled_s is None:
                 continue
             try:
-                self._settle(request, request.compression)
+                self._make_room(request, request.compression)
             except Exception as error:  # noqa: BLE001 - whatever the device raises, the other requests go on
                 _log.exception("the K/V of a generation could not be compressed")
                 self._fail(request, StepFailed(f"compression: raised {type(error).__name__}"))
 
     def watcher_of(self, request: Request) -> KeptEntries | None:
-        """Return who looks at the queries of a request, because their attention decides what is dropped."""
-        kept = None if request.compression is None else self._kept.get(request)
+        """Return what observes the queries of a request because their attention decides what is dropped, or None."""
+        kept = self._kept.get(request)
         return kept if kept is not None and kept.watches else None
 
-    def _settle(self, request: Request, compression: Compression) -> None:
+    def _make_room(self, request: Request, compression: Compression) -> None:
         lease = request.open_lease
         assert isinstance(lease, PrivateLease), "it was admitted with private blocks"
         kept = self._kept.get(request)
@@ -68,10 +70,10 @@ class Compressions:
             lease.drop_token()
 
     def _compress(self, request: Request, compression: Compression, lease: PrivateLease) -> KeptEntries:
-        """Copy what is kept of a prompt, and give the shared blocks back.
+        """Copy the entries that are kept of a prompt, and release its shared blocks.
 
-        A request that must not read the cache has not published its prompt yet. It does so after the copy, since a
-        commit may exchange blocks for equal ones of others.
+        A request that must not read the cache has not published its prompt yet. It publishes after the copy, since a
+        commit may replace its blocks by equal ones of other requests.
         """
         params = request.params
         prompt = chunk_of(Slice(request, 0, params.num_tokens))
@@ -83,7 +85,7 @@ class Compressions:
 
 
 def rule_of(compression: Compression) -> Rule:
-    """Return the bounds that a compression sets."""
+    """Return the rule by which a compression keeps entries."""
     num_observed = {
         CompressionPolicy.STREAMING_LLM: 0,
         CompressionPolicy.H2O: min(compression.recent, _H2O_QUERIES),

@@ -1,4 +1,0 @@
-"""Calls of other threads to the engine's thread.
-
-Face: `Inbox`, `Lane`.
-"""

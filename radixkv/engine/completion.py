@@ -1,0 +1,317 @@
+"""Completion of requests: publishes computed blocks, streams tokens, returns results, and releases resources."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import cast
+
+from radixkv.api.logprob_table import LogprobTable
+from radixkv.api.result import (
+    FinishReason,
+    GeneratedTokens,
+    GenerateResult,
+    HeldLease,
+    PrefillResult,
+    Retained,
+    Timing,
+    TokenLogprobs,
+)
+from radixkv.api.retention import DEFAULT_PRIORITY, Grant, Retention
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.prompt_lease import PromptLease
+from radixkv.engine.cancellation import Cancellations, deadline_exceeded
+from radixkv.engine.observer import Observer
+from radixkv.engine.sampler import Prediction
+from radixkv.engine.stats_collector import StatsCollector
+from radixkv.engine.step import SliceResult, release_parts
+from radixkv.errors import NotFinite, RadixKVError, StepFailed
+from radixkv.scheduling.held_leases import HeldLeases
+from radixkv.scheduling.request import Generation, Outcome, Request
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.single_flight import SingleFlight
+
+_log = logging.getLogger(__name__)
+
+
+class RequestCompleter:
+    """Turns the results of a step into published blocks, streamed tokens and results, and ends requests.
+
+        advance   the request has its next token                       (not visible to any caller yet)
+        publish   commit ─▶ stream the token, or return the result     (other requests can match the blocks)
+        end       close the lease, resume followers, notify observers  (the only way out of the engine)
+
+    The next step may be started between `advance` and `publish`.
+
+    Args:
+        cache: retains prompts.
+        scheduler, flights: resume the followers of a request when the tokens that they wait for are published.
+        cancellations: takes requests that must fail after the step that is running.
+        held_leases: takes the leases that outlive their request.
+        stats: counts requests and tokens.
+        observer: is notified of each request that ends.
+        on_end: called last with each request that has ended.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        flights: SingleFlight,
+        cancellations: Cancellations,
+        held_leases: HeldLeases,
+        stats: StatsCollector,
+        observer: Observer,
+        on_end: Callable[[Request], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._flights = flights
+        self._cancellations = cancellations
+        self._held_leases = held_leases
+        self._stats = stats
+        self._observer = observer
+        self._on_end = on_end
+        self._clock = clock
+
+    def advance(self, results: Iterable[SliceResult]) -> None:
+        """Record how far each request is computed, and its next token."""
+        for result in results:
+            if result.is_finite:
+                self._advance(result)
+
+    def publish(self, results: Iterable[SliceResult]) -> None:
+        """Publish the blocks of each request, and stream its next token or return its result."""
+        for result in results:
+            self._publish(result)
+
+    def finish(self, request: Request) -> None:
+        """End a generation with the tokens that it has. It may be preempted."""
+        assert request.generation is not None, "only generations can be finished by their caller"
+        request.generation.is_finished = True
+        if request.lease is not None and request.computed_upto > request.lease.committed_tokens:
+            self._commit(request, request.computed_upto)
+        self._complete(request, FinishReason.STOP)
+
+    def fail(self, request: Request, error: RadixKVError) -> None:
+        """End a request and raise `error` for its caller."""
+        self.end(request, Outcome.FAILED, error)
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_exception(error)
+
+    def end(self, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
+        """Remove a request from the engine, close its lease and resume its followers. Leaves its future alone."""
+        request.is_over = True
+        self._scheduler.remove(request)
+        self._scheduler.resume(self._flights.leave(request))
+        self._stats.count_end(request, outcome)
+        self._cancellations.forget(request)
+        request.release()
+        self._observer.request_ended(request, outcome, error, self._clock())
+        self._on_end(request)
+
+    def _advance(self, result: SliceResult) -> None:
+        request, start, end = result.part
+        request.computed_upto = end
+        request.has_computed = True
+        request.open_lease.copy = None  # made by the step
+        if request.state is not None:
+            request.state.advance(end)
+        release_parts(request)
+        generation, prediction = request.generation, result.prediction
+        if generation is not None and result.prompt_logprobs is not None:
+            if generation.prompt_logprobs is None:
+                generation.prompt_logprobs = LogprobTable(request.num_prompt_tokens - 1)
+            generation.prompt_logprobs.put(start, result.prompt_logprobs)
+        if prediction is None or prediction.refusal is not None:
+            return
+        if request.prefilled_s is None:
+            request.prefilled_s = self._clock()
+        if generation is not None:
+            try:
+                request.append(prediction.next_token_id)
+            except BaseException:  # noqa: BLE001 - the code of a constraint; the other requests go on
+                _log.exception("a constraint raised an exception")
+                self._cancellations.fail(request, StepFailed("constraint: failed to accept the next token"))
+
+    def _publish(self, result: SliceResult) -> None:
+        (request, _, end), prediction = result.part, result.prediction
+        if self._cancellations.is_failing(request):
+            return
+        if not result.is_finite:
+            error = "step: the model computed NaN or infinite values for this request; its tokens were discarded"
+            self.fail(request, NotFinite(error))
+        elif prediction is None:
+            self._commit(request, end)
+        elif prediction.refusal is not None:
+            self.fail(request, prediction.refusal)
+        elif request.generation is None:
+            self._commit(request, end)
+            self._complete(request, None, prediction)
+        elif (finish_reason := request.generation.finish_reason) is not None:
+            self._commit(request, end)
+            self._complete(request, finish_reason, prediction)
+        else:
+            self._publish_token(request, request.generation, end, prediction)
+
+    def _publish_token(self, request: Request, generation: Generation, end: int, prediction: Prediction) -> None:
+        """Publish what a running generation has computed, and stream its next token.
+
+        The prompt is published to its last token, generated tokens in whole blocks: a block that is published before
+        it is full has to be copied for the next token.
+        """
+        is_first_token = len(generation.token_ids) == 1
+        block_size = self._cache.block_size
+        publishable = end if is_first_token else end // block_size * block_size
+        if publishable > request.open_lease.committed_tokens:
+            self._commit(request, publishable)
+        self._scheduler.resume(self._flights.leave(request))  # no request follows generated tokens
+        prompt_logprobs = (generation.prompt_logprobs or ()) if is_first_token else ()
+        chunk = GeneratedTokens((prediction.next_token_id,), request.usage, prediction.logprobs, prompt_logprobs)
+        try:
+            generation.on_tokens(chunk)
+        except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
+            _log.exception("the callback of a generation raised an exception")
+            self._cancellations.fail(request, StepFailed("generation: the caller's callback raised an exception"))
+
+    def _commit(self, request: Request, upto: int) -> None:
+        """Publish computed tokens: after each chunk, or all at the end if the request must not read from the cache.
+
+        A commit may adopt blocks that other requests published, and later chunks would read them.
+        """
+        params, lease, generation = request.params, request.open_lease, request.generation
+        if not params.write_cache or request.is_revoked:
+            return
+        is_finished = upto == request.num_tokens if generation is None else generation.finish_reason is not None
+        if not params.read_cache and not is_finished:
+            return
+        request.written_tokens += lease.commit(upto)
+        if request.state is not None:
+            request.state.publish(lease.block_ids, lease.own.num_published_blocks)
+        self._scheduler.resume(self._flights.published(request, lease.committed_tokens))
+
+    def _complete(
+        self, request: Request, finish_reason: FinishReason | None, prediction: Prediction | None = None
+    ) -> None:
+        """Return the result of a request, unless it is cancelled or its deadline has passed.
+
+        Args:
+            request: all its tokens are computed, or its caller wants no more.
+            finish_reason: of a generation; None for a prefill.
+            prediction: the last token; None if it was streamed already.
+        """
+        now_s = self._clock()
+        if request.is_late(now_s):
+            self.fail(request, deadline_exceeded())
+            return
+        if not request.future.set_running_or_notify_cancel():
+            self.end(request, Outcome.CANCELLED)
+            return
+        result: PrefillResult | GenerateResult
+        if finish_reason is None:
+            assert prediction is not None, "a prefill has one token"
+            result = self._prefill_result(request, request.open_lease, prediction, now_s)
+        else:
+            logprobs = () if prediction is None else prediction.logprobs
+            result = self._generate_result(request, finish_reason, logprobs, now_s)
+        self._stats.count_tokens(result.usage)
+        self.end(request, Outcome.FINISHED)
+        cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
+
+    def _prefill_result(
+        self, request: Request, lease: PromptLease, prediction: Prediction, now_s: float
+    ) -> PrefillResult:
+        """Make the result of a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards.
+
+        The lease of a prompt that was purged is not held.
+        """
+        is_purged = request.is_revoked or lease.is_revoked  # the request alone if its invoked adapter was purged
+        is_held = request.params.hold_lease and not is_purged
+        logprobs = prediction.logprobs
+        return PrefillResult(
+            request_id=request.params.request_id,
+            usage=request.usage,
+            next_token_id=prediction.next_token_id,
+            top_logprobs=logprobs[0].top if logprobs else (),
+            logits=prediction.logits,
+            miss_reason=request.miss_reason,
+            timing=_timing(request, now_s),
+            retained=self._retain(request, lease, now_s),
+            held_lease=self._hold(request, lease, now_s) if is_held else None,
+        )
+
+    def _generate_result(
+        self, request: Request, finish_reason: FinishReason, logprobs: Sequence[TokenLogprobs], now_s: float
+    ) -> GenerateResult:
+        """Make the result of a generation, which may be preempted. `logprobs` are those of its last token."""
+        assert request.generation is not None, "only a generation has a finish reason"
+        return GenerateResult(
+            request_id=request.params.request_id,
+            usage=request.usage,
+            token_ids=tuple(request.generation.token_ids),
+            logprobs=logprobs,
+            prompt_logprobs=request.generation.prompt_logprobs or (),
+            finish_reason=finish_reason,
+            miss_reason=request.miss_reason,
+            timing=_timing(request, now_s),
+            retained=self._retain(request, request.lease, now_s),
+        )
+
+    def _retain(self, request: Request, lease: PromptLease | None, now_s: float) -> Retained | None:
+        """Retain the range that a request asks for.
+
+        A priority below the default applies only to tokens that this request published; tokens that other requests
+        published keep theirs. Without a lease it is unknown which these are, so no token gets a lower priority.
+        """
+        retention = request.params.retention
+        if retention is None:
+            return None
+        start, end = retention.range_in(request.num_prompt_tokens)
+        is_lower = retention.priority < DEFAULT_PRIORITY
+        own_start = start
+        if is_lower:
+            is_known = lease is not None and lease.written_from_tokens is not None
+            written_from = lease.written_from_tokens if is_known else end
+            block_size = self._cache.block_size
+            own_start = max(start, min(end, -(-written_from // block_size) * block_size))
+        grant = self._retain_range(request, retention, start, own_start, only_raise=True)
+        grant = grant.joined(self._retain_range(request, retention, own_start, end, only_raise=not is_lower))
+        return retained_until(grant, now_s)
+
+    def _retain_range(self, request: Request, retention: Retention, start: int, end: int, *, only_raise: bool) -> Grant:
+        if start >= end:
+            return Grant(0, 0, 0)
+        part = dataclasses.replace(retention, start=start, end=end)
+        return self._cache.retain(request.namespace, request.prompt_tokens, part, only_raise=only_raise)
+
+    def _hold(self, request: Request, lease: PromptLease, now_s: float) -> HeldLease:
+        block_ids = lease.block_ids
+        lease_id, expires_s = self._held_leases.hold(lease, request.tenant, now_s)
+        request.lease = None  # `held_leases` owns it
+        return HeldLease(lease_id, time.time() + expires_s - now_s, block_ids)
+
+
+def retained_until(grant: Grant, now_s: float) -> Retained:
+    """Return a grant with its expiry in Unix time; `now_s` is the time on the clock of the grant."""
+    expires_s = grant.expires_s
+    return Retained(grant, None if expires_s is None else time.time() + expires_s - now_s)
+
+
+def _timing(request: Request, now_s: float) -> Timing:
+    assert request.scheduled_s is not None, "a result comes after admission"
+    assert request.prefilled_s is not None, "a result comes after the first token"
+    return Timing(
+        queue_us=_microseconds(request.scheduled_s - request.received_s),
+        prefill_us=_microseconds(request.prefilled_s - request.scheduled_s),
+        decode_us=0 if request.generation is None else _microseconds(now_s - request.prefilled_s),
+        total_us=_microseconds(now_s - request.received_s),
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

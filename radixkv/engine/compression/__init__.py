@@ -1,4 +1,0 @@
-"""Generations that keep only some of their K/V.
-
-Face: `Compressions`.
-"""

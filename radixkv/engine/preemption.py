@@ -1,0 +1,87 @@
+"""Preemption: allocates blocks for the next tokens of running requests, and preempts requests if there are too few."""
+
+from __future__ import annotations
+
+from radixkv.engine.observer import Observer
+from radixkv.engine.stats_collector import StatsCollector
+from radixkv.errors import CapacityError, OutOfBlocks
+from radixkv.scheduling.lending import Lending
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.single_flight import SingleFlight
+
+
+class Preemptor:
+    """Allocates blocks for the next tokens of running requests, and preempts running requests.
+
+    A preempted request gives its blocks back. What it published stays cached, and it resumes from there later, with the
+    same result.
+
+    Args:
+        scheduler: holds the running requests.
+        flights: resumes the followers of a preempted request.
+        lending: returns to prompts the blocks that they lent.
+        stats, observer: are notified of each preemption.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        flights: SingleFlight,
+        lending: Lending,
+        stats: StatsCollector,
+        observer: Observer,
+    ) -> None:
+        self._scheduler = scheduler
+        self._flights = flights
+        self._lending = lending
+        self._stats = stats
+        self._observer = observer
+
+    def prepare_step(self) -> None:
+        """Allocate a block for each generation that needs one, and return lent blocks to prompts. Preempt if needed.
+
+        If blocks are missing, the youngest request is preempted. The oldest request can preempt all others. If it runs
+        alone and a block is still missing, it is preempted itself, which unpins the blocks that it does not need. Then
+        it is admitted again with a block, or refused because only held leases and other tenants' floors are in its
+        way. So it gains at least one token each time.
+
+        If a tenant waits and has no running request while all places are taken, a request of the tenant with the most
+        running requests is preempted for it.
+        """
+        self._lending.begin_step()
+        if not self._scheduler.num_running:
+            return
+        for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
+            while request.lease is not None:
+                try:
+                    self._lending.reclaim(request)
+                    request.extend_lease()
+                    break
+                except CapacityError as error:
+                    self.preempt(self._victim(request, error))
+        youngest = self._scheduler.request_to_preempt()
+        if youngest is not None:
+            self.preempt(youngest)
+
+    def preempt(self, request: Request) -> None:
+        """Take the blocks of a running request, and put it back among the waiting requests at its old place."""
+        self._scheduler.resume(self._flights.leave(request))
+        request.release()
+        self._scheduler.preempt(request)
+        self._stats.count_preemption()
+        self._observer.request_preempted(request)
+
+    def _victim(self, request: Request, error: CapacityError) -> Request:
+        """Choose the youngest of the requests that hold the missing blocks. It may be `request` itself.
+
+        A compressed generation is never preempted: it needs no more blocks, so it ends and returns those that it has.
+        """
+        return max(
+            (
+                running
+                for running in self._scheduler.running
+                if running.compression is None and (isinstance(error, OutOfBlocks) or running.tenant == request.tenant)
+            ),
+            key=lambda holder: holder.arrival,
+        )

@@ -1,4 +1,0 @@
-"""The public prefixes of an engine: registered, computed and given up while requests run.
-
-Face: `PublicRegistry`.
-"""

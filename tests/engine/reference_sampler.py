@@ -1,0 +1,108 @@
+"""A sampler of one row at a time, written without the product's batched one, with which that must agree bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from xxhash import xxh3_64
+
+from radixkv.api.sampling import Sampling
+
+
+def penalize(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    prompt_ids: npt.NDArray[np.int64],
+    token_ids: Sequence[int],
+    stop_token_ids: Collection[int],
+    allowed: npt.NDArray[np.bool_] | None = None,
+) -> torch.Tensor:
+    """Apply the constraint, the biases, the minimum length and the penalties of a generation, in this order.
+
+    Args:
+        logits: float32 `[num_logits]`. A model may read more tokens than it writes: ids without a logit change nothing.
+        sampling: the options.
+        prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
+        token_ids: tokens generated so far.
+        stop_token_ids: tokens that would end the generation. If no other token may come, the least length is given up.
+        allowed: tokens that may come, bool `[at least num_logits]`; None for all.
+
+    Returns:
+        New logits. Tokens that must not come have -inf.
+    """
+    logits, num_logits = logits.clone(), len(logits)
+    stop_ids: list[int] = []
+    if len(token_ids) < sampling.min_tokens:
+        stop_ids = [token_id for token_id in stop_token_ids if 0 <= token_id < num_logits]
+
+    def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype).to(logits.device, non_blocking=True)
+
+    if allowed is not None:
+        allowed = allowed[:num_logits]
+        logits.masked_fill_(~on_device(allowed, torch.bool), -torch.inf)
+        if stop_ids and allowed.sum() == allowed[stop_ids].sum():
+            stop_ids = []
+    elif len(stop_ids) == num_logits:
+        stop_ids = []
+    if biases := [each for each in sampling.logit_bias if 0 <= each[0] < num_logits]:
+        biased, values = zip(*biases, strict=True)
+        logits.scatter_add_(0, on_device(biased), on_device(values, torch.float32))
+    if stop_ids:
+        logits.scatter_(0, on_device(stop_ids), -torch.inf)
+    if sampling.repetition_penalty != 1:
+        before, factor = logits.clone(), sampling.repetition_penalty
+        for ids in (prompt_ids, np.asarray(token_ids, dtype=np.int64)):  # a token of both gets the same score twice
+            seen = on_device(ids[ids < num_logits])
+            scores = before.gather(0, seen)
+            logits.scatter_(0, seen, torch.where(scores > 0, scores / factor, scores * factor))
+    if token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+        answered, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+        logits.scatter_add_(0, on_device(answered), on_device(-penalties, torch.float32))
+    return logits
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
+    """Draw a token, without waiting for the device.
+
+    Uses the exponential race: each token is the one with the least `exponential / probability` with its own
+    probability. The noise depends on the seed and the position alone, and each row is drawn by itself, so that the
+    batch changes nothing.
+
+    Args:
+        logits: float32 `[vocab_size]`, finite or -inf, and not all -inf.
+        sampling: temperature above 0, top_k, top_p, min_p and seed. Each narrows the choice of those before it.
+        position: index of the drawn token in its sequence.
+
+    Returns:
+        Its id, int64 `[]`, where the logits are.
+    """
+    scores = (logits - logits.max()).double() / sampling.temperature
+    if sampling.top_p < 1 or sampling.top_k:
+        ordered, order = scores.sort(descending=True, stable=True)
+        if sampling.top_k:
+            last = ordered[min(sampling.top_k, len(ordered)) - 1]
+            ordered = ordered.masked_fill(ordered < last, -torch.inf)
+        if sampling.top_p < 1:
+            probabilities = ordered.softmax(dim=0)
+            is_out = probabilities.cumsum(dim=0) - probabilities >= sampling.top_p
+            ordered = ordered.masked_fill(is_out, -torch.inf)
+        scores = scores.scatter(0, order, ordered)
+    if sampling.min_p:
+        scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)  # the most likely one has 0
+    seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    noise = torch.empty_like(scores).exponential_(generator=generator)
+    return (scores - noise.log()).argmax()
+
+
+def logprobs_of(logits: torch.Tensor, token_id: int, count: int) -> tuple[list[float], list[int]]:
+    """Return the log probabilities of a token and of the `count` most likely ones, as float32, and the ids of these."""
+    logprobs = logits.log_softmax(dim=-1)
+    values, ids = logprobs.double().topk(count)
+    return [float(logprobs[token_id]), *values.float().tolist()], ids.tolist()
