@@ -9,19 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.compression.compressed_bench import BLOCK_SIZE, CompressedBench, load, prompt, scribble
-from tests.engine.compression.compression_oracle import oracle_logits
 
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.result import GenerateResult, GenerationFuture
 from radixkv.api.retention import Retention
 from radixkv.cache.tenants import Quota
+from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk
-from radixkv.engine.compression import compressions
+from radixkv.engine.compression import rule_of
 from radixkv.errors import QuotaExceeded, StepFailed
 from radixkv.model.model import Model
 from radixkv.namespace import Namespace
 from tests.core_bench import purge_at_once
+from tests.engine.compressed_bench import BLOCK_SIZE, CompressedBench, load, prompt, scribble
+from tests.engine.compression_oracle import oracle_logits
 from tests.fake_runner import tokens
 from tests.model.exact.checkpoints import CONFIGS, load_eager, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
@@ -279,10 +280,10 @@ def test_choosing_writes_nothing_into_the_blocks_of_the_prompt(model: Model) -> 
     pool.values.mul_(0.5)  # so that K and V that were written again would be other ones
     before = pool.blocks.clone()
     match = bench.cache.match(Namespace("model"), tokens([*prompt(50), 0]))
-    rule = compressions.rule_of(EACH[2])
+    rule = rule_of(EACH[2])
     chunk = Chunk(tokens(prompt(50)), 0, 50, match.block_ids.copy(), None, wants_logits=False)
     private = np.array([100, 101, 102, 103], dtype=np.int32)
-    compressions.KeptEntries.of_prompt(bench.runner, rule, chunk, private)
+    KeptEntries.of_prompt(bench.runner, rule, chunk, private)
     others = np.setdiff1d(np.arange(128), private)
     assert torch.equal(pool.blocks[others], before[others])
     assert not torch.equal(pool.blocks[private], before[private])
@@ -307,7 +308,7 @@ def test_what_fails_while_it_is_compressed_fails_alone(model: Model, monkeypatch
     def raise_error(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(compressions.KeptEntries, "of_prompt", raise_error)
+    monkeypatch.setattr(KeptEntries, "of_prompt", raise_error)
     bench.run()
     assert isinstance(failing.exception(0), StepFailed)
     assert bits(result_of(other)) == bits(alone(model, 40, 20, None))
