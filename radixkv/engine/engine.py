@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +24,7 @@ from radixkv.cache.segment_source import SegmentSource
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.adapters.adapters import Adapters, AdapterSource
+from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
 from radixkv.engine.admission_control import AdmissionControl
 from radixkv.engine.core import EngineCore
 from radixkv.engine.inbox import SERVICE_ORIGIN, CallerKind, CallOrigin, EngineThread, Inbox
@@ -172,9 +173,14 @@ class Engine:
             Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
         """
         future: Future[PrefillResult] = Future()
-        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as prompt:
+        prompt = None
+        try:
+            prompt = self.adapters.acquire(params.caller, params.tokens)
             self.limits.require_prefill(params)
             self._submit(prompt.request(params, future))
+        except BaseException as error:
+            self._report_refusal(prompt, error)
+            raise
         return future
 
     def generate(
@@ -191,10 +197,15 @@ class Engine:
         Raises the same errors as `prefill`, at the same times.
         """
         future = GenerationFuture()
-        with self._reporting_refusal(), self.adapters.using(params.caller, params.tokens) as prompt:
+        prompt = None
+        try:
+            prompt = self.adapters.acquire(params.caller, params.tokens)
             self.limits.require_generation(params, sampling)
             generation = Generation.of(sampling, self.eos_token_ids, on_tokens)
             self._submit(prompt.request(sampling.prompt_params(params), future, generation, fetched))
+        except BaseException as error:
+            self._report_refusal(prompt, error)
+            raise
         return future
 
     def probe(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[ProbeResult]:
@@ -270,16 +281,15 @@ class Engine:
         return StepHangs(f"engine: a step takes more than {self._watchdog.timeout_s} s")
 
     def _request_ended(self, request: Request) -> None:
-        self.adapters.leave(request.adapter)
+        self.adapters.release(request.adapter)
         self._admission.leave(request)  # last, since it fails the requests that a bug leaves behind
 
-    @contextlib.contextmanager
-    def _reporting_refusal(self) -> Iterator[None]:
-        try:
-            yield
-        except RadixKVError as error:
+    def _report_refusal(self, prompt: KeyedPrompt | None, error: BaseException) -> None:
+        """Release the adapter of a request that was not queued, and notify observers."""
+        if prompt is not None:
+            self.adapters.release(prompt.adapter)
+        if isinstance(error, RadixKVError):
             self._core.observer.request_refused(error)
-            raise
 
     def _submit(self, request: Request) -> None:
         if self._watchdog.is_hanging:

@@ -83,7 +83,9 @@ class PublicPrefixRegistry:
         return self._thread.call(lambda: [self._status(prefix) for prefix in self._public])
 
     def _start(self, name: str, tokens: bytes, adapter: str, done: Future[PublicPrefixStatus]) -> None:
-        with self._adapters.using(Caller(adapter=adapter), tokens) as prompt:
+        prompt = self._adapters.acquire(Caller(adapter=adapter), tokens)
+        prefix = None
+        try:
             model, digest = prompt.namespace.model, prompt.namespace.adapter
             invoked = "" if prompt.invocation is None else prompt.invocation.digest
             prefix = self._public.register(name, model, digest, prompt.key.tokens, invoked=invoked)
@@ -91,11 +93,12 @@ class PublicPrefixRegistry:
             params = PrefillParams(tokens, Caller(PUBLIC_TENANT, adapter), request_id=f"public prefix {name}")
             request = prompt._replace(namespace=prefix.namespace, former=()).request(params, computed)
             computed.add_done_callback(partial(self._end, prefix, request, done))
-            try:
-                self._submit(request)
-            except BaseException:
+            self._submit(request)
+        except BaseException:
+            if prefix is not None:
                 self._public.give_up(prefix)
-                raise
+            self._adapters.release(prompt.adapter)
+            raise
 
     def _report_start(self, done: Future[PublicPrefixStatus], started: Future[None]) -> None:
         """Report why a prefix could not be registered."""

@@ -453,7 +453,7 @@ class TestWaysOut:
 
         bench = Bench(observers=[Broken()])
         assert bench.prefill(range(8)).usage.prompt_tokens == 8
-        assert "an observer failed" in caplog.text
+        assert "an observer raised an exception" in caplog.text
 
     def test_answers_that_are_not_finite_count_as_failed_steps(self) -> None:
         bench = Bench()

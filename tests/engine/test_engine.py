@@ -424,7 +424,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
     engine.stop()
 
 
-@pytest.mark.parametrize("where", ["submit", "lease", "leave"])
+@pytest.mark.parametrize("where", ["submit", "lease", "release"])
 def test_a_bug_in_the_engine_leaves_nobody_waiting(
     runner: GatedRunner, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -442,7 +442,7 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(
     elif where == "lease":
         monkeypatch.setattr(Lease, "close", fail)
     else:
-        monkeypatch.setattr(engine.adapters, "leave", fail)
+        monkeypatch.setattr(engine.adapters, "release", fail)
     futures += [engine.prefill(params(range(start, start + 8))) for start in (20, 40, 60)]
     futures += [engine.stats(), engine.public.register("p", tokens(range(8)))]
     runner.gate.set()

@@ -124,14 +124,14 @@ def test_a_tenants_call_waits_for_one_call_of_a_crowd_and_not_for_all() -> None:
     assert ran == ["crowd", "mine"]
 
 
-def test_kinds_of_askers_take_turns() -> None:
+def test_kinds_of_callers_take_turns() -> None:
     inbox, ran = make_inbox(), []
     for name in ("first", "second"):
-        for lane in (ACME, OTHER, CallOrigin(CallerKind.ADMIN, "acme"), CallOrigin()):
-            inbox.call(lambda name=name, lane=lane: ran.append((lane.asker.name, lane.tenant, name)), lane)
+        for origin in (ACME, OTHER, CallOrigin(CallerKind.ADMIN, "acme"), CallOrigin()):
+            inbox.call(lambda name=name, origin=origin: ran.append((origin.kind.name, origin.tenant, name)), origin)
     inbox.run_some()
-    assert [asker for asker, _, _ in ran] == ["SERVICE", "ADMIN", "TENANT"] * 2 + ["TENANT"] * 2
-    assert [tenant for asker, tenant, _ in ran if asker == "TENANT"] == ["acme", "other"] * 2
+    assert [kind for kind, _, _ in ran] == ["SERVICE", "ADMIN", "TENANT"] * 2 + ["TENANT"] * 2
+    assert [tenant for kind, tenant, _ in ran if kind == "TENANT"] == ["acme", "other"] * 2
 
 
 def test_too_many_calls_are_refused_and_those_of_others_are_not() -> None:

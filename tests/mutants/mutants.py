@@ -338,8 +338,8 @@ ENGINE_MUTANTS = (
     Mutant("engine/engine.py", "                cleanup.callback(self._inbox.abandon, error)\n", ""),
     Mutant(
         "engine/engine.py",
-        "        self.adapters.leave(request.adapter)\n        self._admission.leave(request)",
-        "        self._admission.leave(request)\n        self.adapters.leave(request.adapter)",
+        "        self.adapters.release(request.adapter)\n        self._admission.leave(request)",
+        "        self._admission.leave(request)\n        self.adapters.release(request.adapter)",
     ),
     Mutant(
         "engine/inbox.py",
@@ -632,15 +632,17 @@ EVENT_MUTANTS = (
 
 OFFLOAD_MUTANTS = (
     Mutant("engine/offload/loader.py", "fetched.first_block, run, fetched)", "fetched.first_block, run)"),
-    Mutant("engine/transfer/exports.py", "[: num_tokens * TOKEN_BYTES]", ""),
-    Mutant("engine/transfer/exports.py", "        if lease.is_revoked:\n", "        if False:\n"),
+    Mutant("engine/transfer/lease_exporter.py", "[: num_tokens * TOKEN_BYTES]", ""),
+    Mutant("engine/transfer/lease_exporter.py", "        if lease.is_revoked:\n", "        if False:\n"),
     Mutant(
-        "engine/transfer/exports.py",
+        "engine/transfer/lease_exporter.py",
         "np.concatenate((self._cache.public.trunk_block_ids(lease.namespace), own))",
         'self._cache.match(lease.namespace._replace(trunk=""), tokens + bytes(TOKEN_BYTES)).block_ids',
     ),
     Mutant(
-        "engine/transfer/exports.py", "[found.block_ids[index] for index in indices]", "found.block_ids[: len(indices)]"
+        "engine/transfer/lease_exporter.py",
+        "[found.block_ids[index] for index in indices]",
+        "found.block_ids[: len(indices)]",
     ),
     Mutant("engine/transfer/transfer.py", "marked[:-TOKEN_BYTES]", "marked"),
     Mutant("scheduling/held_leases.py", "secrets.token_hex(16), lease.num_tokens", "secrets.token_hex(16), 1 << 30"),

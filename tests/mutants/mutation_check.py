@@ -132,7 +132,7 @@ OFFLOAD_TESTS = (
     "tests/engine/offload/test_last_save.py",
     "tests/engine/offload/test_stored_grant.py",
     "tests/engine/offload/test_offload.py",
-    "tests/engine/transfer/test_exports.py",
+    "tests/engine/transfer/test_lease_exporter.py",
     "tests/engine/transfer/test_transfer.py",
     "tests/service/server/intake/test_shares.py",
     "tests/service/server/transfer/test_kv_sender.py",

@@ -197,7 +197,7 @@ def test_if_there_are_too_few_after_all_everything_is_taken_back(monkeypatch: py
     bench, long = _bench()
     (running,) = bench.core._scheduler.running
     before = running.open_lease.block_ids.size
-    monkeypatch.setattr(Lending, "most_tokens", lambda _, request: request.num_tokens - 4)
+    monkeypatch.setattr(Lending, "max_tokens", lambda _, request: request.num_tokens - 4)
     short = bench.submit(range(100, 112), tenant="short")
     bench.core.step()
     assert not short.done()

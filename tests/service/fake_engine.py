@@ -129,7 +129,7 @@ class FakeEngine:
     def _compute_public(self, request: Request) -> None:
         with self.cache.lease(request.namespace, request.params.tokens) as lease:
             lease.commit(lease.num_tokens)
-        self.adapters.leave(request.namespace.adapter)
+        self.adapters.release(request.namespace.adapter)
         request.future.set_result(None)
 
     def prefill(self, params) -> Future:

@@ -1,4 +1,4 @@
-"""Names of adapters, and what loads, replaces and unloads the adapters behind them while requests run.
+"""LoRA adapters by name: loading, replacing and unloading them while requests run.
 
 Face: `Adapters`, `AdapterNames`, `AdapterDevice`.
 """

@@ -1,4 +1,4 @@
-"""The device side of adapters, as far as the engine knows it."""
+"""What the engine needs from the device side of adapters."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ from typing import Any, Protocol
 
 
 class AdapterWeights(Protocol):
-    """An adapter that was read and checked, in host memory.
-
-    Attributes:
-        digest: of all that changes an answer.
-        rank: the largest rank of its matrices.
-        num_bytes: memory of its weights.
-        invocation_token_ids: tokens from whose last occurrence on a prompt is the adapter's; None: all of it.
-    """
+    """An adapter that was read and checked, in host memory."""
 
     @property
     def digest(self) -> str:
-        """Digest of all that changes an answer."""
+        """Digest of everything that affects the output."""
 
     @property
     def rank(self) -> int:
@@ -29,24 +22,24 @@ class AdapterWeights(Protocol):
 
     @property
     def invocation_token_ids(self) -> tuple[int, ...] | None:
-        """Tokens that invoke it; None for an adapter of whole prompts."""
+        """Tokens from whose last occurrence on it applies; None if it applies to whole prompts."""
 
     def own_from(self, tokens: bytes) -> int | None:
-        """Return the position from which on a prompt is the adapter's; None if all of it is the base model's."""
+        """Return the position from which the adapter applies to a prompt; None if the base model computes all of it."""
 
 
 class AdapterDevice(Protocol):
-    """The adapters whose weights the device may compute with. The engine's thread alone changes it."""
+    """The adapters whose weights the device can use. Only the engine's thread changes it."""
 
     def add(self, files: Any) -> None:
-        """Hold an adapter, the `AdapterWeights` that were read for this device. Does nothing if it is held.
+        """Add an adapter, the `AdapterWeights` that were read for this device. Does nothing if it was added before.
 
         Raises:
             InvalidAdapter, TooManyAdapters: there is no room for it.
         """
 
     def remove(self, digest: str) -> None:
-        """Let go of an adapter that no request needs any more."""
+        """Remove an adapter that no request needs any more."""
 
     def is_on_device(self, digest: str) -> bool:
-        """Whether the weights are in the device's memory now. From any thread."""
+        """Whether the weights are in device memory now. May be called from any thread."""

@@ -1,4 +1,4 @@
-"""The directory below which callers may have adapters loaded."""
+"""The directory from which callers may load adapters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _EXPECTED = "path: expected a directory below the service's model.adapter_direct
 
 
 class AdapterDirectory:
-    """Finds directories that callers name, and lets none of them lead out of its own.
+    """Resolves the paths of callers, none of which may leave the directory.
 
-    Symbolic links are followed before they are judged, those of the files in a directory as well. What lies outside is
-    refused in the same words whether it exists or not.
+    Symbolic links are resolved before a path is checked, including those of the files in a directory. A path outside is
+    refused with the same message whether it exists or not.
 
     Args:
         root: the directory; empty to refuse every call.
-        file_names: files in each directory that are read.
+        file_names: files that are read in each directory below it.
     """
 
     def __init__(self, root: str, file_names: tuple[str, ...]) -> None:
@@ -26,14 +26,14 @@ class AdapterDirectory:
         self._file_names = file_names
 
     def find(self, path: str) -> Path:
-        """Return the directory that a caller names, by a path that has no symbolic links.
+        """Return the directory of a caller's path, with symbolic links resolved.
 
         Args:
             path: relative to the root, or absolute.
 
         Raises:
             SwitchedOff: there is no root.
-            InvalidRequest: it is not below the root, or no directory.
+            InvalidRequest: the path is not below the root, or not a directory.
         """
         if not self._root:
             raise SwitchedOff("LoadAdapter: switched off, since model.adapter_directory is empty")
@@ -44,7 +44,7 @@ class AdapterDirectory:
             directory = (root / path).resolve()
             reached = [directory, *((directory / name).resolve() for name in self._file_names)]
             is_directory = directory.is_dir()
-        except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a zero byte, a name that is too long
+        except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, a zero byte, a name that is too long
             raise InvalidRequest(f"{_EXPECTED}, got a path that can't be followed") from error
         if not all(each.is_relative_to(root) for each in reached):
             raise InvalidRequest(f"{_EXPECTED}, got a path that leads out of it")

@@ -1,4 +1,4 @@
-"""The names of adapters, the content behind them, and who needs it."""
+"""The names of adapters, the contents to which they map, and the number of requests that use these."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import NamedTuple
 from radixkv.engine.adapters.adapter_device import AdapterWeights
 from radixkv.errors import TooManyAdapters, UnknownAdapter
 
-_NUM_FORMER = 4  # digests that a name stood for before; a miss is explained by no earlier ones
+# Previous digests of a name that are remembered to explain misses.
+_NUM_FORMER = 4
 _MAX_REMEMBERED_NAMES = 4096
 
 
 class ResolvedAdapter(NamedTuple):
-    """The adapter behind a name.
+    """The adapter to which a name maps.
 
     Attributes:
-        digest: of its content; empty for the model itself.
-        former: digests that the name stood for before, the latest first.
-        files: what was read; None for the model itself.
+        digest: of its content; empty for the base model.
+        former: previous digests of the name, the latest first.
+        files: what was read; None for the base model.
     """
 
     digest: str
@@ -30,7 +31,7 @@ class ResolvedAdapter(NamedTuple):
 
 
 class AdapterRecord(NamedTuple):
-    """An adapter that is named or drains: what was read, and its last name."""
+    """An adapter that has a name or drains: what was read, and its last name."""
 
     files: AdapterWeights
     last_name: str
@@ -38,15 +39,15 @@ class AdapterRecord(NamedTuple):
 
 @dataclass(slots=True)
 class _Content:
-    """An adapter that is named or drains.
+    """The state of an adapter that has a name or drains.
 
     Attributes:
-        known: what does not depend on its names and users.
-        names: that stand for it, in the order in which they came; none while it drains.
-        num_unfinished: requests that have it.
+        record: what does not depend on its names and users.
+        names: its names, in the order in which they were assigned; none while it drains.
+        num_unfinished: requests that use it.
     """
 
-    known: AdapterRecord
+    record: AdapterRecord
     names: dict[str, None]
     num_unfinished: int = 0
 
@@ -59,16 +60,16 @@ _BASE = ResolvedAdapter("", ())
 
 
 class AdapterNames:
-    """Names, the content behind them, and the number of requests that need it. Any thread may use it.
+    """Names, the contents to which they map, and the number of requests that use each. Any thread may use it.
 
-        assign ─▶ named ── drop, assign other content ─▶ draining ── its last request ends ─▶ drained
+        assign ─▶ named ── drop, or assign other content ▶ draining ── its last request ends ─▶ drained
                     ▲                                        │                                   │
                     └────────── assign it again ─────────────┘                      take_drained ▼ forgotten
 
-    A request keeps the content that its name stood for when it came.
+    A request keeps the content to which its name mapped when it arrived.
 
     Args:
-        max_adapters: different contents that may be named; as many more may drain.
+        max_adapters: distinct contents that may have names; as many more may drain.
     """
 
     def __init__(self, max_adapters: int) -> None:
@@ -79,7 +80,7 @@ class AdapterNames:
         self._former: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # by name
 
     def find(self, name: str) -> ResolvedAdapter:
-        """Return the adapter behind a name. The empty name stands for the model itself.
+        """Return the adapter of a name. The empty name is the base model.
 
         Raises:
             UnknownAdapter: no adapter has this name.
@@ -89,8 +90,8 @@ class AdapterNames:
         with self._lock:
             return self._find(name)
 
-    def take(self, name: str) -> ResolvedAdapter:
-        """Return the adapter behind a name, and keep it until `leave`.
+    def acquire(self, name: str) -> ResolvedAdapter:
+        """Return the adapter of a name, and keep it until `release`.
 
         Raises:
             UnknownAdapter: no adapter has this name.
@@ -102,8 +103,8 @@ class AdapterNames:
             self._contents[found.digest].num_unfinished += 1
             return found
 
-    def leave(self, digest: str) -> bool:
-        """Give back what `take` gave. Returns whether the adapter has drained with this."""
+    def release(self, digest: str) -> bool:
+        """Release an acquired adapter. Returns whether it has drained."""
         if not digest:
             return False
         with self._lock:
@@ -112,13 +113,13 @@ class AdapterNames:
             return content.has_drained
 
     def names_of(self, digest: str) -> tuple[str, ...]:
-        """Return the names that stand for a digest; none if it drains or is not known."""
+        """Return the names of a digest; none if it drains or is unknown."""
         with self._lock:
             content = self._contents.get(digest)
             return () if content is None else tuple(content.names)
 
     def require_room(self, name: str, digest: str) -> None:
-        """Refuse a name for new content if as many different ones are named, or drain, as may.
+        """Refuse to map a name to new content if the maximum number of contents has names, or drains.
 
         Raises:
             TooManyAdapters: the message names the key of the configuration.
@@ -131,11 +132,11 @@ class AdapterNames:
                 )
             if digest not in self._contents and len(self._contents) >= 2 * self.max_adapters:
                 raise TooManyAdapters(
-                    f"adapters: expected at most {self.max_adapters} that drain beside those loaded, got one more"
+                    f"adapters: expected at most {self.max_adapters} that drain next to those loaded, got one more"
                 )
 
     def assign(self, name: str, files: AdapterWeights) -> str | None:
-        """Let a name stand for an adapter from now on. Returns the digest that it stood for before; None for none."""
+        """Map a name to an adapter. Returns the previous digest of the name; None for none."""
         with self._lock:
             digest, replaced = files.digest, self._digests.get(name)
             if replaced == digest:
@@ -148,7 +149,7 @@ class AdapterNames:
             return replaced
 
     def drop(self, name: str) -> str:
-        """Let a name stand for nothing. Returns the digest that it stood for.
+        """Remove a name. Returns its digest.
 
         Raises:
             UnknownAdapter: no adapter has this name.
@@ -159,7 +160,7 @@ class AdapterNames:
             return digest
 
     def take_drained(self) -> list[str]:
-        """Return the digests that have drained, and forget them."""
+        """Return the digests of adapters that have drained, and forget these."""
         with self._lock:
             drained = [digest for digest, content in self._contents.items() if content.has_drained]
             for digest in drained:
@@ -170,9 +171,9 @@ class AdapterNames:
         """List names, and adapters that drain: the name, the adapter, whether it drains, and its requests."""
         with self._lock:
             return [
-                (name, content.known, not content.names, content.num_unfinished)
+                (name, content.record, not content.names, content.num_unfinished)
                 for content in self._contents.values()
-                for name in (content.names or (content.known.last_name,))
+                for name in (content.names or (content.record.last_name,))
             ]
 
     def _find(self, name: str) -> ResolvedAdapter:
@@ -180,12 +181,12 @@ class AdapterNames:
         if digest is None:
             raise UnknownAdapter("adapter: expected the name of a loaded adapter, got an unknown one")
         former = tuple(each for each in self._former.get(name, ()) if each != digest)
-        return ResolvedAdapter(digest, former, self._contents[digest].known.files)
+        return ResolvedAdapter(digest, former, self._contents[digest].record.files)
 
     def _drop(self, name: str, digest: str) -> None:
         content = self._contents[digest]
         del content.names[name]
-        content.known = content.known._replace(last_name=name)
+        content.record = content.record._replace(last_name=name)
         del self._digests[name]
         former = (digest, *(each for each in self._former.get(name, ()) if each != digest))
         self._former[name] = former[:_NUM_FORMER]

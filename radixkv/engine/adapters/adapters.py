@@ -1,12 +1,11 @@
-"""Loads, replaces and unloads adapters while requests run."""
+"""The adapters of an engine, which are loaded, replaced and unloaded while requests run."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,17 +25,17 @@ from radixkv.namespace import RESERVED_TENANTS, Namespace, PromptKey
 
 _log = logging.getLogger(__name__)
 
-_LOADS_PER_ADAPTER = 2  # that are unfinished, for each adapter that may be loaded
+_LOADS_PER_ADAPTER = 2  # unfinished loads for each adapter that may be loaded
 
 
 class AdapterSource(NamedTuple):
     """The device side of adapters.
 
     Attributes:
-        max_adapters: different ones that may be loaded.
+        max_adapters: distinct adapters that may be loaded.
         device: holds their weights.
         read: reads and checks a directory, on any thread.
-        directory: finds the directories that callers name.
+        directory: resolves the paths of callers.
     """
 
     max_adapters: int
@@ -48,15 +47,15 @@ class AdapterSource(NamedTuple):
 class Adapters:
     """The adapters of an engine. Its public methods may be called from any thread.
 
-        load   ─▶ read, on a thread for that ─▶ register, on the engine's thread: the name has it from now on
-        unload ─────────────────────────────▶ unregister: the name has nothing from now on
-        the last request of an adapter without a name ends ─▶ its weights go, and what is cached with it, in slices
+        load   ─▶ read, on a separate thread ─▶ register, on the engine's thread: the name now maps to it
+        unload ─────────────────────────────▶ unregister: the name is unknown from now on
+        the last request of an adapter without a name ends ─▶ its weights are freed, and its K/V purged in slices
 
     Args:
         model: fingerprint of the model.
         source: the device side; None if adapters are off.
-        cache: belongs to the engine's thread.
-        thread: has things done there.
+        cache: only the engine's thread uses it.
+        thread: runs functions on the engine's thread.
     """
 
     def __init__(self, model: str, source: AdapterSource | None, cache: PrefixCache, thread: EngineThread) -> None:
@@ -71,34 +70,28 @@ class Adapters:
         self._freeing: dict[str, Generator[None, None, Purged]] = {}  # by digest; of the engine's thread
 
     def keyed(self, caller: Caller, tokens: bytes) -> KeyedPrompt:
-        """Find out what a caller's prompt is cached under. One that does not invoke its adapter is the base model's.
+        """Return the cache key of a caller's prompt. A prompt that does not invoke its adapter is the base model's.
 
         Raises:
-            UnknownAdapter: no adapter has the caller's name for it.
+            UnknownAdapter: no adapter has the name that the caller gives.
         """
         return self._keyed(caller, tokens, self._names.find(caller.adapter))
 
-    @contextlib.contextmanager
-    def using(self, caller: Caller, tokens: bytes) -> Iterator[KeyedPrompt]:
-        """Return the same, and keep the adapter that computes it.
-
-        If nothing is raised inside the `with` block, it is kept until `leave`.
-        """
-        found = self._names.take(caller.adapter)
-        kept = found.digest
+    def acquire(self, caller: Caller, tokens: bytes) -> KeyedPrompt:
+        """Return the same, and keep the adapter that computes the prompt until its digest is passed to `release`."""
+        resolved = self._names.acquire(caller.adapter)
         try:
-            prompt = self._keyed(caller, tokens, found)
-            if prompt.adapter != found.digest:
-                kept = ""
-                self.leave(found.digest)
-            yield prompt
+            prompt = self._keyed(caller, tokens, resolved)
         except BaseException:
-            self.leave(kept)
+            self.release(resolved.digest)
             raise
+        if prompt.adapter != resolved.digest:
+            self.release(resolved.digest)
+        return prompt
 
-    def leave(self, digest: str) -> None:
-        """Let go of an adapter, of which this is the digest: a request that was `using` it is over."""
-        if self._names.leave(digest):
+    def release(self, digest: str) -> None:
+        """Release an adapter, given by its digest, when a request that acquired it has ended. "" is the base model."""
+        if digest and self._names.release(digest):
             self._thread.put(self._free_drained)
 
     def digest_of(self, name: str) -> str:
@@ -106,17 +99,17 @@ class Adapters:
         return self._names.find(name).digest
 
     def names_of(self, digest: str) -> tuple[str, ...]:
-        """Return the names of a digest; none of the model itself, and of an adapter that drains."""
+        """Return the names of a digest; none for the base model, and for an adapter that drains."""
         return self._names.names_of(digest)
 
     def load(self, name: str, path: str) -> Future[LoadedAdapter]:
-        """Read an adapter, and let a name stand for it. Requests that came before keep what the name stood for.
+        """Read an adapter, and map a name to it. Earlier requests keep the adapter to which the name was mapped.
 
-        A load goes on, and counts, if its future is cancelled.
+        A load continues, and counts as unfinished, if its future is cancelled.
 
         Args:
             name: not empty.
-            path: a directory, as a caller names it; see `AdapterDirectory.find`.
+            path: the directory, as a caller gives it; see `AdapterDirectory.find`.
 
         Raises:
             SwitchedOff: the engine has no adapters.
@@ -132,56 +125,60 @@ class Adapters:
             self._room_to_load.release()
             raise self._thread.cancellation() from None
         loading.add_done_callback(lambda _: self._room_to_load.release())
-        loaded: Future[LoadedAdapter] = Future()  # of its own, so that a caller that goes away cancels nothing else
-        loading.add_done_callback(partial(_answer, loaded))
+        loaded: Future[LoadedAdapter] = Future()  # separate, so that a caller that cancels does not cancel the load
+        loading.add_done_callback(partial(_pass_on, loaded))
         return loaded
 
     def load_now(self, name: str, directory: Path) -> LoadedAdapter:
-        """Do the same at once with any directory, before the engine's thread is started."""
+        """Load from any directory and wait for it, before the engine's thread is started."""
         source = self._require_on()
         return self._register(source, name, source.read(directory))
 
     def unload(self, name: str) -> Future[None]:
-        """Let a name stand for nothing. The future raises UnknownAdapter if it stands for nothing already."""
+        """Unload the adapter of a name. The future raises UnknownAdapter if there is none."""
         return self._thread.call(lambda: self._unregister(name))
 
     def listing(self) -> Future[list[Adapter]]:
-        """List all names, and what drains, with the cached tokens of each."""
+        """List all names, and adapters that drain, with the cached tokens of each."""
         return self._thread.call(self._count_and_list)
 
     def loaded(self) -> list[Adapter]:
-        """List the same at once, without cached tokens."""
+        """List the same immediately, without cached tokens."""
         return [self._adapter(*each) for each in self._names.listing()]
 
     @property
     def max_adapters(self) -> int:
-        """Different adapters that may be loaded; 0 if adapters are off."""
+        """Distinct adapters that may be loaded; 0 if adapters are off."""
         return self._names.max_adapters
 
     def close(self) -> None:
-        """Read nothing more. A load that is under way ends by itself."""
+        """Start no more loads. A load that is running ends by itself."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _keyed(self, caller: Caller, tokens: bytes, found: ResolvedAdapter) -> KeyedPrompt:
-        if (whose := RESERVED_TENANTS.get(caller.tenant)) is not None:
-            raise InvalidRequest(f"tenant: expected any name but {caller.tenant}, {whose}, got it")
-        base, files = Namespace(self._model, caller.tenant, "", caller.salt), found.files
-        start = None if files is None else files.own_from(tokens)
-        if files is None or start is None:
+    def _keyed(self, caller: Caller, tokens: bytes, resolved: ResolvedAdapter) -> KeyedPrompt:
+        reserved_for = RESERVED_TENANTS.get(caller.tenant)
+        if reserved_for is not None:
+            raise InvalidRequest(f"tenant: expected any name but {caller.tenant}, {reserved_for}, got it")
+        base = Namespace(self._model, caller.tenant, "", caller.salt)
+        weights = resolved.files
+        if weights is None:
             return KeyedPrompt(base, tokens)
-        if files.invocation_token_ids is None:
-            return KeyedPrompt(base._replace(adapter=files.digest), tokens, self._former(base, tokens, start, found))
-        invocation = self._cache.marks.invocation(files.digest, start)
-        return KeyedPrompt(base, tokens, self._former(base, tokens, start, found), invocation)
+        start = weights.own_from(tokens)
+        if start is None:
+            return KeyedPrompt(base, tokens)
+        former = self._former(base, tokens, start, resolved)
+        if weights.invocation_token_ids is None:
+            return KeyedPrompt(base._replace(adapter=weights.digest), tokens, former)
+        return KeyedPrompt(base, tokens, former, self._cache.marks.invocation(weights.digest, start))
 
-    def _former(self, base: Namespace, tokens: bytes, start: int, found: ResolvedAdapter) -> tuple[PromptKey, ...]:
-        """Return the keys that a prompt would have with what its adapter's name stood for before."""
+    def _former(self, base: Namespace, tokens: bytes, start: int, resolved: ResolvedAdapter) -> tuple[PromptKey, ...]:
+        """Return the keys that a prompt had with the previous adapters of its adapter's name."""
         marks = self._cache.marks
         return tuple(
             PromptKey(base, marks.invocation(digest, start).marked(tokens))
             if marks.has(digest)
             else PromptKey(base._replace(adapter=digest), tokens)
-            for digest in found.former
+            for digest in resolved.former
         )
 
     def _require_on(self) -> AdapterSource:
@@ -200,7 +197,7 @@ class Adapters:
     def _register(self, source: AdapterSource, name: str, files: AdapterWeights) -> LoadedAdapter:
         digest = files.digest
         self._names.require_room(name, digest)
-        for _ in self._freeing.pop(digest, ()):  # it comes back while it is being forgotten
+        for _ in self._freeing.pop(digest, ()):  # it is loaded again while it is being purged
             pass
         if files.invocation_token_ids is not None:
             self._cache.marks.add(digest)
@@ -217,7 +214,7 @@ class Adapters:
         self._free_drained()
 
     def _free_drained(self) -> None:
-        """Free what nobody needs any more: weights at once, cached blocks in slices."""
+        """Free the adapters that no request needs any more: weights at once, cached blocks in slices."""
         is_freeing = bool(self._freeing)
         for digest in self._names.take_drained():
             assert self._source is not None, "adapters are on"
@@ -248,8 +245,8 @@ class Adapters:
         )
 
 
-def _answer(loaded: Future[LoadedAdapter], loading: Future[LoadedAdapter]) -> None:
-    """Pass on what became of a load, unless its caller is gone."""
+def _pass_on(loaded: Future[LoadedAdapter], loading: Future[LoadedAdapter]) -> None:
+    """Pass the outcome of a load to its caller."""
     if loading.cancelled():
         loaded.cancel()
     elif loaded.set_running_or_notify_cancel():

@@ -1,4 +1,4 @@
-"""A prompt, what it is cached under, and the adapter that computes it."""
+"""A prompt with its cache key and the adapter that computes it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from radixkv.scheduling.request import Generation, Request
 
 
 class KeyedPrompt(NamedTuple):
-    """The place of a prompt in the cache, found by the name of its adapter.
+    """A prompt with its cache key, in which the adapter's name is resolved.
 
     Attributes:
-        namespace: who may share its cached tokens.
+        namespace: the namespace whose requests may share its cached tokens.
         tokens: the prompt, little-endian uint32 bytes, as the caller sent it.
-        former: its keys before its adapter was changed; they only explain a miss.
-        invocation: where its adapter begins; None if all of it is computed with `namespace.adapter`.
+        former: its keys before its adapter was replaced; they only explain a miss.
+        invocation: where an invoked adapter begins; None if `namespace.adapter` computes the whole prompt.
     """
 
     namespace: Namespace
@@ -38,7 +38,7 @@ class KeyedPrompt(NamedTuple):
 
     @property
     def adapter(self) -> str:
-        """Digest of the adapter that computes it, or a part of it; empty for the base model."""
+        """Digest of the adapter that computes it or a part of it; empty for the base model."""
         return self.namespace.adapter if self.invocation is None else self.invocation.digest
 
     def request(
@@ -48,6 +48,6 @@ class KeyedPrompt(NamedTuple):
         generation: Generation | None = None,
         fetched: Fetched | None = None,
     ) -> Request:
-        """Make the request for this prompt, which is that of `params`, as of now."""
+        """Make the request for this prompt, which is that of `params`, received now."""
         now_s = time.monotonic()
         return Request(params, self.namespace, future, now_s, generation, self.former, self.invocation, fetched)

@@ -12,7 +12,7 @@ from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.adapters.adapters import Adapters
-from radixkv.engine.transfer.exports import Exports, LeaseBlocks
+from radixkv.engine.transfer.lease_exporter import LeaseBlocks, LeaseExporter
 from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.storage.layer_bytes import LayerBytes, Layers
@@ -97,7 +97,7 @@ class Transfer:
         self.layer_bytes, self.stores = parts.layer_bytes, parts.stores
         self.fleet: FleetAccess | None = None
         self._key_blocks = parts.key_blocks
-        self._exports = Exports(parts.cache, held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
+        self._exports = LeaseExporter(parts.cache, held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
         self._adapters = adapters
         self._call = call
 
@@ -113,13 +113,13 @@ class Transfer:
         return None if parts is None else cls(parts, held_leases, adapters, call)
 
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
-        """Find the blocks of a held lease; see `Exports.blocks_of`. The future may raise UnknownLease."""
+        """Find the blocks of a held lease; see `LeaseExporter.blocks_of`. The future may raise UnknownLease."""
         return self._call(tenant, lambda: self._exports.blocks_of(lease_id, tenant))
 
     def objects(
         self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
     ) -> Future[list[BlockObject]]:
-        """Copy some of these blocks; see `Exports.objects`. The future may raise UnknownLease."""
+        """Copy some of these blocks; see `LeaseExporter.objects`. The future may raise UnknownLease."""
         return self._call(tenant, lambda: self._exports.objects(lease_id, tenant, found, indices, layers))
 
     def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:

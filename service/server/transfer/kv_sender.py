@@ -13,7 +13,7 @@ from radixkv.v1 import prefill_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
-    from radixkv.engine.transfer.exports import LeaseBlocks
+    from radixkv.engine.transfer.lease_exporter import LeaseBlocks
     from radixkv.engine.transfer.transfer import Transfer
     from radixkv.storage.layer_bytes import Layers
 

@@ -18,14 +18,14 @@ def named(*pairs: tuple[str, str], max_adapters: int = 4) -> AdapterNames:
 
 def test_the_empty_name_is_the_model_itself() -> None:
     names = named()
-    assert names.find("") == names.take("") == ResolvedAdapter("", ())
-    assert names.leave("") is False
+    assert names.find("") == names.acquire("") == ResolvedAdapter("", ())
+    assert names.release("") is False
     assert names.names_of("") == ()
 
 
 def test_a_name_that_was_never_given_is_unknown() -> None:
     names = named(("law", "old"))
-    for ask in (names.find, names.take, names.drop):
+    for ask in (names.find, names.acquire, names.drop):
         with pytest.raises(UnknownAdapter, match="adapter: expected the name of a loaded adapter, got an unknown one"):
             ask("old")
 
@@ -64,11 +64,11 @@ def test_a_name_loaded_again_after_it_was_dropped_knows_its_former_content() -> 
 def test_content_without_names_drains_until_its_last_request_ends() -> None:
     names = named(("law", "old"))
     for _ in range(2):
-        assert names.take("law").digest == "old"
+        assert names.acquire("law").digest == "old"
     names.assign("law", NEW)
     assert names.take_drained() == []
-    assert (names.leave("old"), names.take_drained()) == (False, [])
-    assert (names.leave("old"), names.take_drained()) == (True, ["old"])
+    assert (names.release("old"), names.take_drained()) == (False, [])
+    assert (names.release("old"), names.take_drained()) == (True, ["old"])
     assert names.take_drained() == []
 
 
@@ -82,17 +82,17 @@ def test_content_that_nobody_uses_has_drained_with_its_last_name() -> None:
 
 def test_content_that_gets_a_name_again_does_not_drain() -> None:
     names = named(("law", "old"))
-    names.take("law")
+    names.acquire("law")
     names.drop("law")
     names.assign("court", OLD)
-    assert names.leave("old") is False
+    assert names.release("old") is False
     assert names.take_drained() == []
     assert names.names_of("old") == ("court",)
 
 
 def test_a_listing_has_every_name_and_what_drains_under_its_last_name() -> None:
     names = named(("law", "old"), ("court", "old"))
-    names.take("law")
+    names.acquire("law")
     names.assign("law", NEW)
     names.assign("court", NEW)
     told = [
@@ -121,10 +121,10 @@ class TestRoom:
     def test_as_many_may_drain_as_may_be_named(self) -> None:
         names = named(("a", "0"), max_adapters=2)
         for number in range(1, 4):
-            names.take("a")
+            names.acquire("a")
             names.require_room("a", str(number))
             names.assign("a", FakeFiles(str(number)))
-        names.take("a")
+        names.acquire("a")
         with pytest.raises(TooManyAdapters, match="expected at most 2 that drain"):
             names.require_room("a", "4")
         names.require_room("a", "1")

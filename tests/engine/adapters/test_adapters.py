@@ -180,10 +180,10 @@ def test_one_of_two_names_unloaded_frees_nothing(engine: Engine, device: FakeDev
 def test_an_adapter_that_comes_back_while_it_drains_has_all_it_had(engine: Engine) -> None:
     load(engine, "law", "one")
     ask(engine, "law")
-    with engine.adapters.using(Caller(adapter="law"), tokens(PROMPT)):  # as a request does
-        load(engine, "law", "two")
-        load(engine, "law", "one")
-    engine.adapters.leave("one")
+    prompt = engine.adapters.acquire(Caller(adapter="law"), tokens(PROMPT))  # as a request does
+    load(engine, "law", "two")
+    load(engine, "law", "one")
+    engine.adapters.release(prompt.adapter)
     assert ask(engine, "law") == (answer("one"), 19, "NONE")
 
 

@@ -218,12 +218,12 @@ class SimulatedEngine:
         if ask.max_new_tokens:
             stop_token_ids = frozenset(ask.stop_token_ids)
             generation = Generation(ask.sampling, stop_token_ids, lambda news: self._take(asked, news))
-        with self.adapters.using(params.caller, params.tokens) as prompt:
-            assert prompt.namespace == ask.namespace
-            asked.request = prompt.request(params, asked.future, generation)
-            asked.request.received_s = self.clock()
-            self.oracle.asked(asked)
-            self.core.submit(asked.request)
+        prompt = self.adapters.acquire(params.caller, params.tokens)
+        assert prompt.namespace == ask.namespace
+        asked.request = prompt.request(params, asked.future, generation)
+        asked.request.received_s = self.clock()
+        self.oracle.asked(asked)
+        self.core.submit(asked.request)
 
     def _find(self, name: str) -> tuple[str, int | None]:
         """Return what an adapter's name stands for, and the token by which that is invoked, if it is."""
@@ -307,7 +307,7 @@ class SimulatedEngine:
 
     def _ended(self, request: Request) -> None:
         self.oracle.ended(request)
-        self.adapters.leave(request.adapter)
+        self.adapters.release(request.adapter)
 
     def _load(self, load: Load) -> None:
         loaded = self.adapters.load_now(load.name, Path(load.digest))

@@ -62,7 +62,7 @@ def test_a_list_counts_tokens_and_requests_and_tells_what_drains() -> None:
         with Client(address) as client:
             client.load_adapter("law", "one")
             publish(engine.cache, "abcdefgh", of_adapter("one"))
-            engine.adapters._names.take("law")
+            engine.adapters._names.acquire("law")
             client.load_adapter("law", "two")
             told = [
                 (each.name, each.digest, each.is_draining, each.unfinished_requests, each.cached_tokens)

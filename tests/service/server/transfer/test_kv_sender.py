@@ -15,7 +15,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.config import KVSourceConfig, TransferConfig
-from radixkv.engine.transfer.exports import LeaseBlocks
+from radixkv.engine.transfer.lease_exporter import LeaseBlocks
 from radixkv.engine.transfer.transfer import Transfer
 from radixkv.errors import Cause, InvalidRequest, KVSourceError, RadixKVError, UnknownLease
 from radixkv.namespace import Namespace

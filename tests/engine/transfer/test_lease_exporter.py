@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
-from radixkv.engine.transfer.exports import Exports
+from radixkv.engine.transfer.lease_exporter import LeaseExporter
 from radixkv.errors import UnknownLease
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
@@ -31,7 +31,7 @@ class Exporting:
         core = self.bench.core
         layers = LayerBytes(4, PAYLOAD_BYTES // 4, 0)
         keys = self.bench.elsewhere.key_blocks
-        self.exports = Exports(self.bench.cache, core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
+        self.exports = LeaseExporter(self.bench.cache, core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
 
     def make_public(self, ids: range) -> None:
         """Compute a prefix that is public from then on."""

@@ -31,7 +31,7 @@ class LeaseBlocks(NamedTuple):
     block_ids: Sequence[int]
 
 
-class Exports:
+class LeaseExporter:
     """Copies K/V of held leases out of the pool. The engine's thread uses it.
 
     What a request did not publish, and a last block that is not full, is left out: others compute it again.
