@@ -1,4 +1,4 @@
-"""The loop on its own thread: admit, compute a step, publish, answer.
+"""The engine loop on its own thread: schedule, compute a step, publish, return results.
 
 Face: `Engine`, `Observer`.
 """

@@ -130,8 +130,8 @@ class RequestCompleter:
             generation.prompt_logprobs.put(start, result.prompt_logprobs)
         if prediction is None or prediction.refusal is not None:
             return
-        if request.prefilled_s is None:
-            request.prefilled_s = self._clock()
+        if request.times.prefilled_s is None:
+            request.times.prefilled_s = self._clock()
         if generation is not None:
             try:
                 request.append(prediction.next_token_id)
@@ -239,7 +239,7 @@ class RequestCompleter:
             next_token_id=prediction.next_token_id,
             top_logprobs=logprobs[0].top if logprobs else (),
             logits=prediction.logits,
-            miss_reason=request.miss_reason,
+            miss_reason=request.reuse.miss_reason,
             timing=_timing(request, now_s),
             retained=self._retain(request, lease, now_s),
             held_lease=self._hold(request, lease, now_s) if is_held else None,
@@ -257,7 +257,7 @@ class RequestCompleter:
             logprobs=logprobs,
             prompt_logprobs=request.generation.prompt_logprobs or (),
             finish_reason=finish_reason,
-            miss_reason=request.miss_reason,
+            miss_reason=request.reuse.miss_reason,
             timing=_timing(request, now_s),
             retained=self._retain(request, request.lease, now_s),
         )
@@ -303,13 +303,13 @@ def retained_until(grant: Grant, now_s: float) -> Retained:
 
 
 def _timing(request: Request, now_s: float) -> Timing:
-    assert request.scheduled_s is not None, "a result comes after admission"
-    assert request.prefilled_s is not None, "a result comes after the first token"
+    assert request.times.scheduled_s is not None, "a result comes after admission"
+    assert request.times.prefilled_s is not None, "a result comes after the first token"
     return Timing(
-        queue_us=_microseconds(request.scheduled_s - request.received_s),
-        prefill_us=_microseconds(request.prefilled_s - request.scheduled_s),
-        decode_us=0 if request.generation is None else _microseconds(now_s - request.prefilled_s),
-        total_us=_microseconds(now_s - request.received_s),
+        queue_us=_microseconds(request.times.scheduled_s - request.times.received_s),
+        prefill_us=_microseconds(request.times.prefilled_s - request.times.scheduled_s),
+        decode_us=0 if request.generation is None else _microseconds(now_s - request.times.prefilled_s),
+        total_us=_microseconds(now_s - request.times.received_s),
     )
 
 

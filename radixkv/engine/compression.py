@@ -44,7 +44,7 @@ class Compressor:
         if not self._scheduler.num_running:
             return
         for request in self._scheduler.running:
-            if request.compression is None or request.prefilled_s is None:
+            if request.compression is None or request.times.prefilled_s is None:
                 continue
             try:
                 self._make_room(request, request.compression)

@@ -33,7 +33,7 @@ class Observer:
             request: its usage and its times.
             outcome: how it ended.
             error: why it failed; None if it did not fail.
-            now_s: when it ended, on the clock of `request.received_s`.
+            now_s: when it ended, on the clock of `request.times.received_s`.
         """
 
 

@@ -70,8 +70,8 @@ class StatsCollector:
     def count_end(self, request: Request, outcome: Outcome) -> None:
         """Count a request that ended, and the time to its first token if it had one."""
         self._num_ended[outcome] += 1
-        if request.prefilled_s is not None:
-            seconds = request.prefilled_s - request.received_s
+        if request.times.prefilled_s is not None:
+            seconds = request.times.prefilled_s - request.times.received_s
             self._first_tokens[bisect_left(_BOUNDS_S, seconds)] += 1
             self._first_tokens_s += seconds
 

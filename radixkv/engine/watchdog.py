@@ -1,4 +1,4 @@
-"""Notices that a step takes too long, on a thread of its own, and that steps have failed for too long."""
+"""A watchdog thread that detects steps that hang, and steps that keep failing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-_LOOKS_PER_TIMEOUT = 20
+_CHECKS_PER_TIMEOUT = 20
 _MAX_PERIOD_S = 1.0
 
 
@@ -14,10 +14,10 @@ class Watchdog:
     """Calls a function when a step hangs.
 
         running  [ step ][ step ][ step ...............................
-        told                            └ timeout_s ┘ on_hang, once     └ is_hanging ends with the step
+        watchdog                        └ timeout_s ┘ on_hang, once     └ is_hanging ends with the step
 
     Args:
-        timeout_s: seconds that a step may take, and that steps may fail one after the other.
+        timeout_s: seconds that a step may take, and during which steps may fail in a row.
         on_hang: called on the watchdog's thread, once for each step that takes longer.
 
     Attributes:
@@ -28,7 +28,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._on_hang = on_hang
         self._started_s: float | None = None
-        self._told_start_s: float | None = None  # start of the last step that hung
+        self._reported_start_s: float | None = None  # start of the last step that was reported
         self._failing_since_s: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="radixkv-watchdog", daemon=True)
@@ -36,11 +36,11 @@ class Watchdog:
     @property
     def is_hanging(self) -> bool:
         """Whether the step that runs now has taken too long."""
-        return self._told_start_s is not None and self._told_start_s == self._started_s
+        return self._reported_start_s is not None and self._reported_start_s == self._started_s
 
     @property
     def keeps_failing(self) -> bool:
-        """Whether steps have failed for `timeout_s` seconds without one that worked."""
+        """Whether all steps have failed for `timeout_s` seconds."""
         since_s = self._failing_since_s
         return since_s is not None and time.monotonic() - since_s >= self.timeout_s
 
@@ -53,11 +53,11 @@ class Watchdog:
         self._stopped.set()
 
     def step_begins(self) -> None:
-        """Note that a step begins. To be called on the thread that runs steps."""
+        """Record that a step begins. To be called on the thread that runs steps."""
         self._started_s = time.monotonic()
 
     def step_ends(self, *, is_failing: bool = False) -> None:
-        """Note that the step ended, and whether steps fail now. To be called on the same thread."""
+        """Record that the step ended, and whether steps fail now. To be called on the same thread."""
         self._started_s = None
         if not is_failing:
             self._failing_since_s = None
@@ -65,9 +65,13 @@ class Watchdog:
             self._failing_since_s = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(_MAX_PERIOD_S, self.timeout_s / _LOOKS_PER_TIMEOUT)):
+        while not self._stopped.wait(min(_MAX_PERIOD_S, self.timeout_s / _CHECKS_PER_TIMEOUT)):
             started_s = self._started_s
-            if started_s is None or started_s == self._told_start_s or time.monotonic() - started_s < self.timeout_s:
+            if (
+                started_s is None
+                or started_s == self._reported_start_s
+                or time.monotonic() - started_s < self.timeout_s
+            ):
                 continue
-            self._told_start_s = started_s
+            self._reported_start_s = started_s
             self._on_hang()

@@ -1,4 +1,4 @@
-"""Queues of unfinished requests, their admission, and the `StepPlan` that shares the tokens of a step between them.
+"""Scheduling: the queues of unfinished requests, their admission, and the plan of each step.
 
 Face: `Scheduler`, `Request`, `Admitter`.
 """

@@ -179,15 +179,16 @@ class Admitter:
         """Let a request continue after the cached tokens of its lease, and those that were loaded."""
         request.lease = lease
         request.num_nodes = lease.num_nodes
+        reuse = request.reuse
         if not request.has_computed:
-            request.loaded_tokens = {}
+            reuse.loaded_tokens = {}
         cached_tokens = lease.cached_tokens if self._loads is None else self._loads.fill(request, lease)
-        if request.scheduled_s is None:
-            request.scheduled_s = self._clock()
+        if request.times.scheduled_s is None:
+            request.times.scheduled_s = self._clock()
         if not request.has_computed:
-            request.cached_tokens = cached_tokens
-            request.public_tokens = lease.public_tokens
-            request.miss_reason = self._explain(request, cached_tokens)
+            reuse.cached_tokens = cached_tokens
+            reuse.public_tokens = lease.public_tokens
+            reuse.miss_reason = self._explain(request, cached_tokens)
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
@@ -200,7 +201,7 @@ class Admitter:
         """Return why the tokens after the reused ones have to be computed."""
         if not request.params.read_cache:
             return MissReason.READ_DISABLED
-        if cached_tokens < request.stored_upto:
+        if cached_tokens < request.reuse.stored_upto:
             return MissReason.NOT_LOADED
         return self._cache.explain(request.namespace, request.tokens, cached_tokens, request.former)
 

@@ -1,4 +1,4 @@
-"""Keeps leases that outlive their request, until they are released or expire."""
+"""Held leases, which outlive their request until they are released or expire."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class _Held(NamedTuple):
 class HeldLeases:
     """Open leases by id. An id can't be guessed, and is valid only together with its tenant.
 
-    They are bounded in number, and `kept` bounds their blocks. Of a lease that is held, no tokens stay in memory.
+    The number of leases is bounded, and `blocks` bounds their blocks. The tokens of a held lease are not stored.
 
     Args:
-        kept: counts the blocks that they keep.
-        ttl_s: seconds until a lease expires. It is the same for all, so they expire in the order in which they came.
+        blocks: counts the blocks that they hold.
+        ttl_s: seconds until a lease expires. It is the same for all, so leases expire in the order in which they began.
         max_leases: leases that may be held.
         max_tenant_leases: leases that one tenant may hold.
     """
 
-    def __init__(self, kept: HeldBlocks, ttl_s: float, max_leases: int, max_tenant_leases: int) -> None:
-        self._kept = kept
+    def __init__(self, blocks: HeldBlocks, ttl_s: float, max_leases: int, max_tenant_leases: int) -> None:
+        self._blocks = blocks
         self._ttl_s = ttl_s
         self._max_leases = max_leases
         self._max_tenant_leases = max_tenant_leases
         self._held: dict[str, _Held] = {}
-        self._by_tenant: dict[str, dict[str, None]] = {}  # ids; both in the order in which leases expire
+        self._by_tenant: dict[str, dict[str, None]] = {}  # ids; both dicts are in the order in which leases expire
 
     def __len__(self) -> int:
         return len(self._held)
 
     def require_room(self, request: Request, path: Path, running: Iterable[Request]) -> None:
-        """Refuse a request that could not hold its lease after those of the running requests are held, too.
+        """Refuse a request that could not hold its lease if those of all running requests were held as well.
 
         Args:
             request: asks to hold its lease; it has none yet.
@@ -55,27 +55,26 @@ class HeldLeases:
         """
         others = [other for other in running if other.params.hold_lease and other is not request]
         own = [other for other in others if other.tenant == request.tenant]
-        for whose, num_leases, max_leases, kind in (
-            (
-                "this tenant",
-                len(self._by_tenant.get(request.tenant, ())) + len(own),
-                self._max_tenant_leases,
-                QuotaExceeded,
-            ),
-            ("all tenants", len(self._held) + len(others), self._max_leases, OutOfBlocks),
-        ):
-            if num_leases >= max_leases:
-                raise kind(
-                    f"hold_lease: expected fewer than {max_leases} held leases of {whose}, got {num_leases}",
-                    cause=Cause.HOLD_LEASE,
-                )
-        for tenant, asking in ((request.tenant, own), (None, others)):
-            paths = [path, *(Path.of(other.open_lease.own) for other in asking)]
-            self._kept.require_room(tenant, self._kept.num_more(paths))
+        num_own = len(self._by_tenant.get(request.tenant, ())) + len(own)
+        if num_own >= self._max_tenant_leases:
+            raise QuotaExceeded(
+                f"hold_lease: expected fewer than {self._max_tenant_leases} held leases of this tenant, got {num_own}",
+                cause=Cause.HOLD_LEASE,
+            )
+        num_all = len(self._held) + len(others)
+        if num_all >= self._max_leases:
+            raise OutOfBlocks(
+                f"hold_lease: expected fewer than {self._max_leases} held leases of all tenants, got {num_all}",
+                cause=Cause.HOLD_LEASE,
+            )
+        for tenant, holders in ((request.tenant, own), (None, others)):
+            paths = [path, *(Path.of(other.open_lease.own) for other in holders)]
+            self._blocks.require_room(tenant, self._blocks.num_more(paths))
 
     def hold(self, lease: PromptLease, tenant: str, now_s: float) -> tuple[str, float]:
-        """Keep a lease open. Returns its id, and the time at which it expires by the clock of `now_s`."""
-        lease_id, num_tokens = secrets.token_hex(16), lease.num_tokens
+        """Keep a lease open. Returns its id, and when it expires on the clock of `now_s`."""
+        lease_id = secrets.token_hex(16)
+        num_tokens = lease.num_tokens
         lease.keep()
         return lease_id, self._add(lease_id, _Held(lease, num_tokens, tenant, now_s + self._ttl_s))
 
@@ -83,16 +82,16 @@ class HeldLeases:
         """Return a held lease, and the number of its tokens. Changes nothing.
 
         Raises:
-            UnknownLease: never given to this tenant, released before, or expired.
+            UnknownLease: this tenant never held the lease, or it was released or has expired.
         """
         held = self._find(lease_id, tenant)
         return held.lease, held.num_tokens
 
     def renew(self, lease_id: str, tenant: str, now_s: float) -> float:
-        """Let a held lease expire as late as if it came now. Returns when it expires by the clock of `now_s`.
+        """Restart the time to live of a held lease. Returns when it expires on the clock of `now_s`.
 
         Raises:
-            UnknownLease: never given to this tenant, released before, or expired.
+            UnknownLease: this tenant never held the lease, or it was released or has expired.
         """
         held = self._take(lease_id, tenant)
         return self._add(lease_id, held._replace(expires_s=now_s + self._ttl_s))  # the last one to expire
@@ -101,12 +100,12 @@ class HeldLeases:
         """Close a held lease.
 
         Raises:
-            UnknownLease: never given to this tenant, released before, or expired.
+            UnknownLease: this tenant never held the lease, or it was released or has expired.
         """
         self._take(lease_id, tenant).lease.close()
 
     def next_expiry_s(self, tenant: str | None = None) -> float | None:
-        """Return the time at which the next lease expires, of a tenant or of all (None); None if none is held.
+        """Return when the next lease of a tenant, or of all tenants (None), expires; None if none is held.
 
         Complexity: O(1).
         """
@@ -115,11 +114,11 @@ class HeldLeases:
 
     def expire(self, now_s: float) -> None:
         """Close the leases that have expired."""
-        while (expires_s := self.next_expiry_s()) is not None and expires_s <= now_s:
+        while self._held and next(iter(self._held.values())).expires_s <= now_s:
             self._close_first()
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all held leases."""
         while self._held:
             self._close_first()
 

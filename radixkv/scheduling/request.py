@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,40 @@ class Generation:
         return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_new_tokens else None
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request reached its stages, on the clock of `time.monotonic`; for results, metrics and traces.
+
+    Attributes:
+        received_s: its arrival.
+        scheduled_s: its first admission; None until then.
+        prefilled_s: its first token; None until then.
+    """
+
+    received_s: float
+    scheduled_s: float | None = None
+    prefilled_s: float | None = None
+
+
+@dataclass(slots=True)
+class PromptReuse:
+    """What a request reused of its prompt, and why not more. Set at each admission until it has computed a token.
+
+    Attributes:
+        cached_tokens: prompt tokens that it reused.
+        public_tokens: those of them that came from a public prefix.
+        loaded_tokens: those of them that were loaded for this admission, by tier.
+        stored_upto: tokens of the prompt that were on the device or in tiers when it was looked up there.
+        miss_reason: why the other tokens were not reused.
+    """
+
+    cached_tokens: int = 0
+    public_tokens: int = 0
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    stored_upto: int = 0
+    miss_reason: MissReason = MissReason.COLD
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A request inside the engine. Owned by the engine's thread; only `future` is shared with the caller.
@@ -92,8 +126,6 @@ class Request:
         params: the prompt and its options.
         namespace: the namespace whose requests may share its cached tokens.
         future: the result of a prefill, or of a generation if `generation` is set.
-        received_s, scheduled_s, prefilled_s: `time.monotonic()` of its arrival, its first admission and its first
-            token; None until then.
         generation: None for a prefill.
         former: its keys before its adapter was replaced; they only explain a miss.
         fetched: blocks of its prompt that came with it; None without any, and once they are used.
@@ -105,16 +137,13 @@ class Request:
         adapter: digest of the adapter that computes it or a part of it; empty for the base model.
         compression: the rule by which it drops K/V; None for none. A compressed generation is never preempted, since it
             could not compute the K/V that it dropped again.
+        times: when it arrived, was admitted and had its first token.
+        reuse: what it reused of its prompt.
         arrival: number of requests that arrived before it.
         rank: its position among its tenant's requests, lowest first: a point of urgency counts as a second of waiting.
         lease: its blocks; None while it holds none.
         state: its recurrent states; None while it does not run, and for a model without states.
-        miss_reason: why it did not reuse more.
         num_nodes: nodes of the tree that were visited to find reusable tokens, at the last admission.
-        cached_tokens: prompt tokens that it reused; set at each admission until it has computed a token.
-        public_tokens: those of them that came from a public prefix.
-        loaded_tokens: those of them that were loaded for this admission, by tier.
-        stored_upto: tokens of its prompt that were on the device or in tiers when it was looked up there.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
         found_tokens: tokens whose K/V were cached at the last attempt to admit it; for a model with states including
@@ -128,7 +157,7 @@ class Request:
     params: PrefillParams
     namespace: Namespace
     future: Future[PrefillResult] | Future[GenerateResult]
-    received_s: float
+    received_s: InitVar[float]
     generation: Generation | None = None
     former: Sequence[PromptKey] = ()
     invocation: Invocation | None = None
@@ -139,16 +168,13 @@ class Request:
     tenant: str = field(init=False)
     adapter: str = field(init=False)
     compression: Compression | None = field(init=False)
+    times: RequestTimes = field(init=False)
+    reuse: PromptReuse = field(default_factory=PromptReuse)
     arrival: int = 0
     rank: tuple[float, int] = (0.0, 0)
     lease: PromptLease | None = None
     state: StateLease | None = None
-    miss_reason: MissReason = MissReason.COLD
     num_nodes: int = 0
-    cached_tokens: int = 0
-    public_tokens: int = 0
-    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    stored_upto: int = 0
     has_computed: bool = False
     computed_upto: int = 0
     found_tokens: int = 0
@@ -156,10 +182,9 @@ class Request:
     recomputed_tokens: int = 0
     is_revoked: bool = False
     is_over: bool = False
-    scheduled_s: float | None = None
-    prefilled_s: float | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, received_s: float) -> None:
+        self.times = RequestTimes(received_s)
         params, invocation, generation = self.params, self.invocation, self.generation
         self.tenant = params.caller.tenant
         self.num_prompt_tokens = self.num_tokens = params.num_tokens
@@ -177,7 +202,7 @@ class Request:
     def enqueue(self, arrival: int) -> None:
         """Set its rank when it is queued after `arrival` other requests."""
         self.arrival = arrival
-        self.rank = self.received_s - self.params.urgency, arrival
+        self.rank = self.times.received_s - self.params.urgency, arrival
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
         """Whether it has these names; None matches any."""
@@ -259,12 +284,12 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether the last generated token is all that is left to compute."""
-        return self.prefilled_s is not None and self.num_tokens - self.computed_upto == 1
+        return self.times.prefilled_s is not None and self.num_tokens - self.computed_upto == 1
 
     @property
     def is_preempted(self) -> bool:
         """Whether it was preempted and does not run again yet."""
-        return self.scheduled_s is not None and self.lease is None
+        return self.times.scheduled_s is not None and self.lease is None
 
     def is_late(self, now_s: float) -> bool:
         """Whether its deadline has passed. A request that is cancelled after its deadline counts as late."""
@@ -273,17 +298,18 @@ class Request:
     @property
     def usage(self) -> Usage:
         """Its tokens so far."""
-        loaded = self.loaded_tokens
+        reuse = self.reuse
+        loaded = reuse.loaded_tokens
         host_tokens = loaded.get("host", 0)
         disk_tokens = loaded.get("disk", 0)
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            computed_tokens=self.num_prompt_tokens - self.cached_tokens,
+            cached_tokens=reuse.cached_tokens,
+            computed_tokens=self.num_prompt_tokens - reuse.cached_tokens,
             written_tokens=self.written_tokens,
             generated_tokens=self.num_tokens - self.num_prompt_tokens,
             recomputed_tokens=self.recomputed_tokens,
-            public_tokens=self.public_tokens,
+            public_tokens=reuse.public_tokens,
             host_tokens=host_tokens,
             disk_tokens=disk_tokens,
             remote_tokens=sum(loaded.values()) - host_tokens - disk_tokens if loaded else 0,

@@ -1,4 +1,4 @@
-"""Keeps the unfinished requests, and has the next step planned."""
+"""The scheduler: keeps the unfinished requests, and plans the next step."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class Scheduler:
          resume │  ▼ └───────┘ preempt
                following
 
-    Between tenants: the one that was served the fewest tokens by its weight has the next turn (Sheng et al., Fairness
-    in Serving Large Language Models, OSDI 2024). Cached tokens do not count, so that waiting times do not tell one
-    tenant what another has cached.
+    Between tenants: the tenant that was served the fewest tokens by its weight has the next turn (Sheng et al.,
+    Fairness in Serving Large Language Models, OSDI 2024). Cached tokens do not count, so waiting times do not reveal
+    what another tenant has cached.
 
     Within a tenant: of the first 16 waiting requests the one with the longest cached prefix is admitted next, among
-    those as urgent as the first one; the first is passed over at most 16 times. While the running ones need more than
-    the turn, half of it goes to the requests with the fewest tokens left, waiting ones too: a short question does not
-    wait for a long document, which takes at most twice as long for it.
+    those as urgent as the first one. The first is passed over at most 16 times. While the running requests need more
+    than the turn, half of it goes to the requests with the fewest tokens left, including waiting ones. So a short
+    prompt does not wait for a long document, which takes at most twice as long because of it.
 
     A request is admitted when there are tokens for it in the step, not earlier, so that it matches what was published
-    before. If there are no blocks for it, only short prefills that give their blocks back with the step are admitted
+    before. If there are no blocks for it, only short prefills that return their blocks with the step are admitted
     before it. So no request starves.
 
     Args:
         budget: tokens per step.
-        max_running_requests: requests that may be admitted at the same time.
-        weights: shares by tenant; 1 for a tenant that is not there.
-        work_clock: seconds of work of the calling thread; see `StepPlan`.
+        max_running_requests: requests that may run at the same time.
+        weights: shares by tenant; 1 for a tenant that is missing.
+        work_clock: CPU seconds of the calling thread; see `StepPlan`.
 
     Attributes:
         budget: as in the arguments; the engine adjusts it between steps.
@@ -54,7 +54,7 @@ class Scheduler:
         self.budget = budget
         self._max_running_requests = max_running_requests
         self._queues = TenantQueues(weights or {})
-        self._running: dict[Request, None] = {}  # the one that waits longest for a turn to decode comes first
+        self._running: dict[Request, None] = {}  # the one that has waited longest for a token to decode comes first
         self._blocked: Request | None = None  # waits for blocks
         self._num_arrived = 0
 
@@ -75,18 +75,18 @@ class Scheduler:
 
     @property
     def num_following(self) -> int:
-        """Number of requests that wait for what a running one computes, or for blocks that are loaded."""
+        """Number of requests that wait for tokens that a running request computes, or for blocks that are loaded."""
         return sum(len(queue.following) for queue in self._queues)
 
     @property
     def is_full(self) -> bool:
-        """Whether all places are taken, at least one by each tenant, so that none is admitted until one ends."""
+        """Whether all places are taken, at least one by each tenant, so that no request is admitted until one ends."""
         return len(self._running) >= self._max_running_requests and not any(queue.is_left_out for queue in self._queues)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._running) or any(queue.waiting for queue in self._queues)
+        """Whether any request runs or waits to be admitted."""
+        return bool(self._running) or any(queue.waiting for queue in self._queues.by_tenant.values())
 
     def add(self, request: Request) -> None:
         """Add a new request. Complexity: O(log waiting)."""
@@ -103,20 +103,20 @@ class Scheduler:
         return [request for queue in self._queues for request in (*queue.waiting, *queue.following)]
 
     def hold_back(self, request: Request) -> None:
-        """Let a waiting request wait for blocks that are loaded, until `resume`. Complexity: O(log waiting)."""
+        """Have a waiting request wait for blocks that are loaded, until `resume`. Complexity: O(log waiting)."""
         queue = self._queues[request.tenant]
         queue.waiting.remove(request)
         queue.following.add(request)
 
     def resume(self, followers: Iterable[Request]) -> None:
-        """Put followers back among the waiting requests, at their old places. Complexity: O(log waiting) each."""
+        """Put followers back among the waiting requests, at their old positions. Complexity: O(log waiting) each."""
         for request in followers:
             queue = self._queues[request.tenant]
             queue.following.remove(request)
             queue.waiting.add(request)
 
     def preempt(self, request: Request) -> None:
-        """Put a running request back among the waiting ones, at its old place. Complexity: O(log waiting)."""
+        """Put a running request back among the waiting ones, at its old position. Complexity: O(log waiting)."""
         queue = self._queues[request.tenant]
         del self._running[request]
         queue.running.remove(request)
@@ -156,7 +156,7 @@ class Scheduler:
         )
         slices = plan.make_slices()
         self._blocked = plan.blocked
-        for queue in list(self._queues):
+        for queue in list(self._queues.by_tenant.values()):
             self._queues.close_if_empty(queue)
         return slices
 

@@ -162,7 +162,7 @@ class _RequestCounters:
         if error is not None:
             self._failures.labels(type(error).__name__).inc()
         if outcome is Outcome.FINISHED:
-            self._reasons[request.miss_reason].inc()
+            self._reasons[request.reuse.miss_reason].inc()
 
 
 class _RequestTimes:
@@ -207,7 +207,9 @@ class _RequestTimes:
 
     def observe(self, request: Request, outcome: Outcome, now_s: float) -> None:
         """Record the times of a request that ended."""
-        received_s, scheduled_s, prefilled_s = request.received_s, request.scheduled_s, request.prefilled_s
+        received_s = request.times.received_s
+        scheduled_s = request.times.scheduled_s
+        prefilled_s = request.times.prefilled_s
         if scheduled_s is not None:
             self._queue.observe(scheduled_s - received_s)
             if prefilled_s is not None:

@@ -56,7 +56,7 @@ class Tracing(Observer):
             "Prefill" if request.generation is None else "Generate",
             self._propagator.extract({"traceparent": traceparent}) if traceparent else Context(),
             SpanKind.SERVER,
-            start_time=times.of(request.received_s),
+            start_time=times.of(request.times.received_s),
         )
         if span.is_recording():
             span.set_attributes(_attributes(request, outcome))
@@ -68,9 +68,9 @@ class Tracing(Observer):
 
     def _trace_phases(self, request: Request, span: Span, times: _UnixTimes) -> None:
         """Create a span per phase. A phase ends when the next one begins, and the last one ends with the request."""
-        begins = [("queue", request.received_s), ("prefill", request.scheduled_s)]
+        begins = [("queue", request.times.received_s), ("prefill", request.times.scheduled_s)]
         if request.generation is not None:
-            begins.append(("decode", request.prefilled_s))
+            begins.append(("decode", request.times.prefilled_s))
         began_ns = [(name, times.of(begin_s)) for name, begin_s in begins if begin_s is not None]
         ends_ns = [begin_ns for _, begin_ns in began_ns[1:]] + [times.now_ns]
         context = trace.set_span_in_context(span, Context())
@@ -97,10 +97,10 @@ def _attributes(request: Request, outcome: Outcome) -> dict[str, AttributeValue]
         "radixkv.request_id": request.params.request_id,
         "radixkv.outcome": outcome.value,
     }
-    if request.scheduled_s is not None:  # the number of cached tokens is known only after admission
+    if request.times.scheduled_s is not None:  # the number of cached tokens is known only after admission
         attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
         attributes["radixkv.computed_tokens"] = usage.computed_tokens
-        attributes["radixkv.miss_reason"] = request.miss_reason.value
+        attributes["radixkv.miss_reason"] = request.reuse.miss_reason.value
     generation = request.generation
     if generation is not None:
         attributes["gen_ai.operation.name"] = "text_completion"

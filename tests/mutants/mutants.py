@@ -256,11 +256,8 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/step_plan.py", "(granted + search)\n", "(granted)\n"),
     Mutant("scheduling/step_plan.py", "used = min(granted + search, tokens, self._budget)", "used = granted"),
     Mutant("scheduling/step_plan.py", "1 + num_nodes // _NODES_PER_LOOKUP", "1"),
-    Mutant(
-        "scheduling/held_leases.py",
-        "            if num_leases >= max_leases:",
-        "            if num_leases > max_leases:",
-    ),
+    Mutant("scheduling/held_leases.py", "num_own >= self._max_tenant_leases", "num_own > self._max_tenant_leases"),
+    Mutant("scheduling/held_leases.py", "num_all >= self._max_leases", "num_all > self._max_leases"),
     Mutant("scheduling/held_leases.py", "            del self._by_tenant[tenant]\n", "            pass\n"),
     Mutant("scheduling/held_leases.py", "self._held if tenant is None else", "self._held if True else"),
     Mutant("scheduling/held_leases.py", "        lease.keep()\n", ""),
@@ -307,7 +304,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "scheduling/admission.py",
-        "request.cached_tokens = cached_tokens",
+        "reuse.cached_tokens = cached_tokens",
         "pass",
     ),
     Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
@@ -365,7 +362,7 @@ ENGINE_MUTANTS = (
         "scheduling/tenant_queue.py", "max(self._fair_share, self._served_before.pop(tenant, 0.0))", "self._fair_share"
     ),
     Mutant("scheduling/tenant_queue.py", "served = max(self._fair_share, self", "served = max(0.0, self"),
-    Mutant("scheduling/request.py", "self.received_s - self.params.urgency", "self.received_s"),
+    Mutant("scheduling/request.py", "self.times.received_s - self.params.urgency", "self.times.received_s"),
     Mutant("scheduling/request.py", "if self.token_ids and self.token_ids[-1] in self.stop_token_ids:", "if False:"),
     Mutant(
         "engine/completion.py", "is_purged = request.is_revoked or lease.is_revoked", "is_purged = lease.is_revoked"
@@ -632,7 +629,7 @@ EVENT_MUTANTS = (
 
 OFFLOAD_MUTANTS = (
     Mutant("engine/offload/loader.py", "fetched.first_block, run, fetched)", "fetched.first_block, run)"),
-    Mutant("engine/transfer/lease_exporter.py", "[: num_tokens * TOKEN_BYTES]", ""),
+    Mutant("engine/transfer/lease_exporter.py", "cached[: num_tokens * TOKEN_BYTES]", "cached"),
     Mutant("engine/transfer/lease_exporter.py", "        if lease.is_revoked:\n", "        if False:\n"),
     Mutant(
         "engine/transfer/lease_exporter.py",
@@ -645,7 +642,7 @@ OFFLOAD_MUTANTS = (
         "found.block_ids[: len(indices)]",
     ),
     Mutant("engine/transfer/transfer.py", "marked[:-TOKEN_BYTES]", "marked"),
-    Mutant("scheduling/held_leases.py", "secrets.token_hex(16), lease.num_tokens", "secrets.token_hex(16), 1 << 30"),
+    Mutant("scheduling/held_leases.py", "num_tokens = lease.num_tokens", "num_tokens = 1 << 30"),
     Mutant(
         "service/server/transfer/kv_fetcher.py",
         "first_block=self._first_block + index,",
@@ -906,9 +903,9 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("cache/prompt_lease.py", "    usage.num_hit_tokens -= cached_tokens\n", ""),
     Mutant("cache/prompt_lease.py", "    usage.num_miss_tokens -= lease.num_tokens - cached_tokens\n", ""),
-    Mutant("scheduling/admission.py", "        if cached_tokens < request.stored_upto:\n", "        if False:\n"),
+    Mutant("scheduling/admission.py", "        if cached_tokens < request.reuse.stored_upto:\n", "        if False:\n"),
     Mutant("engine/offload/loader.py", "        if not request.has_computed:\n", "        if True:\n"),
-    Mutant("engine/offload/loader.py", "                request.stored_upto = 0\n", ""),
+    Mutant("engine/offload/loader.py", "                request.reuse.stored_upto = 0\n", ""),
     Mutant("engine/offload/offload.py", "        if request in self._resuming or not", "        if not"),
     Mutant(
         "cache/elsewhere/shelf.py",

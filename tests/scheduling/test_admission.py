@@ -41,7 +41,7 @@ def test_what_was_loaded_for_an_earlier_admission_is_no_part_of_what_is_reused()
     bench.runner.fail_next = torch.OutOfMemoryError()
     bench.core.step()
     (request,) = bench.core._scheduler.running
-    assert (request.loaded_tokens, request.has_computed) == ({"host": 12}, False)
+    assert (request.reuse.loaded_tokens, request.has_computed) == ({"host": 12}, False)
     bench.core._preemptor.preempt(request)
     bench.cache.evict(8)
     bench.elsewhere.purge(None, None, None)

@@ -18,7 +18,7 @@ def computed_by_tenant(bench: Bench) -> Counter[str]:
     """Tokens of unfinished requests that were computed so far."""
     counts: Counter[str] = Counter()
     for request in bench.core._scheduler.running:
-        counts[request.tenant] += request.computed_upto - request.cached_tokens
+        counts[request.tenant] += request.computed_upto - request.reuse.cached_tokens
     return counts
 
 

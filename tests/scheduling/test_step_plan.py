@@ -91,7 +91,7 @@ class Desk:
         queue.running.add(request)
         self.running[request] = None
         request.computed_upto = computed_upto
-        request.prefilled_s = 0.0 if request.num_left == 1 else None
+        request.times.prefilled_s = 0.0 if request.num_left == 1 else None
         return request
 
     def refuse(self, refused: Request) -> None:

@@ -47,7 +47,8 @@ def ended_request(num_generated: int = 0, **fields: object) -> Request:
         generation = Generation(sampling, frozenset(), lambda news: None, list(range(num_generated)))
     request = Request(params, Namespace("fake"), Future(), received_s=100.0, generation=generation)
     for name, content in fields.items():
-        setattr(request, name, content)
+        (owner,) = (each for each in (request.times, request.reuse, request) if hasattr(each, name))
+        setattr(owner, name, content)
     return request
 
 

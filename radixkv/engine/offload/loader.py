@@ -99,7 +99,7 @@ class Loader:
         Complexity: a hash of the tokens up to the first block that is nowhere.
         """
         first_block, run = self.find(request.namespace, request.tokens, first_block)
-        request.stored_upto = (first_block + len(run)) * self._cache.block_size
+        request.reuse.stored_upto = (first_block + len(run)) * self._cache.block_size
         load = self._loads.get(run[0].block.key) if run else None
         if load is None:
             choice = self._choice.choose(first_block * self._cache.block_size, [each.shelf for each in run])
@@ -148,7 +148,7 @@ class Loader:
         load = Load(run, self._clock())
         load.end_call(REMOTE, LoadedBlocks(blocks, [], is_timed=False))
         load.requests.add(request)
-        request.stored_upto = (fetched.first_block + len(run)) * self._cache.block_size
+        request.reuse.stored_upto = (fetched.first_block + len(run)) * self._cache.block_size
         self._wishes[request] = _Wish(load, fetched.first_block, run, fetched)
 
     def ready(self) -> list[Request]:
@@ -204,7 +204,7 @@ class Loader:
         num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
         num_tokens[found[0].shelf] -= max(0, start - first * size)
         if not request.has_computed:
-            request.loaded_tokens = num_tokens
+            request.reuse.loaded_tokens = num_tokens
         if _publishes(request):
             lease.commit(end * size)
             self._elsewhere.loaded([each.block.key for each in found])
@@ -237,7 +237,7 @@ class Loader:
         """Let requests with these names, None for any, have nothing of what is loaded for them."""
         for request, wish in self._wishes.items():
             if request.is_among(tenant, adapter, salt):
-                request.stored_upto = 0
+                request.reuse.stored_upto = 0
                 self._wishes[request] = wish._replace(run=())
 
     def close(self) -> None:

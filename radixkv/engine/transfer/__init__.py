@@ -1,4 +1,4 @@
-"""K/V that leaves for other servers, and comes from them.
+"""Transfer of K/V between servers.
 
 Face: `Transfer`.
 """

@@ -1,4 +1,4 @@
-"""K/V of held leases, for those who hold them."""
+"""Export of the K/V of held leases."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LeaseBlocks(NamedTuple):
     """The published whole blocks of a held lease, in the order of its prompt.
 
     Attributes:
-        blocks: what they are.
-        block_ids: where they are, as long as the lease is held.
+        blocks: their keys and tokens.
+        block_ids: their ids, valid as long as the lease is held.
     """
 
     blocks: Sequence[KeyedBlock]
@@ -32,9 +32,9 @@ class LeaseBlocks(NamedTuple):
 
 
 class LeaseExporter:
-    """Copies K/V of held leases out of the pool. The engine's thread uses it.
+    """Copies K/V of held leases out of the pool. Only the engine's thread uses it.
 
-    What a request did not publish, and a last block that is not full, is left out: others compute it again.
+    Tokens that a request did not publish, and a last block that is not full, are left out: the receiver computes them.
 
     Args:
         cache: the trees.
@@ -59,7 +59,7 @@ class LeaseExporter:
         self._layer_bytes = layer_bytes
 
     def blocks_of(self, lease_id: str, tenant: str) -> LeaseBlocks:
-        """Find the blocks of a lease: those that it keeps, whatever others have cached of its prompt since.
+        """Find the blocks of a lease: those that it holds, whatever has been cached of its prompt since.
 
         Raises:
             UnknownLease: this tenant holds no such lease, or its prompt was purged.
@@ -71,7 +71,8 @@ class LeaseExporter:
         if trunk is None:
             raise _purged()
         path = () if lease.node is None else path_to(lease.node)
-        tokens = b"".join((trunk, *(node.tokens for node in path)))[: num_tokens * TOKEN_BYTES]  # a leaf may have grown
+        cached = b"".join((trunk, *(node.tokens for node in path)))
+        tokens = cached[: num_tokens * TOKEN_BYTES]  # a leaf may have grown since
         blocks = tuple(self._key_blocks(lease.namespace._replace(trunk=""), tokens))
         own = np.frombuffer(b"".join(node.block_ids for node in path), np.int32)
         block_ids = np.concatenate((self._cache.public.trunk_block_ids(lease.namespace), own))
@@ -85,11 +86,11 @@ class LeaseExporter:
         Args:
             lease_id, tenant: of the lease.
             found: its blocks.
-            indices: of those to copy, in `found`; without any, only the lease is looked for.
+            indices: of the blocks to copy, in `found`; without any, only the lease is checked.
             layers: to copy; None for all.
 
         Raises:
-            UnknownLease: as `blocks_of`; the lease may have ended since.
+            UnknownLease: as `blocks_of`; the lease may have ended in the meantime.
         """
         self._lease(lease_id, tenant)
         read = self._mover.read([found.block_ids[index] for index in indices]) if indices else None

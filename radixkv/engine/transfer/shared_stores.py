@@ -1,4 +1,4 @@
-"""Stores that this server and others share, from which blocks are loaded by their handles."""
+"""Stores that several servers share, from which blocks are loaded by reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
 
 
 class SharedStores:
-    """Tells which shared stores have blocks, and loads blocks from them, verified.
+    """Returns which shared stores have blocks, and loads blocks from them, verified.
 
     Args:
         tiers: the shared stores, by name.
-        is_purging_any: tells, on the engine's thread, whether a store may still hold what is to be forgotten of any
-            owner of blocks.
+        is_purging_any: returns, on the engine's thread, whether a store may still hold blocks that are being purged, of
+            any owner of the given blocks.
     """
 
     def __init__(
@@ -28,26 +28,26 @@ class SharedStores:
         self._is_purging_any = is_purging_any
 
     def names(self) -> list[str]:
-        """List the stores that work. Any thread may ask."""
+        """List the stores that work. May be called from any thread."""
         return [name for name, tier in self._tiers.items() if tier.is_working()]
 
     def names_for(self, blocks: Sequence[KeyedBlock]) -> list[str]:
-        """List the stores that work and are not being purged of any of the blocks. For the engine's thread."""
+        """List the stores that work and from which none of the blocks is being purged. For the engine's thread."""
         return [name for name in self.names() if not self._is_purging_any(name, blocks)]
 
     def exists(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[bool] | None]:
-        """Return whether a store has each block; None if it can't be asked. Any thread may ask."""
+        """Return whether a store has each block; None if it can't be reached. May be called from any thread."""
         return self._tiers[name].exists([block.key for block in blocks])
 
     def load(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[LoadedBlock | Miss]]:
-        """Load blocks, their tokens compared and their checksums verified. Any thread may ask."""
+        """Load blocks, with their tokens compared and their checksums verified. May be called from any thread."""
         tier = self._tiers[name]
         return tier.load(
             [Wanted(each.key, each.tokens, cipher=tier.cipher_of(each.namespace.tenant)) for each in blocks]
         )
 
     def copy_of(self, block: LoadedBlock | Miss) -> memoryview | None:
-        """Copy a loaded block, and give the loan of its bytes back; None if it was not loaded."""
+        """Copy a loaded block, and return the loan of its bytes; None if it was not loaded."""
         if not isinstance(block, LoadedBlock):
             return None
         with block.loan:

@@ -1,4 +1,4 @@
-"""K/V between servers, for any thread."""
+"""Transfer of K/V between servers, for any thread."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from radixkv.tokens import TOKEN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TransferParts:
-    """Parts of an engine that giving and taking K/V need.
+    """Parts of an engine that the transfer of K/V needs.
 
     Attributes:
         cache: its trees.
         mover: copies blocks.
         key_blocks: makes the keys of a prompt's blocks.
         block_format: of the blocks.
-        config: whether others may fetch, and how much is fetched at a time.
-        sources: the servers that are asked, by the names of their sections.
+        config: whether other servers may fetch, and how much is fetched at a time.
+        sources: the servers to fetch from, by the names of their sections.
         layer_bytes: sizes of the layers of a block.
-        stores: that other servers share.
+        stores: stores that several servers share.
     """
 
     cache: PrefixCache
@@ -49,12 +49,12 @@ class TransferParts:
 
 @dataclass(frozen=True, slots=True)
 class FleetAccess:
-    """Credentials that servers of one fleet show each other.
+    """Credentials that the servers of one fleet present to each other.
 
     Attributes:
-        token: shown by the fleet's ingress and servers to each other.
-        tls_ca: PEM file with the authorities of their certificates; None if they have no TLS.
-        tls_name: name in these; empty for a server's address.
+        token: presented by the fleet's ingress and servers.
+        tls_ca: PEM file with the authorities of their certificates; None without TLS.
+        tls_name: name in the certificates; empty for a server's address.
     """
 
     token: str = field(repr=False)
@@ -63,7 +63,7 @@ class FleetAccess:
 
 
 class Transfer:
-    """Gives K/V of held leases, and names the blocks that a prompt needs.
+    """Gives K/V of held leases to other servers, and names the blocks that a prompt needs.
 
         holder of a lease ── FetchKV ──▶ blocks_of, objects        here
         another server ◀── objects ──────────┘
@@ -72,16 +72,16 @@ class Transfer:
     Args:
         parts: of the engine.
         held_leases: leases that outlive their request.
-        adapters: tell what names stand for.
+        adapters: maps names of adapters to digests.
         call: calls a function on the engine's thread between two steps, for a tenant.
 
     Attributes:
         block_format: of all blocks.
-        object_bytes: bytes of each block on the way, of all layers.
+        object_bytes: bytes of each block as it is sent, of all layers.
         layer_bytes: sizes of the layers of a block.
-        stores: that other servers share.
+        stores: stores that several servers share.
         config, sources: see `TransferParts`.
-        fleet: that the server belongs to, which may name any address as a source; None without one.
+        fleet: the fleet of the server, which may name any address as a source; None without one.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class Transfer:
     ) -> None:
         self.block_format = parts.block_format
         self.object_bytes = object_bytes(parts.block_format.block_size, parts.block_format.payload_bytes)
-        self.config, self.sources = parts.config, parts.sources
-        self.layer_bytes, self.stores = parts.layer_bytes, parts.stores
+        self.config = parts.config
+        self.sources = parts.sources
+        self.layer_bytes = parts.layer_bytes
+        self.stores = parts.stores
         self.fleet: FleetAccess | None = None
         self._key_blocks = parts.key_blocks
         self._exports = LeaseExporter(parts.cache, held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
@@ -109,7 +111,7 @@ class Transfer:
         adapters: Adapters,
         call: Callable[[str, Callable[[], Any]], Future[Any]],
     ) -> Transfer | None:
-        """Make one, if the parts for it are there."""
+        """Make one if the engine has the parts for it."""
         return None if parts is None else cls(parts, held_leases, adapters, call)
 
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
@@ -126,9 +128,9 @@ class Transfer:
         """List the whole blocks that a prompt could have without computing them; its last token is always computed.
 
         Raises:
-            UnknownAdapter: nobody knows this adapter.
+            UnknownAdapter: no adapter has this name.
 
-        Complexity: about 1 us a block.
+        Complexity: about 1 us per block.
         """
         namespace, marked = self._adapters.keyed(caller, tokens).key
         return list(self._key_blocks(namespace, marked[:-TOKEN_BYTES]))
@@ -138,6 +140,6 @@ class Transfer:
         return self._call(tenant, lambda: self.stores.names_for(blocks))
 
     def payload_of(self, data: bytes, wanted: KeyedBlock) -> memoryview | str:
-        """Return K and V of a block that came, if it is the wanted one and whole; or else what is wrong with it."""
+        """Return K and V of a received block if it is the wanted one and intact, or else what is wrong with it."""
         payload = open_object(memoryview(data), Wanted(wanted.key, wanted.tokens), self.block_format.payload_bytes)
         return payload.value if isinstance(payload, ObjectFault) else payload

@@ -159,7 +159,7 @@ class Asked:
             assert timing.total_us >= sum(parts_us) - 2
         else:
             assert abs(timing.total_us - sum(parts_us)) <= 2
-        return self.request.received_s + timing.total_us / 1e6
+        return self.request.times.received_s + timing.total_us / 1e6
 
     def _judge_error(self, error: BaseException, now_s: float, is_closed: bool) -> None:
         """Whether blocks were really out is judged when the engine reports it."""

@@ -309,7 +309,7 @@ def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
     complete = RequestCompleter._complete
 
     def complete_late(completer: RequestCompleter, request: Request, *args: Any) -> None:
-        clock, completer._clock = completer._clock, lambda: request.received_s
+        clock, completer._clock = completer._clock, lambda: request.times.received_s
         complete(completer, request, *args)
         completer._clock = clock
 

@@ -221,7 +221,7 @@ class SimulatedEngine:
         prompt = self.adapters.acquire(params.caller, params.tokens)
         assert prompt.namespace == ask.namespace
         asked.request = prompt.request(params, asked.future, generation)
-        asked.request.received_s = self.clock()
+        asked.request.times.received_s = self.clock()
         self.oracle.asked(asked)
         self.core.submit(asked.request)
 
@@ -260,7 +260,7 @@ class SimulatedEngine:
         known = self.oracle.public.registered(name, request.namespace, request.prompt_tokens)
         asked = Asked(dataclasses.replace(ask, salt=request.namespace.salt), request.future)
         asked.request = request
-        request.received_s = self.clock()
+        request.times.received_s = self.clock()
         request.future.add_done_callback(lambda done: self._public_has_ended(known, request, done))
         self.oracle.asked(asked)
         self.core.submit(request)
