@@ -43,7 +43,7 @@ def retry_after_s(clock: FakeClock, seconds_each: float, num_ended: int) -> floa
     [(0.3, 20, 1.2), (0.3, 200, 1.2), (0.001, 20, 0.05), (100, 20, 60), (0.3, 1, 1.0), (0.3, 0, 1.0)],
     ids=["half of 8 requests", "of the last ones", "at least", "at most", "one is no rate", "none ended"],
 )
-def test_a_full_gate_says_when_half_of_its_requests_will_have_ended(
+def test_a_full_queue_estimates_when_half_of_its_requests_will_have_ended(
     clock: FakeClock, seconds_each: float, num_ended: int, expected_s: float
 ) -> None:
     assert retry_after_s(clock, seconds_each, num_ended) == pytest.approx(expected_s)

@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RisingMatcher]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_only_allowed_tokens_come(temperature: float, started: list[RisingMatcher]) -> None:
+def test_only_allowed_tokens_are_sampled(temperature: float, started: list[RisingMatcher]) -> None:
     bench = Bench()
     future = bench.generate(range(9), 12, temperature=temperature, seed=3, constraint=Rising(VOCAB_SIZE, 20))
     bench.run()
@@ -49,7 +49,7 @@ def test_only_allowed_tokens_come(temperature: float, started: list[RisingMatche
     assert tuple(matcher.accepted) == token_ids
 
 
-def test_an_answer_ends_when_nothing_more_may_come() -> None:
+def test_a_generation_ends_when_its_constraint_allows_no_more_tokens() -> None:
     bench = Bench()
     future = bench.generate(range(9), 100, **SAMPLED, constraint=Rising(VOCAB_SIZE, 60))
     bench.run()
@@ -60,7 +60,9 @@ def test_an_answer_ends_when_nothing_more_may_come() -> None:
     assert future.told == [*result.token_ids[:-1]]
 
 
-def test_a_stop_token_comes_where_it_may_and_is_not_followed(started: list[RisingMatcher]) -> None:
+def test_a_stop_token_is_sampled_where_it_is_allowed_and_not_passed_to_the_matcher(
+    started: list[RisingMatcher],
+) -> None:
     bench = Bench()
     constraint = Rising(VOCAB_SIZE, 1, ends=frozenset({200, 201}))
     future = bench.generate(range(9), 100, **SAMPLED, constraint=constraint, stop_token_ids=frozenset({200}))
@@ -71,7 +73,7 @@ def test_a_stop_token_comes_where_it_may_and_is_not_followed(started: list[Risin
     assert 200 not in started[0].accepted
 
 
-def test_the_least_length_holds_while_anything_else_may_come() -> None:
+def test_the_minimum_length_holds_while_any_other_token_is_allowed() -> None:
     bench = Bench()
     every = frozenset(range(5, VOCAB_SIZE))
     constraint = Rising(VOCAB_SIZE, 1, ends=frozenset({200}))
@@ -83,7 +85,7 @@ def test_the_least_length_holds_while_anything_else_may_come() -> None:
     assert len(future.result(0).token_ids) == 6
 
 
-def test_biases_and_penalties_free_no_token() -> None:
+def test_biases_and_penalties_allow_no_forbidden_token() -> None:
     allowed = np.arange(5) < 2
     sampling = Sampling(
         logit_bias=((4, 100.0),), repetition_penalty=0.5, presence_penalty=-2.0, frequency_penalty=-2.0, min_tokens=3
@@ -99,7 +101,7 @@ def test_rows_shorter_than_the_vocabulary_are_masked() -> None:
     assert logits.tolist() == [-torch.inf, 0.0, -torch.inf]
 
 
-def test_who_has_no_next_token_is_refused_and_others_go_on() -> None:
+def test_a_request_without_an_allowed_token_fails_and_others_continue() -> None:
     bench = Bench()
     others = [bench.generate(range(9), 8, **SAMPLED), bench.generate(range(30), 8)]
     refused = bench.generate(range(9, 20), 8, **SAMPLED, constraint=Rising(VOCAB_SIZE, 9, refuses_after=3))
@@ -137,7 +139,7 @@ def test_a_constraint_that_raises_fails_its_own_request_alone(
     assert bench.core.num_failed_steps == bench.cache.pool.num_leased == 0
 
 
-def test_several_answers_are_followed_by_themselves_and_cached_or_not() -> None:
+def test_each_completion_of_a_prompt_has_its_own_matcher_whether_cached_or_not() -> None:
     constraint = Rising(VOCAB_SIZE, 30)
     bench, alone = Bench(), Bench()
     sampling = Sampling(10, **SAMPLED, constraint=constraint)
@@ -156,7 +158,7 @@ def test_several_answers_are_followed_by_themselves_and_cached_or_not() -> None:
     assert again.result(0).usage.cached_tokens == 8
 
 
-def test_who_follows_nothing_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_a_constraint_compute_no_allowed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
     def note(requests: list[object]) -> dict[int, object]:

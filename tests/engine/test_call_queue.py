@@ -26,7 +26,7 @@ def test_tenants_take_turns_and_keep_their_own_order() -> None:
     assert len(queue) == 0
 
 
-def test_a_tenant_that_comes_back_is_behind_those_that_wait() -> None:
+def test_a_tenant_that_returns_is_behind_those_that_wait() -> None:
     queue = FairCallQueue[int](10, 10)
     for tenant, call in (("a", 1), ("b", 2), ("b", 3)):
         queue.add(tenant, call)
@@ -44,7 +44,7 @@ def test_a_call_that_is_put_back_goes_before_the_others_of_its_tenant() -> None:
     assert take_all(queue) == [("b", 3), ("a", 1), ("a", 2)]
 
 
-def test_bounds_hold_for_all_and_for_each_and_room_comes_back() -> None:
+def test_calls_are_bounded_in_total_and_per_tenant_and_room_is_freed() -> None:
     queue = FairCallQueue[int](3, 2)
     for tenant in ("a", "b", "c"):
         assert queue.add(tenant, 0) is None
@@ -58,7 +58,7 @@ def test_bounds_hold_for_all_and_for_each_and_room_comes_back() -> None:
     assert len(queue) == 3
 
 
-def test_the_newest_call_of_the_longest_lane_makes_room_for_a_shorter_one() -> None:
+def test_the_newest_call_of_the_tenant_with_the_most_makes_room_for_one_with_fewer() -> None:
     queue = FairCallQueue[int](6, 4)
     for tenant, call in (("a", 1), ("b", 2), ("b", 3), ("b", 4), ("a", 5), ("a", 6)):
         queue.add(tenant, call)
@@ -69,7 +69,7 @@ def test_the_newest_call_of_the_longest_lane_makes_room_for_a_shorter_one() -> N
     assert len(queue) == 6
 
 
-def test_no_tenants_keep_another_one_out_and_counts_stay_right_in_random_walks() -> None:
+def test_no_tenants_keep_another_one_out_and_counts_stay_correct_in_random_walks() -> None:
     chance = random.Random(1)
     queue, waiting = FairCallQueue[int](40, 16), dict.fromkeys("abcdefg", 0)
     for number in range(20_000):

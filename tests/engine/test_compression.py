@@ -73,7 +73,7 @@ def cold_logits(model: Model, ids: list[int]) -> np.ndarray:
     ids=lambda asked: f"{asked.policy}-{asked.max_tokens}",
 )
 @pytest.mark.parametrize("length", [5, 50])
-def test_an_answer_is_that_of_transformers_with_the_same_entries_left_out(
+def test_the_output_is_that_of_transformers_without_the_dropped_entries(
     model: Model, directory: Path, compression: Compression, length: int
 ) -> None:
     result = alone(model, length, 16, compression)
@@ -86,7 +86,7 @@ def test_an_answer_is_that_of_transformers_with_the_same_entries_left_out(
 
 
 @each_policy
-def test_of_latents_answers_are_those_of_transformers_too(tmp_path: Path, compression: Compression) -> None:
+def test_the_output_of_latent_attention_is_that_of_transformers_too(tmp_path: Path, compression: Compression) -> None:
     directory = write_checkpoint(MODELS["deepseek_v3"], tmp_path)
     result = alone(load(directory), 50, 24, compression)
     logits = oracle_logits(load_eager(directory), prompt(50), list(result.token_ids), compression)
@@ -109,7 +109,7 @@ def test_where_nothing_is_dropped_no_bit_changes(model: Model, compression: Comp
 
 
 @each_policy
-def test_company_hits_and_chunks_change_no_bit(model: Model, compression: Compression) -> None:
+def test_batching_hits_and_chunks_change_no_bit(model: Model, compression: Compression) -> None:
     expected = bits(alone(model, 50, 20, compression))
     bench = CompressedBench(model, num_blocks=256, max_step_tokens=7)
     bench.prefill(prompt(50)[:29])
@@ -122,7 +122,7 @@ def test_company_hits_and_chunks_change_no_bit(model: Model, compression: Compre
 
 
 @each_policy
-def test_nothing_of_it_is_ever_found_by_others(model: Model, compression: Compression) -> None:
+def test_no_other_request_matches_its_output(model: Model, compression: Compression) -> None:
     bench = CompressedBench(model)
     future = bench.generate(prompt(50), 30, compression)
     published = []
@@ -173,7 +173,7 @@ def test_it_holds_no_more_blocks_than_its_budget_takes(model: Model, compression
     assert bench.num_leased_blocks == 0
 
 
-def test_a_stream_goes_on_beyond_the_pool(model: Model) -> None:
+def test_a_generation_may_be_longer_than_the_pool(model: Model) -> None:
     bench = CompressedBench(model, num_blocks=12)
     future = bench.generate(prompt(20), 100, Compression(STREAMING_LLM, 24))
     bench.run()
@@ -182,7 +182,7 @@ def test_a_stream_goes_on_beyond_the_pool(model: Model) -> None:
 
 
 @each_policy
-def test_others_are_paused_and_it_is_not(model: Model, compression: Compression) -> None:
+def test_other_requests_are_preempted_and_it_is_not(model: Model, compression: Compression) -> None:
     bench = CompressedBench(model, num_blocks=20 - -compression.most_entries(20, 40) // BLOCK_SIZE)
     asked = [None, None, compression]
     futures = [bench.generate(prompt(20, seed), 40, each) for seed, each in enumerate(asked)]
@@ -194,7 +194,7 @@ def test_others_are_paused_and_it_is_not(model: Model, compression: Compression)
         assert bits(result) == bits(alone(model, 20, 40, asked[seed], seed))
 
 
-def test_half_of_the_places_are_left_to_those_that_can_be_paused(model: Model) -> None:
+def test_half_of_the_places_are_reserved_for_requests_that_can_be_preempted(model: Model) -> None:
     bench = CompressedBench(model, max_running_requests=2)
     greedy = [bench.generate(prompt(9, seed), 30, EACH[0], tenant="greedy") for seed in range(3)]
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_half_of_the_places_are_left_to_those_that_can_be_paused(model: Model) -
     assert all(len(result_of(future).token_ids) == 30 for future in greedy)
 
 
-def test_its_blocks_count_for_the_ceiling_of_its_tenant(model: Model) -> None:
+def test_its_blocks_count_against_the_ceiling_of_its_tenant(model: Model) -> None:
     bench = CompressedBench(model, quotas={"small": Quota(ceiling_blocks=12)})
     futures = [bench.generate(prompt(30, seed), 9, EACH[0], tenant="small") for seed in range(3)]
     while bench.core.has_work:
@@ -246,7 +246,7 @@ def test_a_late_one_leaves_nothing_behind(model: Model, compression: Compression
 
 @each_policy
 @pytest.mark.parametrize(("num_steps", "read_cache"), [(0, True), (0, False), (1, True), (1, False), (4, True)])
-def test_a_purge_takes_its_prompt_and_not_its_answer(
+def test_a_purge_affects_its_prompt_and_not_its_output(
     model: Model, compression: Compression, num_steps: int, read_cache: bool
 ) -> None:
     bench = CompressedBench(model)
@@ -273,7 +273,7 @@ def test_one_that_must_not_read_the_cache_publishes_its_prompt_if_it_may(
     assert bench.prefill(prompt(50)).usage.cached_tokens == num_found
 
 
-def test_choosing_writes_nothing_into_the_blocks_of_the_prompt(model: Model) -> None:
+def test_choosing_entries_writes_nothing_into_the_blocks_of_the_prompt(model: Model) -> None:
     bench = CompressedBench(model)
     bench.prefill(prompt(50))
     pool = bench.runner.storage.pool
@@ -300,7 +300,7 @@ def test_its_prompt_can_be_retained(model: Model, priority: int) -> None:
     assert bench.cache.num_retained_blocks == (12 if priority == 80 else 0)
 
 
-def test_what_fails_while_it_is_compressed_fails_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_to_be_compressed_fails_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = CompressedBench(model)
     failing, other = bench.generate(prompt(50), 20, EACH[1]), bench.generate(prompt(40), 20)
     bench.step()
@@ -343,7 +343,7 @@ def test_a_step_that_is_computed_again_counts_once(model: Model, monkeypatch: py
 
 
 @pytest.mark.parametrize(("name", "refused"), [("mistral", "sliding windows"), ("qwen3", ""), ("gemma2", "windows")])
-def test_a_model_with_windows_refuses(tmp_path: Path, name: str, refused: str) -> None:
+def test_a_model_with_sliding_windows_refuses_compression(tmp_path: Path, name: str, refused: str) -> None:
     bench = CompressedBench(load(write_checkpoint(CONFIGS[name], tmp_path)))
     assert refused in bench.runner.compression_refusal
     assert bool(refused) == bool(bench.runner.compression_refusal)

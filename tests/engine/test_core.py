@@ -84,7 +84,7 @@ def test_read_cache_off_computes_everything_and_reads_nothing() -> None:
     assert result.miss_reason is MissReason.READ_DISABLED
 
 
-def test_a_prompt_can_be_kept_longer_than_others() -> None:
+def test_a_prompt_can_be_retained_longer_than_others() -> None:
     bench = Bench(num_blocks=10)
     before_s = time.time()
     kept = bench.prefill(range(8), retention=Retention(80, ttl_s=60))
@@ -103,7 +103,7 @@ def test_a_prompt_can_be_kept_longer_than_others() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"read_cache": False}, {"read_cache": False, "write_cache": False}])
 @pytest.mark.parametrize("length", [8, 7])
-def test_a_low_priority_lowers_nothing_that_others_published(length: int, options: dict[str, bool]) -> None:
+def test_a_low_priority_does_not_apply_to_tokens_that_others_published(length: int, options: dict[str, bool]) -> None:
     bench = Bench(num_blocks=10)
     bench.prefill(range(8))
     again = bench.prefill(range(length), retention=Retention(0), **options)
@@ -125,7 +125,7 @@ def test_a_waiting_request_publishes_nothing_after_a_purge() -> None:
     assert [bench.prefill(range(s, s + 8)).usage.cached_tokens for s in (0, 20, 40)] == [0, 0, 7]
 
 
-def test_a_low_priority_is_for_what_the_request_computed_alone() -> None:
+def test_a_low_priority_applies_only_to_tokens_that_the_request_computed() -> None:
     bench = Bench(num_blocks=10)
     bench.prefill(range(8))
     own = bench.prefill([*range(8), 90, 91, 92, 93], retention=Retention(0))
@@ -158,7 +158,7 @@ def test_tenants_share_nothing() -> None:
     assert bench.prefill(range(12), tenant="a").usage.cached_tokens == 11
 
 
-def test_eviction_makes_room_and_is_named_as_the_reason() -> None:
+def test_eviction_makes_room_and_is_reported_as_the_miss_reason() -> None:
     bench = Bench(num_blocks=4)
     bench.prefill(range(16))
     bench.prefill(range(100, 116))
@@ -173,7 +173,7 @@ def test_a_request_waits_for_blocks_of_running_ones() -> None:
     assert bench.runner.steps == [[(0, 12)], [(0, 12)]]
 
 
-def test_held_leases_that_leave_no_blocks_refuse_a_request_at_once() -> None:
+def test_a_request_without_blocks_because_of_held_leases_is_refused_immediately() -> None:
     bench = Bench(num_blocks=4, held_lease_ttl_s=30.0)
     bench.prefill(range(12), hold_lease=True)
     refused = bench.submit(range(50, 62))
@@ -183,7 +183,7 @@ def test_held_leases_that_leave_no_blocks_refuse_a_request_at_once() -> None:
     assert error.retry_after_s == 30.0
 
 
-def test_a_tenant_beyond_its_ceiling_is_refused_and_holds_up_nobody() -> None:
+def test_a_tenant_beyond_its_ceiling_is_refused_and_delays_no_other_tenant() -> None:
     bench = Bench(quotas={"acme": Quota(ceiling_blocks=2)})
     refused, served = bench.submit(range(12), tenant="acme"), bench.submit(range(12), tenant="other")
     bench.run()
@@ -204,7 +204,7 @@ class TestHeldLeases:
         assert bench.prefill(range(8)).usage.cached_tokens == 7
         assert held.block_table.size == 2
 
-    def test_release_gives_them_back(self) -> None:
+    def test_release_frees_its_blocks(self) -> None:
         bench = Bench()
         held = bench.prefill(range(8), hold_lease=True).held_lease
         assert held is not None
@@ -213,7 +213,7 @@ class TestHeldLeases:
         bench.cache.check()
         assert bench.core.stats.load().blocks.pinned == 0
 
-    def test_its_blocks_are_counted_and_its_tokens_forgotten(self) -> None:
+    def test_its_blocks_are_counted_and_its_tokens_are_not_stored(self) -> None:
         bench = Bench()
         held = bench.prefill(range(10), hold_lease=True).held_lease
         assert held is not None
@@ -229,7 +229,7 @@ class TestHeldLeases:
         with pytest.raises(UnknownLease):
             bench.core.held_leases.release(held.lease_id, "")
 
-    def test_another_tenant_does_not_find_it(self) -> None:
+    def test_it_is_unknown_to_another_tenant(self) -> None:
         bench = Bench()
         held = bench.prefill(range(8), tenant="a", hold_lease=True).held_lease
         assert held is not None
@@ -237,7 +237,7 @@ class TestHeldLeases:
             bench.core.held_leases.release(held.lease_id, "b")
         assert len(bench.core.held_leases) == 1
 
-    def test_none_is_held_of_a_prompt_whose_invoked_adapter_was_purged(self) -> None:
+    def test_the_lease_of_a_prompt_whose_invoked_adapter_was_purged_is_not_held(self) -> None:
         bench = Bench(max_step_tokens=4)
         bench.cache.marks.add("law")
         invocation, future = bench.cache.marks.invocation("law", 6), Future[PrefillResult]()
@@ -260,7 +260,7 @@ class TestHeldLeases:
         assert len(bench.core.held_leases) == 0
         assert bench.cache.num_pinned_blocks == 0
 
-    def test_a_renewed_one_expires_later_than_those_that_came_after_it(self) -> None:
+    def test_a_renewed_lease_expires_later_than_those_that_began_after_it(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)
         held = [bench.prefill(range(start, start + 8), hold_lease=True).held_lease for start in (0, 50)]
         assert held[0] is not None
@@ -286,7 +286,7 @@ class TestHeldLeases:
         with pytest.raises(UnknownLease):
             bench.core.renew(held.lease_id, "a")
 
-    def test_they_are_bounded_in_number_and_the_next_one_is_told_when_to_come_back(self) -> None:
+    def test_they_are_bounded_in_number_and_the_refusal_says_when_to_retry(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0, max_tenant_held_leases=2, max_held_leases=3)
         held = [bench.prefill(range(start, start + 8), tenant="a", hold_lease=True) for start in (0, 50)]
         bench.clock.now = 1.0
@@ -310,7 +310,7 @@ class TestHeldLeases:
         bench.cache.check()
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
 
-    def test_a_tenant_at_its_own_bound_is_not_told_when_the_lease_of_another_one_expires(self) -> None:
+    def test_a_tenant_at_its_own_bound_does_not_learn_when_another_tenants_lease_expires(self) -> None:
         bench = Bench(held_lease_ttl_s=10.0, max_tenant_held_leases=1, max_held_leases=2)
         for now_s, tenant in ((1.0, "a"), (3.0, "b")):
             bench.clock.now = now_s
@@ -322,7 +322,7 @@ class TestHeldLeases:
         assert [type(error) for error in errors] == [QuotaExceeded, OutOfBlocks]
         assert [error.retry_after_s for error in errors if isinstance(error, CapacityError)] == [8.0, 6.0]
 
-    def test_a_tenant_at_its_ceiling_without_a_lease_is_told_of_none(self) -> None:
+    def test_a_tenant_at_its_ceiling_without_a_held_lease_gets_no_time_to_retry(self) -> None:
         bench = Bench(quotas={"b": Quota(ceiling_blocks=2)}, held_lease_ttl_s=10.0)
         bench.prefill(range(8), tenant="a", hold_lease=True)
         refused = bench.submit(range(16), tenant="b")
@@ -331,14 +331,14 @@ class TestHeldLeases:
         assert isinstance(error, QuotaExceeded)
         assert error.retry_after_s == 1.0
 
-    def test_requests_that_run_together_do_not_hold_more_than_there_may_be(self) -> None:
+    def test_requests_that_run_together_do_not_hold_more_leases_than_allowed(self) -> None:
         bench = Bench(max_step_tokens=64, max_tenant_held_leases=2)
         futures = [bench.submit(range(start, start + 8), hold_lease=True) for start in range(0, 500, 100)]
         bench.run()
         assert [future.exception(0) is None for future in futures] == [True, True, False, False, False]
         assert len(bench.core.held_leases) == 2
 
-    def test_a_request_that_may_not_keep_its_blocks_gives_them_back(self) -> None:
+    def test_a_request_that_may_not_hold_its_lease_releases_its_blocks(self) -> None:
         bench = Bench(num_blocks=16)
         bench.cache.kept.max_blocks = 4
         bench.prefill(range(8), hold_lease=True)
@@ -349,7 +349,7 @@ class TestHeldLeases:
         assert bench.cache.num_pinned_blocks == 2
 
 
-def test_priorities_that_end_together_end_in_the_steps_that_follow() -> None:
+def test_priorities_that_expire_together_expire_over_the_following_steps() -> None:
     bench = Bench(num_blocks=640)
     bench.cache.max_retained_blocks = bench.cache._retained.max_blocks = 640
     for start in range(300):
@@ -363,7 +363,7 @@ def test_priorities_that_end_together_end_in_the_steps_that_follow() -> None:
 
 
 class TestWaysOut:
-    def test_a_cancelled_request_gives_its_blocks_back_between_chunks(self) -> None:
+    def test_a_cancelled_request_releases_its_blocks_between_chunks(self) -> None:
         bench = Bench(max_step_tokens=4)
         future = bench.submit(range(12))
         bench.core.step()
@@ -392,7 +392,7 @@ class TestWaysOut:
         assert len(bench.runner.steps) == 1
         assert bench.cache.pool.num_leased == 0
 
-    def test_what_is_cancelled_after_its_deadline_was_late(self) -> None:
+    def test_a_request_that_is_cancelled_after_its_deadline_counts_as_late(self) -> None:
         bench = Bench(max_step_tokens=4)
         in_time, late = bench.submit(range(12), deadline_s=20.0), bench.submit(range(12), deadline_s=10.0)
         bench.core.step()
@@ -446,7 +446,7 @@ class TestWaysOut:
         assert isinstance(future.exception(0), DeadlineExceeded)
         assert len(bench.core.held_leases) == 0
 
-    def test_an_observer_that_raises_is_nobody_else_s_trouble(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_observer_that_raises_affects_no_request(self, caplog: pytest.LogCaptureFixture) -> None:
         class Broken(Observer):
             def request_ended(self, *_: object) -> None:
                 raise ZeroDivisionError
@@ -455,7 +455,7 @@ class TestWaysOut:
         assert bench.prefill(range(8)).usage.prompt_tokens == 8
         assert "an observer raised an exception" in caplog.text
 
-    def test_answers_that_are_not_finite_count_as_failed_steps(self) -> None:
+    def test_steps_without_finite_results_count_as_failed(self) -> None:
         bench = Bench()
         bench.runner.not_finite = tokens(range(8))
         for num_failed in (1, 2):
@@ -465,7 +465,7 @@ class TestWaysOut:
         bench.prefill(range(20, 28))
         assert bench.core.num_failed_steps == 0
 
-    def test_a_try_needs_no_room_of_any_caller(self) -> None:
+    def test_a_trial_step_needs_no_quota_of_any_tenant(self) -> None:
         bench = Bench(quotas={"": Quota(ceiling_blocks=3)})
         bench.prefill(range(12), hold_lease=True)
         bench.runner.fail_next = RuntimeError("no such luck")
@@ -509,7 +509,7 @@ def test_top_logprobs_are_sorted_and_normalised() -> None:
     assert result.logits.argmax() == result.next_token_id
 
 
-def test_a_request_that_is_over_is_freed_without_the_garbage_collector() -> None:
+def test_a_request_that_has_ended_is_freed_without_the_garbage_collector() -> None:
     bench = Bench()
     gc.disable()
     try:
@@ -531,7 +531,7 @@ def test_no_more_requests_run_than_allowed() -> None:
     assert bench.core.stats.load().requests.waiting == 1
 
 
-def test_the_load_is_told_as_in_stats_but_without_a_walk_through_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_is_as_in_stats_but_needs_no_walk_through_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(num_blocks=4)
     for start in (0, 50):
         bench.prefill(range(start, start + 12), hold_lease=True)
@@ -548,7 +548,7 @@ def test_the_load_is_told_as_in_stats_but_without_a_walk_through_the_trees(monke
     assert load == stats.load
 
 
-def test_stats_tell_the_largest_tenants_and_how_many_there_are_or_one_by_name() -> None:
+def test_stats_report_the_largest_tenants_and_their_number_or_one_by_name() -> None:
     bench = Bench()
     for number in range(3):
         bench.submit(range(4 * number + 4), tenant=str(number))

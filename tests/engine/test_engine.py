@@ -108,7 +108,7 @@ def test_probe_changes_nothing(engine: Engine) -> None:
         (tokens([0] * 129), PromptTooLong, "token_ids: expected at most 128 tokens, got 129"),
     ],
 )
-def test_a_wrong_prompt_is_refused_at_once(engine: Engine, data: bytes, error: type, message: str) -> None:
+def test_an_invalid_prompt_is_refused_immediately(engine: Engine, data: bytes, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         engine.prefill(PrefillParams(data))
     with pytest.raises(error, match=message):
@@ -143,7 +143,7 @@ def test_too_many_unfinished_requests_are_refused(engine: Engine, runner: GatedR
     engine.prefill(params(range(8))).result(PATIENCE_S)
 
 
-def test_cancelled_requests_count_until_their_blocks_are_back(engine: Engine, runner: GatedRunner) -> None:
+def test_cancelled_requests_count_until_their_blocks_are_released(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
     for i in range(4):
         engine.prefill(params(range(i, i + 8))).cancel()
@@ -231,7 +231,7 @@ def test_draining_cancels_what_does_not_finish(engine: Engine, runner: GatedRunn
     assert running.cancelled()
 
 
-def test_a_tenant_fills_its_own_queue_and_nobody_else_s(runner: GatedRunner) -> None:
+def test_a_tenant_fills_only_its_own_queue(runner: GatedRunner) -> None:
     config = EngineConfig(max_tenant_requests=2, max_running_requests=2, max_waiting_requests=2)
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), config)
     engine.start()
@@ -247,7 +247,7 @@ def test_a_tenant_fills_its_own_queue_and_nobody_else_s(runner: GatedRunner) -> 
     engine.stop()
 
 
-def test_a_request_beyond_its_tenant_s_ceiling_is_refused_at_once(runner: GatedRunner) -> None:
+def test_a_request_beyond_its_tenants_ceiling_is_refused_immediately(runner: GatedRunner) -> None:
     cache = PrefixCache(NUM_BLOCKS, BLOCK_SIZE, quotas={"acme": Quota(ceiling_blocks=3)})
     engine = Engine(runner, cache, EngineConfig())
     with pytest.raises(BeyondCeiling, match="token_ids: expected at most 12 tokens, this tenant's ceiling, got 13"):
@@ -277,21 +277,21 @@ def test_what_a_generation_does_not_have_is_refused(engine: Engine, fields: dict
         ([VOCAB_SIZE], r"^prefill\.token_ids\[0\]: expected an id below the vocabulary size 256, got more$"),
     ],
 )
-def test_a_wrong_prompt_of_a_generation_is_refused_by_its_name_there(
+def test_an_invalid_prompt_of_a_generation_is_refused_by_the_name_of_its_field(
     engine: Engine, ids: list[int], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         engine.generate(params(ids), Sampling(), lambda _: None)
 
 
-def test_a_prefill_has_no_time_of_decoding(engine: Engine) -> None:
+def test_a_prefill_has_no_decoding_time(engine: Engine) -> None:
     timing = engine.prefill(params(range(20))).result(PATIENCE_S).timing
     assert (timing.decode_us, timing.prefill_us > 0) == (0, True)
     timing = engine.generate(params(range(20)), Sampling(4), lambda _: None).result(PATIENCE_S).timing
     assert timing.decode_us > 0
 
 
-def test_a_generation_that_never_fits_is_refused_at_once(engine: Engine) -> None:
+def test_a_generation_that_can_never_fit_is_refused_immediately(engine: Engine) -> None:
     most = (NUM_BLOCKS - 1) * BLOCK_SIZE
     result = engine.generate(params(range(4)), Sampling(most - 4), lambda _: None).result(PATIENCE_S)
     assert len(result.token_ids) == most - 4
@@ -299,7 +299,7 @@ def test_a_generation_that_never_fits_is_refused_at_once(engine: Engine) -> None
         engine.generate(params(range(4)), Sampling(most - 3), lambda _: None)
 
 
-def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner, clock: FakeClock) -> None:
+def test_a_step_that_hangs_fails_all_requests_until_it_ends(runner: GatedRunner, clock: FakeClock) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=30))
     engine.start()
     runner.gate.clear()
@@ -322,7 +322,7 @@ def test_a_step_that_hangs_fails_everybody_until_it_ends(runner: GatedRunner, cl
     engine.stop()
 
 
-def test_nothing_is_left_of_a_public_prefix_whose_step_hangs(runner: GatedRunner, clock: FakeClock) -> None:
+def test_a_public_prefix_whose_step_hangs_leaves_nothing_behind(runner: GatedRunner, clock: FakeClock) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(max_step_tokens=8, step_timeout_s=30))
     engine.start()
     runner.gate.clear()
@@ -365,7 +365,7 @@ def test_nothing_waits_for_a_step_that_hangs(
     assert engine._core.cache.pool.num_leased == 0
 
 
-def test_a_drain_does_not_wait_for_a_step_that_is_found_to_hang(runner: GatedRunner, clock: FakeClock) -> None:
+def test_a_drain_does_not_wait_for_a_step_that_hangs(runner: GatedRunner, clock: FakeClock) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=30))
     engine.start()
     runner.gate.clear()
@@ -398,7 +398,7 @@ def test_a_drain_does_not_wait_for_those_that_are_cancelled_meanwhile(runner: Ga
     engine.stop()
 
 
-def test_a_thread_that_dies_leaves_nobody_waiting(
+def test_a_thread_that_dies_fails_all_requests_and_calls(
     runner: GatedRunner, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -425,7 +425,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
 
 
 @pytest.mark.parametrize("where", ["submit", "lease", "release"])
-def test_a_bug_in_the_engine_leaves_nobody_waiting(
+def test_a_bug_in_the_engine_fails_all_requests_and_calls(
     runner: GatedRunner, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fail(*_: object) -> None:
@@ -452,7 +452,9 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(
     engine.stop()
 
 
-def test_a_call_that_blocks_the_engine_is_noticed_as_a_step_that_hangs(runner: GatedRunner, clock: FakeClock) -> None:
+def test_a_call_that_blocks_the_engine_is_detected_like_a_step_that_hangs(
+    runner: GatedRunner, clock: FakeClock
+) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig(step_timeout_s=30))
     engine.start()
     has_begun, may_end = threading.Event(), threading.Event()
@@ -471,7 +473,7 @@ def test_a_call_that_blocks_the_engine_is_noticed_as_a_step_that_hangs(runner: G
     engine.stop()
 
 
-def test_what_comes_during_a_step_is_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
+def test_requests_that_arrive_during_a_step_are_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
     """A step that is started ahead would leave it out."""
 
     def close_gate(news: GeneratedTokens) -> None:
@@ -495,7 +497,7 @@ def test_a_deadline_that_is_none_is_refused(engine: Engine) -> None:
         engine.prefill(params(range(4), deadline_s=float("nan")))
 
 
-def test_steps_that_fail_one_after_the_other_make_it_unhealthy_until_one_works(
+def test_steps_that_fail_in_a_row_make_it_unhealthy_until_one_works(
     runner: GatedRunner, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("radixkv.engine.engine._RETRY_PERIOD_S", 0.01)
@@ -542,7 +544,7 @@ def test_a_stopped_engine_refuses_everything(runner: GatedRunner) -> None:
         engine.stats()
 
 
-def test_many_threads_get_their_own_answers(engine: Engine) -> None:
+def test_many_threads_get_their_own_results(engine: Engine) -> None:
     rng = np.random.default_rng(0)
     wrong: list[bytes] = []
 

@@ -18,7 +18,7 @@ def make_inbox(max_calls: int = 100, max_tenant_calls: int = 100) -> Inbox:
     return Inbox(max_calls, max_tenant_calls, FakeClock())
 
 
-def test_functions_are_run_in_the_order_in_which_they_came() -> None:
+def test_functions_run_in_order() -> None:
     inbox, ran = make_inbox(), []
     for number in range(3):
         inbox.put(lambda number=number: ran.append(number))
@@ -28,7 +28,7 @@ def test_functions_are_run_in_the_order_in_which_they_came() -> None:
     assert (ran, call.result(0), inbox.is_empty) == ([0, 1, 2, "call"], "result", True)
 
 
-def test_what_is_put_meanwhile_is_for_the_next_time() -> None:
+def test_functions_that_are_put_while_others_run_wait_for_the_next_time() -> None:
     inbox, ran = make_inbox(), []
     inbox.put(lambda: inbox.put(lambda: ran.append("later")))
     inbox.run_all()
@@ -57,7 +57,7 @@ def test_cancelled_calls_are_not_run() -> None:
     assert (waiting.cancelled(), other.cancelled(), ran) == (True, False, ["other"])
 
 
-def test_calls_that_were_accepted_are_run_after_the_end_and_no_others_come() -> None:
+def test_accepted_calls_run_after_the_end_and_no_others_are_accepted() -> None:
     inbox = make_inbox()
     accepted = inbox.call(lambda: 1)
     inbox.close()
@@ -99,7 +99,7 @@ def working(clock: FakeClock, ran: list[str], name: str, seconds: float = 0.001)
     return work
 
 
-def test_calls_run_for_a_short_time_between_two_steps_and_functions_all() -> None:
+def test_all_functions_and_calls_for_a_short_time_run_between_two_steps() -> None:
     clock, ran = FakeClock(), []
     inbox = Inbox(100, 100, clock)
     for number in range(5):
@@ -114,7 +114,7 @@ def test_calls_run_for_a_short_time_between_two_steps_and_functions_all() -> Non
     assert inbox.is_empty
 
 
-def test_a_tenants_call_waits_for_one_call_of_a_crowd_and_not_for_all() -> None:
+def test_a_tenants_call_waits_for_one_of_many_calls_of_another_and_not_for_all() -> None:
     clock, ran = FakeClock(), []
     inbox = Inbox(10_000, 10_000, clock)
     for _ in range(9_999):
@@ -134,7 +134,7 @@ def test_kinds_of_callers_take_turns() -> None:
     assert [tenant for kind, tenant, _ in ran if kind == "TENANT"] == ["acme", "other"] * 2
 
 
-def test_too_many_calls_are_refused_and_those_of_others_are_not() -> None:
+def test_too_many_calls_of_one_kind_of_caller_are_refused_and_those_of_others_are_not() -> None:
     inbox = make_inbox(3, 2)
     waiting = [inbox.call(lambda: 1, OTHER)]
     inbox.call(lambda: 1, CallOrigin(CallerKind.TENANT, "second"))
@@ -150,7 +150,7 @@ def test_too_many_calls_are_refused_and_those_of_others_are_not() -> None:
     assert inbox.call(lambda: 1, ACME)
 
 
-def test_a_call_that_makes_room_for_a_shorter_lane_is_refused_and_those_before_it_are_run() -> None:
+def test_a_call_that_makes_room_for_another_tenant_is_refused_and_earlier_ones_run() -> None:
     inbox, ran = make_inbox(4, 4), []
     crowd = [inbox.call(lambda number=number: ran.append(number), ACME) for number in range(4)]
     fifth = inbox.call(lambda: ran.append("other"), OTHER)
@@ -182,7 +182,7 @@ def test_calls_run_longer_after_a_long_step_and_not_after_a_long_rest() -> None:
     assert len(ran) == 14
 
 
-def test_a_call_comes_after_every_request_that_came_before_it() -> None:
+def test_a_call_runs_after_every_function_that_was_put_before_it() -> None:
     inbox, ran = make_inbox(), []
 
     def come() -> None:  # while the engine runs calls
@@ -201,7 +201,7 @@ def counting(ran: list[str], name: str, num_slices: int) -> Generator[None, None
     return name
 
 
-def test_others_have_their_turns_between_the_slices_of_a_call() -> None:
+def test_other_calls_have_their_turns_between_the_slices_of_a_call() -> None:
     inbox, ran = make_inbox(), []
     sliced = inbox.call(lambda: counting(ran, "slice", 3), ACME)
     after = inbox.call(lambda: ran.append("after"), ACME)
@@ -211,7 +211,7 @@ def test_others_have_their_turns_between_the_slices_of_a_call() -> None:
     assert (sliced.result(0), after.done(), other.done()) == ("slice", True, True)
 
 
-def test_a_call_that_has_begun_is_not_cancelled() -> None:
+def test_a_call_that_has_started_is_not_cancelled() -> None:
     clock, ran = FakeClock(), []
     inbox = Inbox(10, 10, clock)
     sliced = inbox.call(lambda: counting(ran, "slice", 2), ACME)
@@ -226,7 +226,7 @@ def test_a_call_that_has_begun_is_not_cancelled() -> None:
     assert ran.count("slice") == 2
 
 
-def test_who_is_abandoned_is_cancelled_or_told_why() -> None:
+def test_abandoned_calls_are_cancelled_or_fail_with_the_reason() -> None:
     def slices() -> Generator[None, None, None]:
         inbox.put(lambda: 1 / 0)
         yield

@@ -43,7 +43,7 @@ class Recorder(Observer):
         return [told[1:] for told in self.told if told[0] == event]
 
 
-def test_steps_are_told_with_their_prefill_and_decode_tokens() -> None:
+def test_steps_are_reported_with_their_prefill_and_decode_tokens() -> None:
     recorder = Recorder()
     bench = Bench(observers=[recorder])
     bench.generate(range(8), 3)
@@ -53,7 +53,7 @@ def test_steps_are_told_with_their_prefill_and_decode_tokens() -> None:
     assert recorder.of("step_done") == [(1, 8, 0), (2, 5, 1), (1, 0, 1)]
 
 
-def test_every_end_is_told_with_its_reason() -> None:
+def test_every_end_is_reported_with_its_reason() -> None:
     recorder = Recorder()
     bench = Bench(num_blocks=4, observers=[recorder])
     bench.prefill(range(4))
@@ -72,7 +72,7 @@ def test_every_end_is_told_with_its_reason() -> None:
     assert recorder.of("step_failed") == [(1,)]
 
 
-def test_pauses_are_told() -> None:
+def test_preemptions_are_reported() -> None:
     recorder = Recorder()
     bench = Bench(num_blocks=9, observers=[recorder])
     for start in (0, 50, 100):
@@ -83,7 +83,7 @@ def test_pauses_are_told() -> None:
     assert (0,) not in pauses, "the oldest is never paused"
 
 
-def test_what_is_refused_at_once_is_told_and_nothing_else_is() -> None:
+def test_refusals_before_queueing_are_reported_and_nothing_else_is() -> None:
     recorder = Recorder()
     config = EngineConfig(max_running_requests=1, max_waiting_requests=1)
     engine = Engine(FakeRunner(8, 4), PrefixCache(8, 4), config, observers=[recorder])  # its thread does not run
@@ -108,7 +108,7 @@ def test_an_observer_that_raises_does_not_change_why_a_request_is_refused() -> N
         engine.prefill(PrefillParams(tokens(range(33))))
 
 
-def test_several_observers_are_told_the_same_in_order() -> None:
+def test_several_observers_see_the_same_events_in_order() -> None:
     recorder = Recorder()
     bench = Bench(num_blocks=9, observers=[recorder, recorder])
     for start in (0, 50, 100):
@@ -123,6 +123,6 @@ def test_several_observers_are_told_the_same_in_order() -> None:
     assert {told[0] for told in recorder.told} == set(EVENTS)
 
 
-def test_no_event_is_forgotten_by_those_who_pass_it_on() -> None:
+def test_the_composite_observer_passes_on_every_event() -> None:
     assert {name for name in vars(Observer) if not name.startswith("_")} == set(EVENTS)
     assert set(EVENTS) <= set(vars(CompositeObserver))

@@ -73,7 +73,7 @@ def expected(count: int) -> tuple[int, ...]:
     return tuple(path[len(PROMPT) :])
 
 
-def test_the_device_has_its_next_step_before_a_token_is_told() -> None:
+def test_the_device_has_its_next_step_before_a_token_is_streamed() -> None:
     bench = Bench()
     future, diary = decoding(bench)
     for _ in range(27):
@@ -83,7 +83,7 @@ def test_the_device_has_its_next_step_before_a_token_is_told() -> None:
     assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], "and none is computed in vain"
 
 
-def test_the_blocks_of_those_who_end_are_back_before_the_next_step() -> None:
+def test_the_blocks_of_requests_that_end_are_free_before_the_next_step() -> None:
     bench = Bench()
     diary = Diary(bench)
     last = expected(4)[-1]
@@ -191,7 +191,7 @@ class TestAStepIsPreparedInVain:
         assert bench.cache.pool.num_leased == 0
 
 
-def test_a_step_that_can_not_be_prepared_is_started_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_cannot_be_prepared_is_scheduled_as_usual(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     future, diary = decoding(bench)
 
@@ -213,14 +213,14 @@ class TestNoStepIsStartedAhead:
         bench.submit(range(20))
         assert [diary.of_next_step() for _ in range(3)] == 3 * [["start", "wait"]]
 
-    def test_while_there_is_news(self) -> None:
+    def test_while_calls_are_pending(self) -> None:
         bench = Bench()
         _, diary = decoding(bench)
         bench.has_pending_calls = True
         assert diary.of_next_step() == ["wait", "tell"]
         assert diary.of_next_step() == ["start", "wait", "tell"]
 
-    def test_while_somebody_waits(self) -> None:
+    def test_while_a_request_waits(self) -> None:
         bench = Bench(num_blocks=8, max_running_requests=2)
         _, diary = decoding(bench)
         waiting = bench.submit(range(100, 100 + 6 * BLOCK_SIZE))
@@ -228,7 +228,7 @@ class TestNoStepIsStartedAhead:
         assert diary.of_next_step() == ["start", "wait", "tell"]
         assert not waiting.done()
 
-    def test_while_somebody_is_passed_over(self) -> None:
+    def test_while_a_request_is_passed_over(self) -> None:
         """Three requests decode in steps of two tokens."""
         bench = Bench(max_step_tokens=2)
         futures = [bench.generate([number], 9) for number in range(3)]
@@ -264,7 +264,7 @@ class TestNoStepIsStartedAhead:
         bench.core.step()
         assert len(bench.core.held_leases) == 0
 
-    def test_that_needs_a_pause(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_that_needs_a_preemption(self, caplog: pytest.LogCaptureFixture) -> None:
         bench = Bench(num_blocks=10)
         diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
@@ -277,7 +277,7 @@ class TestNoStepIsStartedAhead:
         bench.run()
         assert [len(future.result(0).token_ids) for future in futures] == [20, 20]
 
-    def test_of_tokens_that_are_computed_again(self) -> None:
+    def test_of_tokens_that_are_recomputed(self) -> None:
         bench = Bench(num_blocks=12, max_step_tokens=8)
         diary = Diary(bench)
         futures = [bench.generate(range(start, start + 10), 24, read_cache=False) for start in (0, 50)]
@@ -292,7 +292,7 @@ class TestNoStepIsStartedAhead:
         bench.run()
         assert len(futures[1].result(0).token_ids) == 24
 
-    def test_by_what_computes_when_it_is_waited_for(self) -> None:
+    def test_by_a_synchronous_device(self) -> None:
         bench = Bench()
         bench.runner.is_asynchronous = False
         diary = Diary(bench)
@@ -304,7 +304,7 @@ class TestNoStepIsStartedAhead:
 class TestAllPlacesAreTaken:
     """Nobody is admitted before somebody ends, so who comes or waits changes nothing until then."""
 
-    def test_who_waits_is_no_reason_to_wait(self) -> None:
+    def test_waiting_requests_do_not_delay_the_next_step(self) -> None:
         bench = Bench(max_running_requests=1)
         future, diary = decoding(bench)
         waiting = bench.generate(range(50, 60), 3)
@@ -342,7 +342,7 @@ class TestAllPlacesAreTaken:
 
 
 @pytest.mark.parametrize("fails_at", ["start", "wait"])
-def test_a_step_that_fails_ahead_fails_after_the_last_token_was_told(fails_at: str) -> None:
+def test_a_step_started_ahead_fails_after_the_last_token_was_streamed(fails_at: str) -> None:
     bench = Bench()
     future, diary = decoding(bench)
     start = bench.runner.begin
@@ -366,7 +366,7 @@ def test_a_step_that_fails_ahead_fails_after_the_last_token_was_told(fails_at: s
     assert bench.cache.pool.num_leased == 0
 
 
-def test_a_caller_that_fails_is_told_nothing_of_the_step_under_way() -> None:
+def test_a_request_whose_callback_failed_gets_nothing_of_the_running_step() -> None:
     bench = Bench()
 
     def fail(news: GeneratedTokens) -> None:
@@ -385,7 +385,7 @@ def test_a_caller_that_fails_is_told_nothing_of_the_step_under_way() -> None:
     assert bench.cache.pool.num_leased == 0
 
 
-def test_a_caller_that_fails_beside_a_step_that_fails_is_forgotten() -> None:
+def test_a_request_whose_callback_and_step_fail_is_forgotten() -> None:
     bench = Bench()
 
     def fail(news: GeneratedTokens) -> None:
@@ -399,7 +399,7 @@ def test_a_caller_that_fails_beside_a_step_that_fails_is_forgotten() -> None:
     assert not bench.core._cancellations.is_any_due(bench.clock.now)
 
 
-def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> None:
+def test_a_failed_start_of_a_step_frees_its_device_memory() -> None:
     """The error must not keep what the forward pass had allocated so far."""
     bench = Bench(num_blocks=64, max_step_tokens=16)
     start, allocated = bench.runner.begin, weakref.WeakSet[Activations]()
@@ -420,7 +420,7 @@ def test_a_device_that_is_full_when_a_step_is_started_has_its_memory_back() -> N
     assert bench.runner.steps == [[(0, 8)], [(8, 16)], [(16, 24)], [(24, 32)]]
 
 
-def test_the_outputs_of_a_step_are_gone_before_the_next_is_started() -> None:
+def test_the_outputs_of_a_step_are_freed_before_the_next_is_started() -> None:
     bench = Bench()
     start, outputs, num_alive = bench.runner.begin, weakref.WeakSet[Activations](), []
 
@@ -445,7 +445,7 @@ def test_the_outputs_of_a_step_are_gone_before_the_next_is_started() -> None:
     assert num_alive == [0] * 9
 
 
-def test_what_is_under_way_when_the_engine_stops_is_let_go() -> None:
+def test_a_step_that_runs_when_the_engine_stops_is_discarded() -> None:
     bench = Bench()
     future, _ = decoding(bench)
     bench.core.close(StepFailed("stopped"))

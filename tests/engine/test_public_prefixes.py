@@ -83,9 +83,7 @@ def test_a_registered_prefix_is_computed_once_and_used_by_all(engine: Engine, ru
     assert stats.tokens.computed == len(SYSTEM) + 2 * 2 + 2 * 1
 
 
-def test_a_prompt_that_has_no_room_beside_the_prefix_does_not_wait_for_others(
-    engine: Engine, runner: GatedRunner
-) -> None:
+def test_a_prompt_without_room_next_to_the_prefix_does_not_wait_for_others(engine: Engine, runner: GatedRunner) -> None:
     register(engine)
     ended: list[str] = []
     runner.gate.clear()
@@ -115,7 +113,7 @@ def test_a_prompt_that_shares_the_prefix_waits_for_the_rest(engine: Engine, runn
     assert generation.done()
 
 
-def test_a_generation_goes_on_below_the_prefix(engine: Engine) -> None:
+def test_a_generation_continues_below_the_prefix(engine: Engine) -> None:
     register(engine)
     told: list[GeneratedTokens] = []
     request = params([*SYSTEM, 90], tenant="acme")
@@ -129,7 +127,7 @@ def test_a_generation_goes_on_below_the_prefix(engine: Engine) -> None:
     assert ask(engine, "other", [*ids, 1]) == (len(SYSTEM), len(SYSTEM))
 
 
-def test_a_held_lease_names_the_blocks_of_the_prefix_and_keeps_it(engine: Engine) -> None:
+def test_a_held_lease_lists_the_blocks_of_the_prefix_and_keeps_it(engine: Engine) -> None:
     register(engine)
     result = engine.prefill(params([*SYSTEM, 90, 91], tenant="acme", hold_lease=True)).result(PATIENCE_S)
     assert result.held_lease is not None
@@ -164,7 +162,7 @@ def test_a_prefix_belongs_to_its_adapter(engine: Engine) -> None:
         ("p", range(NUM_BLOCKS * BLOCK_SIZE + 1), "", PromptTooLong),
     ],
 )
-def test_what_can_not_be_public_is_refused(
+def test_invalid_public_prefixes_are_refused(
     engine: Engine, name: str, ids: range, adapter: str, error: type[RadixKVError]
 ) -> None:
     with pytest.raises(error):
@@ -173,7 +171,7 @@ def test_what_can_not_be_public_is_refused(
     assert ask(engine, "acme", [*SYSTEM, 90]) == (0, 0)
 
 
-def test_a_name_is_given_once_and_can_be_given_again_later(engine: Engine) -> None:
+def test_a_name_is_unique_and_can_be_reused_later(engine: Engine) -> None:
     register(engine)
     with pytest.raises(InvalidRequest, match=r"^name: expected one that no public prefix has"):
         register(engine)
@@ -183,7 +181,7 @@ def test_a_name_is_given_once_and_can_be_given_again_later(engine: Engine) -> No
     assert register(engine).is_computed
 
 
-def test_nobody_can_be_the_owner_of_public_prefixes(engine: Engine) -> None:
+def test_no_caller_can_be_the_owner_of_public_prefixes(engine: Engine) -> None:
     register(engine)
     with pytest.raises(
         InvalidRequest, match=r"^tenant: expected any name but \(public\), the owner of public prefixes"
@@ -193,7 +191,9 @@ def test_nobody_can_be_the_owner_of_public_prefixes(engine: Engine) -> None:
     assert ask(engine, "acme", [*SYSTEM, 90])[1] == len(SYSTEM)
 
 
-def test_what_is_unregistered_while_it_is_computed_is_never_found(small_steps: Engine, runner: GatedRunner) -> None:
+def test_a_prefix_that_is_unregistered_while_it_is_computed_is_never_matched(
+    small_steps: Engine, runner: GatedRunner
+) -> None:
     engine = small_steps
     runner.gate.clear()
     done = engine.public.register("p", tokens(SYSTEM))
@@ -207,7 +207,7 @@ def test_what_is_unregistered_while_it_is_computed_is_never_found(small_steps: E
     assert engine.load().result(PATIENCE_S).blocks.published == 4  # of the last request
 
 
-def test_what_is_unregistered_before_it_is_computed_counts_until_that_is_over(
+def test_a_prefix_that_is_unregistered_before_it_is_computed_counts_until_its_request_ends(
     engine: Engine, runner: GatedRunner
 ) -> None:
     runner.gate.clear()
@@ -225,7 +225,7 @@ def test_what_is_unregistered_before_it_is_computed_counts_until_that_is_over(
     assert register(engine, "q", most).is_computed
 
 
-def test_a_caller_that_leaves_does_not_end_the_registration(engine: Engine, runner: GatedRunner) -> None:
+def test_a_caller_that_disconnects_does_not_end_the_registration(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
     done = engine.public.register("p", tokens(SYSTEM))
     assert done.cancel()
@@ -235,7 +235,7 @@ def test_a_caller_that_leaves_does_not_end_the_registration(engine: Engine, runn
     assert ask(engine, "acme", [*SYSTEM, 90])[1] == len(SYSTEM)
 
 
-def test_an_engine_that_stops_tells_whoever_waits(engine: Engine, runner: GatedRunner) -> None:
+def test_an_engine_that_stops_fails_pending_registrations(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
     done = engine.public.register("p", tokens(SYSTEM))
     assert runner.entered.wait(PATIENCE_S)

@@ -52,7 +52,7 @@ def draws(count: int, **fields: float) -> Counter[int]:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
+def test_tokens_are_sampled_by_their_probabilities(temperature: float) -> None:
     expected = (PROBABILITIES.log() / temperature).softmax(0)
     seen = draws(4000, temperature=temperature)
     for token_id, probability in enumerate(expected.tolist()):
@@ -64,7 +64,7 @@ def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> N
     ("top_p", "allowed"),
     [(1e-9, {0}), (0.5, {0}), (0.51, {0, 1}), (0.75, {0, 1}), (0.95, {0, 1, 2, 3}), (1.0, set(range(5)))],
 )
-def test_top_p_keeps_the_fewest_tokens_that_have_so_much_together(top_p: float, allowed: set[int]) -> None:
+def test_top_p_keeps_the_smallest_set_of_tokens_that_reaches_it(top_p: float, allowed: set[int]) -> None:
     assert set(draws(600, temperature=1.0, top_p=top_p)) == allowed
 
 
@@ -78,7 +78,7 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert [int(draw(logits, Sampling(temperature=1.0, seed=8), position)) for position in range(50)] != first
 
 
-def test_a_low_temperature_is_nearly_greedy_and_a_huge_logit_harmless() -> None:
+def test_a_low_temperature_is_nearly_greedy_and_huge_logits_do_not_overflow() -> None:
     logits = torch.tensor([1e30, 1e30, -1e30])
     assert {int(draw(logits, Sampling(temperature=1e-30, seed=s), 0)) for s in range(50)} == {0, 1}
     assert {int(draw(PROBABILITIES.log(), Sampling(temperature=0.01, seed=s), 0)) for s in range(50)} == {0}
@@ -100,7 +100,7 @@ def test_min_p_is_a_share_of_the_largest_probability(min_p: float, expected: set
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_choice_is_narrowed_as_by_transformers(seed: int) -> None:
+def test_top_k_top_p_and_min_p_keep_the_tokens_that_transformers_keeps(seed: int) -> None:
     """All three at once, in transformers' order, ties included."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(40, generator=generator).mul(8).round().div(4)  # many are equal
@@ -143,7 +143,7 @@ def test_penalties_are_those_of_transformers_and_of_the_openai_api() -> None:
         assert bool(penalized(min_tokens=min_tokens)[29].isinf()) == is_short
 
 
-def test_tokens_that_the_model_reads_and_never_writes_have_no_penalty() -> None:
+def test_tokens_without_a_logit_have_no_penalty() -> None:
     logits = torch.ones(30)
     penalized = penalize(logits, Sampling(repetition_penalty=2.0), np.array([3, 30, 500]), [], [])
     assert penalized.tolist() == [0.5 if token_id == 3 else 1.0 for token_id in range(30)]
@@ -161,20 +161,20 @@ def test_stop_tokens_and_biases_without_a_logit_change_nothing() -> None:
     assert torch.equal(penalize(logits, sampling, nobody, [], {-1, 7, 30, 50_256}, all_allowed), expected)
 
 
-def test_the_least_length_is_given_up_where_only_a_stop_token_has_a_logit() -> None:
+def test_the_minimum_length_is_ignored_if_only_a_stop_token_has_a_logit() -> None:
     allowed = np.isin(np.arange(40), (7, 35))
     got = penalize(torch.zeros(30), Sampling(min_tokens=3), np.arange(0), [], {7}, allowed)
     assert got.isfinite().nonzero().tolist() == [[7]]
 
 
-def test_the_least_length_is_given_up_where_every_token_is_a_stop_token() -> None:
+def test_the_minimum_length_is_ignored_if_every_token_is_a_stop_token() -> None:
     """The model reads more tokens than it writes, so that its vocabulary has others."""
     logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
     assert torch.equal(penalize(logits, Sampling(min_tokens=3), np.arange(0), [], set(range(30))), logits)
 
 
 @pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
-def test_no_penalty_leaves_a_logit_that_is_not_a_number(penalty: float) -> None:
+def test_no_penalty_makes_a_logit_nan(penalty: float) -> None:
     logits = torch.tensor([-1e6, 1e6, 0.0, 1.0])
     sampling = Sampling(repetition_penalty=penalty, min_tokens=3, temperature=1.0, seed=1)
     got = penalize(logits, sampling, np.arange(4), [1], {3})
@@ -203,7 +203,7 @@ class _Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("narrowed", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}])
-def test_a_draw_asks_the_device_for_nothing(narrowed: dict[str, Any]) -> None:
+def test_a_draw_does_not_wait_for_the_device(narrowed: dict[str, Any]) -> None:
     """A tensor whose shape depends on values has to wait for them, and so has reading a value."""
     with _Calls() as calls:
         draw(PROBABILITIES.log(), Sampling(temperature=1.0, **narrowed, seed=1), 0)
@@ -211,7 +211,7 @@ def test_a_draw_asks_the_device_for_nothing(narrowed: dict[str, Any]) -> None:
     assert not [name for name in calls.names if "_local_scalar" in name or "nonzero" in name or "index" in name]
 
 
-def test_a_generation_draws_by_its_position_and_others_take_the_most_likely_token() -> None:
+def test_a_generation_samples_by_its_position_and_greedy_ones_take_the_most_likely_token() -> None:
     bench = Bench(num_blocks=256)
     bench.runner.logits_scale = 0.0  # every token is as likely as any other
     drawn = bench.generate(range(8), 40, temperature=1.0, seed=3)
@@ -221,7 +221,7 @@ def test_a_generation_draws_by_its_position_and_others_take_the_most_likely_toke
     assert set(greedy.result(0).token_ids) == {0}
 
 
-def test_penalties_hold_in_a_greedy_generation_and_a_stop_token_waits() -> None:
+def test_penalties_and_the_minimum_length_hold_in_greedy_generations() -> None:
     bench = Bench(num_blocks=256)
     bench.runner.logits_scale = 0.0  # every token is as likely as any other, so the lowest id is taken
     plain = bench.generate(range(8), 5)
@@ -236,7 +236,7 @@ def test_penalties_hold_in_a_greedy_generation_and_a_stop_token_waits() -> None:
 
 
 @pytest.mark.parametrize("constraint", [None, Rising(VOCAB_SIZE, 60)])
-def test_a_stop_token_beyond_the_logits_fails_nobody(constraint: Rising | None) -> None:
+def test_a_stop_token_without_a_logit_fails_no_request(constraint: Rising | None) -> None:
     bench, alone = Bench(), Bench()
     stops = frozenset({-1, VOCAB_SIZE, 50_256})
     asked = bench.generate(
@@ -250,7 +250,7 @@ def test_a_stop_token_beyond_the_logits_fails_nobody(constraint: Rising | None) 
     assert other.result(0).token_ids == expected.result(0).token_ids
 
 
-def test_log_probabilities_are_the_models_own_whatever_is_chosen() -> None:
+def test_log_probabilities_are_the_models_own_whatever_is_sampled() -> None:
     bench = Bench(num_blocks=256)
     news: list[GeneratedTokens] = []
     plain = bench.generate(range(8), 6, news.append, logprobs=3)
@@ -277,7 +277,7 @@ def test_log_probabilities_are_the_models_own_whatever_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 5])
-def test_log_probabilities_of_a_row_are_read_in_one_piece(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_of_rows_are_read_in_one_copy(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read waits for the device."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
     reads: list[torch.Tensor] = []
@@ -402,7 +402,7 @@ def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) ->
     return list(table)
 
 
-def test_log_probabilities_that_were_told_are_let_go() -> None:
+def test_streamed_log_probabilities_are_freed() -> None:
     bench = Bench(num_blocks=256)
     told: list[weakref.ref[object]] = []
     future = bench.generate(range(8), 20, lambda news: told.append(weakref.ref(news.logprobs)), logprobs=3)
@@ -412,7 +412,7 @@ def test_log_probabilities_that_were_told_are_let_go() -> None:
     assert len(future.result(0).logprobs) == 1
 
 
-def test_of_a_generation_that_is_finished_early_nothing_is_left_to_tell() -> None:
+def test_a_generation_that_is_stopped_early_streams_nothing_twice() -> None:
     bench = Bench(num_blocks=256)
     news: list[GeneratedTokens] = []
     future = bench.generate(range(8), 20, news.append, logprobs=3)
@@ -461,14 +461,14 @@ def test_a_step_makes_at_most_64_rows_of_logits_of_prompts() -> None:
     assert other.done()
 
 
-def test_no_more_log_probabilities_are_told_than_there_are_logits() -> None:
+def test_no_more_log_probabilities_are_returned_than_there_are_logits() -> None:
     logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     expected = read_logprobs(logits, [3, 4], 8)
     assert read_logprobs(logits, [3, 4], 10) == expected
     assert [len(told.top) for told in expected] == [8, 8]
 
 
-def test_a_prompt_that_is_paused_and_computed_again_is_told_once() -> None:
+def test_the_log_probabilities_of_a_preempted_prompt_are_returned_once() -> None:
     bench = Bench(num_blocks=19, max_step_tokens=4)
     ids = range(60)
     older = bench.generate(range(100, 108), 40)
@@ -479,7 +479,7 @@ def test_a_prompt_that_is_paused_and_computed_again_is_told_once() -> None:
     assert len(older.result(0).token_ids) == 40
 
 
-def test_a_token_that_the_model_reads_and_never_writes_has_no_probability() -> None:
+def test_a_token_without_a_logit_has_no_probability() -> None:
     (told,) = read_logprobs(torch.zeros(1, 8), [8], 1)
     assert told.logprob == -torch.inf
     assert told.top[0][1] == pytest.approx(-math.log(8))

@@ -33,7 +33,7 @@ def snapshots(bench: Bench) -> list[int]:
     return sorted(len(bench.runner.states[slot][1]) // 4 for slot in slots)
 
 
-def test_a_prompt_leaves_snapshots_and_the_next_one_goes_on_from_the_last() -> None:
+def test_a_prompt_leaves_snapshots_and_the_next_one_resumes_from_the_last() -> None:
     bench = Bench(num_snapshots=8)
     cold, warm = bench.prefill(PROMPT), bench.prefill(PROMPT)
     assert snapshots(bench) == [16, 28]
@@ -73,7 +73,7 @@ def test_a_prompt_without_a_snapshot_is_computed_and_says_why() -> None:
     assert bench.cache.pool.num_published == 8, "the blocks of the second request are given back"
 
 
-def test_a_probe_tells_what_a_request_would_reuse() -> None:
+def test_a_probe_returns_what_a_request_would_reuse() -> None:
     bench = Bench(num_snapshots=8)
     bench.prefill(PROMPT)
     probe = bench.core.probe(*_key([*range(26), 99, 99]))
@@ -81,7 +81,7 @@ def test_a_probe_tells_what_a_request_would_reuse() -> None:
     assert bench.core.probe(*_key(PROMPT)).cached_tokens == 28
 
 
-def test_followers_go_on_where_their_leader_left_a_snapshot_for_them() -> None:
+def test_followers_resume_where_their_leader_kept_a_snapshot_for_them() -> None:
     bench = Bench(num_snapshots=8, max_step_tokens=8)
     futures = [bench.submit([*range(26), 100 + index, 101]) for index in range(4)]
     bench.run()
@@ -90,14 +90,14 @@ def test_followers_go_on_where_their_leader_left_a_snapshot_for_them() -> None:
     assert bench.runner.computed_tokens == 28 + 3 * 4
 
 
-def test_equal_prompts_that_come_together_are_computed_once() -> None:
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     bench = Bench(num_snapshots=8, max_step_tokens=16)
     futures = [bench.submit(PROMPT) for _ in range(3)]
     bench.run()
     assert [future.result(0).usage.cached_tokens for future in futures] == [0, 28, 28]
 
 
-def test_nobody_waits_for_a_leader_that_has_passed_its_place() -> None:
+def test_no_request_waits_for_a_leader_that_has_passed_its_position() -> None:
     bench = Bench(num_snapshots=8, max_step_tokens=8)
     leader = bench.submit(range(40))
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_nobody_waits_for_a_leader_that_has_passed_its_place() -> None:
     assert [future.result(0).usage.cached_tokens for future in (leader, late)] == [0, 16]
 
 
-def test_nobody_waits_for_a_snapshot_where_none_may_be_kept() -> None:
+def test_no_request_waits_for_a_snapshot_where_none_may_be_kept() -> None:
     bench = Bench(num_snapshots=0, max_step_tokens=64)
     futures = [bench.submit(PROMPT) for _ in range(2)]
     bench.run()
@@ -127,7 +127,7 @@ def test_two_requests_without_a_common_leader_share_nothing() -> None:
     assert snapshots(bench) == [16, 28]
 
 
-def test_the_next_turn_goes_on_after_the_answer() -> None:
+def test_the_next_turn_resumes_after_the_output() -> None:
     bench = Bench(num_snapshots=8)
     future = bench.generate(PROMPT, 13)
     bench.run()
@@ -136,7 +136,7 @@ def test_the_next_turn_goes_on_after_the_answer() -> None:
     assert turn.usage.cached_tokens == 40
 
 
-def test_a_paused_generation_goes_on_from_its_last_snapshot() -> None:
+def test_a_preempted_generation_resumes_from_its_last_snapshot() -> None:
     bench = Bench(num_blocks=12, num_snapshots=8)
     futures = [bench.generate([*range(index, index + 9)], 14) for index in (0, 20, 40)]
     bench.run()
@@ -148,7 +148,7 @@ def test_a_paused_generation_goes_on_from_its_last_snapshot() -> None:
             ids.append(token)
 
 
-def test_a_step_ahead_goes_on_from_what_the_step_before_leaves() -> None:
+def test_a_step_started_ahead_resumes_from_the_state_of_the_step_before() -> None:
     """The second one is paused at the end of a block, and has one token to compute when it goes on from a snapshot."""
     bench = Bench(num_blocks=5, num_snapshots=8)
     futures = [bench.generate(range(start, start + 3), 6) for start in (0, 50)]
@@ -158,7 +158,7 @@ def test_a_step_ahead_goes_on_from_what_the_step_before_leaves() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "not finite"])
-def test_a_request_that_ends_badly_leaves_no_snapshot_of_its_step(how: str) -> None:
+def test_a_request_that_fails_leaves_no_snapshot_of_its_step(how: str) -> None:
     bench = Bench(num_snapshots=8, max_step_tokens=18)
     prompt = [*range(40)]
     future = bench.submit(prompt)
@@ -199,7 +199,7 @@ def test_tenants_never_share_a_snapshot() -> None:
     assert bench.prefill(PROMPT, tenant="other").usage.cached_tokens == 28
 
 
-def test_a_snapshot_goes_with_its_block() -> None:
+def test_a_snapshot_is_evicted_with_its_block() -> None:
     bench = Bench(num_snapshots=8)
     bench.prefill(PROMPT)
     bench.cache.evict(2)
@@ -225,7 +225,7 @@ def test_a_request_whose_namespace_was_purged_leaves_nothing() -> None:
     assert (snapshots(bench), states_of(bench).take(1) is not None) == ([], True)
 
 
-def test_a_held_lease_gives_its_slot_back() -> None:
+def test_a_held_lease_releases_its_slot() -> None:
     bench = Bench(num_snapshots=2, max_running_requests=1)
     held = bench.prefill(PROMPT, hold_lease=True)
     assert held.held_lease is not None
@@ -238,7 +238,7 @@ def test_no_state_is_wrong_whatever_happens(seed: int) -> None:
     assert counts["answers"] >= 15
 
 
-def test_walks_meet_what_they_are_for() -> None:
+def test_walks_cover_the_cases_that_they_are_for() -> None:
     counts = sum((walk(seed) for seed in range(100, 130)), Counter[str]())
     for event in ("hits", "no state", "given up", "recomputed", "cancelled", "failed", "paused", "purged"):
         assert counts[event], event

@@ -26,7 +26,7 @@ def look(watchdog: Watchdog, times: int = 1) -> None:
     watchdog._watch()
 
 
-def test_it_tells_once_for_each_step_that_hangs(clock: FakeClock) -> None:
+def test_it_reports_each_step_that_hangs_once(clock: FakeClock) -> None:
     told: list[float] = []
     watchdog = Watchdog(30, lambda: told.append(clock.now_s))
     for _ in range(20):
@@ -65,7 +65,7 @@ def test_steps_that_fail_longer_than_a_step_may_take_keep_failing(clock: FakeClo
     assert seen == [False, True, False, False, False, False]
 
 
-def test_it_looks_from_a_thread_of_its_own() -> None:
+def test_it_watches_from_its_own_thread() -> None:
     has_told = threading.Event()
     watchdog = Watchdog(0.01, has_told.set)
     watchdog.start()

@@ -11,7 +11,7 @@ from radixkv.scheduling.request import Request
 from tests.engine.offload.tiered_bench import TieredBench
 
 
-def test_who_waits_for_a_store_after_a_pause_is_a_hit_or_a_miss_once_it_is_admitted(
+def test_a_preempted_request_that_waits_for_a_tier_counts_as_hit_or_miss_when_it_is_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hits, misses, start = [], [], Admitter._start
@@ -31,7 +31,7 @@ def test_who_waits_for_a_store_after_a_pause_is_a_hit_or_a_miss_once_it_is_admit
     assert (usage.num_hit_tokens, usage.num_miss_tokens) == (sum(hits), sum(misses))
 
 
-def test_what_was_loaded_for_an_earlier_admission_is_no_part_of_what_is_reused() -> None:
+def test_tokens_that_were_loaded_for_an_earlier_admission_are_not_reported_as_loaded() -> None:
     bench = TieredBench(num_blocks=8)
     bench.runner.is_asynchronous = False
     bench.prefill(range(15))

@@ -57,7 +57,7 @@ def test_a_short_prompt_does_not_wait_for_one_as_long_as_the_pool(config: dict[s
     _ends_unhurt(bench, long)
 
 
-def test_what_is_cached_of_a_short_prompt_needs_no_other_blocks() -> None:
+def test_cached_tokens_of_a_short_prompt_need_no_borrowed_blocks() -> None:
     bench = Bench(num_blocks=85, max_step_tokens=8)
     bench.prefill(range(80), tenant="short")
     with bench.cache.lease(Namespace("fake", "short"), tokens(range(80))):  # so that it stays
@@ -69,14 +69,14 @@ def test_what_is_cached_of_a_short_prompt_needs_no_other_blocks() -> None:
     _ends_unhurt(bench, long)
 
 
-def test_nor_does_one_of_the_same_tenant() -> None:
+def test_nor_does_a_short_prompt_of_the_same_tenant() -> None:
     bench, long = _bench()
     short = bench.submit(range(100, 107), tenant="long")
     assert _steps_until_done(bench, short) <= 3
     _ends_unhurt(bench, long)
 
 
-def test_an_answer_has_its_blocks_from_the_beginning() -> None:
+def test_a_borrowing_generation_has_all_its_blocks_from_the_beginning() -> None:
     bench, long = _bench()
     answer = bench.generate(range(100, 106), 9, tenant="short")
     assert _steps_until_done(bench, answer, most=12) <= 12
@@ -85,7 +85,7 @@ def test_an_answer_has_its_blocks_from_the_beginning() -> None:
     _ends_unhurt(bench, long)
 
 
-def test_many_short_ones_pass_one_after_the_other_and_side_by_side() -> None:
+def test_many_short_prompts_borrow_in_sequence_and_at_the_same_time() -> None:
     bench, long = _bench()
     for first in range(0, 120, 6):
         futures = [bench.submit([200 + each, *range(first, first + 3)], tenant="short") for each in range(2)]
@@ -94,7 +94,7 @@ def test_many_short_ones_pass_one_after_the_other_and_side_by_side() -> None:
     _ends_unhurt(bench, long)
 
 
-def test_what_is_free_is_taken_back_before_the_next_step() -> None:
+def test_free_blocks_are_reclaimed_before_the_next_step() -> None:
     bench, _ = _bench()
     _steps_until_done(bench, bench.submit(range(100, 107), tenant="short"))
     assert bench.core._preemptor._lending.num_lent_blocks > 0
@@ -104,7 +104,7 @@ def test_what_is_free_is_taken_back_before_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", [25, 200])
-def test_an_answer_that_would_last_too_long_waits(max_new_tokens: int) -> None:
+def test_a_generation_that_would_run_too_long_does_not_borrow(max_new_tokens: int) -> None:
     bench, long = _bench()
     answer = bench.generate(range(100, 104), max_new_tokens, tenant="short")
     while not long.done():
@@ -114,7 +114,7 @@ def test_an_answer_that_would_last_too_long_waits(max_new_tokens: int) -> None:
     assert len(answer.result(0).token_ids) == max_new_tokens
 
 
-def test_a_lease_that_is_held_afterwards_waits() -> None:
+def test_a_request_that_holds_its_lease_borrows_nothing() -> None:
     bench, long = _bench()
     held = bench.submit(range(100, 104), tenant="short", hold_lease=True)
     while not long.done():
@@ -134,7 +134,7 @@ def test_a_prompt_that_needs_more_than_is_lent_waits_and_nothing_changes(monkeyp
     assert other.result(0).usage.computed_tokens == 140
 
 
-def test_a_borrower_that_is_late_is_paused_once_and_borrows_no_more() -> None:
+def test_a_borrower_that_is_late_is_preempted_once_and_borrows_no_more() -> None:
     bench, long = _bench(weights={"short": 0.01})  # its second turn comes when the long prompt is computed
     late = bench.submit(range(100, 112), tenant="short")
     bench.run()
@@ -143,7 +143,7 @@ def test_a_borrower_that_is_late_is_paused_once_and_borrows_no_more() -> None:
     assert late.result(0).next_token_id == next_token(tokens(range(100, 112)))
 
 
-def test_who_was_paused_borrows_no_more() -> None:
+def test_a_preempted_request_borrows_no_more() -> None:
     bench, long = _bench()
     answer = bench.generate(range(100, 106), 9, tenant="short")
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_who_was_paused_borrows_no_more() -> None:
     assert len(answer.result(0).token_ids) == 9
 
 
-def test_blocks_for_the_next_tokens_of_answers_stay_free() -> None:
+def test_blocks_for_the_next_tokens_of_generations_stay_free() -> None:
     bench = Bench(num_blocks=92, max_step_tokens=16)
     long = bench.submit(_LONG, tenant="long")
     bench.core.step()
@@ -174,7 +174,7 @@ def test_blocks_for_the_next_tokens_of_answers_stay_free() -> None:
 @pytest.mark.parametrize(
     ("lender", "borrower"), [(Quota(), Quota(floor_blocks=8)), (Quota(ceiling_blocks=64), Quota())]
 )
-def test_nobody_borrows_what_would_not_come_back(lender: Quota, borrower: Quota) -> None:
+def test_no_request_borrows_blocks_that_would_not_return(lender: Quota, borrower: Quota) -> None:
     bench, long = _bench(quotas={"long": lender, "short": borrower})
     short = bench.submit(range(100, 107), tenant="short")
     while not long.done():
@@ -193,7 +193,7 @@ def test_a_public_prefix_borrows_nothing() -> None:
     _ends_unhurt(bench, long)
 
 
-def test_if_there_are_too_few_after_all_everything_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_borrowing_fails_all_lent_blocks_are_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, long = _bench()
     (running,) = bench.core._scheduler.running
     before = running.open_lease.block_ids.size
@@ -205,7 +205,7 @@ def test_if_there_are_too_few_after_all_everything_is_taken_back(monkeypatch: py
     _ends_unhurt(bench, long)
 
 
-def test_a_step_looks_for_blocks_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_inspects_running_requests_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, long = _bench()
     spare = Mock(return_value=0)
     monkeypatch.setattr(Lending, "_num_spare_blocks", spare)
@@ -217,7 +217,7 @@ def test_a_step_looks_for_blocks_a_few_times_only(monkeypatch: pytest.MonkeyPatc
     _ends_unhurt(bench, long)
 
 
-def test_who_has_ended_is_no_lender_any_more() -> None:
+def test_a_request_that_has_ended_is_no_lender() -> None:
     bench, _ = _bench()
     (long,) = bench.core._scheduler.running
     _steps_until_done(bench, bench.submit(range(100, 107), tenant="short"))

@@ -27,7 +27,7 @@ def rates_of(clock: FakeClock, **bounds) -> RateLimiter:
     return RateLimiter({}, TenantConfig(**bounds), clock)
 
 
-def test_a_burst_is_let_in_and_the_next_call_refused_until_exactly_then() -> None:
+def test_a_burst_is_accepted_and_the_next_call_is_refused_until_the_given_time() -> None:
     clock = FakeClock()
     rates = rates_of(clock, max_calls_per_s=2, rate_burst_s=3)
     for _ in range(6):
@@ -50,13 +50,13 @@ def test_no_more_is_saved_than_the_burst() -> None:
     assert retry_after_s(rates) == pytest.approx(0.5)
 
 
-def test_a_slow_rate_lets_one_call_in() -> None:
+def test_a_low_rate_accepts_one_call() -> None:
     rates = rates_of(FakeClock(), max_calls_per_s=0.1, rate_burst_s=1)
     rates.enter("a")
     assert retry_after_s(rates) == pytest.approx(10)
 
 
-def test_tokens_may_go_below_zero_and_are_waited_for() -> None:
+def test_the_token_bucket_may_become_negative_and_calls_are_refused_until_it_is_not() -> None:
     clock = FakeClock()
     rates = rates_of(clock, max_computed_tokens_per_s=100, rate_burst_s=1)
     rates.enter("a")

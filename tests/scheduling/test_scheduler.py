@@ -10,7 +10,7 @@ def tokens_of_steps(bench: Bench) -> list[int]:
     return [sum(end - start for start, end in step) for step in bench.runner.steps]
 
 
-def test_a_short_prompt_is_answered_in_the_step_after_it_came() -> None:
+def test_a_short_prompt_is_answered_in_the_step_after_it_arrived() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     long = bench.submit(range(400))
     for _ in range(3):
@@ -24,7 +24,7 @@ def test_a_short_prompt_is_answered_in_the_step_after_it_came() -> None:
     assert max(tokens_of_steps(bench)) == 16
 
 
-def test_so_is_a_long_prompt_of_which_most_is_cached() -> None:
+def test_a_long_prompt_that_is_mostly_cached_is_answered_in_the_step_after_it_arrived() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     bench.prefill(range(500, 600))
     long = bench.submit(range(400))
@@ -38,7 +38,7 @@ def test_so_is_a_long_prompt_of_which_most_is_cached() -> None:
     bench.run()
 
 
-def test_a_stream_of_short_prompts_slows_a_long_one_down_to_half_its_speed_at_most() -> None:
+def test_many_short_prompts_slow_a_long_one_down_to_half_its_speed_at_most() -> None:
     bench = Bench(num_blocks=1024, max_step_tokens=16)
     long = bench.submit(range(400))
     bench.core.step()
@@ -51,7 +51,7 @@ def test_a_stream_of_short_prompts_slows_a_long_one_down_to_half_its_speed_at_mo
     bench.run()
 
 
-def test_what_does_not_fit_into_the_share_waits_its_turn() -> None:
+def test_a_prompt_that_exceeds_the_share_waits_for_its_turn() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     bench.submit(range(100))
     bench.core.step()
@@ -62,7 +62,7 @@ def test_what_does_not_fit_into_the_share_waits_its_turn() -> None:
     bench.run()
 
 
-def test_nobody_overtakes_while_everybody_fits() -> None:
+def test_no_request_overtakes_while_all_fit() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     bench.submit(range(20))
     bench.core.step()
@@ -72,7 +72,7 @@ def test_nobody_overtakes_while_everybody_fits() -> None:
     assert all(future.done() for future in futures)
 
 
-def test_short_prompts_take_no_blocks_from_a_big_one_that_waits_for_them() -> None:
+def test_short_prompts_take_no_blocks_from_a_large_one_that_waits_for_them() -> None:
     bench = Bench(num_blocks=12, max_step_tokens=16)
     bench.submit(range(9 * BLOCK_SIZE))
     big = bench.submit(range(100, 100 + 11 * BLOCK_SIZE))
@@ -97,7 +97,7 @@ def test_a_short_prompt_for_which_there_are_no_blocks_waits() -> None:
 
 
 @pytest.mark.parametrize("long_tokens", [40, 80], ids=["beside a full step", "in a full step"])
-def test_a_short_prompt_is_answered_while_a_big_one_waits_for_blocks(long_tokens: int) -> None:
+def test_a_short_prompt_is_answered_while_a_large_one_waits_for_blocks(long_tokens: int) -> None:
     bench = Bench(num_blocks=30, max_step_tokens=16)
     bench.submit(range(long_tokens))
     bench.core.step()
@@ -111,7 +111,7 @@ def test_a_short_prompt_is_answered_while_a_big_one_waits_for_blocks(long_tokens
     bench.run()
 
 
-def test_what_is_longer_than_the_first_does_not_overtake_it() -> None:
+def test_a_prompt_longer_than_the_first_does_not_overtake_it() -> None:
     bench = Bench(num_blocks=256, max_step_tokens=16)
     bench.submit(range(40))
     bench.core.step()

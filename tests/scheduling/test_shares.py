@@ -35,7 +35,7 @@ def test_tenants_are_computed_in_proportion_to_their_weights(weights: dict[str, 
         assert computed[tenant] == pytest.approx(12 * 512 * weights.get(tenant, 1.0) / total, abs=64 * 3)
 
 
-def test_many_requests_of_one_tenant_are_no_more_than_one_of_another() -> None:
+def test_many_requests_of_one_tenant_get_the_share_of_one_of_another() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=256)
     crowd = [bench.submit([i] * 400, tenant="crowd") for i in range(50)]
     single = bench.submit(range(2000), tenant="single")
@@ -45,7 +45,7 @@ def test_many_requests_of_one_tenant_are_no_more_than_one_of_another() -> None:
     bench.run()
 
 
-def test_a_short_prompt_of_another_tenant_is_answered_in_the_step_after_it_came() -> None:
+def test_a_short_prompt_of_another_tenant_is_answered_in_the_step_after_it_arrived() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=128)
     for i in range(20):
         bench.submit([i] * 1000, tenant="busy")
@@ -56,7 +56,7 @@ def test_a_short_prompt_of_another_tenant_is_answered_in_the_step_after_it_came(
     assert short.done()
 
 
-def test_a_flood_of_one_adapter_does_not_hold_back_another_tenants() -> None:
+def test_many_requests_of_one_adapter_do_not_delay_another_tenants() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=128)
     for i in range(20):
         bench.submit([i] * 1000, tenant="busy", adapter="flood")
@@ -67,7 +67,7 @@ def test_a_flood_of_one_adapter_does_not_hold_back_another_tenants() -> None:
     assert short.done()
 
 
-def test_within_a_tenant_what_comes_later_for_one_adapter_does_not_go_before_anothers() -> None:
+def test_within_a_tenant_later_requests_of_one_adapter_do_not_overtake_anothers() -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=128, max_running_requests=2)
     before = [bench.submit([i] * 200, adapter="flood") for i in range(10)]
     single = bench.submit([100] * 200, adapter="single")
@@ -79,7 +79,7 @@ def test_within_a_tenant_what_comes_later_for_one_adapter_does_not_go_before_ano
     bench.run()
 
 
-def test_a_pause_earns_nothing() -> None:
+def test_idle_time_earns_no_share() -> None:
     """A tenant that comes back again and again is not served before one that stays."""
     bench = Bench(num_blocks=8192, max_step_tokens=128)
     bench.submit([9] * 6000, tenant="stays")
@@ -91,7 +91,7 @@ def test_a_pause_earns_nothing() -> None:
     assert computed_by_tenant(bench)["stays"] >= 30 * 64 - 128
 
 
-def test_who_comes_back_has_what_it_was_served_before() -> None:
+def test_a_tenant_that_returns_keeps_what_it_was_served_before() -> None:
     """A tenant of little weight gets no more than its share by coming with one short request at a time."""
     bench = Bench(num_blocks=8192, max_step_tokens=64, weights={"comes": 0.1})
     bench.submit([9] * 6000, tenant="stays")
@@ -117,7 +117,7 @@ def test_decoding_is_charged_too() -> None:
     assert by_tenant["prefills"] == pytest.approx(20 * 64, abs=64 * 2)
 
 
-def test_hits_of_others_change_nothing_between_tenants() -> None:
+def test_cache_hits_do_not_affect_the_shares_of_tenants() -> None:
     """The order of tenants must not tell what another one has cached."""
     orders = []
     for is_cached in (False, True):
@@ -151,7 +151,7 @@ def test_within_a_tenant_the_longest_cached_prefix_goes_first() -> None:
     assert order_of_admission(bench, futures) == [2, 1, 0, 3]
 
 
-def test_nobody_is_passed_over_more_than_sixteen_times() -> None:
+def test_no_request_is_passed_over_more_than_sixteen_times() -> None:
     bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
     bench.prefill(range(100, 150))
     cold = bench.submit(range(50))
@@ -164,7 +164,7 @@ def test_nobody_is_passed_over_more_than_sixteen_times() -> None:
     assert len(bench.runner.steps) <= 1 + 16 + 2
 
 
-def test_a_point_of_priority_is_a_second_of_waiting() -> None:
+def test_a_point_of_urgency_counts_as_a_second_of_waiting() -> None:
     bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
     bench.submit(range(900, 964))
     bench.core.step()
@@ -175,7 +175,7 @@ def test_a_point_of_priority_is_a_second_of_waiting() -> None:
     assert order_of_admission(bench, futures) == [3, 0, 1, 2, 4, 5]
 
 
-def test_priorities_count_for_nothing_between_tenants() -> None:
+def test_urgency_has_no_effect_between_tenants() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=256)
     bench.submit([1] * 5000, tenant="loud", urgency=100)
     bench.submit([2] * 5000, tenant="quiet", urgency=0)
@@ -185,7 +185,7 @@ def test_priorities_count_for_nothing_between_tenants() -> None:
     assert computed["quiet"] == pytest.approx(computed["loud"], abs=128)
 
 
-def test_who_leads_others_is_as_urgent_as_they_are() -> None:
+def test_a_leader_is_as_urgent_as_its_followers() -> None:
     """A short request that follows a long one is not held up behind a shorter one than that."""
     bench = Bench(num_blocks=4096, max_step_tokens=64)
     system = list(range(60))
@@ -203,7 +203,7 @@ def test_who_leads_others_is_as_urgent_as_they_are() -> None:
     assert not leader.done()
 
 
-def test_who_comes_late_has_no_arrears_to_claim() -> None:
+def test_a_tenant_that_arrives_late_gets_no_compensation() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=128)
     bench.submit([1] * 5000, tenant="early")
     for _ in range(10):
@@ -215,7 +215,7 @@ def test_who_comes_late_has_no_arrears_to_claim() -> None:
     assert computed_by_tenant(bench)["early"] - before >= 10 * 64 - 128
 
 
-def test_a_big_request_gets_its_blocks_although_small_generations_keep_coming() -> None:
+def test_a_large_request_gets_its_blocks_although_small_generations_keep_arriving() -> None:
     bench = Bench(num_blocks=40, max_step_tokens=64, max_running_requests=8)
     for i in range(4):
         bench.generate([i] * 8, 20, tenant="small")
@@ -231,7 +231,7 @@ def test_a_big_request_gets_its_blocks_although_small_generations_keep_coming() 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nobody_starves(seed: int) -> None:
+def test_no_request_starves(seed: int) -> None:
     """More comes than can be served, for ever; a request that is worth less than all others is answered."""
     rng = random.Random(seed)
     bench = Bench(num_blocks=64, max_step_tokens=16, max_running_requests=6)
@@ -253,7 +253,7 @@ def test_nobody_starves(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_names", [100, 100_000], ids=["tenants come back", "tenants are always new"])
-def test_tenants_that_keep_coming_do_not_starve_one_that_stays(num_names: int) -> None:
+def test_tenants_that_keep_arriving_do_not_starve_one_that_stays(num_names: int) -> None:
     bench = Bench(num_blocks=8192, max_step_tokens=256)
     stays = bench.submit([1] * 2000, tenant="stays")
     comes = 0
@@ -280,7 +280,7 @@ def test_a_tenant_with_all_slots_gives_one_to_a_tenant_with_none() -> None:
     assert all(len(future.result(0).token_ids) == 100 for future in greedy)
 
 
-def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
+def test_a_place_is_left_for_a_tenant_without_running_requests() -> None:
     bench = Bench(num_blocks=4096, max_running_requests=2, weights={"greedy": 100.0})
     bench.generate([1] * 4, 100, tenant="greedy")
     served = bench.submit([9] * 64, tenant="other")  # so that the other one's turn comes first
@@ -323,7 +323,7 @@ def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompt
     assert min(progress) > 10
 
 
-def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
+def test_urgency_does_not_decide_which_tenant_is_preempted() -> None:
     ended = []
     for urgency in (50, 100):
         bench = Bench(num_blocks=10)
@@ -335,7 +335,7 @@ def test_priorities_do_not_decide_between_tenants_who_is_paused() -> None:
     assert ended == [(0, True)] * 2
 
 
-def test_what_others_floors_keep_is_waited_for_by_nobody() -> None:
+def test_no_request_waits_for_blocks_that_other_tenants_floors_keep() -> None:
     bench = Bench(num_blocks=40, quotas={"floored": Quota(floor_blocks=30)}, max_step_tokens=512)
     bench.prefill(range(120), tenant="floored")
     bench.has_pending_calls = True

@@ -73,7 +73,7 @@ def test_trees_of_followers_compute_every_shared_token_once() -> None:
 
 
 @pytest.mark.parametrize("length", [3, 4, 10, 12])
-def test_the_same_prompt_many_times_is_one_prompt_and_one_token_for_each(length: int) -> None:
+def test_equal_prompts_compute_one_prompt_and_one_token_each(length: int) -> None:
     bench = Bench()
     futures = [bench.submit(range(length)) for _ in range(10)]
     bench.run()
@@ -96,7 +96,7 @@ def test_less_than_a_block_is_not_worth_a_step() -> None:
     assert all(future.done() for future in futures)
 
 
-def test_the_last_token_alone_is_waited_for_by_nobody() -> None:
+def test_no_request_waits_for_a_last_token_alone() -> None:
     bench = Bench()
     bench.prefill(range(10))
     futures = [bench.submit(range(10)) for _ in range(3)]
@@ -114,7 +114,7 @@ def test_the_last_token_alone_is_waited_for_by_nobody() -> None:
     ],
     ids=["another tenant", "leader publishes at its end", "leader publishes nothing", "follower reads nothing"],
 )
-def test_who_can_not_share_computes_alone(leads: dict[str, object], follows: dict[str, object]) -> None:
+def test_requests_that_cannot_share_compute_alone(leads: dict[str, object], follows: dict[str, object]) -> None:
     bench = Bench()
     futures = [bench.submit(range(12), **leads), bench.submit([*range(8), 99], **follows)]
     bench.core.step()
@@ -122,7 +122,7 @@ def test_who_can_not_share_computes_alone(leads: dict[str, object], follows: dic
     assert bench.runner.computed_tokens == 12 + 9
 
 
-def test_nobody_follows_who_publishes_nothing_after_a_purge() -> None:
+def test_no_request_follows_one_that_publishes_nothing_after_a_purge() -> None:
     bench = Bench(max_step_tokens=4, max_running_requests=4)
     bench.submit(range(100, 104))
     revoked = bench.submit(range(40))
@@ -185,7 +185,7 @@ def test_followers_resume_as_far_as_their_leader_has_published() -> None:
     assert not flights.follow(near, 0)
 
 
-def test_a_leader_that_leaves_frees_its_followers_and_one_who_leaves_is_not_freed() -> None:
+def test_a_leader_that_ends_frees_its_followers_but_not_one_that_ended_before() -> None:
     flights = SingleFlight(BLOCK_SIZE)
     leader, gone, left = request(range(40)), request([*range(8), 98]), request([*range(8), 99])
     flights.lead(leader)
@@ -207,7 +207,7 @@ def test_one_of_two_leaders_of_a_prefix_may_leave_first() -> None:
     flights.leave(first)
 
 
-def test_tokens_decide_and_not_their_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_follow_by_tokens_and_not_by_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
     flights = SingleFlight(BLOCK_SIZE)
     leader = request(range(12))
     flights.lead(leader)
@@ -222,7 +222,7 @@ def test_tokens_decide_and_not_their_fingerprints(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_any_crowd_computes_each_shared_block_once(seed: int) -> None:
+def test_concurrent_requests_compute_each_shared_block_once(seed: int) -> None:
     """Prompts that branch at blocks only, cancelled ones among them; nothing is evicted."""
     rng = random.Random(seed)
     bench = Bench(
@@ -246,7 +246,7 @@ def test_any_crowd_computes_each_shared_block_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_crowd_that_is_cancelled_purged_and_failed_leaves_nobody_behind(seed: int) -> None:
+def test_many_requests_that_are_cancelled_purged_and_failed_leave_no_follower_behind(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(num_blocks=100, max_step_tokens=rng.choice((5, 16, 64)), max_running_requests=rng.choice((2, 8)))
     stems = [fresh(rng, 60) for _ in range(3)]

@@ -53,7 +53,7 @@ def test_a_copied_block_is_copied_again_when_its_step_is() -> None:
     assert device.tried == [8, 4, 2, 2, 2, 2]
 
 
-def test_who_has_no_memory_for_a_single_token_is_refused_and_the_others_go_on() -> None:
+def test_a_request_without_memory_for_one_token_fails_and_others_continue() -> None:
     bench = Bench(num_blocks=64)
     device = SmallDevice(bench, 0)
     refused, behind = bench.submit(range(8)), bench.submit(range(20, 28))

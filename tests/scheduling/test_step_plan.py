@@ -154,14 +154,14 @@ class TestNoPlaceForACompressedGeneration:
             desk.run(9, 8, "other", COMPRESSION)
         return desk
 
-    def test_it_lets_the_others_of_its_tenant_go_ahead(self) -> None:
+    def test_other_requests_of_its_tenant_pass_it(self) -> None:
         desk = self.desk()
         compressed, plain = desk.wait(20, "acme", COMPRESSION), desk.wait(5, "acme")
         assert [part.request for part in desk.plan()][2:] == [plain]
         assert list(desk.queues["acme"].waiting) == [compressed]
         assert desk.admitter.tried == [plain]
 
-    def test_those_behind_many_of_its_kind_go_ahead_the_longest_prefix_first(self) -> None:
+    def test_requests_behind_many_compressed_ones_pass_them_the_longest_prefix_first(self) -> None:
         desk = self.desk()
         for _ in range(20):
             desk.wait(20, "acme", COMPRESSION)
@@ -170,7 +170,7 @@ class TestNoPlaceForACompressedGeneration:
         desk.plan()
         assert desk.admitter.tried == [plain[1]]
 
-    def test_it_has_the_next_one(self) -> None:
+    def test_it_gets_the_next_place(self) -> None:
         desk = self.desk()
         compressed, plain = [desk.wait(2, "acme", COMPRESSION) for _ in range(2)], desk.wait(5, "acme")
         ended = next(iter(desk.running))
@@ -202,14 +202,14 @@ def test_the_longest_cached_prefix_is_admitted_first() -> None:
     assert desk.queues[""].num_passed_over == 0, "the first one came in as well"
 
 
-def test_nobody_is_looked_at_while_all_fit() -> None:
+def test_no_request_is_looked_up_while_all_fit() -> None:
     desk = Desk(max_tokens=100)
     requests = [desk.wait(10) for _ in range(4)]
     assert [part.request for part in desk.plan()] == requests
     assert desk.admitter.num_lookups == 0
 
 
-def test_a_request_without_blocks_keeps_others_from_being_admitted_in_later_steps_too() -> None:
+def test_a_request_that_waits_for_blocks_blocks_others_in_later_steps_too() -> None:
     desk = Desk(max_tokens=16)
     blocked, other = desk.wait(20), desk.wait(20)
     desk.admitter.outcomes[blocked] = Admission.NO_ROOM
@@ -232,7 +232,7 @@ def test_a_short_prefill_passes_a_request_that_waits_for_blocks() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Admission.FOLLOWS, Admission.ENDED])
-def test_a_request_that_is_not_admitted_holds_up_nobody(outcome: Admission) -> None:
+def test_a_request_that_follows_or_is_refused_delays_no_other(outcome: Admission) -> None:
     desk = Desk(max_tokens=100)
     aside, other = desk.wait(10), desk.wait(10)
     desk.admitter.outcomes[aside] = outcome
@@ -242,7 +242,7 @@ def test_a_request_that_is_not_admitted_holds_up_nobody(outcome: Admission) -> N
     assert (aside in desk.queues[""].following) == (outcome is Admission.FOLLOWS)
 
 
-def test_a_tenant_over_its_quota_holds_up_its_own_requests_alone() -> None:
+def test_a_tenant_over_its_quota_delays_only_its_own_requests() -> None:
     desk = Desk(max_tokens=200)
     over, own, other = desk.wait(150, "a"), desk.wait(150, "a"), desk.wait(10, "b")
     desk.admitter.outcomes[over] = Admission.OVER_QUOTA
@@ -251,7 +251,7 @@ def test_a_tenant_over_its_quota_holds_up_its_own_requests_alone() -> None:
     assert own in desk.queues["a"].waiting
 
 
-def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
+def test_a_place_is_left_for_a_tenant_without_running_requests() -> None:
     desk = Desk(max_tokens=100, max_running_requests=2)
     desk.run(9, 8, "a")
     mine, other = desk.wait(10, "a"), desk.wait(10, "b")
@@ -259,7 +259,7 @@ def test_a_place_is_left_for_a_tenant_that_has_none() -> None:
     assert mine in desk.queues["a"].waiting
 
 
-def test_finding_a_deep_path_is_charged_and_takes_the_place_of_tokens() -> None:
+def test_finding_a_deep_path_is_charged_and_uses_tokens_of_the_step() -> None:
     desk = Desk(max_tokens=300)
     deep = [desk.wait(4) for _ in range(4)]
     for request in deep:
@@ -279,7 +279,7 @@ def test_a_request_whose_path_costs_more_than_a_step_is_served_and_charged_in_fu
     assert Slice(other, 0, 4) in desk.plan()
 
 
-def test_looks_at_deep_paths_are_fewer() -> None:
+def test_deep_paths_reduce_the_number_of_lookups() -> None:
     desk = Desk(max_tokens=8)
     for _ in range(16):
         request = desk.wait(20)
@@ -288,7 +288,7 @@ def test_looks_at_deep_paths_are_fewer() -> None:
     assert desk.admitter.num_lookups == 2
 
 
-def test_after_half_a_millisecond_nobody_else_is_looked_at() -> None:
+def test_after_half_a_millisecond_of_lookups_no_more_requests_are_looked_up() -> None:
     desk = Desk(max_tokens=8)
     for _ in range(16):
         desk.wait(20)
@@ -309,7 +309,7 @@ def test_a_refusal_is_charged_whether_or_not_its_tenant_has_more_requests(num_re
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
-def test_the_refusal_of_who_would_go_before_others_is_charged(is_blocked: bool) -> None:
+def test_the_refusal_of_a_request_that_would_overtake_others_is_charged(is_blocked: bool) -> None:
     desk = Desk(max_tokens=300)
     desk.run(2000, 100)
     if is_blocked:

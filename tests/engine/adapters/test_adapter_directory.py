@@ -32,7 +32,7 @@ def test_a_directory_below_is_found_by_either_path(root: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["../outside", "..", "/", "/etc", "law/../../outside", "../missing", "../root2", "linked", "far"]
 )
-def test_nothing_outside_is_found_and_nothing_is_told_of_it(root: Path, path: str) -> None:
+def test_paths_outside_are_refused_whether_they_exist_or_not(root: Path, path: str) -> None:
     (root / "linked").symlink_to(root.parent / "outside")
     (root / "far").symlink_to("/etc")
     with pytest.raises(InvalidRequest, match="got a path that leads out of it") as refused:
@@ -72,7 +72,7 @@ def test_a_root_that_is_a_link_is_followed(root: Path) -> None:
     ],
     ids=["empty", "long", "long name", "zero byte", "missing", "file", "circle"],
 )
-def test_what_is_no_directory_is_refused(root: Path, path: str, message: str) -> None:
+def test_a_path_that_is_not_a_directory_is_refused(root: Path, path: str, message: str) -> None:
     (root / "circle").symlink_to("circle")
     with pytest.raises(InvalidRequest, match=message):
         AdapterDirectory(str(root), FILES).find(path)

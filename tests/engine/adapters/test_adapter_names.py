@@ -16,14 +16,14 @@ def named(*pairs: tuple[str, str], max_adapters: int = 4) -> AdapterNames:
     return names
 
 
-def test_the_empty_name_is_the_model_itself() -> None:
+def test_the_empty_name_is_the_base_model() -> None:
     names = named()
     assert names.find("") == names.acquire("") == ResolvedAdapter("", ())
     assert names.release("") is False
     assert names.names_of("") == ()
 
 
-def test_a_name_that_was_never_given_is_unknown() -> None:
+def test_a_name_that_was_never_assigned_is_unknown() -> None:
     names = named(("law", "old"))
     for ask in (names.find, names.acquire, names.drop):
         with pytest.raises(UnknownAdapter, match="adapter: expected the name of a loaded adapter, got an unknown one"):
@@ -36,7 +36,7 @@ def test_two_names_of_one_content_share_its_digest() -> None:
     assert names.names_of("old") == ("law", "court")
 
 
-def test_a_name_given_again_stands_for_the_new_content_and_knows_the_old() -> None:
+def test_a_reassigned_name_maps_to_the_new_content_and_remembers_the_old() -> None:
     names = named(("law", "old"))
     assert names.assign("law", NEW) == "old"
     assert names.find("law") == ResolvedAdapter("new", ("old",), NEW)
@@ -44,17 +44,17 @@ def test_a_name_given_again_stands_for_the_new_content_and_knows_the_old() -> No
     assert names.find("law") == ResolvedAdapter("new", ("old",), NEW)
 
 
-def test_what_a_name_stands_for_now_is_not_what_it_stood_for_before() -> None:
+def test_the_current_content_of_a_name_is_not_a_former_one() -> None:
     names = named(("law", "a"), ("law", "b"), ("law", "a"))
     assert names.find("law") == ResolvedAdapter("a", ("b",), FakeFiles("a"))
 
 
-def test_a_name_knows_four_former_contents() -> None:
+def test_a_name_remembers_four_former_contents() -> None:
     names = named(*(("law", str(number)) for number in range(8)))
     assert names.find("law") == ResolvedAdapter("7", ("6", "5", "4", "3"), FakeFiles("7"))
 
 
-def test_a_name_loaded_again_after_it_was_dropped_knows_its_former_content() -> None:
+def test_a_name_that_was_dropped_and_loaded_again_remembers_its_former_content() -> None:
     names = named(("law", "old"))
     assert names.drop("law") == "old"
     names.assign("law", NEW)
@@ -72,7 +72,7 @@ def test_content_without_names_drains_until_its_last_request_ends() -> None:
     assert names.take_drained() == []
 
 
-def test_content_that_nobody_uses_has_drained_with_its_last_name() -> None:
+def test_unused_content_has_drained_with_its_last_name() -> None:
     names = named(("law", "old"), ("court", "old"))
     names.drop("law")
     assert names.take_drained() == []
@@ -103,13 +103,13 @@ def test_a_listing_has_every_name_and_what_drains_under_its_last_name() -> None:
 
 
 class TestRoom:
-    def test_as_many_contents_as_may_be_are_named(self) -> None:
+    def test_the_number_of_contents_with_names_is_bounded(self) -> None:
         names = named(("a", "1"), ("b", "2"), max_adapters=2)
         with pytest.raises(TooManyAdapters, match="expected at most 2 different ones"):
             names.require_room("c", "3")
         names.require_room("c", "2")
 
-    def test_a_name_that_stands_alone_makes_room_for_its_next_content(self) -> None:
+    def test_the_only_name_of_a_content_makes_room_for_its_next_content(self) -> None:
         names = named(("a", "1"), ("b", "2"), max_adapters=2)
         names.require_room("a", "3")
 
@@ -118,7 +118,7 @@ class TestRoom:
         with pytest.raises(TooManyAdapters):
             names.require_room("c", "3")
 
-    def test_as_many_may_drain_as_may_be_named(self) -> None:
+    def test_as_many_contents_may_drain_as_may_have_names(self) -> None:
         names = named(("a", "0"), max_adapters=2)
         for number in range(1, 4):
             names.acquire("a")

@@ -177,7 +177,7 @@ def test_one_of_two_names_unloaded_frees_nothing(engine: Engine, device: FakeDev
     assert device.told == [("add", "one")]
 
 
-def test_an_adapter_that_comes_back_while_it_drains_has_all_it_had(engine: Engine) -> None:
+def test_an_adapter_that_is_loaded_again_while_it_drains_keeps_its_cache(engine: Engine) -> None:
     load(engine, "law", "one")
     ask(engine, "law")
     prompt = engine.adapters.acquire(Caller(adapter="law"), tokens(PROMPT))  # as a request does
@@ -199,7 +199,7 @@ def test_a_refused_request_keeps_no_adapter(engine: Engine, device: FakeDevice) 
     wait_until(lambda: device.held == set())
 
 
-def test_a_cancelled_request_lets_go_of_its_adapter(engine: Engine, runner: GatedRunner, device: FakeDevice) -> None:
+def test_a_cancelled_request_releases_its_adapter(engine: Engine, runner: GatedRunner, device: FakeDevice) -> None:
     load(engine, "law", "one")
     future = generating(engine, runner, "law")
     assert engine.adapters.loaded()[0].num_unfinished == 1
@@ -209,7 +209,7 @@ def test_a_cancelled_request_lets_go_of_its_adapter(engine: Engine, runner: Gate
     wait_until(lambda: device.held == set())
 
 
-def test_a_purge_takes_the_name(engine: Engine) -> None:
+def test_a_purge_takes_the_name_of_an_adapter(engine: Engine) -> None:
     load(engine, "law", "one")
     ask(engine, "law")
     ask(engine, "")
@@ -230,7 +230,7 @@ def test_too_many_and_broken_ones_are_refused(engine: Engine) -> None:
     assert ask(engine, "a")[0] == answer("one")
 
 
-def test_a_listing_says_what_each_name_stands_for(engine: Engine, runner: GatedRunner) -> None:
+def test_a_listing_has_the_content_of_each_name(engine: Engine, runner: GatedRunner) -> None:
     load(engine, "law", "one")
     load(engine, "court", "one")
     ask(engine, "law")
@@ -262,7 +262,7 @@ def test_reading_does_not_stop_the_engine(engine: Engine, device: FakeDevice) ->
     assert ask(engine, "law") == (answer("one"), 0, "COLD")
 
 
-def test_loads_go_on_if_their_callers_go_away(engine: Engine, device: FakeDevice) -> None:
+def test_loads_continue_if_their_callers_disconnect(engine: Engine, device: FakeDevice) -> None:
     device.gate.clear()
     loads = [engine.adapters.load(name, f"/{name}") for name in ("one", "two")]
     for load in loads:
@@ -271,7 +271,7 @@ def test_loads_go_on_if_their_callers_go_away(engine: Engine, device: FakeDevice
     wait_until(lambda: [each.name for each in engine.adapters.loaded()] == ["one", "two"])
 
 
-def test_too_many_unfinished_loads_are_refused_also_if_their_callers_went_away(
+def test_too_many_unfinished_loads_are_refused_even_if_their_callers_disconnected(
     engine: Engine, device: FakeDevice
 ) -> None:
     device.gate.clear()
@@ -318,7 +318,7 @@ def test_no_caller_has_a_reserved_name(engine: Engine, tenant: str) -> None:
             call(params(PROMPT, tenant=tenant))
 
 
-def test_a_prompt_may_leave_nothing_behind_or_take_nothing(engine: Engine) -> None:
+def test_a_prompt_may_publish_nothing_or_read_nothing(engine: Engine) -> None:
     load(engine, "law", "one")
     assert ask(engine, "law", write_cache=False) == (answer("one"), 0, "COLD")
     wait_until_all_free(engine)
@@ -336,7 +336,7 @@ class TestInvoked:
         assert ask(engine, "law") == (answer(""), 19, "NONE")
         assert engine.adapters.loaded()[0].num_unfinished == 0
 
-    def test_what_comes_before_is_shared_with_the_base_model_to_the_token(self, engine: Engine) -> None:
+    def test_tokens_before_the_invocation_are_shared_with_the_base_model_to_the_token(self, engine: Engine) -> None:
         load(engine, "law", "one+10")
         ask(engine, "")
         assert ask(engine, "law") == (answer("one"), 10, "DIVERGED")
@@ -344,7 +344,7 @@ class TestInvoked:
         ask(engine, "law", longer)
         assert ask(engine, "", longer) == (answer("", longer), 20, "DIVERGED")
 
-    def test_adapters_share_what_comes_before(self, engine: Engine) -> None:
+    def test_adapters_share_the_tokens_before_the_invocation(self, engine: Engine) -> None:
         load(engine, "law", "one+10")
         load(engine, "tax", "two+10")
         ask(engine, "law")
@@ -361,7 +361,7 @@ class TestInvoked:
         assert ask(engine, "law", later) == (answer("one", later), 22, "NONE")
         assert ask(engine, "") == (answer(""), 19, "NONE")
 
-    def test_generated_tokens_are_found_again_by_the_adapter_alone(self, engine: Engine) -> None:
+    def test_generated_tokens_are_matched_by_the_same_adapter_only(self, engine: Engine) -> None:
         load(engine, "law", "one+10")
         turn = engine.generate(params(PROMPT, adapter="law"), Sampling(max_new_tokens=6), lambda _: None)
         ids = [*PROMPT, *turn.result(PATIENCE_S).token_ids]
@@ -369,7 +369,7 @@ class TestInvoked:
         assert ask(engine, "law", [*ids, 1])[1] == 25
         assert ask(engine, "", [*ids, 1])[1] == 10
 
-    def test_what_it_computed_goes_with_the_adapter_and_the_rest_stays(
+    def test_tokens_of_the_adapter_are_purged_with_it_and_the_rest_stays(
         self, engine: Engine, device: FakeDevice
     ) -> None:
         load(engine, "law", "one+10")
@@ -384,7 +384,7 @@ class TestInvoked:
         engine.purge().result(PATIENCE_S)
         wait_until_all_free(engine)
 
-    def test_content_that_comes_back_finds_what_a_held_lease_kept(self, engine: Engine) -> None:
+    def test_content_that_is_loaded_again_matches_what_a_held_lease_kept(self, engine: Engine) -> None:
         load(engine, "law", "one+10")
         held = engine.prefill(params(PROMPT, adapter="law", hold_lease=True)).result(PATIENCE_S).held_lease
         engine.adapters.unload("law").result(PATIENCE_S)
@@ -396,7 +396,7 @@ class TestInvoked:
         engine.release(held.lease_id).result(PATIENCE_S)
         engine.check().result(PATIENCE_S)
 
-    def test_a_purge_of_its_name_takes_the_trees_that_it_is_in(self, engine: Engine) -> None:
+    def test_a_purge_of_its_name_purges_the_trees_that_it_is_in(self, engine: Engine) -> None:
         load(engine, "law", "one+10")
         ask(engine, "law")
         ask(engine, "", range(40, 60))
@@ -420,7 +420,7 @@ class TestInvoked:
         assert running.result(PATIENCE_S).usage.written_tokens <= 64
         assert ask(engine, "law", ids)[1] == 0
 
-    def test_a_retention_of_its_prompt_finds_it(self, engine: Engine) -> None:
+    def test_a_retention_applies_to_its_prompt(self, engine: Engine) -> None:
         load(engine, "law", "one+10")
         ask(engine, "law")
         grant = engine.retain(tokens(PROMPT), Retention(priority=90), Caller(adapter="law")).result(PATIENCE_S).grant

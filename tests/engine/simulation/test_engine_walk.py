@@ -129,7 +129,7 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 200), marks=pytest.mark.slow)], ids=str)
-def test_every_request_is_answered_as_if_it_were_alone(seeds: range) -> None:
+def test_every_request_gets_the_result_that_it_would_have_alone(seeds: range) -> None:
     events = Counter[str]()
     for seed in seeds:
         world = make_world(seed)
@@ -144,7 +144,7 @@ def test_what_was_found_stays_found(why: str) -> None:
     assert events["answered"] == num_asked - events["public prefixes that failed"]
 
 
-def test_who_pauses_below_a_public_prefix_goes_on_there() -> None:
+def test_a_request_preempted_below_a_public_prefix_resumes_there() -> None:
     world = World(block_size=2, num_blocks=11, max_public_blocks=4)
     asks = [Ask(9.0, key, ((1, 4), (key, 1)), f"tenant {key}", max_new_tokens=10) for key in (2, 3)]
     events = judged(world, [Register(0.0, "p", ((1, 4),)), *asks])
@@ -153,7 +153,7 @@ def test_who_pauses_below_a_public_prefix_goes_on_there() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(13, marks=pytest.mark.slow)])
-def test_any_step_may_fail_and_be_the_last(seed: int) -> None:
+def test_any_step_may_fail_or_be_the_last(seed: int) -> None:
     world, scripts = troubled_scripts(seed)
     assert len(scripts) > 100
     for script in scripts:
@@ -167,7 +167,7 @@ def test_the_same_seed_is_the_same_walk() -> None:
 
 
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
-def test_an_engine_is_seen_to_be_broken_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_detects_an_engine_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
     seeds = (*_TELLING, *range(100))
     failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in seeds)
@@ -176,7 +176,7 @@ def test_an_engine_is_seen_to_be_broken_that(breaks: Breaks, monkeypatch: pytest
     assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as it was meant to be"
 
 
-def test_a_failing_walk_is_made_short_and_can_be_pasted() -> None:
+def test_a_failing_walk_is_shortened_and_printed_as_code() -> None:
     world = World(computes_once=True)
     asks = [Ask(float(key), key, ((key, 9),), urgency=60) for key in range(1, 8)]
     twice = Ask(9.0, 8, ((3, 9),), top_p=0.5)

@@ -54,7 +54,7 @@ class Exporting:
         return result.held_lease.lease_id
 
 
-def test_the_whole_blocks_of_a_lease_come_with_their_tokens() -> None:
+def test_the_whole_blocks_of_a_lease_are_exported_with_their_tokens() -> None:
     exporting = Exporting()
     lease_id = exporting.hold()
     found = exporting.exports.blocks_of(lease_id, "")
@@ -70,7 +70,7 @@ def test_the_whole_blocks_of_a_lease_come_with_their_tokens() -> None:
     assert exporting.exports.objects(lease_id, "", found, ()) == []
 
 
-def test_some_layers_of_some_blocks_come_with_a_checksum_of_their_own() -> None:
+def test_some_layers_of_some_blocks_have_their_own_checksum() -> None:
     exporting = Exporting()
     lease_id = exporting.hold()
     found = exporting.exports.blocks_of(lease_id, "")
@@ -84,7 +84,7 @@ def test_some_layers_of_some_blocks_come_with_a_checksum_of_their_own() -> None:
     assert open_object(memoryview(data), wanted, PAYLOAD_BYTES) is ObjectFault.FOREIGN
 
 
-def test_leases_of_others_and_those_that_have_ended_are_not_found() -> None:
+def test_leases_of_other_tenants_and_those_that_have_ended_are_unknown() -> None:
     exporting = Exporting()
     lease_id = exporting.hold()
     found = exporting.exports.blocks_of(lease_id, "")
@@ -95,7 +95,7 @@ def test_leases_of_others_and_those_that_have_ended_are_not_found() -> None:
         exporting.exports.objects(lease_id, "", found, range(1))
 
 
-def test_nothing_of_a_purged_prompt_is_given() -> None:
+def test_no_block_of_a_purged_prompt_is_exported() -> None:
     exporting = Exporting()
     lease_id = exporting.hold()
     found = exporting.exports.blocks_of(lease_id, "")
@@ -113,7 +113,7 @@ def test_what_a_request_did_not_publish_is_left_out() -> None:
     assert exporting.exports.blocks_of(exporting.hold(write_cache=False), "").blocks == ()
 
 
-def test_the_blocks_stay_while_others_come_and_the_prompt_goes_on() -> None:
+def test_exported_blocks_stay_while_other_requests_run_and_the_prompt_is_extended() -> None:
     exporting = Exporting()
     lease_id = exporting.hold()
     found = exporting.exports.blocks_of(lease_id, "")
@@ -125,7 +125,7 @@ def test_the_blocks_stay_while_others_come_and_the_prompt_goes_on() -> None:
     assert [bytes(each.payload) for each in exporting.exports.objects(lease_id, "", found, range(3))] == before
 
 
-def test_a_public_prefix_before_the_prompt_comes_with_it() -> None:
+def test_the_blocks_of_a_public_prefix_are_exported_with_the_prompt() -> None:
     exporting = Exporting()
     exporting.make_public(range(2 * BLOCK_SIZE))
     lease_id = exporting.hold(tenant="acme")
@@ -138,7 +138,7 @@ def test_a_public_prefix_before_the_prompt_comes_with_it() -> None:
     assert exporting.payloads(lease_id, "acme") == before
 
 
-def test_a_lease_from_before_its_prompt_was_public_gives_the_blocks_that_it_keeps() -> None:
+def test_a_lease_from_before_its_prompt_was_public_exports_the_blocks_that_it_holds() -> None:
     exporting = Exporting()
     lease_id = exporting.hold(range(2 * BLOCK_SIZE), tenant="acme")
     before = exporting.payloads(lease_id, "acme")

@@ -19,7 +19,7 @@ def stored() -> tuple[TieredBench, SharedStores]:
     return bench, SharedStores(bench.offload.tiers)
 
 
-def test_what_a_server_published_is_loaded_by_its_keys() -> None:
+def test_blocks_that_a_server_published_are_loaded_by_their_keys() -> None:
     bench, stores = stored()
     blocks = list(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
     other = blocks[0]._replace(key=bytes(32))
@@ -36,7 +36,7 @@ def test_what_a_server_published_is_loaded_by_its_keys() -> None:
     assert stores.copy_of(missing) is None
 
 
-def test_a_block_with_other_tokens_is_no_copy() -> None:
+def test_a_block_with_other_tokens_is_not_a_copy() -> None:
     bench, stores = stored()
     block = next(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
     loaded = stores.load("redis", [block._replace(tokens=block.tokens[::-1])])

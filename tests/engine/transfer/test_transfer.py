@@ -45,7 +45,7 @@ def made(bench: TieredBench) -> tuple[Transfer, list[str]]:
     return transfer, tenants
 
 
-def test_what_one_side_gives_is_what_the_other_side_wants() -> None:
+def test_the_exported_blocks_are_those_that_the_receiver_wants() -> None:
     bench = TieredBench(16)
     transfer, tenants = made(bench)
     held = bench.prefill(PROMPT, hold_lease=True).held_lease
@@ -72,7 +72,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     [(lambda data: data[:-1], "cut"), (lambda data: data[:-40] + b"\1" + data[-39:], "damaged"), (len, "foreign")],
     ids=["cut", "damaged", "another"],
 )
-def test_what_is_wrong_is_named(change: Any, fault: str) -> None:
+def test_an_invalid_block_is_reported_with_the_reason(change: Any, fault: str) -> None:
     bench = TieredBench(16)
     transfer, _ = made(bench)
     held = bench.prefill(PROMPT, hold_lease=True).held_lease
@@ -86,13 +86,13 @@ def test_what_is_wrong_is_named(change: Any, fault: str) -> None:
         assert transfer.payload_of(change(data), wanted[0]) == fault
 
 
-def test_an_engine_without_the_parts_has_none() -> None:
+def test_an_engine_without_the_parts_has_no_transfer() -> None:
     bench = TieredBench(16)
     adapters: Any = Plain()
     assert Transfer.of(None, bench.core.held_leases, adapters, lambda *_: Future()) is None
 
 
-def test_no_handle_is_taken_from_a_store_that_has_not_answered_a_purge() -> None:
+def test_no_block_is_loaded_from_a_store_that_has_not_answered_a_purge() -> None:
     bench = TieredBench(16, redis=100)
     transfer, _ = made(bench)
 
