@@ -31,6 +31,7 @@ from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
+from radixkv.cache.lease import Lease
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
@@ -125,9 +126,9 @@ class BookkeepingBench:
                 (Step, "wait", MODEL),
                 (self.cache, "match", "match"),
                 (self.cache, "lease", "lease"),
-                (self.cache.leases, "extend", "lease"),
-                (self.cache.leases, "close", "close"),
-                (self.cache.leases, "commit", "commit"),
+                (Lease, "extend", "lease"),
+                (Lease, "close", "close"),
+                (Lease, "commit", "commit"),
                 (self.core._scheduler, "next_step", "schedule"),
                 (self.core._completer, "_complete", "answer"),
                 (self.core._completer, "_publish_token", "answer"),

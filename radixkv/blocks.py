@@ -1,4 +1,4 @@
-"""Block ids, and the copy of one block over another: all that the cache and the device share."""
+"""Block ids and block copies: the interface between the cache and the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_ID_BYTES = 4
 
 
 class BlockCopy(NamedTuple):
-    """Copy block `source` over block `target` before anything is computed, because they share their first tokens."""
+    """A copy of block `source` to block `target`, to make before a step because both begin with the same tokens."""
 
     source: int
     target: int

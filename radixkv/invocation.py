@@ -1,4 +1,4 @@
-"""Marks on the tokens that an invoked adapter computes, by which they are told from the base model's in one tree."""
+"""Marks on tokens that an invoked adapter computes, which distinguish them from the base model's in the same tree."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAX_INVOKED_ADAPTERS = (1 << (8 * TOKEN_BYTES - _ID_BITS)) - 1
 
 
 class Invocation(NamedTuple):
-    """The place in a prompt from which on an adapter computes it. K and V before that are the base model's.
+    """The position in a prompt from which an adapter computes it. Earlier K/V are those of the base model.
 
         prompt   a b c d | I J x y        the adapter is invoked by I J
-        marked   a b c d | I'J'x'y'       in the tree of the base model, where `a b c d` is found by all
+        marked   a b c d | I'J'x'y'       in the tree of the base model, where all requests find `a b c d`
 
     Attributes:
         digest: of the adapter's content.
         start: position of its first token.
-        mark: what is added to the ids of its tokens; see `InvocationMarks`.
+        mark: number that is added to the ids of its tokens; see `InvocationMarks`.
     """
 
     digest: str
@@ -44,13 +44,13 @@ def plain(tokens: bytes | bytearray) -> bytes:
 
 
 class InvocationMarks:
-    """A mark for each invoked adapter: a number in the upper bits of a token id, which no other content ever has.
+    """A mark for each invoked adapter: a unique number in the upper bits of a token id.
 
-    So tokens that look alike and were computed with different weights differ for the tree, to the token, and what comes
-    before an invocation is cached once for the base model and all of its adapters.
+    So equal tokens that were computed with different weights differ in the tree, exact to the token, and what precedes
+    an invocation is cached once for the base model and all its adapters.
 
-    Marks are given by content and never taken back: an adapter that is loaded again finds what is still cached. They
-    mean nothing outside this process. Any thread may use it.
+    Marks depend on the content of an adapter and are never reused: an adapter that is loaded again finds what is still
+    cached. They are only valid in this process. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class InvocationMarks:
         self._digests: dict[int, str] = {}  # by the number in the upper bits
 
     def add(self, digest: str) -> None:
-        """Give an adapter a mark, if it has none.
+        """Assign a mark to an adapter, if it has none.
 
         Raises:
             TooManyAdapters: there are no more marks.
@@ -77,7 +77,7 @@ class InvocationMarks:
             self._marks[digest] = number << _ID_BITS
 
     def has(self, digest: str) -> bool:
-        """Whether an adapter has a mark, now or once."""
+        """Whether an adapter has, or has ever had, a mark."""
         return digest in self._marks
 
     def invocation(self, digest: str, start: int) -> Invocation:
@@ -85,14 +85,14 @@ class InvocationMarks:
         return Invocation(digest, start, self._marks[digest])
 
     def digest_of(self, tokens: bytes) -> str:
-        """Return the digest of the adapter that computed the last one of cached tokens; empty for the base model.
+        """Return the digest of the adapter that computed the last cached token; empty for the base model.
 
-        All after a marked token on a path is marked alike, so a run of tokens is plain up to some point, or all of it.
+        All tokens after a marked one have the same mark, so a run of tokens is unmarked up to some position.
         """
         return self._digests.get(int.from_bytes(tokens[-TOKEN_BYTES:], "little") >> _ID_BITS, "")
 
     def num_plain(self, tokens: bytes) -> int:
-        """Count the tokens before the first marked one. Complexity: O(1) if none is marked, otherwise O(tokens)."""
+        """Count the tokens before the first marked one. Complexity: O(1) if no token is marked, otherwise O(tokens)."""
         if not self.digest_of(tokens):
             return len(tokens) // TOKEN_BYTES
         return int((np.frombuffer(tokens, "<u4") >= MAX_INVOKED_VOCAB).argmax())

@@ -1,4 +1,4 @@
-"""The boundary within which requests share cached tokens."""
+"""Namespaces: requests share cached tokens only within one of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import xxhash
 
 # Owner of the blocks of public prefixes.
 PUBLIC_TENANT = "(public)"
-# Owner of the token that the engine computes to learn whether its device works. It has no ceiling, but floors of others
-# and held leases may leave it no block.
+# Owner of the token that the engine computes to check that its device works. It has no ceiling, but floors of other
+# tenants and held leases may leave no block for it.
 TRIAL_TENANT = "(trial)"
-# Names that no caller may have, and whose they are.
+# Names that clients must not use, and their owners.
 RESERVED_TENANTS = {PUBLIC_TENANT: "the owner of public prefixes", TRIAL_TENANT: "the engine itself"}
 
 
@@ -24,10 +24,11 @@ class Namespace(NamedTuple):
     Attributes:
         model: fingerprint of the weights and of everything else that changes K and V.
         tenant: whose data this is.
-        adapter: digest of the adapter's content, empty for the base model. A reloaded adapter has a new digest. What an
-            invoked adapter computes is in the base model's namespace; see `Invocation`.
-        salt: a name that isolates further, chosen by the caller.
-        trunk: `SERIAL:TOKENS` of the public prefix, and its part, that come before all its tokens; empty for none.
+        adapter: digest of the adapter's content, empty for the base model. An adapter with other weights has another
+            digest. Tokens that an invoked adapter computes are in the base model's namespace; see `Invocation`.
+        salt: a name that isolates further, chosen by the client.
+        trunk: the public prefix below which the tree of this namespace is rooted, and the position, as `SERIAL:TOKENS`;
+            empty for none.
     """
 
     model: str
@@ -37,7 +38,7 @@ class Namespace(NamedTuple):
     trunk: str = ""
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
-        """Whether it has these names; None matches any. That of a public prefix has none that anybody could mean."""
+        """Whether the namespace has these names; None matches any. The namespace of a public prefix never matches."""
         return (
             self.tenant != PUBLIC_TENANT
             and (tenant is None or tenant == self.tenant)
@@ -47,12 +48,12 @@ class Namespace(NamedTuple):
 
     @property
     def trunk_tokens(self) -> int:
-        """Tokens of the public prefix before all of its own; 0 without one."""
+        """Tokens of the public prefix above the tree; 0 without one."""
         return int(self.trunk.rpartition(":")[2] or 0)
 
     @property
     def seed(self) -> int:
-        """A 64-bit hash, for fingerprints that must differ between namespaces. It identifies nothing."""
+        """A 64-bit hash, so that fingerprints differ between namespaces. It is not an identifier."""
         return _seed(self)
 
 
@@ -60,15 +61,15 @@ class PromptKey(NamedTuple):
     """A prompt as the cache knows it.
 
     Attributes:
-        namespace: who shares it.
-        tokens: little-endian uint32 bytes; those that an invoked adapter computes are marked, see `Invocation`.
+        namespace: where it is cached.
+        tokens: little-endian uint32 bytes. Tokens that an invoked adapter computes are marked; see `Invocation`.
     """
 
     namespace: Namespace
     tokens: bytes
 
 
-@lru_cache(maxsize=1024)  # each request asks two or three times, and hashing takes 0.7 us
+@lru_cache(maxsize=1024)  # called two or three times per request, and hashing takes 0.7 us
 def _seed(namespace: Namespace) -> int:
     digest = xxhash.xxh3_64()
     # An empty trunk is left out, so that seeds do not depend on the field.

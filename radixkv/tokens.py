@@ -1,4 +1,4 @@
-"""Tokens as little-endian uint32 bytes, and how far two runs of them are equal."""
+"""Tokens as little-endian uint32 bytes, and the common prefix of two runs of tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from xxhash import xxh3_64
 from radixkv.errors import InvalidRequest
 
 TOKEN_BYTES = 4
-_FIRST_WINDOW_TOKENS = 4096  # comparing this many takes 2.6 us; comparing 100,000 at once takes 13
+_FIRST_WINDOW_TOKENS = 4096  # comparing this many tokens takes 2.6 us; comparing 100,000 at once takes 13 us
 
 
 def require_tokens(tokens: bytes) -> None:
-    """Check that there is at least one token, and only whole ones.
+    """Check that `tokens` is one or more whole tokens.
 
     Raises:
-        InvalidRequest: `tokens` is empty, or its length is not that of whole tokens.
+        InvalidRequest: `tokens` is empty, or its length is not a multiple of four bytes.
     """
     if not tokens or len(tokens) % TOKEN_BYTES:
         raise InvalidRequest(f"tokens: expected one or more uint32 token ids, got {len(tokens)} bytes")
@@ -32,7 +32,7 @@ def shared_bytes(segment: bytes, tokens: bytes, position: int) -> int:
     """
     if tokens.startswith(segment, position):
         return len(segment)
-    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:  # the usual case: 0.1 us, not 2
+    if segment[:TOKEN_BYTES] != tokens[position : position + TOKEN_BYTES]:  # usually; takes 0.1 us instead of 2 us
         return 0
     num_tokens = min(len(segment), len(tokens) - position) // TOKEN_BYTES
     start, window = 0, _FIRST_WINDOW_TOKENS

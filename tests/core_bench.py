@@ -14,7 +14,6 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.tenants import Quota
-from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.engine.observer import Observer
@@ -67,10 +66,10 @@ class Bench:
             num_blocks,
             BLOCK_SIZE,
             quotas=quotas,
-            max_kept_blocks=2 * num_blocks,
+            max_held_blocks=2 * num_blocks,
             probation_share=probation_share,
             clock=self.clock,
-            parts=WindowedLayers(states=states),
+            snapshots=states,
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.runner.has_states = states is not None

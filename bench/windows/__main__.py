@@ -37,7 +37,7 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
-from radixkv.startup.windowed_layers import part_groups
+from radixkv.startup.windowed_layers import windows_of
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_groups import LayerGroups
 
@@ -78,7 +78,7 @@ class StepCounter(Observer):
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         """Count."""
-        for pool in self._cache.parts.pools:
+        for pool in self._cache.windows.pools:
             self.needed.append(pool.num_needed)
             self.cached.append(pool.num_waiting)
 
@@ -104,7 +104,7 @@ class WindowedServer:
             groups=groups,
             num_parts=num_parts or 0,
         )
-        self.cache = PrefixCache(num_blocks, block_size, parts=part_groups(self.storage, step_tokens))
+        self.cache = PrefixCache(num_blocks, block_size, windows=windows_of(self.storage, step_tokens))
         self.counter = StepCounter(self.cache)
         runner = Runner(model, self.storage, TorchKernels())
         config = EngineConfig(max_step_tokens=step_tokens)

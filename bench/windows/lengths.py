@@ -20,9 +20,9 @@ import numpy as np
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
+from radixkv.cache.lease import Lease
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.window_pool import Reach, WindowPool, least_parts
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.namespace import Namespace
@@ -70,7 +70,7 @@ def reused_share(shape: Shape, num_blocks: int, rule: str, num_tokens: int, num_
     reach = Reach.of_window(shape.window)
     pools = [WindowPool(blocks, parts, _BLOCK_SIZE, reach, _STEP_TOKENS)] if parts else []
     policy, clock = make_policy("adaptive", blocks), map(float, itertools.count()).__next__
-    cache = PrefixCache(blocks, _BLOCK_SIZE, policy=policy, clock=clock, parts=WindowedLayers(pools))
+    cache = PrefixCache(blocks, _BLOCK_SIZE, policy=policy, clock=clock, windows=WindowedLayers(pools))
     random = np.random.default_rng(seed)
     num_prompts = 4 * num_blocks * _BLOCK_SIZE // num_tokens  # four times what one pool holds
     chances = 1 / np.arange(1, num_prompts + 1)
@@ -86,15 +86,15 @@ def reused_share(shape: Shape, num_blocks: int, rule: str, num_tokens: int, num_
     return found / total
 
 
-def compute(lease: PromptLease) -> None:
+def compute(lease: Lease) -> None:
     """Publish a prompt step by step, as the engine does."""
     start = lease.cached_tokens
     while start < lease.num_tokens:
         end = min(start + _STEP_TOKENS, lease.num_tokens)
-        for holder in lease.own.parts:
+        for holder in lease.windows:
             holder.cover(lease.block_ids, start, end, lease.copy)
         lease.copy = None
-        for holder in lease.own.parts:
+        for holder in lease.windows:
             holder.settle(end)
         lease.commit(end)
         start = end

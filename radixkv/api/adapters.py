@@ -1,4 +1,4 @@
-"""Adapters as operators see them."""
+"""Adapters, as operators see them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A name, and the adapter that it stands for.
+    """A name, and the adapter that it maps to.
 
     Attributes:
-        name: the name in requests. Of a draining adapter, the one that it had last.
+        name: the name in requests; for a draining adapter, its last name.
         digest: of its content. Names with the same digest share cached tokens.
         rank: the largest rank of its matrices.
         num_bytes: memory of its weights.
-        is_on_device: whether they are in the device's memory now, or else in the host's.
-        is_draining: whether no name stands for it any more. New requests can't have it; those before go on.
-        num_unfinished: requests that have it and are not over, under whatever name.
-        cached_tokens: tokens that are cached with it, of all tenants.
+        is_on_device: whether the weights are in device memory now; otherwise they are in host memory.
+        is_draining: whether no name maps to it any more. New requests cannot use it; earlier ones continue.
+        num_unfinished: unfinished requests that use it, under any name.
+        cached_tokens: cached tokens that were computed with it, of all tenants.
     """
 
     name: str
@@ -32,11 +32,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """The outcome of a load.
+    """The result of loading an adapter.
 
     Attributes:
-        adapter: what the name stands for now; `cached_tokens` is not counted.
-        replaced_digest: what it stood for before; None if it stood for nothing. The same digest if nothing changed.
+        adapter: the adapter that the name maps to now; `cached_tokens` is not counted.
+        replaced_digest: the adapter that it mapped to before; None if none. The same digest if nothing changed.
     """
 
     adapter: Adapter

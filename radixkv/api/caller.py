@@ -1,4 +1,4 @@
-"""The names under which a request is made."""
+"""The owner of a request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class Caller:
     """Names the owner of a request's data. Requests share cached tokens only if all three names are equal.
 
-    All share public prefixes. The service takes the names from the request, and says who may name which tenant.
+    All callers share public prefixes. The service takes the names from the request, and authorizes the tenant.
 
     Attributes:
-        tenant: the customer or team whose data it is; quotas and shares are kept by tenant.
+        tenant: the customer or team that owns the data; quotas and fair shares are per tenant.
         adapter: name of a loaded adapter; empty for the base model.
         salt: chosen by the caller to keep data apart within a tenant.
     """

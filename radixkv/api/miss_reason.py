@@ -1,4 +1,4 @@
-"""Why a prompt was not reused."""
+"""The reason why a prompt was not reused completely."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class MissReason(enum.Enum):
-    """Why a prompt was not reused up to its last token but one. Values are the names on the wire."""
+    """Why a prompt was not reused up to the token before its last one. Values are the names in the protocol."""
 
     NONE = "NONE"
     COLD = "COLD"

@@ -19,18 +19,18 @@ class PrefillParams:
 
     Attributes:
         tokens: the prompt, token ids as little-endian uint32 bytes.
-        caller: whose data it is.
-        request_id: repeated in the answer.
+        caller: the owner of the data.
+        request_id: returned in the response.
         read_cache: whether to reuse cached tokens.
         write_cache: whether to publish computed tokens.
-        retention: keeps the prompt for a longer or shorter time than others; None for neither.
-        urgency: 0 to 100. A point of urgency is worth a second of waiting: a request of 60 goes before those of 50 of
-            the same tenant that arrived up to 10 s earlier. The wire calls it `priority`.
+        retention: keeps the prompt longer, or less long, than other prompts; None for the default.
+        urgency: 0 to 100. A point of urgency counts as a second of waiting: a request with 60 is scheduled before those
+            of the same tenant with 50 that arrived up to 10 s earlier. The protocol calls it `priority`.
         top_logprobs: number of most likely next tokens to report.
         return_logits: whether to return the whole row of logits.
-        hold_lease: whether to keep the prompt's blocks after the answer.
-        traceparent: the caller's span as W3C Trace Context writes it; empty for none.
-        deadline_s: `time.monotonic()` after which nobody waits for the answer; None for no deadline.
+        hold_lease: whether to keep the prompt's blocks after the response.
+        traceparent: the caller's span in the format of W3C Trace Context; empty for none.
+        deadline_s: `time.monotonic()` after which the caller no longer waits; None for no deadline.
     """
 
     tokens: bytes
@@ -52,7 +52,7 @@ class PrefillParams:
         return len(self.tokens) // TOKEN_BYTES
 
     def require_generable(self) -> None:
-        """Refuse options that only a prefill may have.
+        """Reject options that only a prefill may have.
 
         Raises:
             InvalidRequest: the message names the field.

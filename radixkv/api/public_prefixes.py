@@ -1,4 +1,4 @@
-"""Public prefixes as operators see them."""
+"""Public prefixes, as operators see them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PublicPrefixStatus:
         adapter: the digest of its adapter; empty for the base model.
         num_tokens: its length.
         num_blocks: blocks that it takes, once for all tenants.
-        is_computed: whether prompts find it.
+        is_computed: whether requests can match it.
         num_users: unfinished requests and held leases that use it now.
         num_uses: requests that have used it so far.
     """

@@ -1,4 +1,4 @@
-"""Retention that a caller asks for, and the part of it that was granted."""
+"""The retention that a caller requests, and the part of it that was granted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_TTL_S = 366 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A wish to keep a range of a prompt longer than the rest of the cache, or less long.
+    """A request to keep a range of a prompt longer, or less long, than the rest of the cache.
 
     Attributes:
-        priority: 0 to 100. Unused blocks of lower priority are evicted first. Whatever has no retention has 50.
+        priority: 0 to 100. Unused blocks of lower priority are evicted first. Without a retention it is 50.
         ttl_s: seconds after which the range has priority 50 again; None for as long as it is cached.
         start: first token of the range.
         end: the token after the last one of the range; None for the end of the prompt.
@@ -32,7 +32,7 @@ class Retention:
         """Return the range `[start, end)` in a prompt of `num_tokens` tokens.
 
         Raises:
-            InvalidRequest: the message names the field, what was expected and what came.
+            InvalidRequest: the message names the field, the expected range and the value.
 
         Example:
             >>> Retention(priority=80, start=3).range_in(10)
@@ -54,8 +54,8 @@ class Grant(NamedTuple):
     """The granted part of a retention. The three numbers of tokens add up to its range.
 
     Attributes:
-        granted_tokens: tokens that have the priority now, or a higher one that they had before.
-        refused_tokens: cached tokens beyond what may be retained.
+        granted_tokens: tokens that have the priority now, or had a higher one before.
+        refused_tokens: cached tokens that exceed what may be retained.
         uncached_tokens: tokens that are not cached.
         expires_s: when the first granted token loses its priority, by the cache's clock; None for never.
     """

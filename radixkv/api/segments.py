@@ -1,4 +1,4 @@
-"""Cached segments and stored namespaces, as operators see them: their size and their use, never their tokens."""
+"""Cached segments and stored namespaces, as operators see them: size and use, but never tokens."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ HEAT_HALF_LIFE_S = 300.0
 
 
 class Segment(NamedTuple):
-    """A node of a radix tree at one moment. A plain tuple, because the engine's thread makes hundreds at a time.
+    """A snapshot of a node of a radix tree. A plain tuple, because the engine's thread creates hundreds at a time.
 
     Attributes:
         place: a number that no other segment has while this one is cached.
-        parent_place: that of the segment before it; None for the first one of its namespace.
-        namespace: the isolation boundary that it belongs to; `adapter` is the one that computed its last token.
+        parent_place: the place of the previous segment; None for the first one of its namespace.
+        namespace: its namespace; `adapter` is the one that computed its last token.
         start_token: tokens of the prompt before it.
         num_tokens: its own tokens.
         num_blocks: its own blocks.
         num_children: segments that continue it.
-        num_uses: prompts that began with all of it, at the length that it had then. One that grows keeps its number;
-            when one is split, both parts keep it, and the prompt that splits it counts for the first.
-        idle_s: seconds since a prompt last began or ended here.
+        num_uses: prompts that began with all of its tokens. A segment that grows keeps the number. After a split both
+            halves keep it, and the prompt that caused the split counts for the first half.
+        idle_s: seconds since a request last began or ended here.
         heat: `num_uses + 1`, halved for each `HEAT_HALF_LIFE_S` in `idle_s`. No segment is hotter than its parent.
         num_leases: leases that keep it from eviction.
-        priority: 0 to 100, what a retention gave it.
-        is_retained: whether it counts as retained, by its own priority or by that of a later segment.
-        expires_in_s: seconds until its priority ends; None for never.
+        priority: 0 to 100, set by a retention.
+        is_retained: whether it counts as retained, because of its own priority or that of a later segment.
+        expires_in_s: seconds until its priority expires; None for never.
     """
 
     place: int
@@ -52,9 +52,9 @@ class SegmentPage(NamedTuple):
     Attributes:
         segments: the segments.
         next_place: where the next page begins; None after the last one.
-        num_places: places that there are; at least as many as segments.
+        num_places: number of places; at least as many as segments.
         num_segments: cached segments of all tenants.
-        num_compared: segments that were looked at for this page, and that the caller asked for.
+        num_compared: matching segments that were examined for this page.
     """
 
     segments: tuple[Segment, ...]
@@ -65,12 +65,12 @@ class SegmentPage(NamedTuple):
 
 
 class StoredNamespace(NamedTuple):
-    """Blocks of a namespace in a store below the device.
+    """The blocks of a namespace in a tier.
 
     Attributes:
-        namespace: the isolation boundary; `adapter` is the one that computed the blocks.
+        namespace: the namespace; `adapter` is the one that computed the blocks.
         num_blocks: whole blocks.
-        num_retained_blocks: those of them that have a priority above the default and are not on the device.
+        num_retained_blocks: blocks of these with a priority above the default that are not on the device.
     """
 
     namespace: Namespace
@@ -79,12 +79,12 @@ class StoredNamespace(NamedTuple):
 
 
 class StoredPage(NamedTuple):
-    """Some of the namespaces of which a store holds blocks.
+    """Some of the namespaces of which a tier has blocks.
 
     Attributes:
-        namespaces: those of the page.
+        namespaces: the namespaces of the page.
         next_place: where the next page begins; None after the last one.
-        num_compared: namespaces that were looked at for this page, and that the caller asked for.
+        num_compared: matching namespaces that were examined for this page.
         num_namespaces: namespaces of all tenants.
     """
 

@@ -1,4 +1,4 @@
-"""Bookkeeping of blocks: trees, pool, leases, retention, eviction; the `Ledger` moves blocks between them.
+"""The prefix cache: radix trees over a pool of blocks, leases, retention and eviction.
 
 It has no torch and no threads, and the clock is passed in.
 

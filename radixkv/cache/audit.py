@@ -1,4 +1,4 @@
-"""Recounts a whole cache from its open leases and its trees."""
+"""Checks a whole cache by recounting everything from its open leases and trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from radixkv.cache.block_pool import BlockState
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node, path_to
-from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import is_retained
 from radixkv.errors import require_invariant
@@ -24,79 +23,86 @@ _require_of_tree = functools.partial(require_invariant, "radix tree")
 _require = functools.partial(require_invariant, "prefix cache")
 
 
-def audit(holdings: CacheState, leases: Iterable[Lease], pins: Pins) -> None:
-    """Compare every count and every index with what it stands for. Complexity: O(everything).
+def audit(state: CacheState, leases: Iterable[Lease]) -> None:
+    """Compare every counter and every index with the leases and the trees. Complexity: O(everything).
 
     Raises:
-        InvariantViolation: the message names what does not add up.
+        InvariantViolation: the message names the inconsistency.
     """
-    pool, tenants, lines, retained = holdings.pool, holdings.tenants, holdings.lines, holdings.retained
-    probation = holdings.probation
+    pool = state.pool
+    tenants = state.tenants
+    queue = state.queue
+    retained = state.retained
     leases_of: Counter[Node] = Counter()  # by the node that their path ends in
     kept_of: Counter[Node] = Counter()  # the same, of kept leases
     leased, published = [], []  # packed block ids
     leases = list(leases)
     held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in tenants.items()}
     for lease in leases:
-        leased.append(lease.block_ids[lease.num_published_blocks :].tobytes())
-        held[lease.namespace.tenant]["leased"] += lease.block_ids.size - lease.num_published_blocks
-        held[lease.namespace.tenant]["kept"] += lease.block_ids.size if lease.is_kept else 0
+        leased.append(lease.owned_block_ids.tobytes())
+        held[lease.namespace.tenant]["leased"] += lease.owned_block_ids.size
+        held[lease.namespace.tenant]["kept"] += lease.block_ids.size if lease.is_held else 0
         if lease.node is not None:
             leases_of[lease.node] += 1
-            kept_of[lease.node] += lease.is_kept
+            kept_of[lease.node] += lease.is_held
     held_nodes = {above for node in leases_of for above in path_to(node)}
     kept_nodes = {above for node in +kept_of for above in path_to(node)}
     num_evictable = num_expiring = 0
-    for tree in holdings.trees.values():
+    for tree in state.trees.values():
         check_tree(tree)
         _require(not tree.root.is_leaf, "an empty tree is kept")
         blocks = held[tree.owner.namespace.tenant]
         for node in tree.nodes():
             published.append(node.block_ids)
             leased.append(node.retired_block_ids)
-            _require(node.num_holds > 0 or not node.retired_block_ids, "an unused node keeps a retired block")
+            _require(node.ref_count > 0 or not node.retired_block_ids, "an unpinned node keeps a retired block")
             num_held_children = sum(child in held_nodes for child in (node.children or {}).values())
-            num_holds = leases_of.pop(node, 0) + num_held_children
-            _require(node.num_holds == num_holds, "holds are not the leases and the held children")
-            _require((node in lines) == node.is_evictable, "the eviction index is not the unused leaves")
+            ref_count = leases_of.pop(node, 0) + num_held_children
+            _require(node.ref_count == ref_count, "references are miscounted")
+            _require((node in queue) == node.is_evictable, "the eviction queue does not hold exactly the unused leaves")
             _require(_num_retained_children(node) == node.num_retained_children, "retained children are miscounted")
             blocks["retained"] += node.num_blocks if is_retained(node) else 0
             num_kept_children = sum(child in kept_nodes for child in (node.children or {}).values())
-            _require(node.num_keeps == kept_of[node] + num_kept_children, "keeps are not the leases and the children")
-            blocks["kept"] += node.num_blocks if node.num_keeps else 0
+            _require(
+                node.held_ref_count == kept_of[node] + num_kept_children,
+                "held references are miscounted",
+            )
+            blocks["kept"] += node.num_blocks if node.held_ref_count else 0
             blocks["cached"] += node.num_blocks
-            blocks["pinned"] += node.num_blocks if node.num_holds else 0
+            blocks["pinned"] += node.num_blocks if node.ref_count else 0
             blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
-            num_probation_blocks = node.num_blocks if node in lines and probation.has(node) else 0
-            _require(node.num_probation_blocks == num_probation_blocks, "a leaf waits in the wrong lines")
+            num_probation_blocks = node.num_blocks if node in queue and queue.is_on_probation(node) else 0
+            _require(node.num_probation_blocks == num_probation_blocks, "a leaf is in the wrong eviction queue")
             blocks["probation"] += num_probation_blocks
             num_evictable += node.is_evictable
             num_expiring += node.expiry_entry is not None
         held_nodes.difference_update(tree.nodes())
     for node in held_nodes:
-        _require(node.num_holds > 0 and not node.block_ids, "a lease pins a node outside every tree")
+        _require(node.ref_count > 0 and not node.block_ids, "a lease pins a node outside every tree")
         leased.append(node.retired_block_ids)
         held[node.owner.namespace.tenant]["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
-        held[node.owner.namespace.tenant]["kept"] += holdings.kept.num_purged_blocks(node)
+        held[node.owner.namespace.tenant]["kept"] += state.held.num_purged_blocks(node)
     totals = sum(held.values(), Counter())
-    _require(pins.num_pinned_blocks == totals["pinned"], "the number of pinned blocks drifted")
+    _require(state.pins.num_pinned_blocks == totals["pinned"], "the number of pinned blocks drifted")
     _require(retained.num_blocks == totals["retained"], "the number of retained blocks drifted")
-    _require(retained.num_blocks <= retained.max_blocks, "more blocks are retained than may be")
+    _require(retained.num_blocks <= retained.max_blocks, "more blocks are retained than allowed")
     _require(retained.num_expiring == num_expiring, "the expiry index holds a node outside every tree")
-    _require(probation.num_blocks == totals["probation"], "the number of blocks on probation drifted")
-    _require(len(lines) == num_evictable, "the eviction index holds a node outside every tree")
-    _require(holdings.kept.num_blocks == totals["kept"], "the number of kept blocks drifted")
-    _require(holdings.kept.num_blocks <= holdings.kept.max_blocks, "more blocks are kept than may be")
+    _require(queue.num_probation_blocks == totals["probation"], "the number of blocks on probation drifted")
+    _require(len(queue) == num_evictable, "the eviction queue holds a node outside every tree")
+    _require(state.held.num_blocks == totals["kept"], "the number of held blocks drifted")
+    _require(state.held.num_blocks <= state.held.max_blocks, "more blocks are held than allowed")
     for tenant, usage in tenants.items():
         blocks = held[tenant]
-        _require(usage.num_kept_blocks == blocks["kept"], "a tenant's number of kept blocks drifted")
+        _require(usage.num_held_blocks == blocks["kept"], "a tenant's number of held blocks drifted")
         _require(usage.num_cached_blocks == blocks["cached"], "a tenant's number of cached blocks drifted")
         _require(usage.num_pinned_blocks == blocks["pinned"], "a tenant's number of pinned blocks drifted")
         _require(usage.num_leased_blocks == blocks["leased"], "a tenant's number of leased blocks drifted")
         _require(usage.num_probation_blocks == blocks["probation"], "a tenant's blocks on probation drifted")
         _require(usage.num_retained_blocks == blocks["retained"], "a tenant's number of retained blocks drifted")
     free_block_ids = np.flatnonzero(np.frombuffer(pool.states(), dtype=np.uint8) == BlockState.FREE)
-    holdings.parts.check([lease.parts for lease in leases if lease.parts], free_block_ids.astype(np.int32))
+    state.windows.check([lease.windows for lease in leases if lease.windows], free_block_ids.astype(np.int32))
+    if state.snapshots is not None:
+        state.snapshots.check(free_block_ids.astype(np.int32))
     pool.check(np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32))
 
 

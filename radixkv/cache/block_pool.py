@@ -13,7 +13,7 @@ from radixkv.errors import DoubleRelease, InvariantViolation, OutOfBlocks
 
 
 class BlockState(enum.IntEnum):
-    """The owner of a block: nobody, a lease, or a tree."""
+    """The owner of a block: none, a lease, or a tree."""
 
     FREE = 0
     LEASED = 1
@@ -28,11 +28,11 @@ class BlockPool:
              ◀──────────        ◀────────────
               release             unpublish
 
-    A leased block belongs to one lease, whose holder writes it. A published block belongs to a tree. References to it
-    are counted by node (`Node.num_holds`) and not by block, so a hit does no work for each block. At all times
+    A leased block belongs to one lease, whose owner writes it. A published block belongs to a tree. References to it
+    are counted per node (`Node.ref_count`), not per block, so a hit does no work per block. At all times
     `num_free + num_leased + num_published == num_blocks`.
 
-    Ids that are handed out together are ascending and form few runs, because adjacent blocks can be read in place:
+    Ids that are allocated together are ascending and form few runs, because adjacent blocks can be read in place:
 
         | a lease |... its room ...| the next lease |... its room ...|  a run of free blocks
                                                                      └ the next one begins here
@@ -55,7 +55,7 @@ class BlockPool:
 
     Attributes:
         num_blocks: all blocks.
-        num_free: blocks that nobody owns.
+        num_free: blocks without an owner.
         num_published: blocks that belong to trees.
 
     Example:
@@ -144,7 +144,7 @@ class BlockPool:
                 self._start = start + num_blocks + left
                 self._num_unknown += left
                 return start
-            # Somebody grew into the front of the run.
+            # Another lease has grown into the front of the run.
             self._start = start + 1 + int(np.flatnonzero(self._states[start : start + num_blocks])[-1])
             if self._end - self._start < num_blocks + room:
                 self._turn(num_blocks, room)
@@ -158,7 +158,7 @@ class BlockPool:
             self._know(self._find_free())
             largest = self._lengths.argmax()
         self._enter(int(largest))
-        # The run may be somebody's room, so one who asks for room leaves half of it.
+        # The run may be room that was left for another lease, so a caller that asks for room leaves half of it.
         skipped = max(0, min(room, (self._end - self._start - num_blocks) // 2))
         self._start += skipped
         self._num_unknown += skipped

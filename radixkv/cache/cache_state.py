@@ -1,4 +1,4 @@
-"""The parts of one cache."""
+"""The state of one cache: the parts that its leases and its audit work on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
-from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.eviction_queue import EvictionQueue
+from radixkv.cache.evictor import Evictor
 from radixkv.cache.held_blocks import HeldBlocks
-from radixkv.cache.lines.eviction_lines import EvictionLines
-from radixkv.cache.lines.probation import Probation
 from radixkv.cache.namespace_trees import NamespaceTrees
+from radixkv.cache.pins import Pins
+from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants
 from radixkv.cache.windowed_layers import WindowedLayers
@@ -19,32 +20,39 @@ from radixkv.cache.windowed_layers import WindowedLayers
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The parts of one cache, handed as one value to the actors that work on them.
+    """The parts of one cache, as one value.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens per block.
         trees: the tree of each namespace that has a cached token.
         pool: the state of each block.
-        parts: the parts of blocks for layers that need less of a prompt.
+        windows: what windowed layers keep of each block.
+        snapshots: snapshots of recurrent states; None for a model without them.
         tenants: the bounds and the counters of each tenant.
-        policy: orders the eviction lines.
-        lines: the leaves that may be evicted.
-        probation: knows which of them were never reused.
+        queue: the leaves that may be evicted.
         retained: the nodes that have a priority.
-        kept: counts what held leases keep.
-        changes: tells listeners what happens to nodes.
-        clock: seconds, never going back.
+        held: counts the blocks of held leases.
+        changes: notifies listeners of changes to the trees.
+        pins: keeps nodes that leases use from eviction.
+        evictor: evicts leaves.
+        clock: seconds, monotonic.
     """
 
     block_size: int
     trees: NamespaceTrees
     pool: BlockPool
-    parts: WindowedLayers
+    windows: WindowedLayers
+    snapshots: StateSlots | None
     tenants: Tenants
-    policy: EvictionPolicy
-    lines: EvictionLines
-    probation: Probation
+    queue: EvictionQueue
     retained: RetainedNodes
-    kept: HeldBlocks
+    held: HeldBlocks
     changes: Changes
+    pins: Pins
+    evictor: Evictor
     clock: Callable[[], float]
+
+    def room(self, num_expected_tokens: int, num_blocks: int) -> int:
+        """Count the blocks that a lease of `num_blocks` will probably take later, with the copy of its last block."""
+        num_expected_blocks = -(-num_expected_tokens // self.block_size)
+        return num_expected_blocks + 1 - num_blocks if num_expected_blocks > num_blocks else 0

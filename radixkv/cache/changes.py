@@ -1,4 +1,4 @@
-"""Changes of the trees, and the listeners that are told of them."""
+"""Changes to the trees of a cache, and their listeners."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from radixkv.cache.node import Node
 
 
 class Listener:
-    """Is told of every change to the trees of a cache. Each method does nothing; override those that matter.
+    """Notified of every change to the trees of a cache. The methods do nothing; override those of interest.
 
-    A listener changes no tree and no pool. All times are in seconds of the cache's clock.
+    A listener must not change trees or the pool. All times are in seconds of the cache's clock.
     """
 
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """A lease begins that found the first `num_bytes` of the path to the end of `node`.
+        """A lease was opened that found the first `num_bytes` of the path to the end of `node`.
 
-        Called before `last_used_s` of the path changes. If `num_bytes` ends inside `node`, that node is not used yet:
-        should the rest of the prompt be published, `node` is split, and `split` tells of the use.
+        Called before `last_used_s` of the path changes. If `num_bytes` ends inside `node`, that node does not
+        count as used: if the rest of the prompt is published, `node` is split, and `split` reports the use.
         """
 
     def inserted(self, leaf: Node, now_s: float) -> None:
@@ -29,32 +29,33 @@ class Listener:
         """A leaf has more tokens than before, in `num_new_blocks` more blocks; 0 if its last block had room."""
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """A node was cut in two because a prompt shares its upper half only. That is a use of the upper half.
+        """A node was split because a prompt shares only its upper half. That is a use of the upper half.
 
-        `last_used_s` is the time of the use before this one. `lower` is the object that there was before the split.
+        `last_used_s` is the time of the previous use. `lower` is the object that existed before the split.
         """
 
     def cut(self, lower: Node) -> None:
-        """A node was cut in two for the cache's own purposes, not by a use. Both halves have its `policy_note`."""
+        """A node was split by the cache itself, not by a use. Both halves have its `policy_note`."""
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Nodes that followed each other, without branches, are one now: `lower`. The others are gone.
+        """A path of nodes without branches was joined into one node, `lower`. The other nodes no longer exist.
 
-        Called after `lower` has the tokens and blocks of all. `uppers`, the topmost first, still have their own.
+        Called after `lower` has the tokens and blocks of all. `uppers` are ordered from the top and still have
+        their own.
         """
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """The last `num_blocks` blocks of a leaf, perhaps all, are about to leave the cache.
+        """The last `num_blocks` blocks of a leaf, perhaps all of them, are about to be evicted.
 
-        `fingerprint` is that of the first of them, `reason` what a later miss there is explained by.
+        `fingerprint` is that of the first of these blocks, `reason` the reason of a later miss there.
         """
 
     def purged(self, node: Node) -> None:
-        """A node is taken out by a purge, alone or with its whole tree. Called before its blocks are gone."""
+        """A node is about to be removed by a purge, alone or with its whole tree."""
 
 
 class Changes(Listener):
-    """Tells listeners of each change, in their order.
+    """Notifies listeners of each change, in their order.
 
     Args:
         listeners: a listener is called only for the methods that its class overrides.
@@ -72,47 +73,47 @@ class Changes(Listener):
         self._purged = _overridden(listeners, "purged")
 
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Tell of a use."""
-        for tell in self._used:
-            tell(node, num_bytes, now_s)
+        """Notify of a use."""
+        for notify in self._used:
+            notify(node, num_bytes, now_s)
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """Tell of a new leaf."""
-        for tell in self._inserted:
-            tell(leaf, now_s)
+        """Notify of a new leaf."""
+        for notify in self._inserted:
+            notify(leaf, now_s)
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """Tell of a leaf that has grown."""
-        for tell in self._grown:
-            tell(leaf, num_new_blocks, now_s)
+        """Notify of a leaf that has grown."""
+        for notify in self._grown:
+            notify(leaf, num_new_blocks, now_s)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Tell of a split."""
-        for tell in self._split:
-            tell(lower, last_used_s, now_s)
+        """Notify of a split."""
+        for notify in self._split:
+            notify(lower, last_used_s, now_s)
 
     def cut(self, lower: Node) -> None:
-        """Tell of a cut."""
-        for tell in self._cut:
-            tell(lower)
+        """Notify of a split by the cache itself."""
+        for notify in self._cut:
+            notify(lower)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Tell of a join."""
-        for tell in self._joined:
-            tell(uppers, lower)
+        """Notify of a join."""
+        for notify in self._joined:
+            notify(uppers, lower)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Tell of an eviction."""
-        for tell in self._evicted:
-            tell(leaf, num_blocks, fingerprint, reason, now_s)
+        """Notify of an eviction."""
+        for notify in self._evicted:
+            notify(leaf, num_blocks, fingerprint, reason, now_s)
 
     def purged(self, node: Node) -> None:
-        """Tell of a purge."""
-        for tell in self._purged:
-            tell(node)
+        """Notify of a purge."""
+        for notify in self._purged:
+            notify(node)
 
 
 def _overridden(listeners: tuple[Listener, ...], name: str) -> tuple[Callable[..., Any], ...]:
-    """The method `name` of each listener whose class has one of its own."""
+    """Return the method `name` of each listener whose class overrides it."""
     ours = getattr(Listener, name)
     return tuple(getattr(listener, name) for listener in listeners if getattr(type(listener), name) is not ours)

@@ -1,4 +1,4 @@
-"""Prefixes that left the cache, remembered so that a later miss can be explained."""
+"""Remembers evicted prefixes, to explain later misses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _T = TypeVar("_T")
 
 
 class EvictedPrefixes(Listener):
-    """Remembers why prefixes were evicted: the newest `capacity` of them, by fingerprint.
+    """Remembers why the last `capacity` prefixes were evicted, by fingerprint.
 
-    Prefixes of an adapter that drains are remembered as well. All else that is purged is forgotten.
+    Prefixes of an adapter that is being drained are remembered as well; other purged prefixes are not.
 
-    A fingerprint only explains a miss. It never decides what is reused, so a collision costs a wrong `miss_reason` in
-    one answer and nothing else.
+    A fingerprint only explains a miss and never decides what is reused. So a collision causes a wrong `miss_reason` in
+    one response, and nothing else.
 
     Args:
         capacity: prefixes to remember.
-        marks: tell what invoked adapters computed.
+        marks: identify the tokens that invoked adapters computed.
     """
 
     def __init__(self, capacity: int, marks: InvocationMarks) -> None:
@@ -39,16 +39,16 @@ class EvictedPrefixes(Listener):
         return len(self._reasons)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Note why a prefix left; forget the oldest note when full. Complexity: O(1)."""
+        """Remember why a prefix was evicted, and forget the oldest one when full. Complexity: O(1)."""
         self._note(fingerprint, reason)
 
     def purged(self, node: Node) -> None:
-        """Note that a node goes with its adapter, if that drains. Complexity: O(1)."""
+        """Remember a node that is purged with its adapter, if that is being drained. Complexity: O(1)."""
         if self._draining and self._draining & {node.owner.namespace.adapter, self._marks.digest_of(node.tokens)}:
             self._note(node.fingerprint, MissReason.ADAPTER_CHANGED)
 
     def draining(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:
-        """Run slices that forget an adapter, whose digest this is, and remember what goes."""
+        """Run the slices of a purge of an adapter, by digest, and remember what they purge."""
         self._draining.add(adapter)
         try:
             return (yield from slices)
@@ -56,7 +56,7 @@ class EvictedPrefixes(Listener):
             self._draining.discard(adapter)
 
     def reason(self, fingerprint: int) -> MissReason | None:
-        """Tell why the prefix with this fingerprint left; None if that is not known. Complexity: O(1)."""
+        """Return why the prefix with this fingerprint was evicted; None if unknown. Complexity: O(1)."""
         return self._reasons.get(fingerprint)
 
     def explain(
@@ -64,26 +64,28 @@ class EvictedPrefixes(Listener):
         namespace: Namespace,
         tokens: bytes,
         cached_tokens: int,
+        root_tokens: int,
         next_end: int,
         former: Sequence[PromptKey],
-        find: Callable[[Namespace, bytes], tuple[Node | None, int, int, bytes, int]],
+        count_cached: Callable[[PromptKey], int],
     ) -> MissReason:
-        """Tell why the tokens after the cached ones have to be computed; see `PrefixCache.explain`.
+        """Return why the tokens after the cached ones have to be computed; see `PrefixCache.explain`.
 
         Args:
             namespace, tokens, cached_tokens, former: as there.
+            root_tokens: tokens of a public prefix above the tree.
             next_end: tokens up to the end of the next block.
-            find: looks a prompt up; see `Ledger.find`.
+            count_cached: counts the tokens of a prompt that are cached.
         """
         end = next_end * TOKEN_BYTES
         lost = self.reason(prefix_fingerprint(namespace.seed, tokens, end))
-        if lost is not None:  # an adapter that went, and came back with the same weights, has not changed
+        if lost is not None:  # an adapter that was unloaded and loaded again with the same weights has not changed
             return MissReason.EVICTED if lost is MissReason.ADAPTER_CHANGED else lost
         for key in former:
             lost = self.reason(prefix_fingerprint(key.namespace.seed, key.tokens, end))
-            if lost is MissReason.ADAPTER_CHANGED or find(*key)[2] > cached_tokens:
+            if lost is MissReason.ADAPTER_CHANGED or count_cached(key) > cached_tokens:
                 return MissReason.ADAPTER_CHANGED
-        return MissReason.DIVERGED if cached_tokens else MissReason.COLD
+        return MissReason.DIVERGED if cached_tokens > root_tokens else MissReason.COLD
 
     def _note(self, fingerprint: int, reason: MissReason) -> None:
         self._reasons[fingerprint] = reason

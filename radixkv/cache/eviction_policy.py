@@ -1,4 +1,4 @@
-"""Base class of eviction policies."""
+"""The base class of eviction policies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixkv.cache.node import NUM_FOLLOWED_NODES, Node
 class EvictionPolicy(Listener):
     """Orders the leaves that no lease uses by a sort key. The leaf with the smallest key is evicted first.
 
-    A policy is a subclass with a `key`. It is told of every change to the trees, as all listeners are, and it may keep
+    A policy is a subclass with a `key`. As a listener it is notified of every change to the trees, and it may store
     what it needs in `Node.policy_note`. This class counts the uses of each node.
 
     Attributes:
@@ -21,30 +21,31 @@ class EvictionPolicy(Listener):
     generation = 0
 
     def key(self, node: Node) -> Any:
-        """Return the sort key of a node, which is asked for when the node becomes evictable.
+        """Return the sort key of a node. Called when the node becomes evictable.
 
-        The keys of one policy are comparable. Leaves with equal keys go in the order in which they became evictable.
-        By default the key is the time of the last use.
+        The keys of one policy must be comparable. Leaves with equal keys are evicted in the order in which they became
+        evictable. By default the key is the time of the last use.
         """
         return node.last_used_s
 
     def num_offered_blocks(self, leaf: Node) -> int:
-        """Return how many blocks may be cut off a leaf's end before it gets a new key: at least one, by default all.
+        """Return how many blocks may be evicted from a leaf's end before it needs a new key: at least one, by default
+        all.
 
-        Asked of the first leaf in line when blocks are needed.
+        Called for the first leaf of the queue when blocks are needed.
         """
         return leaf.num_blocks
 
     def are_alike(self, upper: Node, lower: Node) -> bool:
         """Return whether a node and its only child, last used at the same time, may become one node.
 
-        The keys of both should be equal, so that nothing is evicted sooner or later for it. By default they are alike
-        if they had as many uses. On a path of very many nodes nobody asks.
+        Their keys should be equal, so that joining them does not change when they are evicted. By default they are
+        alike if they had the same number of uses. Paths with too many nodes are joined without calling this.
         """
         return upper.num_uses == lower.num_uses
 
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Count a use of the nodes that the first `num_bytes` of the path cover whole, the last ones of a deep path."""
+        """Count a use of the nodes that the first `num_bytes` of the path cover completely; see `used_nodes`."""
         for used in used_nodes(node, num_bytes):
             used.num_uses += 1
 
@@ -55,7 +56,7 @@ class EvictionPolicy(Listener):
 
 
 def used_nodes(node: Node, num_bytes: int) -> list[Node]:
-    """List the nodes that the first `num_bytes` of the path to the end of `node` cover whole, the deepest first.
+    """List the nodes that the first `num_bytes` of the path to the end of `node` cover completely, the deepest first.
 
     Of a deep path only the last `NUM_FOLLOWED_NODES` are listed.
     """

@@ -1,4 +1,4 @@
-"""Takes blocks back from leaves that no lease uses."""
+"""Frees blocks of leaves that no lease uses."""
 
 from __future__ import annotations
 
@@ -11,40 +11,57 @@ import numpy as np
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BLOCK_ID_BYTES
-from radixkv.cache.cache_state import CacheState
+from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.changes import Changes
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.eviction_queue import EvictionQueue
+from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.tenants import TenantUsage
+from radixkv.cache.retained_nodes import RetainedNodes
+from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 
-# A path of more nodes loses branches. Paths of real traffic have fewer than 20.
+# Branches of longer paths are evicted. Paths of real traffic have fewer than 20 nodes.
 MAX_PATH_NODES = 512
 _MAX_THINNED_AT_ONCE = 64
-# Branches of one node, and nodes of one branch, that are looked at to thin a path.
+# Branches per node, and nodes per branch, that are examined to thin a path.
 _MAX_LOOKS = 8
 
 
 class Evictor:
-    """Evicts from the front of the eviction lines, and purges whole trees.
+    """Evicts the first leaves of the eviction queue, and purges whole trees.
 
-        leaf in line ── evict ──▶ shorter, or gone; its parent may be a leaf in line now
+        leaf in the queue ── evict ──▶ shorter, or removed; then its parent may become a leaf in the queue
 
     Attributes:
         num_evicted_blocks: all blocks evicted so far. Purged ones are not counted.
     """
 
-    def __init__(self, holdings: CacheState, pins: Pins) -> None:
+    def __init__(
+        self,
+        *,
+        trees: NamespaceTrees,
+        pool: BlockPool,
+        tenants: Tenants,
+        policy: EvictionPolicy,
+        queue: EvictionQueue,
+        retained: RetainedNodes,
+        changes: Changes,
+        pins: Pins,
+        clock: Callable[[], float],
+    ) -> None:
         self.num_evicted_blocks = 0
-        self._trees = holdings.trees
-        self._pool = holdings.pool
-        self._tenants = holdings.tenants
-        self._policy = holdings.policy
-        self._lines = holdings.lines
-        self._retained = holdings.retained
-        self._changes = holdings.changes
-        self._clock = holdings.clock
+        self._trees = trees
+        self._pool = pool
+        self._tenants = tenants
+        self._policy = policy
+        self._queue = queue
+        self._retained = retained
+        self._changes = changes
         self._pins = pins
+        self._clock = clock
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -72,7 +89,7 @@ class Evictor:
     def shortage(
         self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
     ) -> CapacityError:
-        """Make the error of a tenant that can't have `num_missing_blocks` blocks more."""
+        """Return the error for a tenant for which `num_missing_blocks` blocks are missing."""
         to_ceiling = usage.num_blocks_to_ceiling
         num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
         to_others = max(num_kept_blocks, num_spared_blocks)
@@ -88,33 +105,34 @@ class Evictor:
         )
 
     def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage) -> None:
-        """Evict until a tenant can take `num_blocks`: first its own leaves, as far as it would pass its ceiling."""
+        """Evict until a tenant can take `num_blocks`: first its own leaves, as many as would exceed its ceiling."""
         ceiling = usage.quota.ceiling_blocks
         if ceiling is not None:
             self.expire()
             over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
-            self._evict(over, lambda: self._lines.first_of(tenant), tenant)
-        self.evict(num_blocks - self._pool.num_free, tenant)
+            self._evict(over, lambda: self._queue.first_of(tenant), tenant)
+        if num_blocks > self._pool.num_free:
+            self.evict(num_blocks - self._pool.num_free, tenant)
 
     def evict(self, num_blocks: int, tenant: str | None) -> int:
         """Free up to `num_blocks` blocks for a tenant, as `PrefixCache.evict` describes. Returns the blocks freed."""
         self.expire()
-        return self._evict(num_blocks, lambda: self._lines.first(spared=self._spared(tenant)), tenant)
+        return self._evict(num_blocks, lambda: self._queue.first(spared=self._spared(tenant)), tenant)
 
     def thin(self, end: Node, num_nodes: int) -> bool:
-        """Evict branches of a path of too many nodes, those first that were not used for longest, 64 at most.
+        """Evict branches of a path with too many nodes, the least recently used first, 64 at most.
 
-        So its nodes can be joined, and a prompt that thousands of others left on its way costs later requests little.
-        Branches that leases use stay, and so do those of a priority above the default.
+        Then nodes of the path can be joined, and a prompt from which thousands of others diverged stays fast to match.
+        Branches that leases use, or that have a priority above the default, stay.
 
         Args:
-            end: the end of the path, which is held.
-            num_nodes: nodes that a request passed on it.
+            end: the end of the path, which is pinned.
+            num_nodes: nodes that a request visited on it.
 
         Returns:
-            Whether they were too many.
+            Whether the path had too many nodes.
 
-        Complexity: O(1), or O(nodes of the path + 64 log leaves) if they were too many.
+        Complexity: O(1), or O(nodes of the path + 64 log leaves) if it had.
         """
         if num_nodes <= MAX_PATH_NODES:
             return False
@@ -123,12 +141,12 @@ class Evictor:
         return True
 
     def expire(self) -> None:
-        """End the priorities whose time has come. Complexity: O(depth + log leaves) for each of their nodes."""
+        """Reset priorities that have expired. Complexity: O(depth + log leaves) for each of their nodes."""
         for node in self._retained.expire(self._clock()):
-            self._lines.requeue(node)
+            self._queue.requeue(node)
 
     def _spared(self, tenant: str | None) -> set[str]:
-        """Other tenants whose floors protect all that they have."""
+        """Return the other tenants whose floors protect all their blocks."""
         quotas = self._tenants.with_quota.items()
         return {other for other, usage in quotas if other != tenant and usage.num_blocks_for_others == 0}
 
@@ -143,13 +161,13 @@ class Evictor:
             num_offered_blocks = self._policy.num_offered_blocks(leaf)
             runs.append(self._take(leaf, min(wanted, num_offered_blocks)))
             if wanted >= num_offered_blocks:
-                self._lines.requeue(leaf)
+                self._queue.requeue(leaf)
             freed += len(runs[-1]) // BLOCK_ID_BYTES
         self._free(runs)
         return freed
 
     def _free(self, runs: list[bytes]) -> None:
-        """Free blocks that were taken, all at once: a call costs as much as removing two leaves."""
+        """Free blocks that were taken from leaves, all at once: each call costs as much as removing two leaves."""
         if runs:
             block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
             self._pool.unpublish(block_ids)
@@ -171,20 +189,20 @@ class Evictor:
         return tree.truncate(leaf, num_kept_blocks)
 
     def _remove(self, tree: RadixTree, leaf: Node) -> None:
-        self._lines.discard(leaf)
+        self._queue.discard(leaf)
         parent = leaf.parent
         tree.remove(leaf)
         assert parent is not None
         if parent.is_evictable:
-            self._lines.add(parent)
+            self._queue.add(parent)
         elif parent is tree.root and parent.is_leaf:
             del self._trees[tree.owner.namespace]
 
     def purge_leaves(self, tree: RadixTree, max_nodes: int) -> tuple[int, int]:
-        """Take leaves that no lease uses out of a tree, and nodes that become such leaves. A tree may end with them.
+        """Remove leaves that no lease uses from a tree, and nodes that become such leaves, perhaps the whole tree.
 
         Returns:
-            Nodes taken out, fewer than `max_nodes` only if no more can be; and blocks freed.
+            Nodes removed, fewer than `max_nodes` only if no more can be removed; and blocks freed.
 
         Complexity: O(max_nodes * log leaves + children of the nodes on the way).
         """
@@ -203,7 +221,7 @@ class Evictor:
         return len(runs), sum(map(len, runs)) // BLOCK_ID_BYTES
 
     def purge_end(self, leaf: Node, num_kept_blocks: int) -> int:
-        """Take a leaf that no lease uses out of its tree, but for its first blocks. Returns the blocks freed.
+        """Remove the end of a leaf that no lease uses, after its first blocks. Returns the blocks freed.
 
         Complexity: O(log leaves), and a pass over the path of a leaf of which blocks are kept.
         """
@@ -215,7 +233,7 @@ class Evictor:
         return leaf.num_blocks
 
     def _purge(self, tree: RadixTree, leaf: Node) -> bytes:
-        """Take a leaf that no lease uses out of its tree. Returns its packed block ids, which are still published."""
+        """Remove a leaf that no lease uses. Returns its packed block ids, which are still published."""
         self._retained.set(leaf, DEFAULT_PRIORITY, None)
         self._changes.purged(leaf)
         leaf.owner.usage.num_cached_blocks -= leaf.num_blocks
@@ -223,10 +241,10 @@ class Evictor:
         return leaf.block_ids
 
     def purge(self, tree: RadixTree) -> tuple[int, int]:
-        """Take a whole tree out, after `purge_leaves`. Its blocks become free when the leases that use them are closed.
+        """Remove a whole tree, after `purge_leaves`. Its blocks become free when the leases that use them are closed.
 
         Returns:
-            Nodes taken out, and the blocks that leases still use.
+            Nodes removed, and the blocks that leases still use.
 
         Complexity: O(nodes).
         """
@@ -240,7 +258,7 @@ class Evictor:
             node.retired_block_ids += node.block_ids
             num_blocks += node.num_blocks
             node.block_ids = b""
-            node.children = None  # parents and children hold each other; without this only a collection frees them
+            node.children = None  # otherwise only the garbage collector frees nodes that reference each other
         tree.root.children = None
         usage = tree.owner.usage
         usage.num_cached_blocks -= num_blocks
@@ -253,9 +271,9 @@ def _children_of(node: Node) -> Iterator[Node]:
 
 
 def _leaves_beside(end: Node) -> Iterator[Node]:
-    """Yield leaves that may be evicted so that the path to a node has fewer branches, a few of each branching.
+    """Yield leaves that may be evicted to reduce the branches of a path, a few per node.
 
-    A path that was purged has no branches any more.
+    A purged path has no branches.
     """
     below, node = end, end.parent
     while node is not None and node.parent is not None and node.children is not None:

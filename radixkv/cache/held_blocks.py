@@ -1,25 +1,34 @@
-"""The blocks that leases keep after their requests have ended."""
+"""The blocks of held leases, which outlive their requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from radixkv.blocks import BlockIds
 from radixkv.cache.changes import Listener
-from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node
 from radixkv.cache.tenants import Tenants, TenantUsage
 from radixkv.errors import CapacityError, Cause, OutOfBlocks, QuotaExceeded
 from radixkv.tokens import TOKEN_BYTES
 
 
+class PathOwner(Protocol):
+    """The part of a lease that this module needs."""
+
+    node: Node | None
+    usage: TenantUsage
+    block_ids: BlockIds
+    num_published_blocks: int
+
+
 class Path(NamedTuple):
-    """The blocks of a prompt that might be kept.
+    """The blocks of a prompt that a held lease would keep.
 
     Attributes:
-        node: the end of the path that it shares; None if it shares nothing.
-        num_shared_blocks: whole blocks of that path that it uses.
-        num_blocks: all its blocks.
+        node: the end of the cached path; None if nothing is cached.
+        num_shared_blocks: whole blocks of the prompt that are cached.
+        num_blocks: all blocks of the prompt.
     """
 
     node: Node | None
@@ -27,25 +36,25 @@ class Path(NamedTuple):
     num_blocks: int
 
     @classmethod
-    def of(cls, lease: Lease) -> Path:
-        """Return that of an open lease."""
+    def of(cls, lease: PathOwner) -> Path:
+        """Return the path of an open lease."""
         return cls(lease.node, lease.num_published_blocks, lease.block_ids.size)
 
 
 class HeldBlocks(Listener):
-    """Counts what kept leases keep from eviction, each block once, and bounds it in all and for each tenant.
+    """Counts the blocks that held leases keep from eviction, each once, and bounds them in total and per tenant.
 
-        root ── [kept] ─┬─ [kept] ◀─ kept lease       a node is kept if a kept lease ends at or below it,
-                        └─ [   ] ◀─ lease of a request     whatever else holds it
+        root ── [held] ─┬─ [held] ◀─ held lease            a node is held if a held lease ends at or below it,
+                        └─ [    ] ◀─ lease of a request     whether or not other leases pin it
 
     Args:
-        max_blocks: blocks that may be kept. A tenant whose quota names no bound may keep half of them.
+        max_blocks: blocks that may be held. A tenant without a bound in its quota may hold half of them.
         tenants: their quotas and counts.
-        cut: cuts a node after its first blocks, tells the listeners, and returns the upper half.
+        cut: splits a node after its first blocks, notifies the listeners, and returns the upper half.
 
     Attributes:
         max_blocks: the same.
-        num_blocks: blocks that are kept, those that no tree has included.
+        num_blocks: blocks that are held, including those that are in no tree.
     """
 
     def __init__(self, max_blocks: int, tenants: Tenants, cut: Callable[[Node, int], Node]) -> None:
@@ -53,19 +62,20 @@ class HeldBlocks(Listener):
         self._tenants = tenants
         self._cut = cut
         self.num_blocks = 0
-        self._leases: dict[Node, set[Lease]] = {}  # by the node that they end in
-        self._purged: dict[Node, int] = {}  # blocks of kept nodes whose tree is gone
+        self._leases: dict[Node, set[PathOwner]] = {}  # by the node in which they end
+        self._purged: dict[Node, int] = {}  # blocks of held nodes whose tree was purged
 
     def num_more(self, paths: Iterable[Path]) -> int:
-        """Count the blocks that would be kept beyond those that are, if all these were. Shared ones count once.
+        """Count the blocks that would be held in addition, if the leases of all these paths were held. Each counts
+        once.
 
-        Complexity: O(nodes of all paths together that are not kept yet).
+        Complexity: O(nodes of all paths together that are not held yet).
         """
         num_more_blocks = 0
         used: dict[Node, int] = {}  # blocks of each node
         for node, num_shared_blocks, num_blocks in paths:
             num_more_blocks += num_blocks - num_shared_blocks
-            while node is not None and node.parent is not None and node.num_keeps == 0:
+            while node is not None and node.parent is not None and node.held_ref_count == 0:
                 first = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
                 part = max(0, min(node.num_blocks, num_shared_blocks - first))
                 if used.get(node, -1) >= part:
@@ -75,22 +85,22 @@ class HeldBlocks(Listener):
         return num_more_blocks + sum(used.values())
 
     def require_room(self, tenant: str | None, num_more_blocks: int) -> None:
-        """Refuse to keep `num_more_blocks` beyond those that are kept.
+        """Raise if `num_more_blocks` may not be held in addition.
 
         Args:
-            tenant: whose bound it is; None for that of all tenants together.
-            num_more_blocks: how many more would be kept.
+            tenant: the tenant whose bound is checked; None for the bound of all tenants together.
+            num_more_blocks: blocks to be held in addition.
 
         Raises:
-            QuotaExceeded, OutOfBlocks: too many would be kept, of the tenant's or of all.
+            QuotaExceeded, OutOfBlocks: the tenant, or all tenants together, would hold too many.
         """
         kind: type[CapacityError] = QuotaExceeded
         if tenant is None:
             whose, num_blocks, max_blocks, kind = "all tenants", self.num_blocks, self.max_blocks, OutOfBlocks
         else:
             usage = self._tenants[tenant]
-            own = usage.quota.max_kept_blocks
-            whose, num_blocks = "this tenant", usage.num_kept_blocks
+            own = usage.quota.max_held_blocks
+            whose, num_blocks = "this tenant", usage.num_held_blocks
             max_blocks = self.max_blocks // 2 if own is None else own
         if num_blocks + num_more_blocks > max_blocks:
             raise kind(
@@ -99,41 +109,41 @@ class HeldBlocks(Listener):
                 cause=Cause.HOLD_LEASE,
             )
 
-    def keep(self, lease: Lease) -> None:
-        """Count a lease that is kept from now on. Complexity: O(nodes of its path that are not kept yet)."""
+    def hold(self, lease: PathOwner) -> None:
+        """Count a lease that is held from now on. Complexity: O(nodes of its path that are not held yet)."""
         node, num_blocks = lease.node, 0
         if node is not None:
             self._leases.setdefault(node, set()).add(lease)
         while node is not None and node.parent is not None:
-            node.num_keeps += 1
-            if node.num_keeps > 1:
+            node.held_ref_count += 1
+            if node.held_ref_count > 1:
                 break
             num_blocks += node.num_blocks
             node = node.parent
         self._count(lease.usage, num_blocks + lease.block_ids.size)
 
-    def release(self, lease: Lease) -> None:
-        """Undo `keep`. Complexity: O(nodes of its path that are not kept any more)."""
+    def release(self, lease: PathOwner) -> None:
+        """Undo `hold`. Complexity: O(nodes of its path that are no longer held)."""
         node, num_blocks = lease.node, 0
         if node is not None:
             self._leases[node].remove(lease)
             if not self._leases[node]:
                 del self._leases[node]
         while node is not None and node.parent is not None:
-            node.num_keeps -= 1
-            if node.num_keeps:
+            node.held_ref_count -= 1
+            if node.held_ref_count:
                 break
             num_blocks += self._purged.pop(node, node.num_blocks)
             node = node.parent
         self._count(lease.usage, -num_blocks - lease.block_ids.size)
 
     def end_after(self, leaf: Node, num_blocks: int) -> None:
-        """Cut a kept leaf that has grown, so that only its first `num_blocks` are kept.
+        """Split a held leaf that has grown, so that only its first `num_blocks` are held.
 
-        The leases that are kept there end in the upper half then. What else holds the leaf holds the lower half.
+        Held leases then end in the upper half, and all others in the lower half.
 
         Args:
-            leaf: a leaf that a kept lease ends in.
+            leaf: a leaf in which a held lease ends.
             num_blocks: its blocks before it grew.
         """
         upper = self._cut(leaf, num_blocks)
@@ -141,20 +151,20 @@ class HeldBlocks(Listener):
         for lease in leases:
             lease.node = upper
         self._leases[upper] = leases
-        upper.num_keeps, leaf.num_keeps = len(leases), 0
-        leaf.num_holds -= len(leases)
-        upper.num_holds = len(leases) + int(leaf.num_holds > 0)
+        upper.held_ref_count, leaf.held_ref_count = len(leases), 0
+        leaf.ref_count -= len(leases)
+        upper.ref_count = len(leases) + int(leaf.ref_count > 0)
         upper.retired_block_ids, leaf.retired_block_ids = leaf.retired_block_ids, b""
 
     def purged(self, node: Node) -> None:
-        """Remember how many blocks a kept node had."""
-        if node.num_keeps:
+        """Remember how many blocks a held node had."""
+        if node.held_ref_count:
             self._purged[node] = node.num_blocks
 
     def num_purged_blocks(self, node: Node) -> int:
-        """Count the blocks of a kept node whose tree is gone."""
+        """Count the blocks of a held node whose tree was purged."""
         return self._purged.get(node, 0)
 
     def _count(self, usage: TenantUsage, num_blocks: int) -> None:
-        usage.num_kept_blocks += num_blocks
+        usage.num_held_blocks += num_blocks
         self.num_blocks += num_blocks

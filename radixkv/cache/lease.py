@@ -1,118 +1,133 @@
-"""The right to use and write the blocks of one prompt."""
+"""The lease of a prompt: the right to use, and to write, the blocks that hold its K/V."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol
 
+import numpy as np
+
+from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.cache_state import CacheState
 from radixkv.cache.node import Node
+from radixkv.cache.radix_tree import NO_ROOT_RUN, Insertion, RootRun
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.windowed_layers import WindowLease
-from radixkv.namespace import Namespace
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.tokens import TOKEN_BYTES, require_tokens
 
-
-class Keeper(Protocol):
-    """Moves the blocks of leases. `Ledger` is the one."""
-
-    def commit(self, lease: Lease, upto_tokens: int) -> int:
-        """Carry out `Lease.commit`."""
-
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        """Carry out `Lease.reserve`."""
-
-    def give_up(self, lease: Lease, num_blocks: int) -> None:
-        """Carry out `Lease.give_up`."""
-
-    def extend(self, lease: Lease, tokens: bytes) -> None:
-        """Carry out `Lease.extend`."""
-
-    def keep(self, lease: Lease) -> None:
-        """Carry out `Lease.keep`."""
-
-    def close(self, lease: Lease) -> None:
-        """Carry out `Lease.close`."""
+_Names = tuple[str, str]  # adapter and salt
 
 
 class Lease:
-    """Holds the blocks of a prompt. Reused blocks are read only; the holder of the lease writes the new ones.
+    """Holds the blocks of a prompt. Reused blocks are read-only; the owner of the lease writes the new ones.
 
-        tokens      [0 ............ cached_tokens ............ num_tokens)
-        K/V          reused                | the holder computes it
-        block_ids    shared, read only | new, writable ...............
-                                       └ `copy` fills the beginning of the first new block, if it is set
+        tokens      [0 .. public_tokens ........ cached_tokens ............ num_tokens)
+        K/V          reused                         | the owner computes it
+        block_ids    shared, read-only              | new, writable ..............
+                                                    └ `copy` fills the beginning of the first new block, if it is set
 
-    `PrefixCache.lease` makes leases. A lease is a context manager: leaving it closes it.
+    `PrefixCache.lease` opens leases. A lease is a context manager: leaving it closes it. It moves blocks from the pool
+    to itself and on to the tree; the evictor moves them back to the pool:
 
-    Attributes:
+        pool ── open, reserve, extend ──▶ lease ── commit ──▶ tree
+          ▲                                 │                  │
+          └─────────────── close ───────────┘◀──── adopt ──────┘
+
+    A lease is in one of four states:
+
+        active ─┬─ hold ───────────▶ held: only keeps its blocks, after its request ended ───┬─ close ─▶ closed
+                └─ leave_shared ───▶ private: continues in blocks that are never published ──┘
+
+    Args:
+        leases: the open leases of the cache; the new lease adds itself.
         namespace: where blocks are published.
         usage: counters of the tenant.
-        tokens: the prompt and its extensions, little-endian uint32 bytes; a bytearray once it was extended.
-        cached_tokens: tokens whose K/V existed when the lease began.
-        public_tokens: those of them that are copied from a public prefix.
-        block_ids: int32, all blocks of the tokens in order, and then those that are reserved. `commit` may exchange
-            some for equal ones.
-        num_published_blocks: number of blocks at the beginning of `block_ids` that belong to the tree. The others are
-            the lease's own.
-        copy: a block copy to make before anything is written; the holder sets it to None when it is made.
+        tokens: the prompt, little-endian uint32 bytes.
+        cached_tokens: tokens whose K/V exist.
+        block_ids: int32, all blocks of the tokens.
+        num_published_blocks: number of blocks at the beginning of `block_ids` that belong to the tree.
+        copy: a block copy to make before anything is written.
+        node: the end of the path that is pinned for this lease; None if nothing is.
+        node_used_s: time of the last use of `node` before this lease.
+        root_run: the part of a public prefix above the tree; empty for most leases.
+        public_tokens: tokens of `cached_tokens` that come from a public prefix.
+        found_tokens: tokens that were cached; more than `cached_tokens` if windowed layers lack some of their K/V.
+        num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
+        num_nodes: nodes that were visited to find what is reused.
+        is_resumed: whether the request had a lease of the same prompt before.
+        windows: what is kept of each group of windowed layers.
+        on_close: called when the lease no longer uses the public prefix.
+
+    Attributes:
+        tokens: the prompt and its extensions; a bytearray after the first extension, empty while the lease is held.
+        block_ids: int32, all blocks of the tokens in order, and then reserved ones. `commit` may exchange some for
+            equal ones. A held lease lists only the blocks that no tree has.
+        num_dropped_tokens: tokens whose K/V are no longer in the blocks; only a private lease drops tokens.
+        copy: the pending block copy; the owner sets it to None after making it.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
-        written_from_tokens: position of the first token that this lease published; None until it publishes any.
-        node: the end of the path that this lease pins; None while it pins nothing.
-        node_used_s: time of the last use of the matched node before this lease.
-        num_expected_tokens: length that it will probably reach; adjacent blocks are left free for that.
-        num_nodes: nodes that were passed to find what is reused.
-        found_tokens: tokens that were cached, with or without the parts that it takes to go on after them.
-        is_resumed: whether its holder goes on after an earlier lease of the same prompt.
-        parts: what it keeps of each group of layers that needs less of the prompt.
-        is_closed: whether the lease was closed.
-        is_kept: whether it only keeps blocks now: see `keep`.
-        is_revoked: whether its namespace was purged; if so it publishes nothing more.
+        written_from_tokens: position of the first token that this lease published; None until it publishes one.
+        is_closed, is_held, is_private: the states above.
+        is_revoked: whether the namespace was purged; if so, nothing more is published.
     """
 
     __slots__ = (
-        "_keeper",
+        "_leases",
+        "_on_close",
+        "_private_block_ids",
+        "_state",
         "block_ids",
         "cached_tokens",
         "committed_tokens",
         "copy",
         "found_tokens",
         "is_closed",
-        "is_kept",
+        "is_held",
+        "is_private",
         "is_resumed",
         "is_revoked",
         "namespace",
         "node",
         "node_used_s",
+        "num_dropped_tokens",
         "num_expected_tokens",
         "num_nodes",
         "num_published_blocks",
-        "parts",
         "public_tokens",
+        "root_run",
         "tokens",
         "usage",
+        "windows",
         "written_from_tokens",
     )
 
     def __init__(
         self,
-        keeper: Keeper,
+        leases: OpenLeases,
         namespace: Namespace,
         usage: TenantUsage,
         tokens: bytes,
         cached_tokens: int,
         block_ids: BlockIds,
         num_published_blocks: int,
-        copy: BlockCopy | None,
-        node: Node | None,
-        node_used_s: float,
+        *,
+        copy: BlockCopy | None = None,
+        node: Node | None = None,
+        node_used_s: float = 0.0,
+        root_run: RootRun = NO_ROOT_RUN,
+        public_tokens: int = 0,
+        found_tokens: int = 0,
         num_expected_tokens: int = 0,
         num_nodes: int = 0,
-        public_tokens: int = 0,
         is_resumed: bool = False,
+        windows: Sequence[WindowLease] = (),
+        on_close: Callable[[], None] | None = None,
     ) -> None:
-        self._keeper = keeper
+        self._leases = leases
+        self._state = leases.state
+        self._on_close = on_close
         self.namespace = namespace
         self.usage = usage
         self.tokens: bytes | bytearray = tokens
@@ -122,21 +137,22 @@ class Lease:
         self.copy = copy
         self.node = node
         self.node_used_s = node_used_s
+        self.root_run = root_run
+        self.public_tokens = public_tokens
+        self.found_tokens = found_tokens
         self.num_expected_tokens = num_expected_tokens
         self.num_nodes = num_nodes
-        self.public_tokens = public_tokens
-        self.committed_tokens = self.found_tokens = cached_tokens
-        self.written_from_tokens: int | None = None
         self.is_resumed = is_resumed
-        self.parts: Sequence[WindowLease] = ()
+        self.windows = windows
+        self.committed_tokens = cached_tokens
+        self.written_from_tokens: int | None = None
+        self.num_dropped_tokens = 0
         self.is_closed = False
-        self.is_kept = False
+        self.is_held = False
+        self.is_private = False
         self.is_revoked = False
-
-    @property
-    def own(self) -> Lease:
-        """Itself; see `PromptLease`."""
-        return self
+        self._private_block_ids: BlockIds | None = None
+        leases.add(self)
 
     @property
     def num_tokens(self) -> int:
@@ -144,30 +160,35 @@ class Lease:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
-    def num_dropped_tokens(self) -> int:
-        """None; see `PromptLease`."""
-        return 0
+    def private_block_ids(self) -> BlockIds:
+        """The blocks of `reserve_private`, int32."""
+        if self.is_private:
+            return self.block_ids
+        return self.block_ids[:0] if self._private_block_ids is None else self._private_block_ids
 
     @property
-    def known_node(self) -> Node | None:
-        """The deepest pinned node that begins within what this lease knows to be in the tree; None without one."""
-        node = self.node
-        while node is not None and node.start_bytes > self.committed_tokens * TOKEN_BYTES:
-            node = node.parent  # this lease used the upper half of a node that others cut
-        return node
+    def owned_block_ids(self) -> BlockIds:
+        """The blocks that belong to this lease and to no tree, int32."""
+        own = self.block_ids[self.num_published_blocks :]
+        return own if self._private_block_ids is None else np.concatenate((own, self._private_block_ids))
 
     def commit(self, upto_tokens: int) -> int:
         """Publish finished blocks: the K/V of all tokens before `upto_tokens` are written and final.
 
-        Publishes whole blocks, and the partly filled last one if `upto_tokens` is the end of the prompt. Where another
-        lease published the same tokens first, this lease adopts those blocks and gives its own back.
+        Whole blocks become matchable, and at the end of the tokens the last one too. If another lease published the
+        same tokens first, this lease adopts those blocks and releases its own. A private lease publishes nothing.
+
+        Args:
+            upto_tokens: 0 to `num_tokens`. Publishing the same tokens again changes nothing.
 
         Returns:
-            Tokens that became matchable through this call; 0 once the namespace was purged.
+            The number of tokens that are matchable only because of this call.
 
         Raises:
             LeaseClosed: the lease is closed.
-            InvalidRequest: `upto_tokens` is beyond the prompt.
+            InvalidRequest: `upto_tokens` is out of range.
+
+        Complexity: O(upto_tokens) memory comparison and a dict look-up for each new node.
 
         Example:
             >>> from radixkv.cache.prefix_cache import PrefixCache
@@ -175,14 +196,96 @@ class Lease:
             ...     lease.commit(7), lease.commit(10)  # one whole block; then the end of ten tokens
             (4, 6)
         """
-        return self._keeper.commit(self, upto_tokens)
+        self._require_open()
+        if not 0 <= upto_tokens <= self.num_tokens:
+            raise InvalidRequest(f"upto_tokens: expected 0 to {self.num_tokens}, got {upto_tokens}")
+        state, block_size = self._state, self._state.block_size
+        whole_tokens = upto_tokens // block_size * block_size
+        end = upto_tokens if upto_tokens == self.num_tokens else whole_tokens
+        if end <= self.committed_tokens or self.is_revoked or self.is_private:
+            return 0
+        num_blocks = -(-end // block_size)
+        tree = state.trees.get(self.namespace) or state.trees.plant(self.namespace, self.usage, self.root_run)
+        packed = self.block_ids[:num_blocks].tobytes()
+        insertion = tree.insert(bytes(self.tokens[: end * TOKEN_BYTES]), packed, self._known_node())
+        if not packed.startswith(insertion.known_block_ids):
+            self._adopt(np.frombuffer(insertion.known_block_ids, dtype=np.int32))
+        if insertion.split is not None:
+            state.changes.split(insertion.split, self.node_used_s, state.clock())
+        if insertion.is_covered:
+            self.num_published_blocks = insertion.num_known_blocks
+        else:
+            if self.written_from_tokens is None:
+                self.written_from_tokens = insertion.known_bytes // TOKEN_BYTES
+            self._publish(self.block_ids[insertion.num_known_blocks : num_blocks], insertion)
+            self.num_published_blocks = num_blocks
+        before = self.node
+        self.node = insertion.node
+        self.copy = None
+        state.pins.pin(insertion.node)
+        if before is not None:
+            state.pins.unpin(before)
+            if insertion.split is before:
+                before.last_used_s = self.node_used_s  # this lease used only the upper half
+                state.queue.requeue(before)
+        known_tokens = max(self.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
+        self.committed_tokens = end
+        return max(0, end - known_tokens)
+
+    def _known_node(self) -> Node | None:
+        """Return the deepest pinned node that begins within what this lease knows to be in the tree, if there is one.
+
+        Another lease may have split the node in which this lease ends; then this lease uses the upper half only.
+        """
+        node = self.node
+        while node is not None and node.start_bytes > self.committed_tokens * TOKEN_BYTES:
+            node = node.parent
+        return node
+
+    def _adopt(self, known: BlockIds) -> None:
+        """Replace the lease's own copies by blocks that were published first."""
+        differing = np.flatnonzero(self.block_ids[: known.size] != known)
+        self._state.windows.exchange(self.windows, self.block_ids[differing], known[differing])
+        self._state.pool.release(self.block_ids[differing])
+        self.usage.num_leased_blocks -= differing.size
+        self.block_ids[differing] = known[differing]
+
+    def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
+        """Hand blocks to the tree, take back the one that they replace, and notify the listeners."""
+        state, node = self._state, insertion.node
+        replaced = np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
+        num_more_blocks = block_ids.size - replaced.size
+        num_old_blocks = node.num_blocks - num_more_blocks
+        usage = node.owner.usage
+        state.pool.publish(block_ids)
+        usage.num_leased_blocks -= num_more_blocks
+        usage.num_cached_blocks += num_more_blocks
+        if replaced.size:
+            state.pool.unpublish(replaced)
+        if node.ref_count:  # the leases that use this leaf may also use the replaced block
+            node.retired_block_ids += insertion.replaced_block_ids
+            state.pins.count(node, num_more_blocks)
+        elif replaced.size:
+            state.pool.release(replaced)
+            usage.num_leased_blocks -= 1
+        if num_old_blocks == 0:
+            state.changes.inserted(node, state.clock())
+            state.queue.returned(node, self.is_resumed)
+            return
+        state.changes.grown(node, num_more_blocks, state.clock())
+        if node.held_ref_count and num_more_blocks:
+            state.held.end_after(node, num_old_blocks)
+            if node.ref_count == 0:
+                state.pins.count(node, -node.num_blocks)
+            num_old_blocks = 0  # the leaf has only what is new
+        if node.priority != DEFAULT_PRIORITY or node.has_expired:
+            state.retained.end_after(node, num_old_blocks)
 
     def reserve(self, num_tokens: int) -> None:
-        """Take blocks now for tokens that `extend` will add, or in place of those that were given up.
+        """Take blocks now for tokens that `extend` will add, or in place of blocks that were given up.
 
-        A call that raises has changed nothing.
-
-        If a commit after this ends inside a block, the copy of that block takes a reserved one.
+        A call that raises has changed nothing. If a later commit ends inside a block, the copy of that block takes a
+        reserved one. A private lease needs no more blocks, so this does nothing for it.
 
         Args:
             num_tokens: length to have blocks for, present tokens included.
@@ -191,18 +294,55 @@ class Lease:
             LeaseClosed: the lease is closed.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        self._keeper.reserve(self, num_tokens)
+        self._require_open()
+        block_size = self._state.block_size
+        if self.is_private:
+            return
+        if num_tokens <= self.num_tokens and -(-num_tokens // block_size) <= self.block_ids.size:
+            return
+        kept = self.block_ids
+        # New tokens are not written into a block that belongs to the tree, but into a copy of it.
+        last = self.num_tokens // block_size
+        replaces_last = self.num_published_blocks > last
+        if replaces_last:
+            kept = np.delete(kept, last)
+        num_new_blocks = max(0, -(-num_tokens // block_size) - kept.size)
+        if not num_new_blocks and not replaces_last:
+            return
+        self._require_takeable(num_new_blocks)
+        after = int(self.block_ids[-1]) if self.block_ids.size else None
+        room = self._state.room(self.num_expected_tokens, kept.size + num_new_blocks)
+        block_ids = np.concatenate((kept, self._take(num_new_blocks, after, room)))
+        if replaces_last:
+            self.copy = BlockCopy(int(self.block_ids[last]), int(block_ids[last]))
+            self.num_published_blocks -= 1
+        self.block_ids = block_ids
+
+    def _require_takeable(self, num_blocks: int) -> None:
+        evictor, tenant = self._state.evictor, self.namespace.tenant
+        num_missing_blocks = num_blocks - evictor.num_takeable_blocks(tenant, self.usage)
+        if num_missing_blocks > 0:
+            raise evictor.shortage(num_missing_blocks, tenant, self.usage)
+
+    def _take(self, num_blocks: int, after: int | None = None, room: int = 0) -> BlockIds:
+        """Take blocks from the pool, evicting if needed."""
+        self._state.evictor.make_room(num_blocks, self.namespace.tenant, self.usage)
+        block_ids = self._state.pool.acquire(num_blocks, after=after, room=room)
+        self.usage.num_leased_blocks += num_blocks
+        return block_ids
 
     def give_up(self, num_blocks: int) -> None:
-        """Give the last blocks back, until `reserve` takes others in their place. Nothing was written there.
+        """Return the last blocks to the pool, until `reserve` takes others in their place. They hold no K/V yet.
 
         Args:
-            num_blocks: their number. The tokens that are computed, or are being computed, have others.
+            num_blocks: their number. Tokens that are computed, or are being computed, must have other blocks.
 
         Raises:
             LeaseClosed: the lease is closed.
         """
-        self._keeper.give_up(self, num_blocks)
+        self._require_open()
+        self.block_ids, last = np.split(self.block_ids, [-num_blocks])
+        self._release(last)
 
     def extend(self, tokens: bytes) -> None:
         """Add tokens to the end of the prompt, and take the blocks they need. A call that raises has changed nothing.
@@ -220,21 +360,125 @@ class Lease:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        self._keeper.extend(self, tokens)
+        require_tokens(tokens)
+        self.reserve(self.num_tokens + len(tokens) // TOKEN_BYTES)
+        if isinstance(self.tokens, bytes):
+            self.tokens = bytearray(self.tokens)  # appending to it does not copy the prompt for each token
+        self.tokens += tokens
 
-    def keep(self) -> None:
-        """Do nothing more but keep the blocks until `close`. What only writing needs, tokens above all, is given up.
+    def reserve_private(self, num_tokens: int) -> None:
+        """Take blocks that are never published, for `leave_shared`. They count as leased blocks of the tenant.
 
-        `HeldBlocks` counts what is kept, and says before whether there is room.
+        Args:
+            num_tokens: tokens to have blocks for.
+
+        Raises:
+            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few. Nothing has changed.
+        """
+        self._require_open()
+        num_blocks = -(-num_tokens // self._state.block_size)
+        self._require_takeable(num_blocks)
+        self._private_block_ids = self._take(num_blocks)
+
+    def leave_shared(self, num_dropped_tokens: int) -> None:
+        """Continue in the private blocks, to which the owner has copied the K/V that it keeps.
+
+        All other blocks are released; what was committed stays cached. From now on tokens and blocks are independent:
+        `block_ids` hold the K/V of all tokens but `num_dropped_tokens`.
+
+        Args:
+            num_dropped_tokens: tokens of the prompt whose K/V were not copied.
+        """
+        self._require_open()
+        private_block_ids = self.private_block_ids
+        self._private_block_ids = None
+        self.tokens = bytearray(self.tokens)
+        self.num_dropped_tokens = num_dropped_tokens
+        self._release_shared()
+        self.is_private = True
+        self.block_ids = private_block_ids
+        self.num_published_blocks = 0
+
+    def hold(self) -> None:
+        """Do nothing from now on but keep the blocks until `close`. Tokens are freed, since only writing needs them.
+
+        `HeldBlocks` counts the blocks; ask it for room before.
 
         Raises:
             LeaseClosed: the lease is closed.
+            InvariantViolation: the lease has private blocks, which end with their request.
         """
-        self._keeper.keep(self)
+        self._require_open()
+        if self.is_private or self._private_block_ids is not None:
+            raise InvariantViolation("lease: a lease with private blocks cannot be held")
+        self._end_path()
+        for window in self.windows:
+            window.keep()
+        self.is_held = True
+        self.tokens = b""
+        self.copy = None
+        self.block_ids = self.block_ids[self.num_published_blocks :].copy()
+        self.num_published_blocks = 0
+        self._state.held.hold(self)
+
+    def _end_path(self) -> None:
+        """Pin no more than the shared blocks that this lease uses: split the node in which they end.
+
+        Blocks that were replaced in that node, which this lease may use as well, move to the upper half.
+        """
+        node = self.node
+        if node is None or self.is_revoked:
+            return
+        path = self._state.retained.cut_range(node, 0, self.num_published_blocks)
+        self.node = path[-1] if path else None
+        if self.node is not node:
+            if self.node is not None:
+                self._state.pins.pin(self.node)
+                self.node.retired_block_ids += node.retired_block_ids
+                node.retired_block_ids = b""
+            self._state.pins.unpin(node)
 
     def close(self) -> None:
-        """Give all blocks back; what was committed stays cached. Closing again does nothing."""
-        self._keeper.close(self)
+        """Return all blocks; what was committed stays cached. Closing again does nothing."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._leases.remove(self)
+        if self.is_held:
+            self._state.held.release(self)
+        self._release_shared()
+
+    def close_unused(self) -> None:
+        """Close a lease whose request did not start, so that it counts neither as a hit nor as a miss."""
+        self.usage.num_hit_tokens -= self.cached_tokens
+        self.usage.num_miss_tokens -= self.num_tokens - self.cached_tokens
+        self.close()
+
+    def _release_shared(self) -> None:
+        """Unpin the path and release all blocks that no tree has."""
+        for window in self.windows:
+            window.close()
+        self.windows = ()
+        own = self.owned_block_ids
+        if own.size:
+            self._release(own)
+        node = self.node
+        if node is not None:
+            self.node = None
+            is_deep = self._state.evictor.thin(node, self.num_nodes)
+            self._state.pins.unpin_and_join(node, even_unlike=is_deep)
+        if self._on_close is not None:
+            on_close = self._on_close
+            self._on_close = None
+            on_close()
+
+    def _release(self, block_ids: BlockIds) -> None:
+        self._state.pool.release(block_ids)
+        self.usage.num_leased_blocks -= block_ids.size
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise LeaseClosed("lease: expected an open lease, got a closed one")
 
     def __enter__(self) -> Lease:
         return self
@@ -243,3 +487,75 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class OpenLeases:
+    """The open leases of a cache. Those of one namespace are found without looking at the others.
+
+    acme   { ("", ""): { lease, lease }, ("", "salt"): { lease } }
+    other  { ("", ""): { lease } }
+
+    Args:
+        state: what leases move blocks between.
+    """
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+        self._leases: set[Lease] = set()
+        self._by_tenant: dict[str, dict[_Names, set[Lease]]] = {}
+
+    def __contains__(self, lease: object) -> bool:
+        return lease in self._leases
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def add(self, lease: Lease) -> None:
+        """Add a lease. Complexity: O(1)."""
+        self._leases.add(lease)
+        by_names = self._by_tenant.setdefault(lease.namespace.tenant, {})
+        by_names.setdefault(_names(lease.namespace), set()).add(lease)
+
+    def remove(self, lease: Lease) -> None:
+        """Remove a lease. Complexity: O(1)."""
+        self._leases.remove(lease)
+        tenant, names = lease.namespace.tenant, _names(lease.namespace)
+        by_names = self._by_tenant[tenant]
+        by_names[names].remove(lease)
+        if not by_names[names]:
+            del by_names[names]
+            if not by_names:
+                del self._by_tenant[tenant]
+
+    def revoke(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Stop leases of namespaces with these names from publishing; None matches any name.
+
+        Leases of public prefixes are not affected, since no caller can name them.
+
+        Complexity: O(leases revoked); with None for adapter or salt also O(namespaces of the tenant with open leases).
+        """
+        for each in self._by_tenant if tenant is None else (tenant,):
+            if each != PUBLIC_TENANT:
+                _revoke(self._by_tenant.get(each, {}), adapter, salt)
+
+
+def _names(namespace: Namespace) -> _Names:
+    return namespace.adapter, namespace.salt
+
+
+def _revoke(by_names: Mapping[_Names, set[Lease]], adapter: str | None, salt: str | None) -> None:
+    """Revoke leases of one tenant."""
+    if adapter is not None and salt is not None:
+        revoked = [by_names.get((adapter, salt), set())]
+    else:
+        revoked = [
+            leases
+            for names, leases in by_names.items()
+            if (adapter is None or adapter == names[0]) and (salt is None or salt == names[1])
+        ]
+    for leases in revoked:
+        for lease in leases:
+            lease.is_revoked = True

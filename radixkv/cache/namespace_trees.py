@@ -1,15 +1,14 @@
-"""The trees of a cache."""
+"""The trees of a cache, by namespace."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from typing import Generic, TypeVar
 
-from radixkv.cache.node import Node
-from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.windowed_layers import WindowedLayers
+from radixkv.cache.node import Owner
+from radixkv.cache.radix_tree import RadixTree, RootRun
+from radixkv.cache.tenants import TenantUsage
 from radixkv.namespace import Namespace
-from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 _V = TypeVar("_V", bound=Hashable)
 
@@ -43,67 +42,58 @@ class NamespaceIndex(Generic[_V]):
 
 
 class NamespaceTrees(dict[Namespace, RadixTree]):
-    """The tree of each namespace that has a cached token. Item assignment and `del` are the only ways to change it.
+    """The tree of each namespace that has a cached token. Change it only by `plant` and `del`.
+
+    Below a public prefix, a namespace has one tree for each position at which its prompts leave the prefix:
+
+        (public)   [ system prompt ................ ]
+                             │                     │
+        acme                 └─ [own]              ├─ [own] ─ [own]     the root of each tree holds the tokens above it
+        other                                      └─ [own]
 
     Args:
-        parts: say how much of what is found can be reused.
+        block_size: tokens per block.
     """
 
-    def __init__(self, parts: WindowedLayers) -> None:
+    def __init__(self, block_size: int) -> None:
         super().__init__()
-        self._parts = parts
+        self._block_size = block_size
         self._index: NamespaceIndex[RadixTree] = NamespaceIndex()
-        # Those that hang below a public prefix, by the namespace of prompts and the prefix's serial, and by the trunk.
-        self._hung: dict[tuple[Namespace, str], dict[str, RadixTree]] = {}
+        # Trees below a public prefix, by the namespace of the prompts and the prefix's serial, and by the position.
+        self._below: dict[tuple[Namespace, str], dict[str, RadixTree]] = {}
 
-    def __setitem__(self, namespace: Namespace, tree: RadixTree) -> None:
-        super().__setitem__(namespace, tree)
+    def plant(self, namespace: Namespace, usage: TenantUsage, root_run: RootRun) -> RadixTree:
+        """Add an empty tree.
+
+        Args:
+            namespace: of the tree.
+            usage: counters of its tenant.
+            root_run: the part of a public prefix above the tree; empty for most trees.
+        """
+        tree = self[namespace] = RadixTree(Owner(namespace, usage, self._block_size), root_run)
         self._index.add(namespace, tree)
         if namespace.trunk:
-            self._hung.setdefault(_below(namespace), {})[namespace.trunk] = tree
+            self._below.setdefault(_prefix_of(namespace), {})[namespace.trunk] = tree
+        return tree
 
     def __delitem__(self, namespace: Namespace) -> None:
         self._index.remove(namespace, self[namespace])
         super().__delitem__(namespace)
         if namespace.trunk:
-            hung = self._hung[_below(namespace)]
-            del hung[namespace.trunk]
-            if not hung:
-                del self._hung[_below(namespace)]
+            below = self._below[_prefix_of(namespace)]
+            del below[namespace.trunk]
+            if not below:
+                del self._below[_prefix_of(namespace)]
 
     def of(self, tenant: str | None) -> list[tuple[RadixTree, Namespace]]:
         """List the trees of a tenant; of all tenants for None. Complexity: O(trees listed)."""
         return self._index.of(tenant)
 
-    def hung(self, namespace: Namespace, serial: str) -> Collection[RadixTree]:
+    def below(self, namespace: Namespace, serial: str) -> Collection[RadixTree]:
         """List the trees of a namespace below a public prefix. Complexity: O(1)."""
-        return self._hung.get((namespace, serial), {}).values()
-
-    def find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> tuple[Node | None, int, int, bytes, int]:
-        """Look a prompt up in the tree of a namespace. With `read` False nothing is found.
-
-        Returns:
-            The deepest node that shares tokens, None if none does; bytes found; tokens that can be reused; the packed
-            ids of their blocks; and the number of nodes of the path.
-
-        Raises:
-            InvalidRequest: `tokens` is empty or not whole tokens.
-        """
-        require_tokens(tokens)
-        tree = self.get(namespace) if read else None
-        if tree is None:
-            return None, 0, 0, b"", 0
-        node, num_bytes, packed, num_nodes = tree.match(tokens)
-        cached_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
-        cached_tokens = self._parts.longest(packed, cached_tokens)
-        return node if cached_tokens else None, num_bytes, cached_tokens, packed, num_nodes
-
-    def has_more(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> bool:
-        """Whether more of a prompt is cached than can be reused, because parts of it were given up."""
-        tree = self.get(namespace)
-        return bool(self._parts.pools) and tree is not None and tree.match(tokens)[1] > cached_tokens * TOKEN_BYTES
+        return self._below.get((namespace, serial), {}).values()
 
 
-def _below(namespace: Namespace) -> tuple[Namespace, str]:
-    """Return the namespace of the prompts whose tree this is, and the serial of the prefix below which it hangs."""
+def _prefix_of(namespace: Namespace) -> tuple[Namespace, str]:
+    """Return the namespace of the prompts, and the serial of the public prefix above their tree."""
     return namespace._replace(trunk=""), namespace.trunk.partition(":")[0]

@@ -16,7 +16,7 @@ from radixkv.tokens import shared_bytes
 
 _V = TypeVar("_V")
 
-_MAX_SCANNED = 4  # most nodes fork in two; a sorted list costs 2 us and 800 bytes before it holds anything
+_MAX_SCANNED = 4  # most nodes have two children; even an empty sorted list costs 2 us and 800 bytes
 
 
 class ChildTable(dict[bytes, _V], Generic[_V]):
@@ -37,7 +37,7 @@ class ChildTable(dict[bytes, _V], Generic[_V]):
         self._order: _SortedKeys | None = None
 
     def __setitem__(self, first_block: bytes, child: _V) -> None:
-        """File a child, perhaps in the place of another. Complexity: O(log n)."""
+        """Add or replace a child. Complexity: O(log n)."""
         if self._order is not None and first_block not in self:
             self._order.add(first_block)
         dict.__setitem__(self, first_block, child)
@@ -95,12 +95,12 @@ NO_PLACE = -1
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Values that all nodes of one tree share.
+    """The values that all nodes of a tree have in common.
 
     Attributes:
         namespace: the namespace whose tokens these are.
         usage: the counters of its tenant.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
 
     namespace: Namespace
@@ -113,30 +113,30 @@ class Node:
 
     Attributes:
         owner: namespace, counters and block size of the tree that this node belongs to.
-        parent: the node before this one; None only for a root, which holds no tokens.
+        parent: the previous node; None only for a root, which holds no tokens, or those of a public prefix.
         start_bytes: length of all tokens before this node.
         tokens: little-endian uint32 token ids, at least one. Whole blocks, except in a leaf.
         block_ids: little-endian int32 block ids, `ceil(num_tokens / block_size)` of them.
         fingerprint: hash of the namespace and of all tokens up to the end of this node's first block.
-        children: the nodes after this one, by the bytes of their first block; None while there are none.
-        num_holds: number of leases whose path ends in this node, and of children that are held. A node is held while
-            there are any.
-        num_keeps: the same as `num_holds`, of kept leases only.
-        num_reused_blocks: blocks at its beginning that other requests found, while there is a probation.
-        num_probation_blocks: its blocks if it waits in the eviction lines on probation; otherwise 0.
-        retired_block_ids: packed ids of blocks that were replaced here while leases could still use them; they are
-            freed when the node is not held any more.
-        last_used_s: when a lease last began or ended here or below. High above the end of that lease's path the time is
-            right only while the node is not held.
-        num_uses: leases that found all of this node's tokens cached, those of deep paths that go on far below excepted.
-        policy_note: whatever the eviction policy keeps here; None on a new node. Both halves of a split have it.
-        eviction_entry: the node's entry in the eviction index; None while it is not evictable.
+        children: the next nodes, by the bytes of their first block; None if there are none.
+        ref_count: leases whose path ends in this node, plus children that are pinned. A node is pinned while this is
+            above 0.
+        held_ref_count: the same as `ref_count`, counting held leases only.
+        num_reused_blocks: blocks at the beginning that other requests have found, if there is a probation.
+        num_probation_blocks: blocks of this node while it is in the eviction queue on probation; otherwise 0.
+        retired_block_ids: packed ids of blocks that were replaced in this node while leases could still use them; they
+            are freed when the node is unpinned.
+        last_used_s: when a lease of this node or below last began or ended. Far above the end of that lease's path, the
+            time is only updated when the node is unpinned.
+        num_uses: leases that found all tokens of this node cached, except those whose path ends far below.
+        policy_note: data of the eviction policy; None on a new node. A split copies it to both halves.
+        eviction_entry: entry in the eviction queue; None while the node is not evictable.
         priority: 0 to 100; unused leaves of lower priority are evicted first.
-        expiry_entry: the node's entry among the priorities that end; None if its priority does not end.
-        has_expired: whether its priority was above the default and has ended.
+        expiry_entry: entry among the priorities that expire; None if the priority does not expire.
+        has_expired: whether the priority was above the default and has expired.
         num_retained_children: children that `RetainedNodes` counts as retained.
-        place: its number in the `SegmentIndex`; `NO_PLACE` outside.
-        keys: those that its first blocks have in stores, as far as they were made; see `KeyChains`. None before that.
+        place: position in the `SegmentIndex`; `NO_PLACE` outside.
+        keys: keys of the first blocks in stores, as far as they were computed; None before that. See `KeyChains`.
     """
 
     __slots__ = (
@@ -146,10 +146,9 @@ class Node:
         "expiry_entry",
         "fingerprint",
         "has_expired",
+        "held_ref_count",
         "keys",
         "last_used_s",
-        "num_holds",
-        "num_keeps",
         "num_probation_blocks",
         "num_retained_children",
         "num_reused_blocks",
@@ -159,6 +158,7 @@ class Node:
         "place",
         "policy_note",
         "priority",
+        "ref_count",
         "retired_block_ids",
         "start_bytes",
         "tokens",
@@ -174,8 +174,8 @@ class Node:
         self.block_ids = block_ids
         self.fingerprint = fingerprint
         self.children: ChildTable[Node] | None = None
-        self.num_holds = 0
-        self.num_keeps = 0
+        self.ref_count = 0
+        self.held_ref_count = 0
         self.retired_block_ids = b""
         self.last_used_s = 0.0
         self.num_uses = 0
@@ -202,11 +202,11 @@ class Node:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether this is a leaf with blocks that no lease uses. A root has no blocks, nor has a purged node."""
-        return self.num_holds == 0 and not self.children and len(self.block_ids) > 0
+        """Whether this is a leaf with blocks that no lease uses. A root is none, and a purged node has no blocks."""
+        return self.ref_count == 0 and not self.children and len(self.block_ids) > 0 and self.parent is not None
 
 
-# Uses of this many nodes at the end of a path are followed one by one. Paths of real traffic have fewer than 20 nodes.
+# Uses are recorded for this many nodes at the end of a path. Paths of real traffic have fewer than 20 nodes.
 NUM_FOLLOWED_NODES = 24
 
 

@@ -1,48 +1,66 @@
-"""Pins of the nodes that leases use. A pinned node is not evicted."""
+"""Reference counts of nodes. A referenced node is pinned: it cannot be evicted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from radixkv.cache.cache_state import CacheState
+from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.changes import Changes
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.eviction_queue import EvictionQueue
+from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, path_to
+from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.tokens import TOKEN_BYTES
 
 
 class Pins:
-    """Counts what holds each node, and takes held leaves out of the eviction lines.
+    """Counts the references to each node, and removes pinned leaves from the eviction queue.
 
-        held ── unpin, by the last lease ──▶ unused; a leaf is in line ── evict ──▶ gone
-             ◀───────────── pin ────────────
+        pinned ── unpin, by the last lease ──▶ unused; a leaf is in the eviction queue ── evict ──▶ free
+               ◀──────────── pin ────────────
 
-    A lease holds the node in which its path ends, and a held node holds its parent. So the nodes before a held one
-    need no count of their own for each lease:
+    A lease references the node in which its path ends, and a pinned node references its parent. So a second lease of
+    the same path changes one count, however long the path is:
 
         root ── [2] ─┬─ [1] ◀─ lease          a second lease on the upper leaf makes that 2, and nothing above changes
                      └─ [1] ◀─ lease
 
     Attributes:
-        num_pinned_blocks: published blocks that a lease keeps from eviction.
+        num_pinned_blocks: published blocks that leases keep from eviction.
     """
 
-    def __init__(self, holdings: CacheState) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        trees: NamespaceTrees,
+        pool: BlockPool,
+        policy: EvictionPolicy,
+        queue: EvictionQueue,
+        retained: RetainedNodes,
+        changes: Changes,
+        clock: Callable[[], float],
+    ) -> None:
         self.num_pinned_blocks = 0
-        self._trees = holdings.trees
-        self._pool = holdings.pool
-        self._policy = holdings.policy
-        self._retained = holdings.retained
-        self._block_size = holdings.block_size
-        self._lines = holdings.lines
-        self._changes = holdings.changes
-        self._clock = holdings.clock
+        self._block_size = block_size
+        self._trees = trees
+        self._pool = pool
+        self._policy = policy
+        self._queue = queue
+        self._retained = retained
+        self._changes = changes
+        self._clock = clock
 
     def pin(self, node: Node) -> None:
-        """Keep a path from eviction. Complexity: O(log leaves + nodes of the path that nothing held)."""
-        self._lines.discard(node)
+        """Keep a path from eviction. Complexity: O(log leaves + nodes of the path that were not pinned)."""
+        self._queue.discard(node)
         now, first, num_blocks = self._clock(), node, 0
         while node.parent is not None:
-            node.num_holds += 1
-            if node.num_holds > 1:
+            node.ref_count += 1
+            if node.ref_count > 1:
                 break
             num_blocks += node.num_blocks
             node.last_used_s = now
@@ -54,14 +72,14 @@ class Pins:
         """Undo one `pin` of the same node.
 
         Returns:
-            The deepest node of the path that is still held, or the root.
+            The deepest node of the path that is still pinned, or the root.
 
-        Complexity: O(log leaves + nodes of the path that nothing holds any more).
+        Complexity: O(log leaves + nodes of the path that are no longer pinned).
         """
         now, first, num_blocks = self._clock(), node, 0
         while node.parent is not None:
-            node.num_holds -= 1
-            if node.num_holds:
+            node.ref_count -= 1
+            if node.ref_count:
                 break
             num_blocks += node.num_blocks
             if node.retired_block_ids:
@@ -71,17 +89,18 @@ class Pins:
         self.count(first, -num_blocks)
         _touch(node, now)
         if first.is_evictable:
-            self._lines.add(first)
+            self._queue.add(first)
         return node
 
     def unpin_and_join(self, node: Node, *, even_unlike: bool = False) -> None:
-        """Undo one `pin`, and make one node of those that nothing holds any more, where nothing differs.
+        """Undo one `pin`, and join nodes that are no longer pinned where nothing differs between them.
 
-        So what was cut for a priority that ended, or for a branch that is gone, does not cost every later request.
+        So nodes that were split for a priority that has expired, or for a branch that was evicted, do not slow down
+        later requests.
 
         Args:
             node: the end of the path.
-            even_unlike: also join what the policy tells apart.
+            even_unlike: also join nodes that the policy treats differently.
 
         Complexity: that of `unpin`, and O(tokens of the nodes that are joined).
         """
@@ -96,7 +115,7 @@ class Pins:
                 uppers.reverse()
                 self._trees[node.owner.namespace].join(uppers, node)
                 self._changes.joined(uppers, node)
-                self._lines.requeue(node)
+                self._queue.requeue(node)
             if above is None:
                 return
             node = above
@@ -113,10 +132,10 @@ class Pins:
             and (even_unlike or self._policy.are_alike(upper, lower))
         )
 
-    def num_unheld_blocks(self, node: Node | None, enough: int) -> int:
-        """Count the blocks of a path that nothing holds yet; 0 if they are at most `enough` anyway.
+    def num_unpinned_blocks(self, node: Node | None, enough: int) -> int:
+        """Count the blocks of a path that are not pinned yet; returns 0 if they cannot be more than `enough`.
 
-        Complexity: O(1) if they are, otherwise O(nodes of the path that nothing holds).
+        Complexity: O(1) in that case, otherwise O(nodes of the path that are not pinned).
         """
         if node is None:
             return 0
@@ -124,38 +143,42 @@ class Pins:
         if num_blocks_before + node.num_blocks <= enough:
             return 0
         num_blocks = 0
-        while node.parent is not None and node.num_holds == 0:
+        while node.parent is not None and node.ref_count == 0:
             num_blocks += node.num_blocks
             node = node.parent
         return num_blocks
 
-    def narrowed(self, node: Node | None, cached_tokens: int, num_spare_blocks: int) -> tuple[Node | None, int, int]:
-        """Pin less of a path whose own blocks the lease needs, and if need be reuse less of it.
+    def narrowed(
+        self, node: Node | None, cached_tokens: int, num_spare_blocks: int, root_tokens: int
+    ) -> tuple[Node | None, int, int]:
+        """Pin less of a path whose own blocks the lease needs, and reuse less of it if necessary.
 
-        First the path is cut off after the reused blocks; then the block that is reused in part is given up. Whole
-        reused blocks are never given up, because computing one again takes a block as well.
+        First the path is split after the reused blocks; then the partly reused block is given up. Whole reused blocks
+        are never given up, because computing one again takes a block as well.
 
         Args:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
             num_spare_blocks: blocks that the lease could take, less those that the suffix takes.
+            root_tokens: tokens of a public prefix above the tree, whose blocks are always pinned.
 
         Returns:
-            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing to keep the
-            whole ones of these beside the suffix. If any are missing, nothing has changed.
+            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing to keep the whole
+            reused blocks in addition to the suffix. If any are missing, nothing has changed.
         """
-        num_pinned_blocks = sum(above.num_blocks for above in path_to(node) if above.num_holds)
+        num_pinned_blocks = root_tokens // self._block_size
+        num_pinned_blocks += sum(above.num_blocks for above in path_to(node) if above.ref_count)
         num_held_blocks = -(-cached_tokens // self._block_size)
         if num_spare_blocks < num_held_blocks - num_pinned_blocks:
             num_held_blocks = cached_tokens // self._block_size
             cached_tokens = num_held_blocks * self._block_size
         num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
-        if num_available_blocks < 0 or node is None or not cached_tokens:
-            return None, 0, max(0, -num_available_blocks)
+        if num_available_blocks < 0 or node is None or cached_tokens <= root_tokens:
+            return None, root_tokens, max(0, -num_available_blocks)
         return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0
 
     def count(self, node: Node, num_blocks: int) -> None:
-        """Note that `num_blocks` more blocks of a node are pinned, or fewer if it is negative."""
+        """Add to the number of pinned blocks of a node's tenant and of all tenants; `num_blocks` may be negative."""
         self.num_pinned_blocks += num_blocks
         node.owner.usage.num_pinned_blocks += num_blocks
 
@@ -167,7 +190,7 @@ class Pins:
 
 
 def _touch(node: Node, now_s: float) -> None:
-    """Note a use of the nodes from a held one up. Those far above learn of it when nothing holds them any more."""
+    """Record a use of the nearest nodes from a pinned one up. Nodes far above are updated when they are unpinned."""
     for _ in range(NUM_FOLLOWED_NODES):
         if node.parent is None:
             return

@@ -10,7 +10,7 @@ from radixkv.cache.node import Node
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """Evict the leaf first whose last lease began or ended longest ago."""
+    """Evict the leaf whose last lease began or ended the longest time ago."""
 
     def key(self, node: Node) -> float:
         """Return the time of the last use, in seconds."""
@@ -22,19 +22,19 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class SegmentedLeastRecentlyUsed(EvictionPolicy):
-    """Evict leaves that were never reused before all others; of each kind, the least recently used one first.
+    """Evict leaves that were never reused before all others, in each group the least recently used one first.
 
     Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", 1994. Here it is a sort key,
     as in SGLang, so the protected segment has no bound.
     """
 
     def key(self, node: Node) -> tuple[bool, float]:
-        """Return whether it was reused, and the time of its last use."""
+        """Return whether the node was reused, and the time of its last use."""
         return node.num_uses > 0, node.last_used_s
 
 
 class LeastFrequentlyUsed(EvictionPolicy):
-    """Evict the leaf with the fewest uses first; of equals, the least recently used one."""
+    """Evict the leaf with the fewest uses; among equals, the least recently used one."""
 
     def key(self, node: Node) -> tuple[int, float]:
         """Return the number of uses, and the time of the last one."""

@@ -4,34 +4,78 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
+from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.changes import Changes, Listener
 from radixkv.cache.evicted_prefixes import EvictedPrefixes
 from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.eviction_queue import EvictionQueue
 from radixkv.cache.evictor import Evictor
-from radixkv.cache.held_blocks import HeldBlocks
-from radixkv.cache.ledger import Ledger
-from radixkv.cache.lines.probation import Probation
-from radixkv.cache.lines.probation_lines import make_lines
+from radixkv.cache.held_blocks import HeldBlocks, Path
+from radixkv.cache.lease import Lease, OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
-from radixkv.cache.prompt_lease import PromptLease
-from radixkv.cache.public.places import Match, Places
-from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
 from radixkv.cache.purge import Purged, all_slices, purge, sweep
+from radixkv.cache.radix_tree import NO_ROOT_RUN, RootRun
+from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.segment_index import SegmentIndex
 from radixkv.cache.tenants import Quota, Tenants
-from radixkv.cache.windowed_layers import WindowedLayers
+from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.invocation import InvocationMarks
-from radixkv.namespace import Namespace, PromptKey
+from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
+
+
+class Match(NamedTuple):
+    """The part of a prompt that is cached. Valid until the cache changes.
+
+    Attributes:
+        cached_tokens: tokens that can be reused; at most all but the last one.
+        block_ids: int32 ids of the `ceil(cached_tokens / block_size)` blocks that hold them. Read-only.
+        num_nodes: nodes that were visited.
+    """
+
+    cached_tokens: int
+    block_ids: BlockIds
+    num_nodes: int
+
+
+class _Found(NamedTuple):
+    """The part of a prompt that is cached in one tree, and where the prompt is published.
+
+    Attributes:
+        namespace: of the tree.
+        cached_tokens: tokens that can be reused.
+        root_tokens: tokens of a public prefix above the tree.
+        root_run: the same as a run; empty for most trees.
+        prefix: that public prefix; None for most trees.
+        node: the deepest node of the tree that shares a reused token; None if none does.
+        found_bytes: bytes of the prompt that are in the tree, whether or not all of them can be reused.
+        packed_block_ids: the blocks that hold the cached tokens, and perhaps more.
+        num_nodes: nodes that were visited.
+    """
+
+    namespace: Namespace
+    cached_tokens: int
+    root_tokens: int
+    root_run: RootRun
+    prefix: PublicPrefix | None
+    node: Node | None
+    found_bytes: int
+    packed_block_ids: bytes
+    num_nodes: int
 
 
 class PrefixCache:
@@ -39,30 +83,31 @@ class PrefixCache:
 
     Args:
         num_blocks: physical blocks.
-        block_size: tokens a block.
+        block_size: tokens per block.
         policy: decides which unused leaf is evicted first; serves this cache only. By default the least recently used.
         quotas: bounds on the blocks of some tenants. Their floors together must fit into the pool.
         default_quota: bounds on the blocks of each other tenant, without a floor.
         max_retained_blocks: blocks that may have a priority above the default; by default a fifth of the pool.
-        max_kept_blocks: blocks that held leases may keep; by default half of the pool.
+        max_held_blocks: blocks that held leases may keep; by default half of the pool.
         max_public_blocks: blocks that public prefixes may take; by default a quarter of the pool.
-        probation_share: part of the pool beyond which never reused leaves go first; with 1 the policy alone decides.
+        probation_share: share of the pool beyond which leaves that were never reused are evicted first; with 1 only the
+            policy decides.
         evicted_prefixes: number of evicted prefixes to remember, to explain misses.
-        listeners: are told of every change to the trees, after the cache's own parts.
-        clock: seconds, never going back.
-        marks: tell what invoked adapters computed.
-        parts: of blocks, for layers that need less of a prompt; by default there are none.
+        listeners: notified of every change to the trees, after the cache's own parts.
+        clock: seconds, monotonic.
+        marks: identify the tokens that invoked adapters computed.
+        windows: pools for windowed layers; by default there are none.
+        snapshots: snapshots of recurrent states; None for a model without them.
 
     Attributes:
-        pool, parts: the state of each block, and its parts.
+        pool: the state of each block.
+        windows, snapshots: see above.
         tenants: the bounds and the counters of each tenant.
         leases: the open leases.
-        kept: the bounds and the counts of what held leases keep.
+        held: the bounds and the counts of blocks that held leases keep.
         max_retained_blocks: blocks that may be retained.
         segments: the nodes of all trees.
-        probation: counts the blocks of leaves that were never reused.
         public: the prefixes that all tenants share.
-        places: the trees in which prompts are looked up.
 
     Example:
         >>> cache = PrefixCache(num_blocks=8, block_size=4)
@@ -83,49 +128,75 @@ class PrefixCache:
         quotas: Mapping[str, Quota] | None = None,
         default_quota: Quota | None = None,
         max_retained_blocks: int | None = None,
-        max_kept_blocks: int | None = None,
+        max_held_blocks: int | None = None,
         max_public_blocks: int | None = None,
         probation_share: float = 1.0,
         evicted_prefixes: int = 65_536,
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
         marks: InvocationMarks | None = None,
-        parts: WindowedLayers | None = None,
+        windows: WindowedLayers | None = None,
+        snapshots: StateSlots | None = None,
     ) -> None:
-        self.marks, self.block_size = marks or InvocationMarks(), block_size
-        self.parts = parts or WindowedLayers()
-        self.pool = BlockPool(num_blocks, self.parts.freed)
+        self.block_size = block_size
+        self.marks = marks or InvocationMarks()
+        self.windows = windows or WindowedLayers()
+        self.snapshots = snapshots
+        self.pool = BlockPool(num_blocks, self._freed if self.windows.pools or snapshots is not None else None)
         self.tenants = Tenants(quotas or {}, default_quota)
-        self._trees = NamespaceTrees(self.parts)
-        self._lost = EvictedPrefixes(evicted_prefixes, self.marks)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
-        self._retained, self._clock = RetainedNodes(self.max_retained_blocks, self._cut), clock
-        self.kept = HeldBlocks(num_blocks // 2 if max_kept_blocks is None else max_kept_blocks, self.tenants, self._cut)
-        self.segments, policy = SegmentIndex(clock, self.marks), policy or EvictionPolicy()
-        self.probation = probation = Probation(probation_share, num_blocks)
-        self._lines, counting = make_lines(policy, self.tenants, probation)
+        self.held = HeldBlocks(num_blocks // 2 if max_held_blocks is None else max_held_blocks, self.tenants, self._cut)
+        self.segments = SegmentIndex(clock, self.marks)
+        self._clock = clock
+        self._trees = NamespaceTrees(block_size)
+        self._evicted = EvictedPrefixes(evicted_prefixes, self.marks)
+        self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
+        policy = policy or EvictionPolicy()
+        self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
+        counting = [self._queue] if self._queue.has_probation else []
         # Listeners still see the priority of what is evicted.
-        self._changes = Changes((*listeners, self._retained, self.kept, policy, *counting, self._lost, self.segments))
-        self._holdings = CacheState(
+        self._changes = Changes(
+            (*listeners, self._retained, self.held, policy, *counting, self._evicted, self.segments)
+        )
+        self._pins = Pins(
             block_size=block_size,
             trees=self._trees,
             pool=self.pool,
-            parts=self.parts,
-            tenants=self.tenants,
             policy=policy,
-            lines=self._lines,
-            probation=probation,
+            queue=self._queue,
             retained=self._retained,
-            kept=self.kept,
             changes=self._changes,
             clock=clock,
         )
-        self._pins = Pins(self._holdings)
-        self._evictor = Evictor(self._holdings, self._pins)
-        self.leases = Ledger(self._holdings, self._pins, self._evictor)
-        max_public = num_blocks // 4 if max_public_blocks is None else max_public_blocks
-        self.public = PublicPrefixes(self._holdings, self._pins, self._evictor, self.leases, max_public)
-        self.places = Places(self._holdings, self.public, self.leases)
+        self._evictor = Evictor(
+            trees=self._trees,
+            pool=self.pool,
+            tenants=self.tenants,
+            policy=policy,
+            queue=self._queue,
+            retained=self._retained,
+            changes=self._changes,
+            pins=self._pins,
+            clock=clock,
+        )
+        self._state = CacheState(
+            block_size=block_size,
+            trees=self._trees,
+            pool=self.pool,
+            windows=self.windows,
+            snapshots=snapshots,
+            tenants=self.tenants,
+            queue=self._queue,
+            retained=self._retained,
+            held=self.held,
+            changes=self._changes,
+            pins=self._pins,
+            evictor=self._evictor,
+            clock=clock,
+        )
+        self.leases = OpenLeases(self._state)
+        max_public_blocks = num_blocks // 4 if max_public_blocks is None else max_public_blocks
+        self.public = PublicPrefixes(self._state, self.leases, max_public_blocks)
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -141,6 +212,16 @@ class PrefixCache:
     def num_evicted_blocks(self) -> int:
         """Blocks evicted so far. Purged ones are not counted."""
         return self._evictor.num_evicted_blocks
+
+    @property
+    def num_probation_blocks(self) -> int:
+        """Published blocks of leaves that were never reused and that no lease uses."""
+        return self._queue.num_probation_blocks
+
+    @property
+    def num_evicted_probation_blocks(self) -> int:
+        """Blocks evicted so far from leaves that were never reused."""
+        return self._queue.num_evicted_probation_blocks
 
     @property
     def num_retained_blocks(self) -> int:
@@ -167,16 +248,116 @@ class PrefixCache:
 
         Complexity: about one memory comparison of the prompt.
         """
-        return self.places.match(namespace, tokens)
+        found = self._find(namespace, tokens)
+        num_blocks = -(-found.cached_tokens // self.block_size)
+        block_ids = np.frombuffer(found.packed_block_ids, np.int32, num_blocks)
+        return Match(found.cached_tokens, block_ids, found.num_nodes)
+
+    def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> _Found:
+        """Look a prompt up in the tree of its namespace, and below the public prefixes that it begins with.
+
+        The tree of the namespace may have more than those below a prefix: what was cached before the prefix was public.
+
+        Args:
+            namespace, tokens: the prompt.
+            read: if False, nothing is looked up.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
+        """
+        require_tokens(tokens)
+        own = self._find_in_tree(namespace, tokens, None, read)
+        if read and self.public.are_any_computed:
+            rooted = [self._find_in_tree(root.namespace, tokens, root) for root in self.public.roots(namespace, tokens)]
+            return max((*rooted, own), key=lambda each: (each.cached_tokens, each.root_tokens))
+        return own
+
+    def _find_in_tree(self, namespace: Namespace, tokens: bytes, root: PublicRoot | None, read: bool = True) -> _Found:
+        """Look a prompt up in one tree, which need not exist, below a public prefix if there is a root."""
+        run, prefix, root_tokens = NO_ROOT_RUN, None, 0
+        if root is not None:
+            run, prefix, root_tokens = root.run, root.prefix, root.run.num_tokens
+        tree = self._trees.get(namespace) if read else None
+        if tree is None:
+            node, found_bytes, packed, num_nodes = None, len(run.tokens), run.block_ids, 0
+        else:
+            node, found_bytes, packed, num_nodes = tree.match(tokens)
+        cached_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        if self.windows.pools or self.snapshots is not None:
+            cached_tokens = self._reusable_tokens(packed, cached_tokens)
+        if root is not None and cached_tokens < root_tokens + root.num_more_tokens:
+            cached_tokens = root_tokens + root.num_more_tokens
+            packed = run.block_ids + root.next_block
+            node = None
+        elif cached_tokens == root_tokens:
+            node = None
+        return _Found(namespace, cached_tokens, root_tokens, run, prefix, node, found_bytes, packed, num_nodes)
+
+    def _reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
+        """Return how many cached tokens can be reused: all, unless windowed layers or states lack something."""
+        if self.snapshots is None:
+            return self.windows.longest(packed_block_ids, num_tokens)
+        block_ids = np.frombuffer(packed_block_ids, dtype=np.int32)
+        before = -1
+        while before != num_tokens:  # what suits one may not suit the other
+            before = num_tokens
+            num_tokens = self.snapshots.longest(block_ids, self.windows.longest(packed_block_ids, num_tokens))
+        return num_tokens
+
+    def num_found_tokens(self, namespace: Namespace, tokens: bytes) -> int:
+        """Count the tokens before the last one that are cached in the namespace, whether or not they can be reused.
+
+        Windowed layers may lack their part, or there may be no snapshot of a state. Public prefixes are not counted.
+        """
+        tree = self._trees.get(namespace)
+        return 0 if tree is None else min(tree.match(tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+
+    def found_blocks(self, namespace: Namespace, tokens: bytes) -> BlockIds:
+        """Return the whole blocks of `num_found_tokens`, int32."""
+        tree = self._trees.get(namespace)
+        if tree is None:
+            return np.empty(0, np.int32)
+        _, num_bytes, packed, _ = tree.match(tokens)
+        num_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        return np.frombuffer(packed, np.int32, num_tokens // self.block_size)
+
+    def path_of(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> tuple[Path, int]:
+        """Return the blocks that a prompt would keep if its lease were held, and the number of nodes visited."""
+        found = self._find(namespace, tokens, read)
+        num_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES))
+        return Path(found.node, found.cached_tokens // self.block_size, num_blocks), found.num_nodes
+
+    def num_root_tokens(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> int:
+        """Return the tokens of the public prefix above the tree in which a prompt would be published."""
+        return self._find(namespace, tokens, read).root_tokens
 
     def explain(
         self, namespace: Namespace, tokens: bytes, cached_tokens: int, former: Sequence[PromptKey] = ()
     ) -> MissReason:
-        """Tell why the tokens after the cached ones have to be computed. Complexity: O(tokens) for each namespace.
+        """Return why the tokens after the cached ones have to be computed. Complexity: O(tokens) for each namespace.
 
-        ADAPTER_CHANGED is told of what is cached under a `former` key of the prompt, or was until that drained.
+        ADAPTER_CHANGED is returned if the prompt is cached under one of its `former` keys, or was until that drained.
         """
-        return self.places.explain(self._lost, PromptKey(namespace, tokens), cached_tokens, former)
+        if self.snapshots is not None:
+            found_tokens = self.num_found_tokens(namespace, tokens)
+            if cached_tokens < found_tokens // self.block_size * self.block_size:
+                return MissReason.NO_STATE
+            cached_tokens = found_tokens
+        if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
+            return MissReason.NONE
+        found = self._find(namespace, tokens)
+        if found.prefix is not None:
+            former = [PromptKey(found.namespace, each.tokens) for each in former if each.namespace == namespace]
+            cached_tokens = max(found.root_tokens, cached_tokens)
+        if self.windows.pools and found.found_bytes > cached_tokens * TOKEN_BYTES:
+            return MissReason.EVICTED  # from the windowed layers only
+        next_end = (cached_tokens // self.block_size + 1) * self.block_size
+        return self._evicted.explain(
+            found.namespace, tokens, cached_tokens, found.root_tokens, next_end, former, self._num_cached_tokens
+        )
+
+    def _num_cached_tokens(self, key: PromptKey) -> int:
+        return self._find_in_tree(key.namespace, key.tokens, None).cached_tokens
 
     def lease(
         self,
@@ -187,12 +368,12 @@ class PrefixCache:
         num_spared_blocks: int = 0,
         num_expected_tokens: int = 0,
         is_resumed: bool = False,
-    ) -> PromptLease:
-        """Take the right to a prompt's blocks: cached ones are kept, missing ones are allocated.
+    ) -> Lease:
+        """Open a lease of a prompt: cached blocks are pinned, missing blocks are allocated.
 
-        Unused leaves are evicted if free blocks run short. If evicting would not suffice, nothing is evicted and
-        nothing changes. Reuse never makes a lease fail that would succeed without it: in a full cache the block that is
-        shared in part may be given up, so `cached_tokens` may be less than a match found.
+        Unused leaves are evicted if there are too few free blocks. If that would not suffice, nothing is evicted and
+        nothing changes. Reuse never makes a lease fail that would succeed without it: in a full cache the partly reused
+        block may be given up, so `cached_tokens` may be less than a match found.
 
         Args:
             namespace: where to look and to publish.
@@ -200,7 +381,7 @@ class PrefixCache:
             read: reuse cached blocks.
             num_spared_blocks: blocks that must be free or evictable after this.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
-            is_resumed: the prompt had a lease before, of which this one goes on; so what it finds is no reuse.
+            is_resumed: the request had a lease of this prompt before, so what it finds does not count as reuse.
 
         Returns:
             A lease that the caller must close.
@@ -209,7 +390,87 @@ class PrefixCache:
             InvalidRequest: `tokens` is empty or not whole tokens.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
         """
-        return self.places.lease(namespace, tokens, read, num_spared_blocks, num_expected_tokens, is_resumed)
+        num_tokens = len(tokens) // TOKEN_BYTES
+        most_tokens = max(num_expected_tokens, num_tokens)
+        keeps_all = namespace.tenant == PUBLIC_TENANT
+        self.windows.require_room(most_tokens, keeps_all=keeps_all)
+        found = self._find(namespace, tokens, read)
+        _, cached_tokens, root_tokens, root_run, prefix, node, found_bytes, packed, num_nodes = found
+        found_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        reusable_tokens = cached_tokens
+        tenant = namespace.tenant
+        usage = self.tenants[tenant]
+        num_new_blocks = -(-num_tokens // self.block_size) - cached_tokens // self.block_size
+        num_spare_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks) - num_new_blocks
+        while num_spare_blocks < self._pins.num_unpinned_blocks(node, num_spare_blocks):
+            node, cached_tokens, num_missing_blocks = self._pins.narrowed(
+                node, cached_tokens, num_spare_blocks, root_tokens
+            )
+            if num_missing_blocks:
+                raise self._evictor.shortage(num_missing_blocks, tenant, usage, num_spared_blocks)
+            fewer_tokens = self._reusable_tokens(packed, cached_tokens)  # windowed layers may need other blocks now
+            if fewer_tokens == cached_tokens:
+                break
+            num_more_blocks = cached_tokens // self.block_size - fewer_tokens // self.block_size
+            num_new_blocks += num_more_blocks
+            num_spare_blocks -= num_more_blocks
+            cached_tokens = fewer_tokens
+        node_used_s = 0.0
+        if node is not None:
+            node_used_s = node.last_used_s
+            self._changes.used(node, found_bytes, self._clock())
+            self._queue.found(node, found_bytes, is_resumed)
+            self._pins.pin(node)
+        self._evictor.make_room(num_new_blocks, tenant, usage)
+        num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
+        reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
+        after = int(reused[-1]) if reused.size else None
+        room = self._state.room(num_expected_tokens, num_shared_blocks + num_new_blocks)
+        new = self.pool.acquire(num_new_blocks, after=after, room=room)
+        usage.num_leased_blocks += num_new_blocks
+        usage.num_hit_tokens += cached_tokens
+        usage.num_miss_tokens += num_tokens - cached_tokens
+        windows: Sequence[WindowLease] = ()
+        if self.windows.pools:
+            if not is_resumed:
+                self.windows.note_hit(found_tokens, reusable_tokens)
+            windows = self.windows.open(
+                reused, cached_tokens, most_tokens, keeps_all=keeps_all, found_tokens=found_tokens
+            )
+        on_close = None
+        if prefix is not None:
+            self.public.enter(prefix)
+            on_close = partial(self.public.leave, prefix)
+        has_copied_public = prefix is not None and node is None
+        return Lease(
+            self.leases,
+            found.namespace,
+            usage,
+            tokens,
+            cached_tokens,
+            np.concatenate((reused[:num_shared_blocks], new)),
+            num_shared_blocks,
+            copy=BlockCopy(int(reused[num_shared_blocks]), int(new[0])) if num_copied_tokens else None,
+            node=node,
+            node_used_s=node_used_s,
+            root_run=root_run,
+            public_tokens=cached_tokens if has_copied_public else root_tokens,
+            found_tokens=found_tokens,
+            num_expected_tokens=num_expected_tokens,
+            num_nodes=num_nodes,
+            is_resumed=is_resumed,
+            windows=windows,
+            on_close=on_close,
+        )
+
+    def touch(self, namespace: Namespace, tokens: bytes) -> None:
+        """Mark what is cached of a prompt as used now, whether or not it can be reused, to evict it later."""
+        tree = self._trees.get(namespace)
+        node, found_bytes = (None, 0) if tree is None else tree.match(tokens)[:2]
+        if node is not None:
+            self._changes.used(node, found_bytes, self._clock())
+            self._pins.pin(node)
+            self._pins.unpin(node)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, *, only_raise: bool = False) -> Grant:
         """Give a cached range a priority: unused leaves of lower priority are evicted first, whatever the policy.
@@ -235,16 +496,17 @@ class PrefixCache:
         self._evictor.expire()
         require_tokens(tokens)
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
-        place = self.places.of(namespace, tokens)
-        first = place.start_tokens
-        public = Grant(max(0, min(end, first) - start), 0, 0)  # which stays as long as the operator wishes
-        start, end = max(0, start - first), max(0, end - first)
+        found = self._find(namespace, tokens)
+        first = found.root_tokens
+        public = Grant(max(0, min(end, first) - start), 0, 0)  # public blocks are never evicted
+        start = max(start, first)
+        end = max(end, first)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
         own, nodes = self._retained.grant_tokens(
-            self._trees.get(place.namespace), place.tokens, start, end, retention.priority, expires_s, only_raise
+            self._trees.get(found.namespace), tokens, start, end, retention.priority, expires_s, only_raise
         )
         for node in nodes:
-            self._lines.requeue(node)
+            self._queue.requeue(node)
         return public.joined(own)
 
     def expire(self) -> None:
@@ -277,19 +539,19 @@ class PrefixCache:
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Purged]:
         """Forget whole namespaces, in slices between which the cache may be used; see `namespaces/purge.py`."""
-        return purge(self._trees, self.leases.open, self._evictor, self.segments, tenant, adapter, salt)
+        return purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
 
     def draining(self, adapter: str) -> Generator[None, None, Purged]:
         """Forget what was cached with an adapter that no request has, and explain later misses of its names."""
         self.public.unregister_all(adapter)
         if self.marks.has(adapter):
-            return self._lost.draining(adapter, sweep(self.segments, self._evictor, self.marks, adapter))
-        return self._lost.draining(adapter, self.purging(adapter=adapter))
+            return self._evicted.draining(adapter, sweep(self.segments, self._evictor, self.marks, adapter))
+        return self._evicted.draining(adapter, self.purging(adapter=adapter))
 
     def check(self) -> None:
         """Recount everything, and raise InvariantViolation if something does not add up. Complexity: O(everything)."""
         self._evictor.expire()
-        audit(self._holdings, self.leases, self._pins)
+        audit(self._state, self.leases)
         self.segments.check(self.nodes())
         self.public.check()
 
@@ -298,3 +560,9 @@ class PrefixCache:
         upper = self._trees[node.owner.namespace].cut(node, num_blocks)
         self._changes.cut(node)
         return upper
+
+    def _freed(self, block_ids: BlockIds) -> None:
+        """Take back what windowed layers and states have of blocks that are free now."""
+        self.windows.freed(block_ids)
+        if self.snapshots is not None:
+            self.snapshots.freed(block_ids)

@@ -1,4 +1,4 @@
-"""Forgets whole namespaces, and what an invoked adapter cached."""
+"""Purges whole namespaces, and what an invoked adapter computed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from radixkv.cache.evictor import Evictor
+from radixkv.cache.lease import OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import NO_PLACE
-from radixkv.cache.open_leases import OpenLeases
 from radixkv.cache.segment_index import SegmentIndex
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 
-# Work of one slice on the engine's thread: looking at 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes of a
-# namespace that leases use are purged at once.
+# Work of one slice on the engine's thread: examining 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes that
+# leases use are purged at once, per namespace.
 _MAX_LOOKS = 1024
 _MAX_PURGED = 128
 
@@ -27,8 +27,8 @@ class Purged(NamedTuple):
 
     Attributes:
         freed_blocks: blocks that are free now.
-        pinned_blocks: blocks that open leases still use. No match finds them; they become free with those leases.
-        stored_blocks: blocks that each store below the device has deleted; None if it could not be asked.
+        pinned_blocks: blocks that open leases still use. They cannot be matched, and become free with those leases.
+        stored_blocks: blocks that each tier has deleted; None if it could not be reached.
     """
 
     freed_blocks: int
@@ -45,13 +45,13 @@ def purge(
     adapter: str | None,
     salt: str | None,
 ) -> Generator[None, None, Purged]:
-    """Forget the namespaces with these names, None for any, in slices of bounded work. Each slice ends with a `yield`.
+    """Purge the namespaces with these names, None for any, in slices of bounded work. Each slice ends with a `yield`.
 
-    Of an invoked adapter, these are the base model's namespaces in which anything is cached with it.
+    For an invoked adapter, these are the base model's namespaces in which anything is cached with it.
 
-    After the last slice nothing is matchable of what was cached before the first one. The cache may be used between
-    slices. A lease that was opened before the first slice publishes nothing more; nor does a later one that uses
-    what a slice takes.
+    After the last slice, nothing that was cached before the first one can be matched. The cache may be used between
+    slices. A lease that was opened before the first slice publishes nothing more, and neither does a later one that
+    uses nodes which are purged.
 
     Complexity: O(open leases of the tenant + namespaces of the tenant + nodes purged * log leaves); without a tenant,
     all leases and namespaces.
@@ -80,7 +80,7 @@ def purge(
             num_nodes, pinned = evictor.purge(tree)
             num_purged += num_nodes
             pinned_blocks += pinned
-            # Those that were opened since the first slice.
+            # Leases that were opened since the first slice.
             leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
     return Purged(freed_blocks, pinned_blocks)
 
@@ -88,9 +88,9 @@ def purge(
 def sweep(
     segments: SegmentIndex, evictor: Evictor, marks: InvocationMarks, digest: str
 ) -> Generator[None, None, Purged]:
-    """Forget what an invoked adapter computed and no lease uses, in slices that end with a `yield`.
+    """Purge what an invoked adapter computed and no lease uses, in slices that end with a `yield`.
 
-    No request may have the adapter any more. What held leases use stays until it is evicted.
+    No request may use the adapter any more. Blocks that held leases use stay until they are evicted.
 
     Complexity: O(nodes of the cache), and O(log leaves) for each node that is purged.
     """
@@ -112,7 +112,7 @@ def sweep(
 
 
 def all_slices(slices: Generator[None, None, _T]) -> _T:
-    """Run all slices of something at once, and return its result."""
+    """Run all slices of a purge at once, and return its result."""
     while True:
         try:
             next(slices)

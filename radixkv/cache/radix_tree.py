@@ -45,14 +45,37 @@ class Insertion(NamedTuple):
         return len(self.known_block_ids) // BLOCK_ID_BYTES
 
 
+class RootRun(NamedTuple):
+    """The run of tokens above a tree: whole blocks of a public prefix that several trees share. Mostly empty.
+
+    Attributes:
+        tokens: little-endian uint32 bytes, whole blocks.
+        block_ids: packed ids of their blocks, which stay published while a lease below them is open.
+    """
+
+    tokens: bytes = b""
+    block_ids: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length in tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+NO_ROOT_RUN = RootRun()
+
+
 class RadixTree:
-    """The cached tokens of one namespace. It compares tokens, not hashes, so a match is always a true one.
+    """The cached tokens of one namespace. Tokens are compared, not hashes, so every match is exact.
+
+    Positions count from the beginning of the prompt, also where the tree is rooted below a public prefix.
 
     Args:
         owner: namespace, counters and block size of all its nodes.
+        root_run: what the root holds.
 
     Attributes:
-        root: the node above all others; it holds no tokens.
+        root: the node above all others.
 
     Example:
         >>> from radixkv.cache.tenants import Quota, TenantUsage
@@ -65,24 +88,29 @@ class RadixTree:
         4
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, root_run: RootRun = NO_ROOT_RUN) -> None:
         self.owner = owner
-        self.root = Node(owner, None, 0, b"", b"", 0)
+        self.root = Node(owner, None, 0, root_run.tokens, root_run.block_ids, 0)
+        self._start_bytes = len(root_run.tokens)
         self._block_bytes = owner.block_size * TOKEN_BYTES
         self._seed = owner.namespace.seed
 
     def match(self, tokens: bytes) -> tuple[Node | None, int, bytes, int]:
         """Find the longest known prefix, to the token. Changes nothing.
 
+        Args:
+            tokens: the prompt, which begins with the tokens of the root.
+
         Returns:
             The deepest node that shares at least one token, None if none does; the number of bytes that match; the
-            packed ids of the blocks that hold them, of which the last one may be shared in part; the number of nodes
-            of the path. This is a plain tuple because a named one takes 0.2 us.
+            packed ids of the blocks that hold them, of which the last one may match in part; the number of nodes
+            visited. This is a plain tuple because a named one takes 0.2 us more.
 
         Complexity: one dict look-up and one memory comparison a node; at the end O(log siblings).
         """
         block_bytes = self._block_bytes
-        node, position = self.root, 0
+        node = self.root
+        position = start_bytes = self._start_bytes
         runs: list[bytes] = []
         while children := node.children:
             first_block = tokens[position : position + block_bytes]
@@ -101,13 +129,14 @@ class RadixTree:
                 position += shared
                 runs.append(child.block_ids[: -(-shared // block_bytes) * BLOCK_ID_BYTES])
             break
-        return node if position else None, position, b"".join(runs), len(runs)
+        found = node if position > start_bytes else None
+        return found, position, self.root.block_ids + b"".join(runs), len(runs)
 
     def insert(self, tokens: bytes, block_ids: bytes, known: Node | None = None) -> Insertion:
         """Make a run of tokens matchable. The tree takes over those of its blocks that it did not hold before.
 
         Args:
-            tokens: the run from the root on, at least one token.
+            tokens: the run, which begins with the tokens of the root, and at least one token more.
             block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
             known: a node before which the tree is known to hold this run in these blocks.
 
@@ -115,7 +144,7 @@ class RadixTree:
         the path from `known` on.
         """
         block_bytes = self._block_bytes
-        node, position = self.root, 0
+        node, position = self.root, self._start_bytes
         if known is not None and known.parent is not None:
             node, position = known.parent, known.start_bytes
         runs = [block_ids[: position // block_bytes * BLOCK_ID_BYTES]]
@@ -208,8 +237,8 @@ class RadixTree:
         assert parent.children is not None
         packed = lower.block_ids[: num_blocks * BLOCK_ID_BYTES]
         upper = Node(self.owner, parent, lower.start_bytes, lower.tokens[:cut], packed, lower.fingerprint)
-        upper.num_holds = int(lower.num_holds > 0)
-        upper.num_keeps = int(lower.num_keeps > 0)
+        upper.ref_count = int(lower.ref_count > 0)
+        upper.held_ref_count = int(lower.held_ref_count > 0)
         upper.last_used_s = lower.last_used_s
         upper.num_uses = lower.num_uses
         upper.policy_note = lower.policy_note

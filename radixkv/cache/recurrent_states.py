@@ -1,4 +1,4 @@
-"""The slots for states: which block has a snapshot, and who goes on from it."""
+"""Recurrent states: the slots of running requests, and snapshots at the ends of cached blocks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class _Entry:
     worth: float
 
 
-class WorthOrder:
-    """Orders snapshots by the tokens that they save a byte, and by how lately that was seen.
+class SnapshotOrder:
+    """The order in which snapshots are evicted: by the tokens that they save, and by how recently they did.
 
-    All snapshots take the same bytes, so their tokens are compared. A snapshot is worth the tokens between the one
-    before it and itself, once for its making and once for each use, above the worth of the last one that was given up:
-    what was worth much long ago falls behind (GreedyDual-Size with Frequency; Cherkasova, HPL-98-69R1).
+    The score of a snapshot is the number of tokens since the previous snapshot, times one plus its uses, plus the score
+    of the snapshot that was evicted last. So a high score of long ago loses its weight (GreedyDual-Size with Frequency;
+    Cherkasova, HPL-98-69R1). All snapshots have the same size, so scores need not be divided by it.
 
     Attributes:
-        level: the worth of the last snapshot that was given up.
+        level: the score of the snapshot that was evicted last.
 
     Example:
-        >>> order = WorthOrder()
+        >>> order = SnapshotOrder()
         >>> order.add(7, saved_tokens=512)
         >>> order.add(8, saved_tokens=64)
         >>> order.least(), order.worth_of(100) > order.worth(8)
@@ -46,17 +46,17 @@ class WorthOrder:
     def __init__(self) -> None:
         self.level = 0.0
         self._entries: dict[int, _Entry] = {}
-        self._heap: list[tuple[float, int]] = []  # with entries that are out of date; those are skipped
+        self._heap: list[tuple[float, int]] = []  # outdated entries are skipped
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def worth_of(self, saved_tokens: int) -> float:
-        """Return what a new snapshot would be worth."""
+        """Return the score of a new snapshot."""
         return self.level + saved_tokens
 
     def worth(self, slot: int) -> float:
-        """Return what a snapshot is worth."""
+        """Return the score of a snapshot."""
         return self._entries[slot].worth
 
     def num_uses(self, slot: int) -> int:
@@ -69,7 +69,7 @@ class WorthOrder:
         self._push(slot, entry)
 
     def used(self, slot: int) -> None:
-        """Note a use of a snapshot. Complexity: O(log snapshots), amortized."""
+        """Record a use of a snapshot. Complexity: O(log snapshots), amortized."""
         entry = self._entries[slot]
         entry.num_uses += 1
         entry.worth = self.level + entry.saved_tokens * (1 + entry.num_uses)
@@ -80,7 +80,7 @@ class WorthOrder:
         del self._entries[slot]
 
     def least(self) -> int | None:
-        """Return the snapshot that is worth least; None if there is none. Complexity: O(log snapshots), amortized."""
+        """Return the snapshot with the lowest score; None if there is none. Complexity: O(log snapshots), amortized."""
         while self._heap:
             worth, slot = self._heap[0]
             entry = self._entries.get(slot)
@@ -90,12 +90,12 @@ class WorthOrder:
         return None
 
     def give_up(self, slot: int) -> None:
-        """Forget a snapshot for the sake of another one. Complexity: O(1)."""
+        """Evict a snapshot. Complexity: O(1)."""
         self.level = max(self.level, self._entries[slot].worth)
         self.discard(slot)
 
     def _push(self, slot: int, entry: _Entry) -> None:
-        """Put what a snapshot is worth now into the heap. What is out of date leaves it when there is much of it."""
+        """Add the present score of a snapshot to the heap, and rebuild the heap if many entries are outdated."""
         heapq.heappush(self._heap, (entry.worth, slot))
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = [(each.worth, number) for number, each in self._entries.items()]
@@ -108,26 +108,25 @@ class _Pending(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """The newest snapshot of an answer, whose block and slot these are."""
+    """The newest snapshot of a completion: its slot and its block."""
 
     slot: int
     block_id: int
 
 
 class StateLease:
-    """Holds the slot of a running request, and those of snapshots that it has not published yet.
+    """Holds the slot of a running request, and the slots of snapshots that it has not published yet.
 
-        prompt    [ cached | every_tokens ....)[ every_tokens ....)[ .... )( answer ............
-        source             ^ a snapshot of the tree; then its own slot
-        writes                                ^                   ^ ^             ^ the newest block end of the answer
-                                                  where others left it   the end of the last whole block
+        prompt    [ cached | every_tokens ....)[ every_tokens ....)[ .... )( completion ........
+        source             ^ a snapshot of the tree; afterwards its own slot
+        writes                                ^                   ^ ^             ^ the newest block end
+                                                   where others diverged  the end of the last whole block
 
-    The last token of a prompt is always computed, so a prompt's last snapshot is before its last token.
+    The last token of a prompt is always computed, so the last snapshot of a prompt is before its last token.
 
     Attributes:
         slot: its own slot, which holds its state after each step.
-        source: the slot that is read by the first step after the last `advance`, and by no later one; None at the
-            beginning of a sequence.
+        source: the slot that the first step after the last `advance` reads; None at the beginning of a sequence.
     """
 
     def __init__(
@@ -153,32 +152,32 @@ class StateLease:
 
     @property
     def computed_upto(self) -> int:
-        """Tokens that its state stands for."""
+        """Tokens that the state summarizes."""
         return self._computed_upto
 
     @property
     def pending_slots(self) -> list[int]:
-        """Slots of snapshots that are not published."""
+        """Slots of snapshots that are not published yet."""
         return [each.slot for each in self._pending.values()]
 
     def want(self, position: int) -> bool:
-        """Leave a snapshot at the end of a block, because another request will go on there.
+        """Save a snapshot at the end of a block, because another request waits to continue there.
 
         Returns:
-            False if no snapshot may be kept at all.
+            False if no snapshots can be kept at all.
         """
         self._wanted.add(position)
         return self._slots.num_snapshots > 0
 
     def writes(self, start: int, end: int, *, keeps: bool) -> list[tuple[int, int]]:
-        """Take slots for the snapshots of a step that computes the tokens `[start, end)`.
+        """Allocate slots for the snapshots of a step that computes the tokens `[start, end)`.
 
         Args:
             start, end: the tokens.
-            keeps: whether the request may publish anything; if not, no snapshot is taken.
+            keeps: whether the request may publish; if not, there are no snapshots.
 
         Returns:
-            Positions and the slots that keep the states there; the last one is its own.
+            The positions at which states are saved, and their slots. The last one is the request's own slot.
         """
         positions = self._positions(start, end) if keeps else []
         for position in positions:
@@ -205,17 +204,17 @@ class StateLease:
         return sorted(positions)
 
     def advance(self, upto: int) -> None:
-        """Go on from its own slot: the tokens before `upto` are computed."""
+        """Continue from the request's own slot: the tokens before `upto` are computed."""
         self._read()
         self.source = self.slot
         self._computed_upto = upto
 
     def publish(self, block_ids: BlockIds, num_published_blocks: int) -> None:
-        """Publish the snapshots at the ends of blocks that a tree holds now.
+        """Publish the snapshots at the ends of blocks that are published now.
 
         Args:
             block_ids: int32, the blocks of the request.
-            num_published_blocks: number of blocks at their beginning that the tree holds.
+            num_published_blocks: number of published blocks at the beginning.
         """
         upto = min(num_published_blocks * self._slots.block_size, self._computed_upto)
         for position in sorted(each for each in self._pending if each <= upto):
@@ -227,7 +226,7 @@ class StateLease:
                 self._last_of_answer = _Last(slot, block_id)
 
     def close(self) -> None:
-        """Give all slots back; published snapshots stay. Closing again does nothing."""
+        """Return all slots; published snapshots stay. Closing again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -247,31 +246,32 @@ _NO_SLOT = -1  # in the table, which is searched as a whole
 
 
 class StateSlots:
-    """Hands out slots for states, and keeps snapshots: states at the ends of some cached blocks.
+    """Allocates slots for states, and keeps snapshots: states at the ends of some cached blocks.
 
         tokens      [ block 5 )[ block 9 )[ block 2 )[ block 7 )     a path of the tree
         table           -          3          -          0           slots of the snapshots, by block
-        slots       [ of 7 | own of a request | free | of 9 | pending ]
+        slots       [ of 7 | of a request | free | of 9 | pending ]
 
-                 take                publish                 block freed, or worth least
+                 take                publish                 block freed, or evicted
         free ───────────▶ pending ─────────────▶ snapshot ────────────────────────────────▶ free
-          └──── open ───▶ own of a request ── close ──▶ free
+          └──── open ───▶ slot of a request ── close ──▶ free
 
-    A snapshot belongs to its block: it goes with it, and is found by those that find the block. A slot that a request
-    still has to read is freed after that.
+    A snapshot belongs to its block: it is found with the block and freed with it. If a request still has to read the
+        slot,
+    the slot is freed afterwards.
 
     Args:
         num_blocks: blocks of the block pool.
         block_size: tokens a block.
         num_requests: requests that may run at the same time; each has a slot of its own.
-        num_snapshots: snapshots that may be kept beside them.
+        num_snapshots: maximum number of snapshots, in addition to these slots.
         every_tokens: tokens between snapshots of a long prompt; rounded down to whole blocks, at least one.
 
     Attributes:
         block_size, num_snapshots, every_tokens: as above.
-        table: int32 `[num_blocks]`, the slot of each block's snapshot; -1 where there is none. Read-only for others.
-        num_given_up: snapshots that were given up for others so far.
-        num_recomputed_tokens: cached tokens that were computed again so far, since no snapshot was that far.
+        table: int32 `[num_blocks]`, the slot of each block's snapshot; -1 where there is none. Read-only for callers.
+        num_given_up: snapshots evicted so far.
+        num_recomputed_tokens: cached tokens that were computed again so far, since the last snapshot was before them.
     """
 
     def __init__(
@@ -288,13 +288,13 @@ class StateSlots:
         self._leases: set[StateLease] = set()  # of the running requests
         self._num_pending = 0
         self._blocks: dict[int, int] = {}  # of snapshots, by slot
-        self._readers: Counter[int] = Counter()  # requests that have not read a slot yet
-        self._doomed: set[int] = set()  # slots without a block that somebody still reads
-        self._order = WorthOrder()
+        self._readers: Counter[int] = Counter()  # by slot: requests that have not read it yet
+        self._doomed: set[int] = set()  # slots without a block that a request still has to read
+        self._order = SnapshotOrder()
 
     @property
     def num_kept(self) -> int:
-        """Snapshots that belong to blocks now."""
+        """Number of snapshots."""
         return len(self._blocks)
 
     def stats(self) -> StateStats:
@@ -317,13 +317,13 @@ class StateSlots:
         return (int(with_snapshot[-1]) + 1) * self.block_size if with_snapshot.size else 0
 
     def open(self, block_ids: BlockIds, cached_tokens: int, num_prompt_tokens: int, found_tokens: int) -> StateLease:
-        """Give a request a slot of its own, and let it go on from a snapshot.
+        """Allocate a slot for a request, which continues from a snapshot.
 
         Args:
             block_ids: int32, its blocks.
             cached_tokens: tokens that it reuses, as `longest` says.
             num_prompt_tokens: length of its prompt.
-            found_tokens: tokens at its start that are cached, whether or not one can go on there.
+            found_tokens: tokens at its start that are cached, whether or not there is a snapshot.
 
         Returns:
             A lease that the caller must close.
@@ -333,7 +333,7 @@ class StateSlots:
         source = None
         if cached_tokens:
             source = int(self.table[block_ids[cached_tokens // self.block_size - 1]])
-            require_invariant("states", source != _NO_SLOT, "a request goes on where no snapshot is")
+            require_invariant("states", source != _NO_SLOT, "a request continues where there is no snapshot")
             self._order.used(source)
             self._readers[source] += 1
         self.num_recomputed_tokens += max(0, found_tokens // self.block_size * self.block_size - cached_tokens)
@@ -343,12 +343,12 @@ class StateSlots:
         return lease
 
     def close(self, lease: StateLease) -> None:
-        """Take the own slot of a request back."""
+        """Free the slot of a request."""
         self._leases.remove(lease)
         self._free.append(lease.slot)
 
     def read(self, slot: int) -> None:
-        """Note that a request has read the snapshot that it goes on from, or never will."""
+        """Note that a request has read the snapshot from which it continues, or never will."""
         self._readers[slot] -= 1
         if not self._readers[slot]:
             del self._readers[slot]
@@ -357,13 +357,13 @@ class StateSlots:
                 self._free.append(slot)
 
     def take(self, saved_tokens: int) -> int | None:
-        """Take a slot for a snapshot, if need be from the one that is worth least.
+        """Allocate a slot for a snapshot, evicting the one with the lowest score if necessary.
 
         Args:
-            saved_tokens: tokens that it saves beside the snapshot before it.
+            saved_tokens: tokens since the previous snapshot.
 
         Returns:
-            The slot, pending; None if all others are worth more, or are read.
+            The slot, pending; None if all snapshots have a higher score, or the lowest one is being read.
         """
         if len(self._blocks) + self._num_pending + len(self._doomed) >= self.num_snapshots:
             least = self._order.least()
@@ -376,12 +376,12 @@ class StateSlots:
         return self._free.pop()
 
     def drop(self, slot: int) -> None:
-        """Take a pending slot back."""
+        """Free a pending slot."""
         self._num_pending -= 1
         self._free.append(slot)
 
     def publish(self, slot: int, block_id: int, saved_tokens: int) -> bool:
-        """Let a pending slot be the snapshot of a block that a tree holds. Returns False if it has one already."""
+        """Make a pending slot the snapshot of a published block. Returns False if the block has one already."""
         if self.table[block_id] != _NO_SLOT:
             self.drop(slot)
             return False
@@ -392,19 +392,19 @@ class StateSlots:
         return True
 
     def retract(self, slot: int, block_id: int) -> None:
-        """Free the snapshot of a block, unless it was used or is gone."""
+        """Free the snapshot of a block, unless it was used or evicted."""
         if self._blocks.get(slot) == block_id and not self._order.num_uses(slot):
             self._order.discard(slot)
             self._leave(slot)
 
     def freed(self, block_ids: BlockIds) -> None:
-        """Free the snapshots of blocks that nobody owns any more. Complexity: O(len), a loop over those with one."""
+        """Free the snapshots of blocks that are free now. Complexity: O(len), with a loop over those with one."""
         for slot in self.table[block_ids[self.table[block_ids] != _NO_SLOT]].tolist():
             self._order.discard(slot)
             self._leave(slot)
 
     def _leave(self, slot: int) -> None:
-        """Take a snapshot from its block."""
+        """Remove a snapshot from its block."""
         self.table[self._blocks.pop(slot)] = _NO_SLOT
         if slot in self._readers:
             self._doomed.add(slot)
@@ -415,10 +415,10 @@ class StateSlots:
         """Recount all slots.
 
         Args:
-            free_blocks: blocks that nobody owns.
+            free_blocks: blocks without an owner.
 
         Raises:
-            InvariantViolation: the message says what does not agree.
+            InvariantViolation: the message names the inconsistency.
         """
         own = [lease.slot for lease in self._leases]
         pending = [slot for lease in self._leases for slot in lease.pending_slots]
@@ -432,7 +432,7 @@ class StateSlots:
         read = ((lease.source, lease.slot) for lease in self._leases)
         readers = Counter(source for source, slot in read if source is not None and source != slot)
         require_invariant("states", self._readers == readers, "the readers are not those of the requests")
-        require_invariant("states", self._doomed <= set(readers), "a slot is kept that nobody reads")
+        require_invariant("states", self._doomed <= set(readers), "a slot is kept that no request reads")
         num_used = len(table) + len(pending) + len(self._doomed)
-        require_invariant("states", num_used <= self.num_snapshots, "more snapshots are kept than may be")
+        require_invariant("states", num_used <= self.num_snapshots, "more snapshots are kept than allowed")
         require_invariant("states", bool((self.table[free_blocks] == _NO_SLOT).all()), "a free block has one")

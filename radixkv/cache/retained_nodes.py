@@ -1,4 +1,4 @@
-"""The nodes that callers asked to keep: their priorities, when these end, and how many blocks that holds back."""
+"""Retention: the priorities of nodes, when they expire, and how many blocks they retain."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import TenantUsage
 from radixkv.tokens import TOKEN_BYTES
 
-# A path of more nodes than this is not cut further: each costs every request that uses the path a microsecond.
+# Longer paths are not split further: each node costs every request that uses the path a microsecond.
 _MAX_CUT_NODES = 256
-# The others end with the next calls: 40,000 at once would take 0.4 s.
+# The others expire in the next calls: 40,000 at once would take 0.4 s.
 _MAX_ENDED_AT_ONCE = 256
 
 
 class RetainedNodes(Listener):
-    """Gives nodes a priority, and takes it back when its time is up.
+    """Gives nodes a priority, and resets it when it expires.
 
-    A node is retained while its priority is above the default. So is every node before it, which can't leave earlier:
+    A node is retained while its priority is above the default. So is every node before it, which cannot be evicted
+    earlier:
 
         root ── [50] ── [90] ─┬─ [50]        retained: the first two, whatever priority the first has
                               └─ [20]
 
     Args:
         max_blocks: blocks that may be retained.
-        cut: cuts a node after its first blocks, tells the listeners, and returns the upper half.
+        cut: splits a node after its first blocks, notifies the listeners, and returns the upper half.
 
     Attributes:
         max_blocks: the same.
@@ -47,20 +48,20 @@ class RetainedNodes(Listener):
 
     @property
     def num_expiring(self) -> int:
-        """Number of nodes whose priority will end."""
+        """Number of nodes whose priority expires."""
         return len(self._expiries)
 
     def grant(self, node: Node, priority: int, expires_s: float | None, *, only_raise: bool = False) -> Node | None:
-        """Give a node a priority. If not all of it may be retained, cut it and give the priority to its beginning.
+        """Give a node a priority. If not all of it may be retained, split it and give the priority to its beginning.
 
         Args:
             node: the node.
             priority: 0 to 100.
-            expires_s: when the priority ends; None for never.
-            only_raise: leave a node that has a higher priority, or the same one for as long.
+            expires_s: when the priority expires; None for never.
+            only_raise: leave a node that has a higher priority, or the same one for at least as long.
 
         Returns:
-            The node that has the priority now; None if no block more may be retained.
+            The node that has the priority now; None if no more blocks may be retained.
 
         Complexity: O(depth + log expiring nodes), and a cut.
         """
@@ -85,7 +86,7 @@ class RetainedNodes(Listener):
     ) -> list[Node]:
         """Give the blocks `[start, end)` of a node's path a priority, as many from `start` on as may be retained.
 
-        A path of very many nodes is not cut: then only whole nodes get the priority.
+        Very long paths are not split: then only whole nodes get the priority.
 
         Returns:
             The nodes that have the priority now, in order.
@@ -113,7 +114,7 @@ class RetainedNodes(Listener):
         expires_s: float | None,
         only_raise: bool,
     ) -> tuple[Grant, list[Node]]:
-        """Give the cached ones of a prompt's tokens `[start, end)` a priority, as many as may be retained.
+        """Give the cached tokens in `[start, end)` of a prompt a priority, as many as may be retained.
 
         Args:
             tree: where to look; None for a tree without tokens.
@@ -137,7 +138,7 @@ class RetainedNodes(Listener):
         return grant, granted
 
     def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
-        """List the nodes that hold the blocks `[start, end)` of a node's path, after cutting nodes at both ends.
+        """List the nodes that hold the blocks `[start, end)` of a node's path, after splitting nodes at both ends.
 
         Complexity: O(depth), and two cuts.
         """
@@ -145,7 +146,7 @@ class RetainedNodes(Listener):
 
     def _cut_path(self, path: list[Node], start: int, end: int) -> list[Node]:
         nodes = []
-        position = 0
+        position = _first_block(path)
         for part in path:
             first, position = position, position + part.num_blocks
             if first < end < position:
@@ -157,14 +158,14 @@ class RetainedNodes(Listener):
         return nodes
 
     def end_after(self, leaf: Node, num_blocks: int) -> None:
-        """Let the priority of a leaf that has grown hold for its first `num_blocks` only: cut off the rest."""
+        """Limit the priority of a leaf that has grown to its first `num_blocks`, by splitting it."""
         if leaf.num_blocks > num_blocks:
             if num_blocks:
                 self._cut(leaf, num_blocks)
             self.set(leaf, DEFAULT_PRIORITY, None)
 
     def set(self, node: Node, priority: int, expires_s: float | None) -> None:
-        """Give a node a priority until `expires_s`; None is for ever. Complexity: O(depth + log expiring nodes)."""
+        """Give a node a priority until `expires_s`; None for no expiry. Complexity: O(depth + log expiring nodes)."""
         was_retained = is_retained(node)
         node.priority = priority
         node.has_expired = False
@@ -172,9 +173,9 @@ class RetainedNodes(Listener):
         self._recount(node, was_retained)
 
     def expire(self, now_s: float) -> Iterator[Node]:
-        """End priorities whose time has come, 256 at most, and yield their nodes.
+        """Reset expired priorities, 256 at most, and yield their nodes.
 
-        Complexity: O(depth + log expiring nodes) a node.
+        Complexity: O(depth + log expiring nodes) per node.
         """
         for _ in range(_MAX_ENDED_AT_ONCE):
             if not self._expiries or self._expiries[0][0] > now_s:
@@ -205,7 +206,7 @@ class RetainedNodes(Listener):
             self._set_expiry(upper, lower.expiry_entry[0])
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Count what a leaf loses. Complexity: O(depth + log expiring nodes)."""
+        """Subtract the evicted blocks of a leaf. Complexity: O(depth + log expiring nodes)."""
         if num_blocks == leaf.num_blocks:
             self.set(leaf, DEFAULT_PRIORITY, None)
         elif is_retained(leaf):
@@ -225,7 +226,7 @@ class RetainedNodes(Listener):
             self._expiries.add(node.expiry_entry)
 
     def _recount(self, node: Node, was_retained: bool) -> None:
-        """Count a node whose state changed, and the nodes before it as far up as their state changes with it."""
+        """Update the count for a node whose state has changed, and for nodes above it whose state changes with it."""
         sign = -1 if was_retained else 1
         while node.parent is not None and is_retained(node) is not was_retained:
             self._count(node, sign * node.num_blocks)
@@ -238,10 +239,15 @@ class RetainedNodes(Listener):
         node.owner.usage.num_retained_blocks += num_blocks
 
 
+def _first_block(path: list[Node]) -> int:
+    """Return the position of the first block of a path: after the blocks of a public prefix above its tree."""
+    return path[0].start_bytes // (path[0].owner.block_size * TOKEN_BYTES) if path else 0
+
+
 def _whole_nodes(path: list[Node], start: int, end: int) -> list[Node]:
     """List the nodes that hold blocks of `[start, end)` only; none if the first of these blocks is inside a node."""
     nodes: list[Node] = []
-    position = 0
+    position = _first_block(path)
     for node in path:
         first, position = position, position + node.num_blocks
         if first == start or nodes:
@@ -254,7 +260,7 @@ def _whole_nodes(path: list[Node], start: int, end: int) -> list[Node]:
 def _num_unretained_blocks(node: Node | None) -> int:
     """Count the blocks from a node back to the nearest retained one. Complexity: O(depth)."""
     num_blocks = 0
-    while node is not None and not is_retained(node):
+    while node is not None and node.parent is not None and not is_retained(node):
         num_blocks += node.num_blocks
         node = node.parent
     return num_blocks

@@ -1,4 +1,4 @@
-"""The places of all nodes of a cache, by which they can be looked at a few at a time."""
+"""An index of all nodes of a cache, to list them in pages of bounded work."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
-# Work of one call on the engine's thread, so that it takes under 1 ms: 2,048 places are passed in 0.3 ms, 512 nodes
-# are sorted by heat in 0.5 ms, and 256 segments are made in 0.3 ms.
+# Work of one call on the engine's thread, so that it takes under 1 ms: 2,048 positions are scanned in 0.3 ms, 512 nodes
+# are sorted by heat in 0.5 ms, and 256 segments are created in 0.3 ms.
 MAX_PASSED = 2048
 MAX_COMPARED = 512
 MAX_SEGMENTS = 256
@@ -28,18 +28,18 @@ _require = functools.partial(require_invariant, "segment index")
 
 
 class SegmentIndex(Listener):
-    """Gives each node a place, the lowest that is free, which it keeps as long as it is cached.
+    """Assigns each node the lowest free place, a number that it keeps as long as it is cached.
 
-        places     0      1      2      3            a page of two: places 0 and 1; the next one goes on at 2
+        places     0      1      2      3            a page of two: places 0 and 1; the next page begins at 2
                 [ node | node | free | node ]
 
-    A walk over all places, with any changes between its pages, meets each node that is cached all the time exactly
-    once. A node that comes or goes meanwhile is met at most once for each time that it comes. A split leaves the old
-    node its place, and gives a place to the upper half.
+    A scan of all places, with any changes between its pages, returns each node that is cached all the time exactly
+    once. A node that is inserted or evicted meanwhile is returned at most once per insertion. A split leaves the lower
+    half its place, and assigns a new one to the upper half.
 
     Args:
-        clock: seconds, that of the cache.
-        marks: tell what invoked adapters computed.
+        clock: the clock of the cache, in seconds.
+        marks: identify the tokens that invoked adapters computed.
     """
 
     def __init__(self, clock: Callable[[], float], marks: InvocationMarks) -> None:
@@ -52,11 +52,11 @@ class SegmentIndex(Listener):
         return len(self._nodes) - len(self._free)
 
     def page(self, start: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS) -> SegmentPage:
-        """List segments by place. The page may be empty although others follow.
+        """List segments by place. A page may be empty although others follow.
 
         Args:
             start: the place to begin at.
-            tenant: whose segments; None for everybody's.
+            tenant: the tenant whose segments are listed; None for all tenants.
             max_segments: at most `MAX_SEGMENTS` are listed.
 
         Complexity: O(`MAX_PASSED`).
@@ -74,16 +74,16 @@ class SegmentIndex(Listener):
     def hottest(
         self, start: int, stride: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS
     ) -> SegmentPage:
-        """Compare `MAX_COMPARED` places, and list the hottest segments there with the segments before them.
+        """List the hottest segments of `MAX_COMPARED` places, and the segments before them.
 
         Args:
             start: the place to begin at.
-            stride: places from one to the next.
-            tenant: whose segments; None for everybody's.
+            stride: distance between two places.
+            tenant: the tenant whose segments are listed; None for all tenants.
             max_segments: at most `MAX_SEGMENTS` are listed.
 
         Returns:
-            A page, in no order. A segment that is hot because many others continue it is found through any of them.
+            A page, unordered. A segment that is hot because many others continue it is found through any of these.
 
         Complexity: O(`MAX_COMPARED` log `MAX_COMPARED`).
         """
@@ -106,7 +106,7 @@ class SegmentIndex(Listener):
     def tokens_by_adapter(self) -> Generator[None, None, Counter[str]]:
         """Count the cached tokens of each adapter, by digest, in slices of `MAX_PASSED` places that end with a `yield`.
 
-        Of what changes between slices, some may be counted twice or not at all.
+        Nodes that change between slices may be counted twice or not at all.
         """
         counts: Counter[str] = Counter()
         for nodes in self.slices():
@@ -120,7 +120,7 @@ class SegmentIndex(Listener):
         return counts
 
     def namespaces_invoking(self, digest: str) -> Generator[None, None, set[Namespace]]:
-        """Find the namespaces in which anything is cached with an invoked adapter, in slices as above."""
+        """Find the namespaces in which anything is cached with an invoked adapter, in slices."""
         found: set[Namespace] = set()
         if self._marks.has(digest):
             for nodes in self.slices():
@@ -129,7 +129,7 @@ class SegmentIndex(Listener):
         return found
 
     def slices(self) -> Iterator[list[Node]]:
-        """Iterate over all nodes, those of `MAX_PASSED` places at a time, as they are when they are asked for."""
+        """Iterate over all nodes, `MAX_PASSED` places at a time, as they are at the time of each call."""
         start = 0
         while start < len(self._nodes):
             yield [node for node in self._nodes[start : start + MAX_PASSED] if node is not None]
@@ -152,31 +152,31 @@ class SegmentIndex(Listener):
         return node.owner.namespace._replace(adapter=invoked) if invoked else node.owner.namespace
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """Give a new leaf a place."""
+        """Assign a place to a new leaf."""
         self._add(leaf)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Give the upper half a place."""
+        """Assign a place to the upper half."""
         self.cut(lower)
 
     def cut(self, lower: Node) -> None:
-        """Give the upper half a place."""
+        """Assign a place to the upper half."""
         upper = lower.parent
         assert upper is not None
         self._add(upper)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Take the places of the nodes that are gone."""
+        """Free the places of the nodes that were joined into another."""
         for upper in uppers:
             self._remove(upper)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Take the place of a leaf that goes."""
+        """Free the place of a leaf that is evicted as a whole."""
         if num_blocks == leaf.num_blocks:
             self._remove(leaf)
 
     def purged(self, node: Node) -> None:
-        """Take a node's place."""
+        """Free the place of a node."""
         self._remove(node)
 
     def _add(self, node: Node) -> None:
@@ -192,14 +192,14 @@ class SegmentIndex(Listener):
         self._nodes[node.place] = None
         heapq.heappush(self._free, node.place)
         node.place = NO_PLACE
-        if len(self._free) == len(self._nodes):  # a purge of everything gives the memory back
+        if len(self._free) == len(self._nodes):  # a purge of everything frees the memory
             self._nodes, self._free = [], []
 
     def check(self, nodes: Iterable[Node]) -> None:
-        """Compare the places with the nodes that there are. Complexity: O(nodes).
+        """Compare the places with the nodes of the trees. Complexity: O(nodes).
 
         Raises:
-            InvariantViolation: the message names what does not add up.
+            InvariantViolation: the message names the inconsistency.
         """
         num_nodes = 0
         for node in nodes:
@@ -210,7 +210,7 @@ class SegmentIndex(Listener):
 
 
 def _log_heat(node: Node) -> float:
-    """Return a key that orders nodes by heat at any moment."""
+    """Return a sort key that orders nodes by heat at any time."""
     return math.log2(node.num_uses + 1) + node.last_used_s / HEAT_HALF_LIFE_S
 
 
@@ -221,14 +221,14 @@ def _segment(node: Node, namespace: Namespace, now_s: float) -> Segment:
         node.place,
         None if parent is None or parent.place == NO_PLACE else parent.place,
         namespace,
-        namespace.trunk_tokens + node.start_bytes // TOKEN_BYTES,
+        node.start_bytes // TOKEN_BYTES,
         len(node.tokens) // TOKEN_BYTES,
         node.num_blocks,
         len(node.children or ()),
         node.num_uses,
         idle_s,
         (node.num_uses + 1) * 2 ** (-idle_s / HEAT_HALF_LIFE_S),
-        node.num_holds,
+        node.ref_count,
         node.priority,
         is_retained(node),
         None if expiry is None else max(0.0, expiry[0] - now_s),

@@ -1,4 +1,4 @@
-"""Looks at a cache from any thread, in short calls on the engine's thread."""
+"""Reads the segments and blocks of a cache from any thread, in short calls on the engine's thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SegmentSource:
 
     Args:
         cache: belongs to the engine's thread.
-        call: calls a function on the engine's thread between two steps, for a tenant; None for everybody.
+        call: calls a function on the engine's thread between two steps, for a tenant; None for all tenants.
 
     Attributes:
         stores: lists what a store below the device holds, on the engine's thread; refuses all if there are none.
@@ -42,7 +42,7 @@ class SegmentSource:
         return self._call(lambda: self.stores(store, start, tenant, max_listed), tenant)
 
     def block_states(self) -> Future[bytes]:
-        """Copy the state of each block, a `BlockState` a byte. Complexity: a copy of a byte a block."""
+        """Copy the state of each block, one `BlockState` per byte. Complexity: a copy of a byte per block."""
         return self._call(lambda: self._cache.pool.states(), None)
 
 

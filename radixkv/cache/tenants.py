@@ -1,4 +1,4 @@
-"""Bounds of each tenant's share of the pool, and what it holds now."""
+"""The bounds on each tenant's blocks, and how many it has."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from radixkv.namespace import TRIAL_TENANT
 
 MAX_IDLE_TENANTS = 10_000
 _FORGOTTEN_AT_ONCE = 2
-# Work of one list of tenants on the engine's thread: comparing takes 0.25 ms, reading 128 tenants 0.25 ms.
+# Work of one listing of tenants on the engine's thread: comparing takes 0.25 ms, reading 128 tenants 0.25 ms.
 _MAX_COMPARED = 1024
-_MAX_TOLD = 128
+_MAX_LISTED = 128
 
 _V = TypeVar("_V")
 
@@ -22,8 +22,8 @@ _V = TypeVar("_V")
 class RecentTenants(OrderedDict[str, _V]):
     """Values by tenant, the most recent last. Forgets idle tenants beyond `MAX_IDLE_TENANTS`.
 
-    Tenants are named by callers, so their number has no bound of its own. Two are looked at for each that comes, so
-    that their number falls again after a time in which very many were busy:
+    Clients name tenants, so their number is not bounded by itself. Two are examined for each new one, so that their
+    number falls again after a period in which very many were busy:
 
         oldest [ idle | busy | ...... ] newest     ── forget_idle ──▶     [ ...... | busy ]
 
@@ -41,7 +41,8 @@ class RecentTenants(OrderedDict[str, _V]):
         self[tenant] = value
 
     def forget_idle(self) -> None:
-        """While there are too many tenants, look at the two oldest: forget those that are idle, put the others last.
+        """If there are too many tenants, examine the two oldest: forget those that are idle, move the others to the
+        end.
 
         Complexity: O(1).
         """
@@ -58,22 +59,23 @@ class Quota:
     """Bounds on one tenant's blocks.
 
     Attributes:
-        floor_blocks: cached blocks that no other tenant can evict.
-        ceiling_blocks: most blocks that it may hold, cached and leased together; None for the whole pool.
-        max_retained_blocks: most blocks that may have a priority above the default; None for as many as of all tenants.
-        max_kept_blocks: most blocks that held leases may keep; None for half of those of all tenants.
-        uses_public_prefixes: whether its prompts use the blocks of public prefixes.
+        floor_blocks: cached blocks that other tenants cannot evict.
+        ceiling_blocks: maximum number of blocks, cached and leased together; None for the whole pool.
+        max_retained_blocks: maximum number of blocks with a priority above the default; None for the bound of all
+            tenants.
+        max_held_blocks: maximum number of blocks that held leases keep; None for half of the bound of all tenants.
+        uses_public_prefixes: whether the tenant's prompts use the blocks of public prefixes.
     """
 
     floor_blocks: int = 0
     ceiling_blocks: int | None = None
     max_retained_blocks: int | None = None
-    max_kept_blocks: int | None = None
+    max_held_blocks: int | None = None
     uses_public_prefixes: bool = True
 
 
 class TenantUsage:
-    """The blocks that one tenant holds now, and its totals since it was first seen.
+    """The blocks that one tenant has now, and its totals since it was first seen.
 
     Attributes:
         quota: the bounds on its blocks.
@@ -82,7 +84,7 @@ class TenantUsage:
         num_probation_blocks: published blocks of leaves on probation that no lease uses.
         num_leased_blocks: blocks that belong to leases.
         num_retained_blocks: published blocks that are retained.
-        num_kept_blocks: blocks that held leases keep.
+        num_held_blocks: blocks that held leases keep.
         num_evicted_blocks: blocks evicted so far.
         num_hit_tokens: tokens of leased prompts that were reused so far.
         num_miss_tokens: tokens of leased prompts that were not.
@@ -91,8 +93,8 @@ class TenantUsage:
     __slots__ = (
         "num_cached_blocks",
         "num_evicted_blocks",
+        "num_held_blocks",
         "num_hit_tokens",
-        "num_kept_blocks",
         "num_leased_blocks",
         "num_miss_tokens",
         "num_pinned_blocks",
@@ -108,7 +110,7 @@ class TenantUsage:
         self.num_leased_blocks = 0
         self.num_retained_blocks = 0
         self.num_probation_blocks = 0
-        self.num_kept_blocks = 0
+        self.num_held_blocks = 0
         self.num_evicted_blocks = 0
         self.num_hit_tokens = 0
         self.num_miss_tokens = 0
@@ -125,18 +127,18 @@ class TenantUsage:
 
     @property
     def num_blocks_to_ceiling(self) -> int | None:
-        """Blocks that it may still take if all its evictable ones are evicted; None without a ceiling."""
+        """Blocks that the tenant may still take if all its evictable ones are evicted; None without a ceiling."""
         if self.quota.ceiling_blocks is None:
             return None
         return self.quota.ceiling_blocks - self.num_leased_blocks - self.num_pinned_blocks
 
 
 class Tenants:
-    """Usage by tenant. A tenant without a quota is forgotten when it holds nothing and many others were used after it.
+    """Usage by tenant. A tenant without a quota is forgotten when it has no blocks and many others were used after it.
 
     Args:
         quotas: by tenant.
-        default_quota: the bounds of each tenant without a quota of its own, without a floor. The engine has none.
+        default_quota: the bounds of each other tenant, without a floor. They do not apply to the engine's own requests.
     """
 
     def __init__(self, quotas: Mapping[str, Quota], default_quota: Quota | None = None) -> None:
@@ -150,7 +152,7 @@ class Tenants:
         return len(self.with_quota) + len(self._others)
 
     def __getitem__(self, tenant: str) -> TenantUsage:
-        """Return the usage of a tenant that is about to hold something. Complexity: O(1)."""
+        """Return the usage of a tenant that is about to take blocks. Complexity: O(1)."""
         usage = self.with_quota.get(tenant)
         if usage is not None:
             return usage
@@ -170,7 +172,7 @@ class Tenants:
         return default_quota if usage is None else usage.quota
 
     def get(self, tenant: str) -> TenantUsage | None:
-        """Return the usage of a tenant, None if it is not known. Changes nothing."""
+        """Return the usage of a tenant; None if the tenant is unknown. Changes nothing."""
         return self.with_quota.get(tenant) or self._others.get(tenant)
 
     def items(self) -> list[tuple[str, TenantUsage]]:
@@ -178,9 +180,9 @@ class Tenants:
         return [*self.with_quota.items(), *self._others.items()]
 
     def largest(self, num_tenants: int) -> list[tuple[str, TenantUsage]]:
-        """List the tenants that hold most cached blocks, the largest first, 128 at most.
+        """List the tenants with the most cached blocks, in descending order, 128 at most.
 
-        Those with a quota and the 1,024 others that were used last are compared.
+        Only tenants with a quota and the 1,024 most recently used others are compared.
 
         Complexity: O(tenants with a quota + 1,024).
         """
@@ -188,10 +190,10 @@ class Tenants:
         compared = sorted(
             itertools.chain(self.with_quota.items(), recent), key=lambda item: item[1].num_cached_blocks, reverse=True
         )
-        return compared[: min(num_tenants, _MAX_TOLD)]
+        return compared[: min(num_tenants, _MAX_LISTED)]
 
     def num_blocks_kept_from(self, tenant: str) -> int:
-        """Count the evictable blocks that this tenant can't take because the floors of others protect them.
+        """Count the evictable blocks that this tenant cannot take because the floors of other tenants protect them.
 
         Complexity: O(tenants with a quota).
         """

@@ -1,4 +1,4 @@
-"""The parts of one group of layers: which block has one, and who needs it."""
+"""The pool of one group of windowed layers: which block has a part there, and which requests need it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from radixkv.errors import InvariantViolation, OutOfBlocks, require_invariant
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The tokens before a position whose parts are needed to go on from there.
+    """The tokens before a position whose K/V are needed to continue from there.
 
         tokens   [0 ............................ upto - num_tokens ........ upto)
-        parts     nobody needs them for this      | needed to compute from `upto`
+        parts     not needed                       | needed to compute from `upto`
 
     Layers with a sliding window of `w` tokens need `w - 1` before the next one.
 
     Attributes:
-        num_tokens: tokens before the next one, at least 1.
+        num_tokens: number of tokens before the next one, at least 1.
     """
 
     num_tokens: int
@@ -32,7 +32,7 @@ class Reach:
     def of_window(cls, window: int) -> Reach:
         """Return the reach of layers whose queries see `window` tokens, their own included.
 
-        A window of one token sees nothing before, but the block that is being written is needed all the same.
+        A window of one token does not include earlier tokens, but the block that is being written is still needed.
 
         >>> Reach.of_window(512).first_token(600)
         89
@@ -40,11 +40,11 @@ class Reach:
         return cls(max(1, window - 1))
 
     def first_token(self, upto: int) -> int:
-        """Return the first token whose part is needed to go on from `upto`."""
+        """Return the first token whose part is needed to continue from `upto`."""
         return max(0, upto - self.num_tokens)
 
     def longest(self, has_part: npt.NDArray[np.bool_], num_tokens: int, block_size: int) -> int:
-        """Find the longest beginning of a prompt from whose end one can go on.
+        """Find the longest prefix of a prompt from whose end a request can continue.
 
         Args:
             has_part: bool `[ceil(num_tokens / block_size)]`, whether each block of the prompt has its part.
@@ -52,7 +52,7 @@ class Reach:
             block_size: tokens a block.
 
         Returns:
-            `num_tokens` or fewer; 0 if there is no such beginning.
+            `num_tokens` or fewer; 0 if there is no such prefix.
 
         Complexity: a pass over `has_part`, and O(1) for each run of blocks without a part.
 
@@ -72,10 +72,11 @@ class Reach:
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return the parts that a request of `num_tokens` tokens needs at most, the tokens of its step excepted.
+        """Return the maximum number of parts that a request of `num_tokens` needs, without those of the tokens of a
+        step.
 
-        They are those within reach, which begin and end inside a block; one that is written next; and one that is
-        copied.
+        These are the parts in the window, which begins and ends inside a block; the part that is written next; and the
+        part that is copied.
         """
         return min(-(-num_tokens // block_size), -(-self.num_tokens // block_size) + 2) + 1
 
@@ -84,42 +85,44 @@ NO_PART = -1  # in the table, which the device's tables are made of
 
 
 class WindowPool:
-    """Hands out the parts of blocks for one group of layers, and takes back those that nobody needs.
+    """Allocates parts of blocks for one group of windowed layers, and evicts parts that no request needs.
 
-        blocks      0     1     2     3     4     5          ids of the block pool: trees, leases, tenants know these
+        blocks      0     1     2     3     4     5          ids of the block pool, as trees and leases use them
         table       3     -     0     -     -     1          the part of each, if it has one
         parts    [ of 2 | of 5 | free | of 0 ]               memory of these layers, for fewer tokens
 
-    A part is needed while a running request has it within reach. Others stay where they are, because another prompt
-    may go on there, and are given up when parts are short: first those that a request has passed, then those where
-    one ended or was found; the least recently used first.
+    A part is pinned while it is in the window of a running request. Others stay, because another prompt may continue
+    there,
+    and are evicted when parts run out: first those that a request has passed, then those where a request ended or a hit
+        was
+    found; of both kinds the least recently used first.
 
-              give, need             let go                      give, to another block
-        free ───────────▶ needed ◀───────────▶ waiting in a line ──────────────▶ needed
-             ◀──────────────────────────────────────────────────
-                          freed, with its block
+              need                  let_go                     evicted, for another block
+        free ──────▶ pinned ◀─────────────────▶ unpinned, in a queue ──────────────▶ pinned
+             ◀──────────────────────────────────
+                   freed, with its block
 
-    Reservations keep requests from getting stuck: what all of them may need at once never exceeds the pool. What
-    outlives its request, as held leases and public prefixes do, takes at most half of what one request does not need.
+    Reservations prevent deadlocks: what all requests may need at once never exceeds the pool. Parts that outlive their
+    request, those of held leases and public prefixes, take at most half of what one request does not need.
 
     Args:
         num_blocks: blocks of the block pool.
         num_parts: parts of this pool.
         block_size: tokens a block.
         reach: the rule of these layers.
-        step_tokens: tokens that one step computes at most, all requests together.
+        step_tokens: maximum number of tokens of a step, all requests together.
 
     Attributes:
         num_blocks, num_parts, block_size, reach: as above.
-        table: int32 `[num_blocks]`, the part of each block; `NO_PART` where there is none. Read-only for others.
-        num_step_parts: parts that are kept for the tokens of a step.
-        num_reserved: parts that are reserved for requests, and for what outlives them.
-        num_lasting: those of them that outlive their request.
-        max_lasting: bound on these.
-        num_given_up: parts that were taken from cached blocks so far.
+        table: int32 `[num_blocks]`, the part of each block; `NO_PART` where there is none. Read-only for callers.
+        num_step_parts: parts that are set aside for the tokens of a step.
+        num_reserved: parts that are reserved for requests, and for leases that outlive them.
+        num_lasting: reserved parts that outlive their request.
+        max_lasting: maximum of `num_lasting`.
+        num_given_up: parts of cached blocks that were evicted so far.
 
     Raises:
-        InvariantViolation: not a single request could run.
+        InvariantViolation: there are too few parts for a single request.
     """
 
     def __init__(self, num_blocks: int, num_parts: int, block_size: int, reach: Reach, step_tokens: int) -> None:
@@ -137,12 +140,12 @@ class WindowPool:
         self.num_given_up = 0
         self._free = list(range(num_parts - 1, -1, -1))
         self._needs: Counter[int] = Counter()  # requests that need the part of a block
-        self._passed: dict[int, None] = {}  # blocks with a part that nobody needs, the least recently used first
+        self._passed: dict[int, None] = {}  # blocks with an unpinned part, the least recently used first
         self._ended: dict[int, None] = {}
 
     @property
     def num_free(self) -> int:
-        """Parts that no block has."""
+        """Parts without a block."""
         return len(self._free)
 
     @property
@@ -160,7 +163,7 @@ class WindowPool:
 
         Args:
             num_parts: parts to reserve.
-            lasts: whether they are to outlive the request.
+            lasts: whether they will outlive the request.
 
         Raises:
             OutOfBlocks: other requests have reserved too many.
@@ -184,15 +187,15 @@ class WindowPool:
         if not self.may_last(num_parts):
             raise OutOfBlocks(
                 f"parts of windowed layers: expected at most {self.max_lasting} that outlive their requests, got "
-                f"{num_parts} beside {self.num_lasting}"
+                f"{num_parts} in addition to {self.num_lasting}"
             )
 
     def may_last(self, num_parts: int) -> bool:
-        """Whether `num_parts` parts may outlive their request, beside those that do."""
+        """Whether `num_parts` more parts may outlive their request."""
         return self.num_lasting + num_parts <= self.max_lasting
 
     def reserve(self, num_parts: int) -> None:
-        """Reserve parts for a request, or give reserved ones back if negative. Call `require_room` before."""
+        """Reserve parts for a request, or return reserved ones if negative. Call `require_room` before."""
         self.num_reserved += num_parts
 
     def longest(self, block_ids: BlockIds, num_tokens: int) -> int:
@@ -210,10 +213,10 @@ class WindowPool:
         return int(self.table[block_id])
 
     def need(self, block_ids: Iterable[int]) -> None:
-        """Note that one more request needs the parts of blocks; give parts to those that have none.
+        """Pin the parts of blocks for one more request; allocate parts for blocks that have none.
 
         Raises:
-            InvariantViolation: other requests need all parts, although each may need no more than it has reserved.
+            InvariantViolation: other requests have pinned all parts, more than they have reserved.
         """
         for block_id in block_ids:
             if not self._needs[block_id]:
@@ -224,11 +227,11 @@ class WindowPool:
             self._needs[block_id] += 1
 
     def let_go(self, block_ids: Iterable[int], *, are_ends: bool) -> None:
-        """Note that a request does not need the parts of blocks any more.
+        """Unpin the parts of blocks for one request.
 
         Args:
-            block_ids: blocks that it needed.
-            are_ends: whether a prompt ended there, or was found so far; else it has passed them.
+            block_ids: blocks whose parts the request had pinned.
+            are_ends: whether a request ended or a hit was found there; otherwise the request has passed them.
         """
         line = self._ended if are_ends else self._passed
         for block_id in block_ids:
@@ -238,16 +241,16 @@ class WindowPool:
                 line[block_id] = None
 
     def exchange(self, old: int, new: int) -> bool:
-        """Let one block stand for another one with the same content, because a tree had it first.
+        """Replace a block by another one with the same content, because a tree had it first.
 
-        A part that only the old block has becomes the new one's. What else the old one has goes with it.
+        If only the old block has a part, the new block takes it over. Otherwise the part is freed with the old block.
 
         Args:
             old: a block that one request has, and will release.
             new: the block of the tree.
 
         Returns:
-            Whether the request needed the part of the old block. Then it needs that of the new one now.
+            Whether the request had pinned the part of the old block. Then it has pinned that of the new block now.
         """
         was_needed = old in self._needs
         if self.table[old] != NO_PART and self.table[new] == NO_PART:
@@ -263,14 +266,14 @@ class WindowPool:
         return was_needed
 
     def freed(self, block_ids: BlockIds) -> None:
-        """Take back the parts of blocks that nobody owns any more. Complexity: O(len), a loop over those with parts.
+        """Free the parts of blocks that are free now. Complexity: O(len), with a loop over those with parts.
 
         Raises:
-            InvariantViolation: a request needs one of them.
+            InvariantViolation: a request has pinned one of them.
         """
         for block_id in block_ids[self.table[block_ids] != NO_PART].tolist():
             if block_id in self._needs:
-                raise InvariantViolation("parts: a block was freed whose part a request needs")
+                raise InvariantViolation("windowed layers: a block was freed whose part is pinned")
             self._leave_line(block_id)
             self._free.append(int(self.table[block_id]))
             self.table[block_id] = NO_PART
@@ -298,12 +301,12 @@ class WindowPool:
         """Compare everything with what the caller has counted.
 
         Args:
-            needs: holders by block.
-            num_reserved: parts that holders have reserved.
-            free_blocks: blocks that nobody owns.
+            needs: number of leases by block.
+            num_reserved: parts that leases have reserved.
+            free_blocks: blocks without an owner.
 
         Raises:
-            InvariantViolation: the message says what does not agree.
+            InvariantViolation: the message names the inconsistency.
         """
         with_part = np.flatnonzero(self.table != NO_PART)
         parts = sorted([*self._free, *self.table[with_part].tolist()])
@@ -321,7 +324,7 @@ class WindowPool:
 
 
 def least_parts(reach: Reach, block_size: int, step_tokens: int) -> int:
-    """Return the parts that a pool needs so that a request of any length can run alone.
+    """Return the number of parts with which a request of any length can run alone.
 
     >>> least_parts(Reach.of_window(512), block_size=64, step_tokens=2048)
     43

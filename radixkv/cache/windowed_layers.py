@@ -1,4 +1,4 @@
-"""All groups of layers whose blocks have parts."""
+"""Windowed layers: what each request needs of their pools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from radixkv.api.stats import PartStats
 from radixkv.blocks import BlockCopy, BlockIds
-from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.window_pool import NO_PART, WindowPool
 from radixkv.errors import InvariantViolation
 
@@ -18,12 +17,12 @@ _COPIED = -1  # in place of the position of a block that is only copied from
 
 
 class Cover(NamedTuple):
-    """The parts in which one step of a request reads and writes.
+    """The parts of blocks that one step of a request reads and writes.
 
     Attributes:
-        part_ids: int32 `[ceil(end / block_size)]`, the part of each block that is within reach or written; 0, which
-            means nothing, for those before.
-        copy: a copy to make first, of parts; None for none.
+        part_ids: int32 `[ceil(end / block_size)]`, the part of each block that is in the window or written; 0, without
+            a meaning, for earlier blocks.
+        copy: a copy of parts to make first; None if there is none.
     """
 
     part_ids: BlockIds
@@ -31,20 +30,20 @@ class Cover(NamedTuple):
 
 
 class WindowLease:
-    """Keeps the parts that a request needs in one pool, from its lease until that is closed.
+    """Pins the parts that a request needs in one pool, until its lease is closed.
 
-        cover    needs those within reach of the next tokens, and those of the tokens themselves
-        settle   the tokens are computed: needs those within reach of what comes then
+        cover    before a step: pins the parts in the window of its tokens, and those that it writes
+        settle   after a step: unpins the parts that the next token does not need
 
     Args:
-        pool: the parts of the group.
-        num_reserved: parts that the request may need at most, those of its tokens in a step excepted; they are
-            reserved already.
-        keeps_all: whether everything is within reach.
+        pool: the pool of the group.
+        num_reserved: maximum number of parts that the request needs, without those of the tokens of a step; already
+            reserved.
+        keeps_all: whether all parts are kept, as public prefixes need.
 
     Attributes:
         num_reserved: as above.
-        num_lasting: those of them that outlive the request.
+        num_lasting: reserved parts that outlive the request.
     """
 
     __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_parting", "_pool", "num_lasting", "num_reserved")
@@ -52,9 +51,9 @@ class WindowLease:
     def __init__(self, pool: WindowPool, num_reserved: int, *, keeps_all: bool = False) -> None:
         self._pool = pool
         self._keeps_all = keeps_all
-        self._needed: dict[int, int] = {}  # block ids, and which block of the prompt each is
+        self._needed: dict[int, int] = {}  # by block id: its position in the prompt, in blocks
         self._num_found_blocks = 0
-        self._parting = range(0)  # blocks from whose end others may go on, although this request passes them
+        self._parting = range(0)  # blocks at which another prompt diverged, although this request continues
         self.num_reserved = num_reserved
         self.num_lasting = 0
 
@@ -68,7 +67,7 @@ class WindowLease:
         return self._pool.part_of(block_id)
 
     def find(self, block_ids: BlockIds, cached_tokens: int) -> None:
-        """Keep what is needed to go on after the cached tokens.
+        """Pin what is needed to continue after the cached tokens.
 
         Args:
             block_ids: int32, the blocks that hold them; `WindowPool.longest` has said that this is possible.
@@ -79,14 +78,15 @@ class WindowLease:
         self._move(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
 
     def expect_others(self, upto: int) -> None:
-        """Let what is needed to go on after `upto` tokens stay as an end does, although the request goes further.
+        """Keep what is needed to continue after `upto` tokens as long as at the end of a request.
 
-        Another prompt has the same tokens up to there, so a third may.
+        Another prompt has the same tokens up to there, so a third prompt may continue there as well.
         """
         self._parting = range(self._first_block(upto), -(-upto // self._pool.block_size))
 
     def cover(self, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None = None) -> Cover:
-        """Keep what a step needs that computes the tokens `[start, end)`, and give parts to the blocks that it writes.
+        """Pin what a step needs that computes the tokens `[start, end)`, and allocate parts for the blocks that it
+        writes.
 
         Args:
             block_ids: int32, the blocks of at least `end` tokens.
@@ -111,14 +111,14 @@ class WindowLease:
         return Cover(part_ids, part_copy)
 
     def receive(self, block_ids: BlockIds, num_blocks: int) -> list[int]:
-        """Keep what is needed to go on after blocks that are loaded, and give parts to those that have none.
+        """Pin what is needed to continue after loaded blocks, and allocate parts for those that have none.
 
         Args:
             block_ids: int32, the blocks of the prompt.
             num_blocks: those of them that are computed or loaded, as `WindowedLayers.num_usable` says.
 
         Returns:
-            Which blocks of the prompt got a part, that the caller has to fill.
+            The positions of the blocks that got a part, which the caller has to fill.
         """
         first = self._first_block(num_blocks * self._pool.block_size)
         wanted = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
@@ -130,9 +130,9 @@ class WindowLease:
         return list(lacking.values())
 
     def settle(self, upto: int, copy: BlockCopy | None = None) -> None:
-        """Keep only what is needed to go on after the computed tokens, or to compute the last of them again.
+        """Pin only what is needed to continue after the computed tokens, or to compute the last of them again.
 
-        So the same prompt is found but for its last token, which is always computed.
+        So the same prompt is found up to its last token, which is always computed.
 
         Args:
             upto: tokens that are computed.
@@ -145,15 +145,15 @@ class WindowLease:
         self._let_go(dropped)
 
     def exchange(self, old: int, new: int) -> None:
-        """Let a tree's block stand for one of the request's own; see `WindowPool.exchange`."""
+        """Replace a block of the request by a block of the tree; see `WindowPool.exchange`."""
         if self._pool.exchange(old, new):
             self._needed[new] = self._needed.pop(old)
 
     def keep(self) -> bool:
-        """Keep what is needed now, and nothing else, until `close`, although the request is over.
+        """Keep what is pinned now until `close`, although the request is over.
 
         Returns:
-            Whether there is room for that. If not, nothing is kept any more.
+            Whether there is room for that. If not, everything is unpinned.
         """
         num_parts = len(self._needed)
         if not self._pool.may_last(num_parts):
@@ -165,7 +165,7 @@ class WindowLease:
         return True
 
     def close(self) -> None:
-        """Need nothing any more, and give the reservation back. Closing again does nothing."""
+        """Unpin everything, and return the reservation. Closing again does nothing."""
         self._pool.let_go(self._needed, are_ends=True)
         self._pool.reserve(-self.num_reserved)
         self._pool.num_lasting -= self.num_lasting
@@ -175,11 +175,11 @@ class WindowLease:
         return 0 if self._keeps_all else self._pool.reach.first_token(upto) // self._pool.block_size
 
     def _move(self, wanted: dict[int, int], num_written_blocks: int) -> None:
-        """Need these blocks and no others. Those before `num_written_blocks` must have their parts."""
+        """Pin the parts of exactly these blocks. Those before `num_written_blocks` must have one."""
         needed, table = self._needed, self._pool.table
         more = {block_id: at for block_id, at in wanted.items() if block_id not in needed}
         if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in more.items()):
-            raise InvariantViolation("parts: expected that of a block within reach to be kept, got none")
+            raise InvariantViolation("windowed layers: expected each block in the window to have its part, got none")
         self._let_go([block_id for block_id in needed if block_id not in wanted])  # first, so that there are enough
         self._pool.need(more)
         needed.update(wanted)
@@ -196,25 +196,23 @@ class WindowLease:
 
 
 class WindowedLayers:
-    """The part pools of one cache. Without any it does nothing, and all layers are found by the ids of blocks.
+    """The pools of all groups of windowed layers. Without any it does nothing.
 
     Args:
         pools: the pool of each group.
-        states: snapshots of states, from one of which each request goes on; None for a model without states.
 
     Attributes:
-        pools, states: as above.
+        pools: as above.
     """
 
-    def __init__(self, pools: Sequence[WindowPool] = (), states: StateSlots | None = None) -> None:
+    def __init__(self, pools: Sequence[WindowPool] = ()) -> None:
         self.pools = tuple(pools)
-        self.states = states
-        self._num_shortened_hits = self._num_lost_tokens = 0
-        self._all: tuple[WindowPool | StateSlots, ...] = self.pools if states is None else (*self.pools, states)
+        self._num_shortened_hits = 0
+        self._num_lost_tokens = 0
 
     @property
     def num_reached_blocks(self) -> int:
-        """Blocks before a token of which some may be within reach."""
+        """Maximum number of blocks before a token that are at least partly in its window."""
         return max((-(-pool.reach.num_tokens // pool.block_size) + 1 for pool in self.pools), default=0)
 
     def longest(self, packed: bytes, num_tokens: int) -> int:
@@ -225,20 +223,20 @@ class WindowedLayers:
             num_tokens: tokens that are cached.
 
         Returns:
-            The most tokens after which every group has what it needs.
+            The maximum number of tokens after which every group has what it needs.
         """
-        if not self._all or not num_tokens:
+        if not self.pools or not num_tokens:
             return num_tokens
         block_ids = np.frombuffer(packed, dtype=np.int32)
         before = -1
         while before != num_tokens:  # what suits one group may not suit another
             before = num_tokens
-            for pool in self._all:
+            for pool in self.pools:
                 num_tokens = pool.longest(block_ids, num_tokens)
         return num_tokens
 
     def note_hit(self, cached_tokens: int, reused_tokens: int) -> None:
-        """Count a lease, given the tokens that are cached and those of them that it could reuse."""
+        """Count a hit, given the cached tokens and the tokens of them that could be reused."""
         if self.pools and reused_tokens < cached_tokens:
             self._num_shortened_hits += 1
             self._num_lost_tokens += cached_tokens - reused_tokens
@@ -257,12 +255,12 @@ class WindowedLayers:
         )
 
     def num_usable(self, block_ids: BlockIds, have_part: Sequence[bool], *, keeps_all: bool = False) -> int:
-        """Count the blocks, of those that could be loaded, from whose end a request can go on.
+        """Count the blocks that are worth loading: up to the last one from whose end a request can continue.
 
         Args:
-            block_ids: int32, the blocks before them.
-            have_part: whether each of them has its part.
-            keeps_all: whether everything is within the request's reach.
+            block_ids: int32, the blocks before those that could be loaded.
+            have_part: whether each block that could be loaded has its part.
+            keeps_all: whether all parts are needed.
         """
         num_blocks, before = block_ids.size + len(have_part), -1
         while before != num_blocks:
@@ -285,17 +283,17 @@ class WindowedLayers:
         keeps_all: bool = False,
         found_tokens: int = 0,
     ) -> tuple[WindowLease, ...]:
-        """Reserve what a request may need, and keep what it found.
+        """Reserve what a request may need, and pin what it found.
 
         Args:
             block_ids: int32, the blocks that hold the cached tokens.
             cached_tokens: tokens that are reused, as `longest` says.
-            num_tokens: tokens that it will have at most.
-            keeps_all: whether everything is within its reach, and stays when it is over.
-            found_tokens: tokens that are cached, with or without the parts that it takes to go on after them.
+            num_tokens: maximum number of tokens that it will have.
+            keeps_all: whether all its parts are kept, also after its end.
+            found_tokens: tokens that are cached, with or without the parts that are needed to continue after them.
 
         Returns:
-            A holder for each group. The caller must close them.
+            A lease for each group. The caller must close them.
 
         Raises:
             OutOfBlocks: other requests have reserved too many parts, or too many would outlive their requests. Nothing
@@ -313,7 +311,7 @@ class WindowedLayers:
         return tuple(holders)
 
     def require_lasting_room(self, num_tokens: int) -> None:
-        """Raise if all parts of `num_tokens` tokens may not stay when their request is over.
+        """Raise if the parts of `num_tokens` tokens cannot be kept after their request.
 
         Raises:
             OutOfBlocks: too many would outlive their requests.
@@ -322,7 +320,7 @@ class WindowedLayers:
             pool.require_lasting_room(self._most(pool, num_tokens, keeps_all=True))
 
     def require_room(self, num_tokens: int, *, keeps_all: bool = False) -> None:
-        """Raise if a request of `num_tokens` tokens can't run now.
+        """Raise if a request of `num_tokens` tokens cannot run now.
 
         Raises:
             OutOfBlocks: as `open` says.
@@ -331,14 +329,14 @@ class WindowedLayers:
             pool.require_room(self._most(pool, num_tokens, keeps_all=keeps_all), lasts=keeps_all)
 
     def exchange(self, holders: Iterable[WindowLease], old: BlockIds, new: BlockIds) -> None:
-        """Let blocks of a tree stand for a request's own ones; see `WindowLease.exchange`."""
+        """Replace blocks of a request by blocks of the tree; see `WindowLease.exchange`."""
         for holder in holders:
             for one, other in zip(old.tolist(), new.tolist(), strict=True):
                 holder.exchange(one, other)
 
     def freed(self, block_ids: BlockIds) -> None:
-        """Take back the parts of blocks that nobody owns any more."""
-        for pool in self._all:
+        """Free the parts of blocks that are free now."""
+        for pool in self.pools:
             pool.freed(block_ids)
 
     def check(self, open_holders: Iterable[Sequence[WindowLease]], free_blocks: BlockIds) -> None:
@@ -346,14 +344,12 @@ class WindowedLayers:
 
         Args:
             open_holders: the holders of each open lease that has some.
-            free_blocks: blocks that nobody owns.
+            free_blocks: blocks without an owner.
         """
         by_group = list(zip(*open_holders, strict=True)) or [()] * len(self.pools)
         for pool, holders in zip(self.pools, by_group, strict=True):
             needs = Counter(block_id for holder in holders for block_id in holder.needed)
             pool.check(needs, sum(holder.num_reserved for holder in holders), free_blocks)
-        if self.states is not None:
-            self.states.check(free_blocks)
 
     def _most(self, pool: WindowPool, num_tokens: int, *, keeps_all: bool) -> int:
         if keeps_all:

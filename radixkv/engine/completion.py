@@ -21,8 +21,8 @@ from radixkv.api.result import (
     TokenLogprobs,
 )
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant, Retention
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.cancellation import Cancellations, deadline_exceeded
 from radixkv.engine.observer import Observer
 from radixkv.engine.sampler import Prediction
@@ -192,7 +192,7 @@ class RequestCompleter:
             return
         request.written_tokens += lease.commit(upto)
         if request.state is not None:
-            request.state.publish(lease.block_ids, lease.own.num_published_blocks)
+            request.state.publish(lease.block_ids, lease.num_published_blocks)
         self._scheduler.resume(self._flights.published(request, lease.committed_tokens))
 
     def _complete(
@@ -223,9 +223,7 @@ class RequestCompleter:
         self.end(request, Outcome.FINISHED)
         cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
 
-    def _prefill_result(
-        self, request: Request, lease: PromptLease, prediction: Prediction, now_s: float
-    ) -> PrefillResult:
+    def _prefill_result(self, request: Request, lease: Lease, prediction: Prediction, now_s: float) -> PrefillResult:
         """Make the result of a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards.
 
         The lease of a prompt that was purged is not held.
@@ -262,7 +260,7 @@ class RequestCompleter:
             retained=self._retain(request, request.lease, now_s),
         )
 
-    def _retain(self, request: Request, lease: PromptLease | None, now_s: float) -> Retained | None:
+    def _retain(self, request: Request, lease: Lease | None, now_s: float) -> Retained | None:
         """Retain the range that a request asks for.
 
         A priority below the default applies only to tokens that this request published; tokens that other requests
@@ -289,7 +287,7 @@ class RequestCompleter:
         part = dataclasses.replace(retention, start=start, end=end)
         return self._cache.retain(request.namespace, request.prompt_tokens, part, only_raise=only_raise)
 
-    def _hold(self, request: Request, lease: PromptLease, now_s: float) -> HeldLease:
+    def _hold(self, request: Request, lease: Lease, now_s: float) -> HeldLease:
         block_ids = lease.block_ids
         lease_id, expires_s = self._held_leases.hold(lease, request.tenant, now_s)
         request.lease = None  # `held_leases` owns it

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 
 from radixkv.api.compression import Compression, CompressionPolicy
-from radixkv.cache.private.private_lease import PrivateLease
+from radixkv.cache.lease import Lease
 from radixkv.compute.compression.kept_entries import KeptEntries, Rule
 from radixkv.compute.runner import Runner
 from radixkv.engine.step import chunk_of
@@ -59,7 +59,6 @@ class Compressor:
 
     def _make_room(self, request: Request, compression: Compression) -> None:
         lease = request.open_lease
-        assert isinstance(lease, PrivateLease), "it was admitted with private blocks"
         kept = self._kept.get(request)
         if kept is None:
             kept = self._kept[request] = self._compress(request, compression, lease)
@@ -67,9 +66,9 @@ class Compressor:
             kept.append(request.computed_upto - 1)
         if kept.is_full:
             kept.drop()
-            lease.drop_token()
+            lease.num_dropped_tokens += 1
 
-    def _compress(self, request: Request, compression: Compression, lease: PrivateLease) -> KeptEntries:
+    def _compress(self, request: Request, compression: Compression, lease: Lease) -> KeptEntries:
         """Copy the entries that are kept of a prompt, and release its shared blocks.
 
         A request that must not read the cache has not published its prompt yet. It publishes after the copy, since a

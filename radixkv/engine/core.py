@@ -133,7 +133,7 @@ class EngineCore:
         storage = runner.storage
         observer = CompositeObserver(observers)
         held_leases = HeldLeases(
-            cache.kept, config.held_lease_ttl_s, config.max_held_leases, config.max_tenant_held_leases
+            cache.held, config.held_lease_ttl_s, config.max_held_leases, config.max_tenant_held_leases
         )
         scheduler = Scheduler(StepBudget(config.step_tokens), config.max_running_requests, weights, work_clock)
         flights = SingleFlight(cache.block_size)

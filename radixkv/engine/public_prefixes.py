@@ -12,8 +12,7 @@ from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
 from radixkv.api.public_prefixes import PublicPrefixStatus
 from radixkv.api.result import PrefillResult
-from radixkv.cache.public.public_prefix import PublicPrefix
-from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes
 from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.inbox import EngineThread
 from radixkv.errors import RadixKVError, StepFailed, UnknownPublicPrefix

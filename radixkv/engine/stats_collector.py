@@ -82,7 +82,7 @@ class StatsCollector:
     def load(self) -> EngineLoad:
         """Return how full the engine is. Complexity: O(waiting requests)."""
         pool = self._cache.pool
-        states = self._cache.parts.states
+        states = self._cache.snapshots
         return EngineLoad(
             blocks=BlockStats(
                 total=pool.num_blocks,
@@ -92,7 +92,7 @@ class StatsCollector:
                 pinned=self._cache.num_pinned_blocks,
                 retained=self._cache.num_retained_blocks,
                 retainable=self._cache.max_retained_blocks,
-                on_probation=self._cache.probation.num_blocks,
+                on_probation=self._cache.num_probation_blocks,
             ),
             requests=RequestStats(
                 waiting=self._scheduler.num_waiting,
@@ -107,9 +107,9 @@ class StatsCollector:
             namespaces=self._cache.num_namespaces,
             held_leases=len(self._held_leases),
             evicted_blocks=self._cache.num_evicted_blocks,
-            evicted_probation_blocks=self._cache.probation.num_evicted_blocks,
+            evicted_probation_blocks=self._cache.num_evicted_probation_blocks,
             states=None if states is None else states.stats(),
-            parts=self._cache.parts.stats(),
+            parts=self._cache.windows.stats(),
         )
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> EngineStats:

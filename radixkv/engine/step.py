@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from radixkv.api.logprob_table import LogprobRows
-from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.lease import Lease
 from radixkv.cache.windowed_layers import Cover
 from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk, ChunkState
@@ -188,7 +188,7 @@ def _next_chunk(part: Slice) -> Chunk:
     return dataclasses.replace(chunk, copy=None, state=state, wants_logits=True)
 
 
-def trial_chunk(lease: PromptLease) -> Chunk:
+def trial_chunk(lease: Lease) -> Chunk:
     """Return a chunk that computes a prompt of one token."""
     cover = _cover(lease, 0, 1)
     part_ids = None if cover is None else cover.part_ids
@@ -199,13 +199,13 @@ def release_parts(request: Request) -> None:
     """Release the parts of blocks that the next token of a request does not need."""
     lease = request.lease
     if lease is not None:
-        for holder in lease.own.parts:
+        for holder in lease.windows:
             holder.settle(request.computed_upto, lease.copy)
 
 
-def _cover(lease: PromptLease, start: int, end: int) -> Cover | None:
+def _cover(lease: Lease, start: int, end: int) -> Cover | None:
     """Reserve the parts of blocks that a chunk needs; None unless windowed layers have a pool of their own."""
-    for holder in lease.own.parts:
+    for holder in lease.windows:
         return holder.cover(lease.block_ids, start, end, lease.copy)
     return None
 

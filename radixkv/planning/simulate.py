@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from radixkv.blocks import BlockIds
 from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
@@ -205,7 +205,7 @@ class _Replay:
             lease.commit(lease.num_tokens)
             self.num_cached_tokens += lease.cached_tokens + tiers.load(lease, first_block, run)
 
-    def _tell_future(self, future: FarthestFuture, lease: PromptLease, index: int) -> None:
+    def _tell_future(self, future: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
         ids = np.minimum(last_tokens // TOKENS_PER_ID, len(self._requests[index].hash_ids) - 1)
         # The tree may keep its own copy of a partly filled last block.

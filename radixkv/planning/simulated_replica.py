@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from radixkv.api.events import EventBatch
+from radixkv.cache.lease import Lease
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.tree_feed import TreeFeed
@@ -71,7 +71,7 @@ class SimulatedReplica:
         self._compute_s = compute_s
         self._clock = clock
         self._queue: deque[Job] = deque()
-        self._running: tuple[Job, PromptLease | None, int] | None = None
+        self._running: tuple[Job, Lease | None, int] | None = None
         self._log = EventLog(clock=lambda: clock() + 1.0)  # from 1: number 0 asks for a snapshot
         self._feed = TreeFeed(self._log, block_size, block_size, identities)
         self._read = self._log.start

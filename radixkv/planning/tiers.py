@@ -12,7 +12,7 @@ from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.found import Found
 from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.cache.elsewhere.shelf import Shelf
-from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.lease import Lease
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
 from radixkv.storage.tiers.block_object import object_bytes
@@ -87,7 +87,7 @@ class SimulatedTiers:
                 self.written_blocks[name] += 1
                 self.elsewhere.stored(name, [each.block.key])
 
-    def load(self, lease: PromptLease, first_block: int, run: Sequence[Found]) -> int:
+    def load(self, lease: Lease, first_block: int, run: Sequence[Found]) -> int:
         """Load what was found for a lease.
 
         Args:

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.held_blocks import Path
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.private.private_lease import with_private_blocks
-from radixkv.cache.prompt_lease import PromptLease, close_unused
 from radixkv.errors import CapacityError, QuotaExceeded
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.lending import Lending
@@ -34,7 +33,7 @@ class BlockLoads(Protocol):
     def begin_again(self, request: Request) -> bool:
         """Start to load what a preempted request could use. Returns whether the request has to wait."""
 
-    def fill(self, request: Request, lease: PromptLease) -> int:
+    def fill(self, request: Request, lease: Lease) -> int:
         """Copy what was loaded into the blocks of a lease. Returns the number of tokens whose K and V exist then."""
 
 
@@ -76,7 +75,8 @@ class Admitter:
         """Return how many tokens a request could reuse now, and how many nodes hold them. Complexity: one match."""
         if not request.params.read_cache:
             return 0, 0
-        return self._cache.places.cached_tokens(request.namespace, request.tokens)
+        match = self._cache.match(request.namespace, request.tokens)
+        return match.cached_tokens, match.num_nodes
 
     def urgent_tokens(self, request: Request) -> int:
         """Return how many tokens a running request must compute until it ends or one of its followers resumes."""
@@ -102,9 +102,9 @@ class Admitter:
             cached_tokens = self.look_up(request)[0] if self._flights.has_leaders(request) else 0
         request.found_tokens = cached_tokens
         if params.read_cache:
-            if self._cache.parts.states is not None:
+            if self._cache.snapshots is not None:
                 # Tokens without a state to resume from are found, too; another request need not lead to them.
-                request.found_tokens = self._cache.places.found_tokens(request.namespace, request.tokens)
+                request.found_tokens = self._cache.num_found_tokens(request.namespace, request.tokens)
             if self._flights.follow(request, request.found_tokens, cached_tokens):
                 return Admission.FOLLOWS
         if params.hold_lease:
@@ -121,7 +121,7 @@ class Admitter:
                 return self._without_room(request, running, error)
             lease = borrowing
         if self._loads is not None and request.is_preempted and self._loads.begin_again(request):
-            close_unused(lease)  # other requests may have the blocks in the meantime
+            lease.close_unused()  # other requests may have the blocks in the meantime
             return Admission.FOLLOWS
         self._start(request, lease)
         # Other requests do not wait for a last token alone: each computes its own, which yields its next token.
@@ -129,7 +129,7 @@ class Admitter:
             self._flights.lead(request)
         return Admission.ADMITTED
 
-    def _lease(self, request: Request, num_spared_blocks: int) -> PromptLease:
+    def _lease(self, request: Request, num_spared_blocks: int) -> Lease:
         """Allocate the blocks of a request: those of its prompt, and private ones if it will need any."""
         num_private_tokens = request.num_private_tokens
         lease = self._cache.lease(
@@ -140,11 +140,15 @@ class Admitter:
             num_expected_tokens=request.num_expected_tokens,
             is_resumed=request.has_computed,
         )
-        if not num_private_tokens:
-            return lease
-        return with_private_blocks(self._cache.leases, request.namespace, lease, num_private_tokens)
+        if num_private_tokens:
+            try:
+                lease.reserve_private(num_private_tokens)
+            except CapacityError:
+                lease.close_unused()
+                raise
+        return lease
 
-    def _borrow(self, request: Request, running: Collection[Request]) -> PromptLease | None:
+    def _borrow(self, request: Request, running: Collection[Request]) -> Lease | None:
         """Borrow all blocks that a request needs until its end from prompts that need them later; None if none lend."""
         if not self._lending.may_borrow(request, running):
             return None
@@ -157,7 +161,7 @@ class Admitter:
             lease.reserve(self._lending.max_tokens(request))
         except CapacityError:
             if lease is not None:
-                close_unused(lease)
+                lease.close_unused()
                 lease = None
         self._lending.reclaim_all()
         return lease
@@ -172,10 +176,10 @@ class Admitter:
     def _path_of(self, request: Request) -> Path:
         """Look up the path that a request which will hold its lease shares."""
         read = request.params.read_cache
-        path, request.num_nodes = self._cache.places.path_of(request.namespace, request.tokens, read=read)
+        path, request.num_nodes = self._cache.path_of(request.namespace, request.tokens, read=read)
         return path
 
-    def _start(self, request: Request, lease: PromptLease) -> None:
+    def _start(self, request: Request, lease: Lease) -> None:
         """Let a request continue after the cached tokens of its lease, and those that were loaded."""
         request.lease = lease
         request.num_nodes = lease.num_nodes
@@ -192,7 +196,7 @@ class Admitter:
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
-        states = self._cache.parts.states
+        states = self._cache.snapshots
         if states is not None:
             request.state = states.open(lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens)
         self._on_start(request)
@@ -223,10 +227,11 @@ class Admitter:
 
         Other tenants' floors and other public prefixes may keep too many blocks.
         """
-        place = self._cache.places.of(request.namespace, request.tokens, read=request.params.read_cache)
+        read = request.params.read_cache
+        root_tokens = self._cache.num_root_tokens(request.namespace, request.tokens, read=read)
         num_kept_blocks = self._cache.tenants.num_blocks_kept_from(request.tenant) + self._cache.public.num_kept_blocks
         size = self._cache.block_size
-        num_own_blocks = -(-(request.num_tokens - place.start_tokens) // size) + -(-request.num_private_tokens // size)
+        num_own_blocks = -(-(request.num_tokens - root_tokens) // size) + -(-request.num_private_tokens // size)
         return num_own_blocks <= self._cache.pool.num_blocks - num_kept_blocks
 
 

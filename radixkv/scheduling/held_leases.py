@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from radixkv.cache.held_blocks import HeldBlocks, Path
-from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.lease import Lease
 from radixkv.errors import Cause, OutOfBlocks, QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
 
 
 class _Held(NamedTuple):
-    lease: PromptLease
+    lease: Lease
     num_tokens: int
     tenant: str
     expires_s: float
@@ -68,17 +68,17 @@ class HeldLeases:
                 cause=Cause.HOLD_LEASE,
             )
         for tenant, holders in ((request.tenant, own), (None, others)):
-            paths = [path, *(Path.of(other.open_lease.own) for other in holders)]
+            paths = [path, *(Path.of(other.open_lease) for other in holders)]
             self._blocks.require_room(tenant, self._blocks.num_more(paths))
 
-    def hold(self, lease: PromptLease, tenant: str, now_s: float) -> tuple[str, float]:
+    def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:
         """Keep a lease open. Returns its id, and when it expires on the clock of `now_s`."""
         lease_id = secrets.token_hex(16)
         num_tokens = lease.num_tokens
-        lease.keep()
+        lease.hold()
         return lease_id, self._add(lease_id, _Held(lease, num_tokens, tenant, now_s + self._ttl_s))
 
-    def lease_of(self, lease_id: str, tenant: str) -> tuple[PromptLease, int]:
+    def lease_of(self, lease_id: str, tenant: str) -> tuple[Lease, int]:
         """Return a held lease, and the number of its tokens. Changes nothing.
 
         Raises:

@@ -74,7 +74,7 @@ class Lending:
         for lender in sorted(spare, key=spare.__getitem__, reverse=True):
             num_lent = min(num_lacking, spare[lender])
             if num_lent:
-                lender.open_lease.own.give_up(num_lent)
+                lender.open_lease.give_up(num_lent)
                 self._lenders.add(lender)
                 num_lacking -= num_lent
         return True
@@ -109,11 +109,10 @@ class Lending:
         if request not in self._lenders:
             return
         cache, lease = self._cache, request.open_lease
-        own, num_free_blocks = lease.own, cache.pool.num_free + cache.num_evictable_blocks
+        num_free_blocks = cache.pool.num_free + cache.num_evictable_blocks
         with suppress(CapacityError):  # other tenants' floors may keep some of them
-            own.reserve(min(own.num_tokens, (own.block_ids.size + num_free_blocks) * cache.block_size))
-        end = request.computed_upto + self._step_tokens
-        own.reserve(own.num_tokens - max(0, lease.num_tokens - end))
+            lease.reserve(min(lease.num_tokens, (lease.block_ids.size + num_free_blocks) * cache.block_size))
+        lease.reserve(min(lease.num_tokens, request.computed_upto + self._step_tokens))
         if not self._num_lent_blocks(request):
             self._lenders.discard(request)
 
@@ -128,18 +127,17 @@ class Lending:
     def _num_spare_blocks(self, request: Request, num_steps: int) -> int:
         """Return how many blocks a running request can lend: those it cannot need in the next `num_steps` steps."""
         lease = request.open_lease
-        own, end = lease.own, request.computed_upto + num_steps * self._step_tokens
+        end = request.computed_upto + num_steps * self._step_tokens
         if end >= lease.num_tokens or request.compression is not None or request.tenant == PUBLIC_TENANT:
             return 0
-        if own.usage.quota.ceiling_blocks is not None or own.block_ids.size > self._num_blocks(own.num_tokens):
+        if lease.usage.quota.ceiling_blocks is not None or lease.block_ids.size > self._num_blocks(lease.num_tokens):
             return 0  # in the second case it borrowed blocks for its generation itself
-        return max(0, own.block_ids.size - self._num_blocks(own.num_tokens - (lease.num_tokens - end)))
+        return max(0, lease.block_ids.size - self._num_blocks(end))
 
     def _num_lent_blocks(self, request: Request) -> int:
         if request.lease is None:
             return 0
-        own = request.lease.own
-        return max(0, self._num_blocks(own.num_tokens) - own.block_ids.size)
+        return max(0, self._num_blocks(request.lease.num_tokens) - request.lease.block_ids.size)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.block_size)

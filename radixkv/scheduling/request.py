@@ -18,7 +18,7 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillResult, Usage
 from radixkv.api.sampling import Sampling
 from radixkv.cache.elsewhere.fetched import Fetched
-from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.lease import Lease
 from radixkv.cache.recurrent_states import StateLease
 from radixkv.invocation import Invocation
 from radixkv.namespace import Namespace, PromptKey
@@ -172,7 +172,7 @@ class Request:
     reuse: PromptReuse = field(default_factory=PromptReuse)
     arrival: int = 0
     rank: tuple[float, int] = (0.0, 0)
-    lease: PromptLease | None = None
+    lease: Lease | None = None
     state: StateLease | None = None
     num_nodes: int = 0
     has_computed: bool = False
@@ -234,7 +234,7 @@ class Request:
             self.lease = None
 
     @property
-    def open_lease(self) -> PromptLease:
+    def open_lease(self) -> Lease:
         """The lease of a running request."""
         assert self.lease is not None, "a running request holds a lease"
         return self.lease

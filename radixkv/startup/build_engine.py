@@ -14,6 +14,7 @@ from radixkv.api.limits import longest_sequence
 from radixkv.cache.changes import Listener
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.tenants import Quota
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.compute.graphs.recorder import GraphRecorder
@@ -44,7 +45,7 @@ from radixkv.startup.requirements import require_usable
 from radixkv.startup.states import make_state_slots
 from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores
-from radixkv.startup.windowed_layers import divide_layers, part_groups
+from radixkv.startup.windowed_layers import divide_layers, windows_of
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.storage.layer_groups import LayerGroups
 
@@ -121,8 +122,8 @@ def build_engine(
     if stores is not None:
         listeners.append(stores.elsewhere)
         events.follow(stores.elsewhere)
-    parts = part_groups(storage, limits.step_tokens, states)
-    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, parts)
+    windows = windows_of(storage, limits.step_tokens)
+    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, windows, states)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = RateLimiter(config.tenants, config.default_tenant)
     engine = Engine(
@@ -257,7 +258,8 @@ def _make_cache(
     num_blocks: int,
     listeners: Iterable[Listener],
     marks: InvocationMarks,
-    parts: WindowedLayers,
+    windows: WindowedLayers,
+    snapshots: StateSlots | None,
 ) -> PrefixCache:
     return PrefixCache(
         num_blocks,
@@ -266,13 +268,14 @@ def _make_cache(
         quotas=quotas,
         default_quota=default_quota,
         max_retained_blocks=int(cache.max_retained_share * num_blocks),
-        max_kept_blocks=int(cache.max_held_share * num_blocks),
+        max_held_blocks=int(cache.max_held_share * num_blocks),
         max_public_blocks=int(cache.max_public_share * num_blocks),
         probation_share=cache.probation_share,
         evicted_prefixes=cache.evicted_prefixes,
         listeners=listeners,
         marks=marks,
-        parts=parts,
+        windows=windows,
+        snapshots=snapshots,
     )
 
 
@@ -288,7 +291,7 @@ def _quota(path: str, bounds: TenantConfig, config: Config) -> Quota:
         floor_blocks=-(-bounds.floor_tokens // block_size),
         ceiling_blocks=None if ceiling is None else ceiling // block_size,
         max_retained_blocks=None if retained is None else retained // block_size,
-        max_kept_blocks=None if held is None else held // block_size,
+        max_held_blocks=None if held is None else held // block_size,
         uses_public_prefixes=bounds.uses_public_prefixes,
     )
     least = max(1, quota.floor_blocks)

@@ -106,7 +106,7 @@ class Stores:
         """
         choice = choice or LoadOrCompute(cache.block_size)
         self.elsewhere.trunk_of = cache.public.trunk_of
-        for pool in cache.parts.pools:
+        for pool in cache.windows.pools:
             self.elsewhere.part_of = pool.part_of
         for shelf in self.elsewhere.shelves.values():
             if not shelf.is_shared:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.window_pool import Reach, WindowPool, least_parts
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import MAX_BLOCKS, Config, EngineConfig
@@ -101,19 +100,18 @@ def _num_blocks(token_bytes: _TokenBytes, shares: LayerShares, num_blocks: int, 
     return min(max(0, num_free // token_bytes.other), MAX_BLOCKS)
 
 
-def part_groups(storage: KVStorage, step_tokens: int, states: StateSlots | None = None) -> WindowedLayers:
-    """Return the books of the parts that a storage has, and of states.
+def windows_of(storage: KVStorage, step_tokens: int) -> WindowedLayers:
+    """Return the pools that a storage has for windowed layers.
 
     Args:
         storage: the K/V memory.
         step_tokens: tokens of a step at most.
-        states: snapshots of states; None for a model without.
     """
     if storage.groups is None:
-        return WindowedLayers(states=states)
+        return WindowedLayers()
     reach = Reach.of_window(storage.groups.window)
     pool = WindowPool(storage.num_blocks, storage.num_parts, storage.block_size, reach, step_tokens)
-    return WindowedLayers([pool], states)
+    return WindowedLayers([pool])
 
 
 def _reason_against(config: Config, model: Model, groups: LayerGroups) -> str:

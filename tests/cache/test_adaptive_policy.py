@@ -71,6 +71,11 @@ def make_cache(policy: str, num_blocks: int = 32) -> tuple[PrefixCache, FakeCloc
     return PrefixCache(num_blocks, 4, policy=make_policy(policy, num_blocks), clock=clock), clock
 
 
+def make_adaptive_cache(num_blocks: int = 32) -> tuple[PrefixCache, FakeClock, BestOfThreeOrders]:
+    clock, policy = FakeClock(), BestOfThreeOrders(num_blocks)
+    return PrefixCache(num_blocks, 4, policy=policy, clock=clock), clock, policy
+
+
 def leaf_used(num_uses: int, age_s: float, fingerprint: int = 0) -> Any:
     stay = SimpleNamespace(kind=num_uses)
     return SimpleNamespace(num_uses=num_uses, last_used_s=age_s, fingerprint=fingerprint, policy_note=stay)
@@ -86,9 +91,7 @@ def test_a_lifetime_is_added_to_the_last_use_and_a_share_of_nodes_gets_the_long_
 
 
 def test_what_it_remembers_is_bounded() -> None:
-    cache, clock = make_cache("adaptive", num_blocks=8)
-    policy = cache._holdings.policy
-    assert isinstance(policy, BestOfThreeOrders)
+    cache, clock, policy = make_adaptive_cache(8)
     for index in range(5000):
         clock.now_s += 1
         publish(cache, chr(1000 + index) * 4)
@@ -96,9 +99,7 @@ def test_what_it_remembers_is_bounded() -> None:
 
 
 def test_a_leaf_that_comes_back_after_eviction_is_learned_from() -> None:
-    cache, clock = make_cache("adaptive", num_blocks=4)
-    policy = cache._holdings.policy
-    assert isinstance(policy, BestOfThreeOrders)
+    cache, clock, policy = make_adaptive_cache(4)
     publish(cache, "aaaabbbb")
     cache.evict(1)  # the leaf is shortened before it goes: both parts are remembered
     cache.evict(1)
@@ -111,9 +112,7 @@ def test_a_leaf_that_comes_back_after_eviction_is_learned_from() -> None:
 
 def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
     def learned(*, cuts: bool) -> tuple[float, float]:
-        cache, clock = make_cache("adaptive")
-        policy = cache._holdings.policy
-        assert isinstance(policy, BestOfThreeOrders)
+        cache, clock, policy = make_adaptive_cache()
         publish(cache, "aaaabbbbccccdddd")
         if cuts:
             for start in (8, 4, 12):
@@ -128,9 +127,7 @@ def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
 
 def test_a_leaf_that_comes_back_in_chunks_is_learned_from_as_if_at_once() -> None:
     def learned(*ends: int) -> float:
-        cache, clock = make_cache("adaptive", num_blocks=8)
-        policy = cache._holdings.policy
-        assert isinstance(policy, BestOfThreeOrders)
+        cache, clock, policy = make_adaptive_cache(8)
         publish(cache, "aaaabbbbccccdddd")
         cache.evict(4)
         clock.now_s = 60

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.public.places import Places
-from radixkv.cache.public.public_prefix import Place
-from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.cache.public_prefixes import PublicPrefixes, PublicRoot
 from radixkv.events.block_identity import Identities
 from radixkv.invocation import Invocation, InvocationMarks
 from radixkv.namespace import Namespace
@@ -104,13 +102,13 @@ def _first_wrong(num_operations: int = 3_000) -> str:
 
 
 def test_a_walk_sees_a_tree_below_a_public_prefix_that_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = Places.of
+    roots = PublicPrefixes.roots
 
-    def of_nobody(places: Places, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Place:
-        place = of(places, namespace, tokens, read=read)
-        return place._replace(namespace=place.namespace._replace(tenant="", salt="")) if place.trunk else place
+    def shared_roots(public: PublicPrefixes, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
+        for root in roots(public, namespace, tokens):
+            yield root._replace(namespace=root.namespace._replace(tenant="", salt=""))
 
-    monkeypatch.setattr(Places, "of", of_nobody)
+    monkeypatch.setattr(PublicPrefixes, "roots", shared_roots)
     assert _first_wrong() == "cross-namespace reuses"
 
 

@@ -143,7 +143,7 @@ def test_a_long_path_whose_namespace_was_purged_gives_its_blocks_back(monkeypatc
     line.publish("aaaabbbbccccdddd", "aaaaZZZZ", "aaaabbbbZZZZ", "aaaabbbbccccZZZZ")
     monkeypatch.setattr("radixkv.cache.evictor.MAX_PATH_NODES", 2)
     running, held = (lease_text(line.cache, "aaaabbbbccccddddZ") for _ in range(2))
-    held.keep()
+    held.hold()
     line.cache.purge()
     line.cache.check()
     running.close()

@@ -14,15 +14,15 @@ from tests.fakes import MODEL, lease_text, publish, spell
 OTHER = Namespace("model", tenant="other")
 
 
-def make_cache(max_kept_blocks: int = 8, quotas: dict[str, Quota] | None = None) -> PrefixCache:
-    return PrefixCache(32, 4, max_kept_blocks=max_kept_blocks, quotas=quotas)
+def make_cache(max_held_blocks: int = 8, quotas: dict[str, Quota] | None = None) -> PrefixCache:
+    return PrefixCache(32, 4, max_held_blocks=max_held_blocks, quotas=quotas)
 
 
 def keep(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> Lease:
     """Cache a prompt and keep its lease."""
     lease = lease_text(cache, text, namespace)
     lease.commit(len(text))
-    lease.keep()
+    lease.hold()
     cache.check()
     return lease
 
@@ -31,14 +31,14 @@ def test_a_shared_block_is_counted_once() -> None:
     cache = make_cache()
     first, second = keep(cache, "aaaabbbbcccc"), keep(cache, "aaaabbbbXXXX")
     again = keep(cache, "aaaabbbbcccc")
-    assert cache.kept.num_blocks == 4
+    assert cache.held.num_blocks == 4
     first.close()
     cache.check()
-    assert cache.kept.num_blocks == 4
+    assert cache.held.num_blocks == 4
     again.close()
-    assert cache.kept.num_blocks == 3
+    assert cache.held.num_blocks == 3
     second.close()
-    assert cache.kept.num_blocks == cache.num_pinned_blocks == 0
+    assert cache.held.num_blocks == cache.num_pinned_blocks == 0
     cache.check()
 
 
@@ -47,9 +47,9 @@ def test_a_kept_lease_has_no_tokens_and_no_ids_of_shared_blocks() -> None:
     lease = keep(cache, "aaaabbbbcccc")
     assert (lease.tokens, lease.block_ids.size) == (b"", 0)
     private = cache.lease(MODEL, spell("ddddeeee"), read=False)
-    private.keep()  # nothing was committed: its blocks are its own
+    private.hold()  # nothing was committed: its blocks are its own
     assert private.block_ids.size == 2
-    assert cache.kept.num_blocks == 5
+    assert cache.held.num_blocks == 5
     private.close()
     cache.check()
     assert cache.pool.num_leased == 0
@@ -60,7 +60,7 @@ def test_a_closed_lease_is_not_kept() -> None:
     lease = lease_text(cache, "aaaa")
     lease.close()
     with pytest.raises(LeaseClosed):
-        lease.keep()
+        lease.hold()
 
 
 def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
@@ -68,30 +68,30 @@ def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
     keep(cache, "aaaabbbbcccc")
     same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
     branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
-    assert cache.kept.num_more([Path.of(same)]) == 1  # its last block is a copy: the last token is computed anew
-    assert cache.kept.num_more([Path.of(longer)]) == 2
-    assert cache.kept.num_more([Path.of(branch)]) == 1
-    assert cache.kept.num_more([Path.of(foreign)]) == 3
+    assert cache.held.num_more([Path.of(same)]) == 1  # its last block is a copy: the last token is computed anew
+    assert cache.held.num_more([Path.of(longer)]) == 2
+    assert cache.held.num_more([Path.of(branch)]) == 1
+    assert cache.held.num_more([Path.of(foreign)]) == 3
 
 
 def test_a_tenant_may_keep_half_of_what_all_may() -> None:
-    cache = make_cache(max_kept_blocks=6)
+    cache = make_cache(max_held_blocks=6)
     keep(cache, "aaaabbbb")
-    cache.kept.require_room("", 1)
+    cache.held.require_room("", 1)
     message = r"^hold_lease: expected at most 3 blocks in held leases of this tenant, got 2 and 2 more$"
     with pytest.raises(QuotaExceeded, match=message) as caught:
-        cache.kept.require_room("", 2)
+        cache.held.require_room("", 2)
     assert caught.value.cause is Cause.HOLD_LEASE
 
 
 def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:
-    cache = make_cache(max_kept_blocks=4, quotas={"": Quota(max_kept_blocks=4)})
+    cache = make_cache(max_held_blocks=4, quotas={"": Quota(max_held_blocks=4)})
     keep(cache, "aaaabbbbcccc")
-    cache.kept.require_room("", 1)
+    cache.held.require_room("", 1)
     keep(cache, "aaaa", OTHER)
-    cache.kept.require_room("other", 1)
+    cache.held.require_room("other", 1)
     with pytest.raises(OutOfBlocks, match="of all tenants, got 4 and 1 more"):
-        cache.kept.require_room(None, 1)
+        cache.held.require_room(None, 1)
 
 
 @pytest.mark.parametrize(("text", "num_kept_blocks"), [("aaaabb", 3), ("aaaabbbb", 2)])  # 3: a copy of the last block
@@ -100,14 +100,14 @@ def test_what_a_kept_path_gains_is_not_kept(text: str, num_kept_blocks: int) -> 
     lease, same = keep(cache, text), keep(cache, text)
     publish(cache, "aaaabbbbccccdddd")
     cache.check()
-    assert (cache.kept.num_blocks, cache.num_pinned_blocks) == (num_kept_blocks, 2)
+    assert (cache.held.num_blocks, cache.num_pinned_blocks) == (num_kept_blocks, 2)
     assert cache.evict(32) == 2
     lease.close()
     cache.check()
-    assert cache.kept.num_blocks == 2
+    assert cache.held.num_blocks == 2
     same.close()
     cache.check()
-    assert cache.kept.num_blocks == cache.pool.num_leased == 0
+    assert cache.held.num_blocks == cache.pool.num_leased == 0
 
 
 def test_a_replaced_block_stays_while_it_is_kept() -> None:
@@ -115,7 +115,7 @@ def test_a_replaced_block_stays_while_it_is_kept() -> None:
     lease = lease_text(cache, "aaaabb")
     lease.commit(6)
     block_ids = lease.block_ids.tolist()
-    lease.keep()
+    lease.hold()
     publish(cache, "aaaabbbbccccdddd")
     cache.check()
     assert all(cache.pool.states()[block_id] != BlockState.FREE for block_id in block_ids)
@@ -130,7 +130,7 @@ def test_a_block_that_was_replaced_before_the_lease_was_kept_stays_too() -> None
     lease.commit(6)
     block_ids = lease.block_ids.tolist()
     publish(cache, "aaaabbbbccccdddd")
-    lease.keep()
+    lease.hold()
     cache.check()
     assert all(cache.pool.states()[block_id] != BlockState.FREE for block_id in block_ids)
     assert cache.evict(32) == 2
@@ -144,19 +144,19 @@ def test_a_lease_keeps_no_more_of_a_node_than_it_uses() -> None:
     publish(cache, "aaaabbbbccccdddd")
     lease = keep(cache, "aaaabbbb")
     inside = keep(cache, "aaaaX")
-    assert cache.kept.num_blocks == 3
+    assert cache.held.num_blocks == 3
     assert cache.num_pinned_blocks == 3
     lease.close()
     inside.close()
     cache.check()
-    assert cache.kept.num_blocks == 0
+    assert cache.held.num_blocks == 0
 
 
 def test_what_several_would_share_is_counted_once() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
     paths = [Path.of(lease_text(cache, text)) for text in ("aaaabbbbX", "aaaabbbbccccX", "aaaabbbbY", "aaaaX")]
-    assert cache.kept.num_more(paths) == 3 + 4
+    assert cache.held.num_more(paths) == 3 + 4
 
 
 def test_a_purge_gives_no_room_before_the_blocks_are_free() -> None:
@@ -165,15 +165,15 @@ def test_a_purge_gives_no_room_before_the_blocks_are_free() -> None:
     publish(cache, "aaaaX")
     cache.purge()
     cache.check()
-    assert cache.kept.num_blocks == cache.pool.num_leased == 3
+    assert cache.held.num_blocks == cache.pool.num_leased == 3
     lease.close()
     cache.check()
-    assert cache.kept.num_blocks == cache.pool.num_leased == 0
+    assert cache.held.num_blocks == cache.pool.num_leased == 0
 
 
 def test_check_notices_a_drifted_number() -> None:
     cache = make_cache()
     lease = keep(cache, "aaaa")
-    lease.usage.num_kept_blocks += 1
-    with pytest.raises(InvariantViolation, match="kept blocks drifted"):
+    lease.usage.num_held_blocks += 1
+    with pytest.raises(InvariantViolation, match="held blocks drifted"):
         cache.check()

@@ -6,7 +6,7 @@ from radixkv.cache.block_pool import BlockState
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
-from radixkv.errors import InvalidRequest, LeaseClosed, OutOfBlocks, QuotaExceeded
+from radixkv.errors import CapacityError, InvalidRequest, InvariantViolation, LeaseClosed, OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 from tests.fakes import MODEL, cached, lease_text, publish, spell
 
@@ -84,7 +84,6 @@ def test_closing_again_does_nothing(cache: PrefixCache) -> None:
     lease.close()
     before = counts(cache)
     lease.close()
-    cache.leases.close(lease)
     assert counts(cache) == before
     assert lease.is_closed
     cache.check()
@@ -99,31 +98,6 @@ def test_a_closed_lease_commits_nothing(cache: PrefixCache) -> None:
         lease.commit(6)
     assert cached(cache, "abcdef") == 0
     cache.check()
-
-
-@pytest.mark.parametrize("with_blocks", [False, True], ids=["never leased from it", "its own leases hold blocks too"])
-def test_a_foreign_lease_is_refused_and_changes_nothing(cache: PrefixCache, with_blocks: bool) -> None:
-    foreign = lease_text(PrefixCache(32, 4), "abcdef")
-    if with_blocks:
-        lease_text(cache, "abcdef")
-    before = counts(cache)
-    with pytest.raises(LeaseClosed):
-        cache.leases.commit(foreign, 6)
-    with pytest.raises(LeaseClosed):
-        cache.leases.close(foreign)
-    assert counts(cache) == before
-    assert not foreign.is_closed
-    foreign.commit(6)
-
-
-def test_a_made_up_lease_is_refused(cache: PrefixCache) -> None:
-    real = lease_text(cache, "abcdef")
-    forged = Lease(cache.leases, MODEL, real.usage, real.tokens, 0, real.block_ids, 0, None, None, 0.0)
-    with pytest.raises(LeaseClosed):
-        forged.close()
-    with pytest.raises(LeaseClosed):
-        forged.commit(6)
-    assert counts(cache) == (30, 2, 0, 0)
 
 
 def test_a_lease_closes_when_its_block_ends(cache: PrefixCache) -> None:
@@ -385,3 +359,102 @@ class TestExtend:
         with pytest.raises(LeaseClosed):
             lease.extend(spell("e"))
         cache.check()
+
+
+def private_lease(cache: PrefixCache, text: str, num_tokens: int) -> Lease:
+    lease = lease_text(cache, text)
+    try:
+        lease.reserve_private(num_tokens)
+    except CapacityError:
+        lease.close_unused()
+        raise
+    return lease
+
+
+def test_private_blocks_are_reserved_in_addition_to_the_shared_ones() -> None:
+    cache = PrefixCache(num_blocks=16, block_size=4)
+    publish(cache, "abcdefgh")
+    with private_lease(cache, "abcdefghij", 6) as lease:
+        cache.check()
+        assert (lease.cached_tokens, lease.num_tokens, lease.num_dropped_tokens) == (8, 10, 0)
+        assert (lease.block_ids.size, lease.private_block_ids.size) == (3, 2)
+        assert lease.commit(10) == 2
+        assert cache.pool.num_leased == 2
+    cache.check()
+    assert (cache.pool.num_leased, cache.num_pinned_blocks) == (0, 0)
+
+
+def test_a_private_lease_publishes_nothing() -> None:
+    cache = PrefixCache(num_blocks=16, block_size=4)
+    with private_lease(cache, "abcdefghij", 6) as lease:
+        lease.commit(10)
+        lease.leave_shared(num_dropped_tokens=5)
+        cache.check()
+        assert cache.num_pinned_blocks == 0
+        lease.extend(spell("kl"))
+        assert lease.commit(12) == 0
+        assert (lease.num_tokens, bytes(lease.tokens)) == (12, spell("abcdefghijkl"))
+        assert lease.block_ids.tolist() == lease.private_block_ids.tolist()
+        lease.num_dropped_tokens += 1
+        assert lease.num_dropped_tokens == 6
+        cache.check()
+    cache.check()
+    assert cached(cache, "abcdefghijkl") == 10
+    assert cache.pool.num_leased == 0
+
+
+def test_a_lease_with_private_blocks_cannot_be_held() -> None:
+    cache = PrefixCache(num_blocks=16, block_size=4)
+    with private_lease(cache, "abcd", 6) as lease, pytest.raises(InvariantViolation):
+        lease.hold()
+
+
+def test_a_lease_without_room_for_private_blocks_is_closed_as_unused() -> None:
+    cache = PrefixCache(num_blocks=5, block_size=4)
+    with pytest.raises(OutOfBlocks):
+        private_lease(cache, "abcdefgh", 16)
+    cache.check()
+    assert cache.pool.num_leased == 0
+
+
+def test_private_blocks_count_for_the_ceiling() -> None:
+    cache = PrefixCache(num_blocks=16, block_size=4, quotas={MODEL.tenant: Quota(ceiling_blocks=3)})
+    with private_lease(cache, "abcdefgh", 4):
+        cache.check()
+    publish(cache, "abcd")
+    usage = cache.tenants[MODEL.tenant]
+    counts = usage.num_hit_tokens, usage.num_miss_tokens
+    with pytest.raises(QuotaExceeded):
+        private_lease(cache, "abcdefgh", 5)
+    cache.check()
+    assert (usage.num_hit_tokens, usage.num_miss_tokens) == counts
+    assert cache.pool.num_leased == 0
+
+
+def test_a_purge_revokes_a_private_lease() -> None:
+    cache = PrefixCache(num_blocks=16, block_size=4)
+    with private_lease(cache, "abcdefgh", 4) as lease:
+        lease.leave_shared(num_dropped_tokens=4)
+        cache.purge(tenant=MODEL.tenant)
+        assert lease.is_revoked
+    cache.check()
+
+
+def test_an_unused_lease_counts_neither_as_hit_nor_as_miss_with_or_without_a_public_prefix() -> None:
+    cache = PrefixCache(num_blocks=16, block_size=4)
+    prefix = cache.public.register("p", "model", "", spell("abcdefgh"))
+    with cache.lease(prefix.namespace, prefix.tokens) as lease:
+        lease.commit(8)
+        cache.public.keep(prefix)
+    publish(cache, "abcdefghijkl")
+    publish(cache, "stuvwx")
+    usage = cache.tenants[MODEL.tenant]
+    before = usage.num_hit_tokens, usage.num_miss_tokens
+    for text, cached_tokens in (("stuvwxyz", 6), ("abcdefghijklmn", 12)):
+        unused = lease_text(cache, text)
+        assert unused.cached_tokens == cached_tokens
+        unused.close_unused()
+        assert (usage.num_hit_tokens, usage.num_miss_tokens) == before
+    assert unused.root_run.num_tokens == 8
+    assert cache.pool.num_leased == 0
+    cache.check()

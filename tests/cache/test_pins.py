@@ -34,12 +34,12 @@ def test_a_second_lease_of_a_path_changes_only_its_end() -> None:
     for text in ("aaaabbbbcccc", "aaaabbbbXXXX", "aaaaYYYY"):
         publish(cache, text)
     first = lease_text(cache, "aaaabbbbccccZ")
-    holds = [node.num_holds for node in path_to(first.node)]
+    holds = [node.ref_count for node in path_to(first.node)]
     second = lease_text(cache, "aaaabbbbccccZ")
     assert holds == [1, 1, 1]
-    assert [node.num_holds for node in path_to(first.node)] == [1, 1, 2]
+    assert [node.ref_count for node in path_to(first.node)] == [1, 1, 2]
     other = lease_text(cache, "aaaabbbbXXXXZ")
-    assert [node.num_holds for node in path_to(first.node)] == [1, 2, 2]
+    assert [node.ref_count for node in path_to(first.node)] == [1, 2, 2]
     for lease in (first, other, second):
         lease.close()
         cache.check()

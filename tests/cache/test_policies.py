@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import radixkv.cache.lines.eviction_lines
+import radixkv.cache.eviction_queue
 import radixkv.cache.prefix_cache
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.policies import make_policy
@@ -104,7 +104,7 @@ def test_a_policy_may_offer_a_leaf_piece_by_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [radixkv.cache.lines.eviction_lines, radixkv.cache.prefix_cache], ids=lambda module: module.__name__
+    "module", [radixkv.cache.eviction_queue, radixkv.cache.prefix_cache], ids=lambda module: module.__name__
 )
 def test_the_mechanism_knows_no_policy_by_name(module: Any) -> None:
     words = set(re.findall(r"\w+", Path(module.__file__).read_text(encoding="utf-8").lower()))

@@ -20,7 +20,7 @@ def state(cache: PrefixCache) -> tuple[object, ...]:
     pool = cache.pool
     states = list(pool.states())
     segments = [
-        (node.tokens, node.block_ids, node.num_holds, node.last_used_s, node.eviction_entry)
+        (node.tokens, node.block_ids, node.ref_count, node.last_used_s, node.eviction_entry)
         for tree in cache._trees.values()
         for node in tree.nodes()
     ]
@@ -490,8 +490,8 @@ def test_a_prompt_as_large_as_the_pool_can_always_come_again() -> None:
 def test_check_notices_a_pin_without_a_lease() -> None:
     cache = make_cache()
     publish(cache, "abcd")
-    next(cache._trees[MODEL].nodes()).num_holds += 1
-    with pytest.raises(InvariantViolation, match="holds are not"):
+    next(cache._trees[MODEL].nodes()).ref_count += 1
+    with pytest.raises(InvariantViolation, match="references are miscounted"):
         cache.check()
 
 
@@ -499,8 +499,8 @@ def test_check_notices_a_pin_that_is_missing() -> None:
     cache = make_cache()
     publish(cache, "abcd")
     lease_text(cache, "abcdX")
-    next(cache._trees[MODEL].nodes()).num_holds -= 1
-    with pytest.raises(InvariantViolation, match="holds are not"):
+    next(cache._trees[MODEL].nodes()).ref_count -= 1
+    with pytest.raises(InvariantViolation, match="references are miscounted"):
         cache.check()
 
 
@@ -514,8 +514,8 @@ def test_check_notices_a_drifted_number_of_pinned_blocks() -> None:
 def test_check_notices_a_leaf_missing_from_the_eviction_index() -> None:
     cache = make_cache()
     publish(cache, "abcd")
-    cache._lines.discard(next(cache._trees[MODEL].nodes()))
-    with pytest.raises(InvariantViolation, match="eviction index"):
+    cache._queue.discard(next(cache._trees[MODEL].nodes()))
+    with pytest.raises(InvariantViolation, match="eviction queue"):
         cache.check()
 
 

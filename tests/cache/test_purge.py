@@ -153,7 +153,7 @@ def test_a_lease_is_looked_at_once_for_all_and_once_for_its_own_namespace(monkey
     assert looks == {"7": 1}
     for lease in leases:
         lease.close()
-    assert cache.leases.open._by_tenant == {}
+    assert cache.leases._by_tenant == {}
 
 
 def test_namespaces_that_are_in_use_are_purged_in_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_leases_of_what_is_named_are_revoked_and_no_others(wanted: dict[str, str
     cache = make_cache()
     leases = [lease_text(cache, "ZZZZ", namespace) for namespace in (*ALL, Namespace("model", PUBLIC_TENANT))]
     cache.purge(**wanted)
-    assert {lease.namespace for lease in cache.leases.open if lease.is_revoked} == revoked
+    assert {lease.namespace for lease in cache.leases if lease.is_revoked} == revoked
     for lease in leases:
         lease.close()
 

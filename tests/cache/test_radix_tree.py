@@ -97,7 +97,7 @@ def test_a_match_changes_nothing() -> None:
     for prompt in ("abcdeX", "abX", "abcdefghijklm", "X"):
         planter.tree.match(spell(prompt))
     assert planter.shape() == shape
-    assert (node.num_holds, node.last_used_s) == (0, 0.0)
+    assert (node.ref_count, node.last_used_s) == (0, 0.0)
 
 
 def test_the_sibling_that_shares_most_is_found_among_many() -> None:
@@ -165,12 +165,12 @@ def test_a_split_keeps_the_old_object_as_the_lower_half() -> None:
 def test_a_split_keeps_holds_and_last_use() -> None:
     planter = Planter()
     old = planter.insert("abcdefghij").node
-    old.num_holds, old.last_used_s = 3, 7.0  # three leases end there
+    old.ref_count, old.last_used_s = 3, 7.0  # three leases end there
     planter.insert("abcdXY")
     upper, attached = node_of(planter, "abcd"), node_of(planter, "abcd/XY")
-    assert (old.num_holds, old.last_used_s) == (3, 7.0)
-    assert (upper.num_holds, upper.last_used_s) == (1, 7.0)
-    assert attached.num_holds == 0
+    assert (old.ref_count, old.last_used_s) == (3, 7.0)
+    assert (upper.ref_count, upper.last_used_s) == (1, 7.0)
+    assert attached.ref_count == 0
 
 
 def test_a_split_keeps_the_children_below_the_lower_half() -> None:

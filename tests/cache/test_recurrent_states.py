@@ -3,12 +3,12 @@ import random
 import numpy as np
 import pytest
 
-from radixkv.cache.recurrent_states import StateLease, StateSlots, WorthOrder
+from radixkv.cache.recurrent_states import SnapshotOrder, StateLease, StateSlots
 from radixkv.errors import InvariantViolation
 
 
 def test_the_snapshot_that_saves_fewest_tokens_is_worth_least() -> None:
-    order = WorthOrder()
+    order = SnapshotOrder()
     for slot, saved_tokens in ((3, 512), (5, 16), (4, 100)):
         order.add(slot, saved_tokens)
     assert order.least() == 5
@@ -17,7 +17,7 @@ def test_the_snapshot_that_saves_fewest_tokens_is_worth_least() -> None:
 
 
 def test_a_use_counts_as_much_as_the_making() -> None:
-    order = WorthOrder()
+    order = SnapshotOrder()
     order.add(1, 100)
     order.add(2, 250)
     order.used(1)
@@ -27,7 +27,7 @@ def test_a_use_counts_as_much_as_the_making() -> None:
 
 
 def test_what_was_worth_much_long_ago_falls_behind() -> None:
-    order = WorthOrder()
+    order = SnapshotOrder()
     order.add(0, 250)
     for slot in (1, 2):
         order.add(slot, 100)
@@ -38,7 +38,7 @@ def test_what_was_worth_much_long_ago_falls_behind() -> None:
 
 
 def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
-    rng, order = random.Random(1), WorthOrder()
+    rng, order = random.Random(1), SnapshotOrder()
     kept: dict[int, tuple[int, int, float]] = {}  # saved tokens, uses, worth
     for slot in range(2000):
         event = rng.random()
@@ -70,7 +70,7 @@ def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_what_is_out_of_date_takes_no_more_room_than_what_is_kept(is_used: bool) -> None:
-    order = WorthOrder()
+    order = SnapshotOrder()
     for slot in range(1000):
         order.add(slot % 7, slot)
         if is_used:
@@ -303,7 +303,7 @@ def test_no_more_requests_run_than_there_are_slots_for() -> None:
 
 
 def test_a_request_can_only_go_on_where_a_snapshot_is() -> None:
-    with pytest.raises(InvariantViolation, match="a request goes on where no snapshot is"):
+    with pytest.raises(InvariantViolation, match="a request continues where there is no snapshot"):
         slots_of().open(SLOT_BLOCKS, 8, 31, 31)
 
 

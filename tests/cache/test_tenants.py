@@ -167,7 +167,7 @@ def test_the_largest_are_found_among_those_with_a_quota_and_those_used_last(monk
     tenants["0"]
     assert [tenant for tenant, _ in tenants.largest(3)] == ["0", "4", "5"]
     assert [tenant for tenant, _ in tenants.largest(9)] == ["0", "4", "5", "quota"]
-    monkeypatch.setattr("radixkv.cache.tenants._MAX_TOLD", 1)
+    monkeypatch.setattr("radixkv.cache.tenants._MAX_LISTED", 1)
     assert len(tenants.largest(9)) == 1
 
 

@@ -95,7 +95,7 @@ def test_the_part_of_a_block_is_freed_with_it() -> None:
     pool.let_go([1, 2], are_ends=False)
     pool.freed(ids(0, 1, 7))
     assert (with_part(pool), pool.num_free, pool.num_waiting) == ([2, 3], 3, 1)
-    with pytest.raises(InvariantViolation, match="whose part a request needs"):
+    with pytest.raises(InvariantViolation, match="whose part is pinned"):
         pool.freed(ids(3))
 
 
@@ -135,7 +135,7 @@ def test_what_outlives_its_request_takes_half_of_what_one_request_does_not_need(
     assert pool.max_lasting == 3
     pool.num_lasting = 2
     assert pool.may_last(1)
-    with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 2 beside 2"):
+    with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 2 in addition to 2"):
         pool.require_room(2, lasts=True)
 
 

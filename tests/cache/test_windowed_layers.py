@@ -9,8 +9,8 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.blocks import BlockCopy
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.cache.window_pool import Reach, WindowPool
 from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.errors import InvariantViolation, OutOfBlocks
@@ -96,9 +96,9 @@ def test_what_was_found_waits_with_the_ends() -> None:
 def test_a_part_that_should_be_there_is_missed() -> None:
     pool = pool_of()
     holder = WindowLease(pool, 0)
-    with pytest.raises(InvariantViolation, match="within reach"):
+    with pytest.raises(InvariantViolation, match="each block in the window to have its part"):
         holder.cover(BLOCKS, 4, 6)
-    with pytest.raises(InvariantViolation, match="within reach"):
+    with pytest.raises(InvariantViolation, match="each block in the window to have its part"):
         holder.find(BLOCKS, 3)
 
 
@@ -446,13 +446,13 @@ ALPHABET = "abcdefghijklmnopqrstuvwx"
 
 def cache_of(num_blocks: int = 32, num_parts: int = 14) -> PrefixCache:
     pool = WindowPool(num_blocks, num_parts, block_size=4, reach=Reach.of_window(WINDOW), step_tokens=8)
-    return PrefixCache(num_blocks, 4, parts=WindowedLayers([pool]))
+    return PrefixCache(num_blocks, 4, windows=WindowedLayers([pool]))
 
 
-def compute(lease: PromptLease, upto: int | None = None) -> None:
+def compute(lease: Lease, upto: int | None = None) -> None:
     """Compute and publish in steps of eight tokens."""
     upto, start = upto or lease.num_tokens, lease.committed_tokens
-    (holder,) = lease.own.parts
+    (holder,) = lease.windows
     while start < upto:
         end = min(upto, start + 8)
         holder.cover(lease.block_ids, start, end, lease.copy)
@@ -469,7 +469,7 @@ def publish(cache: PrefixCache, text: str) -> list[int]:
 
 
 def give_up(cache: PrefixCache, *block_ids: int) -> None:
-    cache.parts.freed(np.array(block_ids, dtype=np.int32))
+    cache.windows.freed(np.array(block_ids, dtype=np.int32))
 
 
 def found(cache: PrefixCache, text: str) -> int:
@@ -497,7 +497,7 @@ def test_a_hit_is_the_longest_one_whose_parts_are_there() -> None:
         compute(lease)
         cache.check()
     assert found(cache, ALPHABET[:20] + "!") == 20, "what was computed again gave the missing part to the tree's block"
-    assert cache.parts.pools[0].table[blocks[3]] >= 0
+    assert cache.windows.pools[0].table[blocks[3]] >= 0
 
 
 def test_a_miss_for_a_missing_part_is_told_as_evicted() -> None:
@@ -542,9 +542,9 @@ def test_a_held_lease_keeps_what_its_prompt_needs_to_be_found() -> None:
     cache = cache_of(num_parts=14)
     lease = cache.lease(MODEL, spell(ALPHABET))
     compute(lease)
-    lease.keep()
+    lease.hold()
     cache.check()
-    pool = cache.parts.pools[0]
+    pool = cache.windows.pools[0]
     assert (pool.num_lasting, pool.num_reserved, pool.num_needed) == (2, 2, 2)
     for text in "0123":
         publish(cache, text * 60)
@@ -558,9 +558,9 @@ def test_held_leases_leave_a_request_its_parts() -> None:
     leases = [cache.lease(MODEL, spell(text * 20)) for text in "a"]
     for text in "bcd":
         compute(leases[-1])
-        leases[-1].keep()
+        leases[-1].hold()
         leases.append(cache.lease(MODEL, spell(text * 20)))
-    pool = cache.parts.pools[0]
+    pool = cache.windows.pools[0]
     assert pool.max_lasting == 3
     assert pool.num_lasting == 2, "one lease's"
     publish(cache, ALPHABET)
@@ -584,12 +584,12 @@ def test_a_public_prefix_keeps_all_its_parts() -> None:
     assert found(cache, ALPHABET[:9] + "!" * 12) == 18
     cache.public.unregister("system")
     cache.check()
-    assert cache.parts.pools[0].num_lasting == 0
+    assert cache.windows.pools[0].num_lasting == 0
 
 
 def test_a_public_prefix_for_which_there_are_too_few_parts_is_refused() -> None:
     cache = cache_of(num_blocks=64, num_parts=14)
-    with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 7 beside 0"):
+    with pytest.raises(OutOfBlocks, match="expected at most 3 that outlive their requests, got 7 in addition to 0"):
         cache.public.register("system", "model", "", spell(ALPHABET))
 
 
@@ -601,7 +601,7 @@ def test_hits_that_lack_parts_are_counted_with_what_they_leave_out() -> None:
         assert lease.cached_tokens == 8
     with cache.lease(MODEL, spell(ALPHABET + "!")), cache.lease(MODEL, spell(ALPHABET[:14] + "!"), is_resumed=True):
         pass
-    stats = cache.parts.stats()
+    stats = cache.windows.stats()
     assert stats is not None
     assert (stats.shortened_hits, stats.lost_tokens) == (1, 6)
 
@@ -610,16 +610,16 @@ def test_parts_are_counted_by_who_has_them() -> None:
     cache = cache_of()
     publish(cache, ALPHABET)
     with cache.lease(MODEL, spell(ALPHABET + "!")) as lease:
-        (holder,) = lease.own.parts
-        (pool,) = cache.parts.pools
-        stats = cache.parts.stats()
+        (holder,) = lease.windows
+        (pool,) = cache.windows.pools
+        stats = cache.windows.stats()
         assert stats is not None
         assert (stats.needed, stats.kept, stats.free) == (len(holder.needed), 6 - len(holder.needed), 8)
         assert stats.given_up == pool.num_given_up == 0
 
 
 def test_a_cache_without_parts_counts_none() -> None:
-    assert PrefixCache(8, 4).parts.stats() is None
+    assert PrefixCache(8, 4).windows.stats() is None
 
 
 def test_a_branch_is_found_once_two_prompts_have_parted_there() -> None:

@@ -217,7 +217,7 @@ class TestHeldLeases:
         bench = Bench()
         held = bench.prefill(range(10), hold_lease=True).held_lease
         assert held is not None
-        assert bench.cache.kept.num_blocks == 3
+        assert bench.cache.held.num_blocks == 3
         lease, num_tokens = bench.core.held_leases.lease_of(held.lease_id, "")
         assert (bytes(lease.tokens), num_tokens) == (b"", 10)
 
@@ -340,7 +340,7 @@ class TestHeldLeases:
 
     def test_a_request_that_may_not_hold_its_lease_releases_its_blocks(self) -> None:
         bench = Bench(num_blocks=16)
-        bench.cache.kept.max_blocks = 4
+        bench.cache.held.max_blocks = 4
         bench.prefill(range(8), hold_lease=True)
         refused = bench.submit(range(50, 62), hold_lease=True)
         bench.run()

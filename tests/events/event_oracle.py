@@ -85,7 +85,7 @@ class WatchedCache:
         for tree in cache._trees.values():
             root, salt = self.identities.of(tree.owner.namespace)
             for node in tree.nodes():
-                tokens, parent = tree.path_tokens(node), None
+                tokens, parent = tree.path_tokens(node)[len(tree.root.tokens) :], None
                 for start in range(0, len(tokens) - 4 * self.block_size + 1, 4 * self.block_size):
                     before = root if parent is None else parent.to_bytes(8, "little")
                     block = tokens[start : start + 4 * self.block_size]

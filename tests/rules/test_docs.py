@@ -25,7 +25,7 @@ from .house import ROOT
 PAGES = sorted(
     path.relative_to(ROOT)
     for folder in ("radixkv", "kernels", "service", "bench", "tests")
-    for path in (ROOT / folder).rglob("README.md")
+    for path in (ROOT / folder).rglob("*.md")
 )
 OPERATING = (
     Path("docs/RUNBOOK.md"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixkv.cache.prompt_lease import PromptLease
+from radixkv.cache.lease import Lease
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.request import Request
 from tests.engine.offload.tiered_bench import TieredBench
@@ -16,7 +16,7 @@ def test_a_preempted_request_that_waits_for_a_tier_counts_as_hit_or_miss_when_it
 ) -> None:
     hits, misses, start = [], [], Admitter._start
 
-    def note(admitter: Admitter, request: Request, lease: PromptLease) -> None:
+    def note(admitter: Admitter, request: Request, lease: Lease) -> None:
         hits.append(lease.cached_tokens)
         misses.append(lease.num_tokens - lease.cached_tokens)
         start(admitter, request, lease)

@@ -111,7 +111,7 @@ def test_the_budget_is_of_snapshots_beside_running_requests(
     """A state takes 1,024 bytes: two layers of two inputs of 64 numbers. K and V of 4,096 tokens take 2 MiB."""
     settings = [] if state_bytes is None else [f"cache.state_bytes={state_bytes}"]
     engine = build_engine(config(directory, "engine.max_running_requests=5", *settings))
-    states = engine._core.cache.parts.states
+    states = engine._core.cache.snapshots
     assert states is not None
     assert (states.num_snapshots, states.num_slots) == (num_snapshots, num_snapshots + 5)
     assert engine._core._runner.states is not None
@@ -120,5 +120,5 @@ def test_the_budget_is_of_snapshots_beside_running_requests(
 
 def test_a_model_without_states_has_no_slots(tmp_path: Path) -> None:
     engine = build_engine(config(write_checkpoint(CONFIGS["llama"], tmp_path)))
-    assert engine._core.cache.parts.states is None
+    assert engine._core.cache.snapshots is None
     assert engine._core._runner.states is None

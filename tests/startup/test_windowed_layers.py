@@ -91,7 +91,7 @@ def test_windowed_layers_hold_everything_where_something_needs_that(
     with caplog.at_level(logging.INFO, logger="radixkv"):
         engine = build_engine(config(gemma2, *settings))
     assert engine._core._runner.storage.groups is None
-    assert engine._core.cache.parts.pools == ()
+    assert engine._core.cache.windows.pools == ()
     assert reason in caplog.text
     engine._core.close(Draining("test: it is over"))
 
@@ -162,7 +162,7 @@ def test_a_turn_is_found_although_parts_before_its_window_are_gone(engines: tupl
     prompt = tokens(1, 480)
     for engine in engines:
         assert prefill(engine, prompt).usage.cached_tokens == 0
-    books = divided._core.cache.parts.pools[0]
+    books = divided._core.cache.windows.pools[0]
     assert books.num_given_up > 0
     turn = prompt + tokens(2, 20)
     first, second = prefill(divided, turn), prefill(whole, turn)

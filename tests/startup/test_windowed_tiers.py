@@ -92,7 +92,7 @@ def test_an_evicted_prompt_is_loaded_with_its_bits(model: str, kv_dtype: str, tm
 
 def test_what_no_window_reaches_is_loaded_without_its_part(engine: Engine) -> None:
     ask(engine, tokens(1))
-    assert engine._core.cache.parts.pools[0].num_given_up > 0
+    assert engine._core.cache.windows.pools[0].num_given_up > 0
     evict(engine)
     assert engine.offload is not None
     assert engine.offload.elsewhere.shelves["host"].partless

@@ -137,7 +137,7 @@ class Elsewhere(Listener):
             return []
         namespace = namespace._replace(trunk="")
         blocks = self._chains.blocks(node, start, end, trunk)
-        first = (len(trunk) + node.start_bytes) // self._block_bytes + start
+        first = node.start_bytes // self._block_bytes + start
         tokens = b""
         if node.priority != DEFAULT_PRIORITY or self.listener.is_on:
             tokens = b"".join((trunk, *(each.tokens for each in path_to(node))))

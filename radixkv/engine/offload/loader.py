@@ -13,8 +13,8 @@ from radixkv.blocks import BlockIds
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.elsewhere.found import Found
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.load import Load, LoadedBlocks
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.scheduling.load_or_compute import LoadOrCompute
@@ -111,8 +111,8 @@ class Loader:
             if not run:
                 return False
             load = self._start(run)
-        if self._cache.parts.pools:
-            self._cache.leases.touch(request.namespace, request.tokens)
+        if self._cache.windows.pools:
+            self._cache.touch(request.namespace, request.tokens)
         load.requests.add(request)
         self._wishes[request] = _Wish(load, first_block, run)
         if not load.is_ended:
@@ -132,10 +132,10 @@ class Loader:
         """
         elsewhere, cache = self._elsewhere, self._cache
         run = self._usable(namespace, tokens, first_block, elsewhere.find(namespace, tokens, first_block))
-        if run or not cache.parts.pools:
+        if run or not cache.windows.pools:
             return first_block, run
         num_usable_blocks = cache.match(namespace, tokens).cached_tokens // cache.block_size
-        earlier = max(num_usable_blocks, first_block - cache.parts.num_reached_blocks)
+        earlier = max(num_usable_blocks, first_block - cache.windows.num_reached_blocks)
         if earlier >= first_block:
             return first_block, run
         return earlier, self._usable(namespace, tokens, earlier, elsewhere.find(namespace, tokens, earlier))
@@ -174,7 +174,7 @@ class Loader:
         """Whether a load was begun for a request, and nothing came of it yet."""
         return request in self._wishes
 
-    def fill(self, request: Request, lease: PromptLease) -> int:
+    def fill(self, request: Request, lease: Lease) -> int:
         """Copy what was loaded for a request, which `has_load`, into its blocks, and publish it.
 
         What was in these blocks before must have been saved.
@@ -251,33 +251,33 @@ class Loader:
 
     def _usable(self, namespace: Namespace, tokens: bytes, first_block: int, run: Sequence[Found]) -> Sequence[Found]:
         """Return the longest beginning of a run of stored blocks from whose end a request could go on."""
-        if not run or not self._cache.parts.pools:
+        if not run or not self._cache.windows.pools:
             return run
-        block_ids = self._cache.places.found_blocks(namespace, tokens)[:first_block]
+        block_ids = self._cache.found_blocks(namespace, tokens)[:first_block]
         if block_ids.size < first_block:  # they are below a public prefix, whose parts stay
             return run
         return run[: self._num_usable(namespace, block_ids, [each.has_part for each in run])]
 
-    def _blocks_before(self, request: Request, lease: PromptLease, first_block: int) -> BlockIds:
+    def _blocks_before(self, request: Request, lease: Lease, first_block: int) -> BlockIds:
         """Return the blocks on the device before those that were loaded.
 
         A lease does not have those from whose end nobody could go on, since they lack their parts. It gets them when it
         publishes what was loaded after them, as any block that a tree had first.
         """
         own = lease.block_ids[: lease.cached_tokens // self._cache.block_size]
-        if own.size >= first_block or not _publishes(request) or lease.own is not lease:
+        if own.size >= first_block or not _publishes(request) or lease.root_run.tokens:
             return own
-        known = self._cache.places.found_blocks(request.namespace, request.tokens)[:first_block]
+        known = self._cache.found_blocks(request.namespace, request.tokens)[:first_block]
         return known if known.size == first_block else own  # what was there has left meanwhile
 
     def _num_usable(self, namespace: Namespace, block_ids: BlockIds, have_part: Sequence[bool]) -> int:
         keeps_all = namespace.tenant == PUBLIC_TENANT
-        return self._cache.parts.num_usable(block_ids, have_part, keeps_all=keeps_all)
+        return self._cache.windows.num_usable(block_ids, have_part, keeps_all=keeps_all)
 
-    def _fill_parts(self, lease: PromptLease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
+    def _fill_parts(self, lease: Lease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
         """Copy the parts that a lease needs of the blocks from `first` on."""
         copies: list[Copy] = []
-        for holder in lease.own.parts:
+        for holder in lease.windows:
             given = holder.receive(lease.block_ids, first + len(payloads))
             part_ids = [holder.part_of(int(lease.block_ids[at])) for at in given]
             copies.append(self._mover.write_parts(part_ids, [payloads[at - first] for at in given]))

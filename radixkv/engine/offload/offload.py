@@ -11,8 +11,8 @@ from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredPage
 from radixkv.api.stats import TierStats
 from radixkv.cache.elsewhere.elsewhere import Elsewhere
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.engine.offload.deleter import Deleter
 from radixkv.engine.offload.deletions import Deletion, not_asked
 from radixkv.engine.offload.disk_record import DiskRecord
@@ -211,7 +211,7 @@ class Offload:
         if copies is not None:
             self._saver.save(copies)
 
-    def fill(self, request: Request, lease: PromptLease) -> int:
+    def fill(self, request: Request, lease: Lease) -> int:
         """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
         self._resuming.discard(request)
         if not self._loader.has_load(request):
@@ -274,8 +274,8 @@ class Offload:
         """Count whole blocks on the device, with or without parts: what is loaded after them may have its own."""
         cache = self._cache
         num_tokens = cache.match(namespace, tokens).cached_tokens
-        if cache.parts.pools:
-            num_tokens = max(num_tokens, cache.places.found_tokens(namespace, tokens))
+        if cache.windows.pools:
+            num_tokens = max(num_tokens, cache.num_found_tokens(namespace, tokens))
         return num_tokens // cache.block_size
 
     def _retry(self) -> None:

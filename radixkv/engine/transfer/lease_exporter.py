@@ -67,15 +67,12 @@ class LeaseExporter:
         Complexity: a hash of the prompt.
         """
         lease, num_tokens = self._lease(lease_id, tenant)
-        trunk = self._cache.public.trunk_of(lease.namespace)
-        if trunk is None:
-            raise _purged()
         path = () if lease.node is None else path_to(lease.node)
-        cached = b"".join((trunk, *(node.tokens for node in path)))
+        run = lease.root_run
+        cached = b"".join((run.tokens, *(node.tokens for node in path)))
         tokens = cached[: num_tokens * TOKEN_BYTES]  # a leaf may have grown since
         blocks = tuple(self._key_blocks(lease.namespace._replace(trunk=""), tokens))
-        own = np.frombuffer(b"".join(node.block_ids for node in path), np.int32)
-        block_ids = np.concatenate((self._cache.public.trunk_block_ids(lease.namespace), own))
+        block_ids = np.frombuffer(b"".join((run.block_ids, *(node.block_ids for node in path))), np.int32)
         return LeaseBlocks(blocks, block_ids[: len(blocks)].tolist())
 
     def objects(
@@ -110,7 +107,7 @@ class LeaseExporter:
         lease, num_tokens = self._held_leases.lease_of(lease_id, tenant)
         if lease.is_revoked:
             raise _purged()
-        return lease.own, num_tokens
+        return lease, num_tokens
 
 
 def _purged() -> UnknownLease:

@@ -169,12 +169,13 @@ class Walk:
             clock=self.clock,
             evicted_prefixes=16,
             listeners=[self.watch.feed],
-            parts=self.parts,
+            windows=self.parts,
         )
         self.watch.feed.switch_on(self.cache.nodes)
         self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks, self.parts)
         self.holders: list[Holder] = []
-        self.foreign = PrefixCache(4, world.block_size).lease(NAMESPACES[0], b"\1\0\0\0")
+        self.closed = self.cache.lease(NAMESPACES[0], b"\1\0\0\0")
+        self.closed.close()
         self.prompts: list[tuple[int, ...]] = [()]
         self.events: Counter[str] = Counter()
         self.actions: dict[Callable[[], str | None], float] = {
@@ -362,7 +363,7 @@ class Walk:
                 assert self._counts() == before
 
     def keep(self) -> None:
-        kept, holder = self.cache.kept, self._holder()
+        kept, holder = self.cache.held, self._holder()
         if holder is not None and kept.num_blocks + kept.num_more([Path.of(holder.lease)]) <= kept.max_blocks:
             holder.keep()
             self.events["leases kept"] += 1
@@ -432,9 +433,7 @@ class Walk:
     def misuse(self) -> None:
         before = self._counts()
         with pytest.raises(LeaseClosed):
-            self.cache.leases.commit(self.foreign, 1)
-        with pytest.raises(LeaseClosed):
-            self.cache.leases.close(self.foreign)
+            self.closed.commit(1)
         with pytest.raises(InvalidRequest):
             self.cache.lease(NAMESPACES[0], self.random.choice((b"", b"\0", b"\0\0\0\0\0")))
         if holder := self._holder():
@@ -471,7 +470,7 @@ class Walk:
         """Priority and blocks of each leaf that may be evicted."""
         self.cache.check()  # priorities whose time has come are taken back
         nodes = (node for tree in self.cache._trees.values() for node in tree.nodes())
-        return {node: (node.priority, node.num_blocks) for node in nodes if node.is_leaf and not node.num_holds}
+        return {node: (node.priority, node.num_blocks) for node in nodes if node.is_leaf and not node.ref_count}
 
     def _num_kept_from(self, tenant: str | None) -> int:
         """Count the evictable blocks that floors of other tenants keep from a tenant."""

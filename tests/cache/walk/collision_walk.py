@@ -20,9 +20,9 @@ import numpy as np
 
 from radixkv.api.retention import Retention
 from radixkv.cache.changes import Listener
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
-from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.cache.public_prefixes import PublicPrefix
 from radixkv.cache.purge import all_slices
 from radixkv.cache.tenants import Quota
 from radixkv.errors import CapacityError, InvalidRequest, UnknownPublicPrefix
@@ -170,7 +170,7 @@ class CollisionWalk:
         self.slots = np.full((_NUM_BLOCKS, _BLOCK_SIZE), -1)
         self.events: Counter[str] = Counter()
         self.public: dict[str, PublicPrefix] = {}  # by name; those that prompts find
-        self._held: deque[tuple[PromptLease, np.ndarray]] = deque()  # open leases, and what their slots held
+        self._held: deque[tuple[Lease, np.ndarray]] = deque()  # open leases, and what their slots held
         self._numbers: dict[
             tuple[int, tuple[int, str]], int
         ] = {}  # of a path, by that of the one before and its last step
@@ -314,11 +314,11 @@ class CollisionWalk:
     def _read(self, block_ids: np.ndarray, num_tokens: int) -> np.ndarray:
         return self.slots[block_ids[: -(-num_tokens // _BLOCK_SIZE)]].ravel()[:num_tokens]
 
-    def _copy(self, lease: PromptLease) -> None:
+    def _copy(self, lease: Lease) -> None:
         if lease.copy is not None:
             self.slots[lease.copy.target] = self.slots[lease.copy.source]
 
-    def _write(self, lease: PromptLease, numbers: list[int]) -> None:
+    def _write(self, lease: Lease, numbers: list[int]) -> None:
         blocks = np.arange(lease.cached_tokens, len(numbers))
         self.slots[lease.block_ids[blocks // _BLOCK_SIZE], blocks % _BLOCK_SIZE] = numbers[lease.cached_tokens :]
 

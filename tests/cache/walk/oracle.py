@@ -177,7 +177,7 @@ class Holder:
 
     def write(self, upto: int) -> None:
         """Compute the prompt up to a token."""
-        while self.lease.parts and self.num_written < upto:
+        while self.lease.windows and self.num_written < upto:
             self.write_parts(min(upto, self.num_written + STEP_TOKENS))
         self.begin()
         for position in range(self.num_written, upto):
@@ -191,7 +191,7 @@ class Holder:
     def write_parts(self, upto: int) -> None:
         """Compute one step, with the parts of blocks."""
         lease, size, start = self.lease, self.oracle.block_size, self.num_written
-        for holder, pool, content in zip(lease.parts, self.oracle.parts.pools, self.oracle.part_content, strict=True):
+        for holder, pool, content in zip(lease.windows, self.oracle.parts.pools, self.oracle.part_content, strict=True):
             part_ids, copy = holder.cover(lease.block_ids, start, upto, lease.copy)
             if copy is not None:
                 content[copy.target] = content[copy.source]
@@ -208,7 +208,7 @@ class Holder:
 
     def begin(self) -> None:
         """Copy the block that the lease asks to copy, if there is one."""
-        if self.lease.copy is not None and self.lease.parts:
+        if self.lease.copy is not None and self.lease.windows:
             self.write_parts(self.num_written)
         self.copy_block()
 
@@ -239,7 +239,7 @@ class Holder:
         self.kept_block_ids = self.lease.block_ids.copy()
         self.num_kept_tokens = self.lease.num_published_blocks * self.oracle.block_size
         self.num_kept_tokens = min(self.num_kept_tokens, self.lease.committed_tokens)
-        self.lease.keep()
+        self.lease.hold()
 
     def verify(self) -> None:
         """Assert that everything reused or written until now is in place."""

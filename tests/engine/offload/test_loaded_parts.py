@@ -27,8 +27,8 @@ def loaded(result: PrefillResult) -> tuple[int, int]:
 
 def parts_of(bench: TieredBench, ids: range) -> list[bool]:
     """Whether each block that the device has of a prompt has its part."""
-    (pool,) = bench.cache.parts.pools
-    return [pool.part_of(each) != NO_PART for each in bench.cache.places.found_blocks(NAMESPACE, tokens(ids))]
+    (pool,) = bench.cache.windows.pools
+    return [pool.part_of(each) != NO_PART for each in bench.cache.found_blocks(NAMESPACE, tokens(ids))]
 
 
 def test_a_prompt_is_loaded_also_where_blocks_before_its_window_have_no_parts() -> None:
@@ -58,10 +58,10 @@ def test_what_is_left_on_the_device_is_used_with_the_end_that_is_loaded() -> Non
     bench.prefill(PROMPT)
     bench.evict(8)
     assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
-    before = bench.cache.places.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()
+    before = bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 40
     assert loaded(bench.prefill(PROMPT)) == (12, 28)
-    assert bench.cache.places.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()[:3] == before
+    assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()[:3] == before
 
 
 def test_what_is_left_on_the_device_without_parts_is_of_no_use_where_the_store_has_lost_the_end() -> None:
@@ -80,7 +80,7 @@ def test_others_leave_a_full_device_for_a_prompt_whose_end_is_loaded() -> None:
     bench.prefill(PROMPT)
     bench.clock.now += 1
     bench.prefill(range(100, 184))  # 21 blocks of 24
-    assert bench.cache.places.found_blocks(NAMESPACE, tokens(PROMPT)).size == 3
+    assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).size == 3
     assert loaded(bench.prefill(PROMPT)) == (12, 28)
 
 

@@ -163,7 +163,7 @@ class TieredBench(Bench):
             clock=self.clock,
             marks=marks,
             listeners=[self.elsewhere],
-            parts=WindowedLayers(pools),
+            windows=WindowedLayers(pools),
         )
         for pool in pools:
             self.elsewhere.part_of = pool.part_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,8 @@ import pytest
 from radixkv.api.result import GeneratedTokens
 from radixkv.api.sampling import Sampling
 from radixkv.cache.lease import Lease
-from radixkv.cache.ledger import Ledger
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.public.hung_lease import HungLease
-from radixkv.cache.public.places import Places
-from radixkv.cache.public.public_prefix import Place, PublicPrefix
-from radixkv.cache.public.public_prefixes import PublicPrefixes
+from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
 from radixkv.cache.tenants import Tenants
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Launch
@@ -259,13 +255,13 @@ def follows_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
-    extend = Ledger.extend
+    extend = Lease.extend
 
-    def extend_in_place(leases: Ledger, lease: Lease, tokens: bytes) -> None:
+    def extend_in_place(lease: Lease, tokens: bytes) -> None:
         lease.num_published_blocks = min(lease.num_published_blocks, lease.block_ids.size - 1)
-        extend(leases, lease, tokens)
+        extend(lease, tokens)
 
-    patch.setattr(Ledger, "extend", extend_in_place)
+    patch.setattr(Lease, "extend", extend_in_place)
 
 
 def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
@@ -340,13 +336,13 @@ def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def lets_all_tenants_hang_in_one_tree(patch: pytest.MonkeyPatch) -> None:
-    of = Places.of
+    roots = PublicPrefixes.roots
 
-    def of_nobody(places: Places, namespace: Namespace, tokens: bytes, *, read: bool = True) -> Place:
-        place = of(places, namespace, tokens, read=read)
-        return place._replace(namespace=place.namespace._replace(tenant="", salt="")) if place.trunk else place
+    def shared_roots(public: PublicPrefixes, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
+        for root in roots(public, namespace, tokens):
+            yield root._replace(namespace=root.namespace._replace(tenant="", salt=""))
 
-    patch.setattr(Places, "of", of_nobody)
+    patch.setattr(PublicPrefixes, "roots", shared_roots)
 
 
 def shows_public_prefixes_to_who_opted_out(patch: pytest.MonkeyPatch) -> None:
@@ -383,7 +379,14 @@ def keeps_public_prefixes_that_nobody_uses(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_public_tokens_as_own(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HungLease, "public_tokens", property(lambda lease: lease.own.public_tokens))
+    open_lease = PrefixCache.lease
+
+    def lease_without_public_tokens(cache: PrefixCache, *args: Any, **options: Any) -> Lease:
+        lease = open_lease(cache, *args, **options)
+        lease.public_tokens -= lease.root_run.num_tokens
+        return lease
+
+    patch.setattr(PrefixCache, "lease", lease_without_public_tokens)
 
 
 def forgets_public_prefixes_that_are_computed_in_their_bound(patch: pytest.MonkeyPatch) -> None:

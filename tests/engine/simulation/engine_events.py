@@ -40,7 +40,7 @@ class World(_Value):
     """The sizes of one simulation.
 
     Attributes:
-        max_kept_blocks: blocks that held leases may keep; None for no bound.
+        max_held_blocks: blocks that held leases may keep; None for no bound.
         max_public_blocks: blocks that public prefixes may take.
         step_s, token_s: virtual seconds that a step takes, and each of its tokens.
         computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end: no token
@@ -53,7 +53,7 @@ class World(_Value):
     max_running_requests: int = 8
     policy: str = "lru"
     max_retained_blocks: int = 0
-    max_kept_blocks: int | None = None
+    max_held_blocks: int | None = None
     max_public_blocks: int = 0
     held_lease_ttl_s: float = 20.0
     quotas: tuple[tuple[str, Quota], ...] = ()

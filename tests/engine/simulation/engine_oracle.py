@@ -83,7 +83,7 @@ class EngineOracle(Observer):
     def started(self, request: Request) -> None:
         """Note what a request reuses that got its blocks."""
         asked, lease = self._asked[request], request.open_lease
-        self.events["pauses below public prefixes"] += asked.num_computed > 0 and lease.own is not lease
+        self.events["pauses below public prefixes"] += asked.num_computed > 0 and bool(lease.root_run.tokens)
         if not asked.num_computed:
             asked.reused = lease.cached_tokens, lease.public_tokens
 
@@ -192,10 +192,9 @@ class EngineOracle(Observer):
         for tree in self._cache._trees.values():
             for node in tree.nodes():
                 tokens = tree.path_tokens(node)
-                namespace, trunk = tree.owner.namespace, self.public.trunk_of(tree.owner.namespace)
-                expected = content_of(namespace, path_in_tree(trunk + tokens, self._cache.marks))[
-                    -(len(node.tokens) // 4) :
-                ]
+                namespace = tree.owner.namespace
+                assert tokens.startswith(self.public.trunk_of(namespace))
+                expected = content_of(namespace, path_in_tree(tokens, self._cache.marks))[-(len(node.tokens) // 4) :]
                 held = self._runner.read(np.frombuffer(node.block_ids, dtype=np.int32), expected.size)
                 assert np.array_equal(held, expected), "a published block holds another prefix's K/V"
         for asked in self._asked.values():
@@ -205,7 +204,7 @@ class EngineOracle(Observer):
                 expected = content_of(asked.ask.namespace, asked.ask.path)
                 held = self._runner.read(asked.held.block_table, expected.size)
                 assert np.array_equal(held, expected), "a held block was written"
-                own = self.core.held_leases._held[asked.held.lease_id].lease.own
+                own = self.core.held_leases._held[asked.held.lease_id].lease
                 self._runner.verify_writers(asked.held.block_table, expected.size, own.namespace)
                 self.events["leases held below public prefixes"] += bool(own.namespace.trunk)
 
@@ -215,12 +214,11 @@ class EngineOracle(Observer):
         running = scheduler.running
         assert len(running) <= self._world.max_running_requests
         leases = [request.lease for request in running]
-        assert all(lease is not None and not lease.own.is_closed for lease in leases)
+        assert all(lease is not None and not lease.is_closed for lease in leases)
         self.events["blocks lent"] += self.core._preemptor._lending.num_lent_blocks
         kept = [held.lease for held in self.core.held_leases._held.values()]
         public = [lease for lease in self._cache.leases if lease.namespace.tenant == PUBLIC_TENANT]
-        all_own = {lease.own for lease in (*leases, *kept, *public) if lease is not None}
-        assert all_own == set(self._cache.leases)
+        assert {*leases, *kept, *public} == set(self._cache.leases)
         assert all(request.lease is None for request in scheduler.idle_requests())
         unfinished = {request for request in self._asked if not request.is_over}
         assert set(scheduler.requests()) == unfinished, "somebody is forgotten"
@@ -244,7 +242,7 @@ class EngineOracle(Observer):
             trunk_tokens = self.public.reuse(request.namespace, request.tokens).trunk_tokens
         num_blocks = -(-request.num_tokens // block_size) - trunk_tokens // block_size
         if str(error).startswith("hold_lease: expected at most"):
-            bound = self._cache.kept.max_blocks
+            bound = self._cache.held.max_blocks
             is_over = self._num_kept(tenant) + num_blocks > bound // 2 or self._num_kept(None) + num_blocks > bound
             return "" if is_over else "a lease was not held although there was room"
         running = [other for other in self.core._scheduler.running if not other.is_over]
@@ -255,9 +253,9 @@ class EngineOracle(Observer):
         fits_later = num_blocks <= self._world.num_blocks - num_kept_blocks
         if running and (isinstance(error, QuotaExceeded) or fits_later):
             return "a request was refused although others would have given blocks back"
-        place = self._cache.places.of(request.namespace, request.tokens, read=request.params.read_cache)
-        node, _, cached_tokens, *_ = self._cache._trees.find(place.namespace, place.tokens, request.params.read_cache)
-        num_pinned = sum(part.num_blocks for part in path_to(node) if part.num_holds)
+        found = self._cache._find(request.namespace, request.tokens, request.params.read_cache)
+        node, cached_tokens = found.node, found.cached_tokens - found.root_tokens
+        num_pinned = sum(part.num_blocks for part in path_to(node) if part.ref_count)
         usage = self._cache.tenants[tenant]
         num_takeable = self._cache._evictor.num_takeable_blocks(tenant, usage)
         if num_blocks - min(num_pinned, cached_tokens // block_size) <= num_takeable:
@@ -266,14 +264,14 @@ class EngineOracle(Observer):
 
     def _num_kept(self, tenant: str | None) -> int:
         """Count the blocks that a tenant keeps, or would keep if none of those that it computes were shared."""
-        held = [each.lease.own for each in self.core.held_leases._held.values() if tenant in (None, each.tenant)]
+        held = [each.lease for each in self.core.held_leases._held.values() if tenant in (None, each.tenant)]
         nodes = {node for lease in held for node in path_to(lease.node)}
         asking = [other for other in self.core._scheduler.running if other.params.hold_lease]
         return (
-            sum(node.num_blocks or self._cache.kept.num_purged_blocks(node) for node in nodes)
+            sum(node.num_blocks or self._cache.held.num_purged_blocks(node) for node in nodes)
             + sum(lease.block_ids.size for lease in held)
             + sum(
-                -(-each.open_lease.own.num_tokens // self._world.block_size)
+                -(-(each.open_lease.num_tokens - each.open_lease.root_run.num_tokens) // self._world.block_size)
                 for each in asking
                 if tenant in (None, each.tenant)
             )

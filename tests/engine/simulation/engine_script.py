@@ -58,7 +58,7 @@ def make_world(seed: int) -> World:
         weights=rng.choice(((), (("a", 3.0),), (("b", 0.25), ("c", 2.0)))),
         token_s=rng.choice((0.0, 0.05, 0.5)),
         computes_once=computes_once,
-        max_kept_blocks=rng.choice((None, None, num_blocks // 2)),
+        max_held_blocks=rng.choice((None, None, num_blocks // 2)),
     )
     return world if computes_once else with_public_prefixes(world, seed)
 

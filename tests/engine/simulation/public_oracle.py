@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from radixkv.api.public_prefixes import PublicPrefixStatus
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
@@ -119,16 +119,14 @@ class PublicOracle:
             shared = min(shared_bytes(prefix.tokens, tokens, 0), most)
             for end in range(self._block_bytes, shared + 1, self._block_bytes):
                 own = namespace._replace(trunk=f"{prefix.serial}:{end // TOKEN_BYTES}")
-                num_own = self._in_tree(own, tokens[end:], most - end)
+                num_own = max(0, self._in_tree(own, tokens, most) - end // TOKEN_BYTES)
                 num_more = min(shared - end, self._block_bytes) // TOKEN_BYTES
                 num_trunk = end // TOKEN_BYTES
                 num_public = num_trunk + (num_more if num_more > num_own else 0)
                 found.append(Reuse(num_trunk + max(num_own, num_more), num_public, num_trunk))
         return max(found, key=lambda each: (each.cached_tokens, each.trunk_tokens))
 
-    def lease(
-        self, take: Callable[..., PromptLease], namespace: Namespace, tokens: bytes, **options: Any
-    ) -> PromptLease:
+    def lease(self, take: Callable[..., Lease], namespace: Namespace, tokens: bytes, **options: Any) -> Lease:
         """Take a lease, and assert that it reuses exactly what it can, and says how much of that is public."""
         expected = self.reuse(namespace, tokens) if options.get("read", True) else Reuse(0, 0, 0)
         lease = take(namespace, tokens, **options)

@@ -14,9 +14,9 @@ from radixkv.api.caller import Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerationFuture
+from radixkv.cache.lease import Lease
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.config import EngineConfig
 from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.core import EngineCore
@@ -301,7 +301,7 @@ class SimulatedEngine:
             call()
         return future
 
-    def _leases(self) -> list[PromptLease]:
+    def _leases(self) -> list[Lease]:
         """List what the engine computes into: the leases of requests, and its own try."""
         return [*(each.open_lease for each in self.core._scheduler.running), *self.cache.leases]
 
@@ -420,7 +420,7 @@ def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCa
         quotas=dict(world.quotas),
         max_retained_blocks=world.max_retained_blocks,
         max_public_blocks=world.max_public_blocks,
-        max_kept_blocks=2 * world.num_blocks if world.max_kept_blocks is None else world.max_kept_blocks,
+        max_held_blocks=2 * world.num_blocks if world.max_held_blocks is None else world.max_held_blocks,
         evicted_prefixes=16,
         listeners=[watch.feed],
         clock=clock,

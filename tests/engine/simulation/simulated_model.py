@@ -15,8 +15,8 @@ from xxhash import xxh3_64_intdigest
 
 from radixkv.api.sampling import Sampling
 from radixkv.cache.block_pool import BlockState
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
 from radixkv.compute.forward import Chunk, pack_tokens
 from radixkv.compute.runner import Launch, StepResult, Wait
 from radixkv.invocation import InvocationMarks, plain
@@ -118,7 +118,7 @@ class Part(NamedTuple):
     """
 
     chunk: Chunk
-    lease: PromptLease
+    lease: Lease
     num_tokens: int
 
 
@@ -162,7 +162,7 @@ class SimulatedRunner:
         self.content: Content = np.zeros((cache.pool.num_blocks, cache.block_size), dtype=np.uint64)
         self.writers = np.zeros_like(self.content)
         self.violations: list[str] = []
-        self.leases: Callable[[], Iterable[PromptLease]] = lambda: cache.leases
+        self.leases: Callable[[], Iterable[Lease]] = lambda: cache.leases
         self.num_steps = 0
         self.num_tokens = 0
         self.num_copies = 0
@@ -260,7 +260,7 @@ class SimulatedRunner:
     def _first_blocks(self, block_ids: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
         return block_ids[: -(-num_tokens // self._cache.block_size)]
 
-    def _lease_of(self, chunk: Chunk) -> PromptLease:
+    def _lease_of(self, chunk: Chunk) -> Lease:
         """Find the lease of a chunk by its block table: chunks know no namespace."""
         return next(lease for lease in self.leases() if np.array_equal(lease.block_ids, chunk.block_ids))
 
@@ -271,7 +271,7 @@ class SimulatedRunner:
                 self.writers[chunk.copy.target] = self.writers[chunk.copy.source]
                 self.num_copies += 1
         for chunk, lease, _ in parts:
-            namespace, marks, marked = lease.own.namespace, self._cache.marks, bytes(lease.tokens)
+            namespace, marks, marked = lease.namespace, self._cache.marks, bytes(lease.tokens)
             adapter = namespace.adapter or marks.digest_of(marked)
             if chunk.adapter != adapter or (chunk.adapter and chunk.adapter not in self.device.held):
                 self.violations.append("a chunk is computed with another adapter, or with one that is gone")
@@ -327,12 +327,11 @@ class SimulatedRunner:
         for (chunk, lease, num_tokens), block_ids in zip(parts, written, strict=True):
             if any(states[block_id] != BlockState.LEASED for block_id in block_ids):
                 self.violations.append("a step writes a block that is free or published")
-            num_trunk_blocks = (lease.num_tokens - lease.own.num_tokens) // self._cache.block_size
-            if chunk.start // self._cache.block_size < num_trunk_blocks + lease.own.num_published_blocks:
+            if chunk.start // self._cache.block_size < lease.num_published_blocks:
                 self.violations.append("a lease writes a block that belongs to the tree")
             if not 0 <= chunk.start < chunk.end <= num_tokens:
                 self.violations.append(f"a chunk [{chunk.start}, {chunk.end}) of {num_tokens} tokens")
-            if not np.array_equal(chunk.block_ids, lease.block_ids) or lease.own.is_closed:
+            if not np.array_equal(chunk.block_ids, lease.block_ids) or lease.is_closed:
                 self.violations.append("a step begins with a block table that is not that of the lease any more")
             if chunk.copy is not None and chunk.copy.source in all_written:
                 self.violations.append("a block is copied that the same step writes")

@@ -61,7 +61,7 @@ from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.attention_trial import try_attention_here
 from radixkv.startup.build_engine import make_runner
 from radixkv.startup.tiers import open_stores
-from radixkv.startup.windowed_layers import part_groups
+from radixkv.startup.windowed_layers import windows_of
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_groups import LayerGroups
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
@@ -230,8 +230,8 @@ class Cases:
         for pool in (*storage.pools, *storage.part_pools):
             pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
         listeners = [] if stores is None else [stores.elsewhere]
-        parts = part_groups(storage, MOST_STEP_TOKENS, states)
-        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, parts=parts)
+        windows = windows_of(storage, MOST_STEP_TOKENS)
+        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, windows=windows, snapshots=states)
         self.offload = None if stores is None else stores.offload(self.cache, AlwaysLoad(self.block_size))
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
@@ -338,7 +338,7 @@ class Cases:
 
     def _has_given_up(self, block_ids: npt.NDArray[np.int32]) -> bool:
         """Whether one of these blocks has no part any more."""
-        return any(bool((books.table[block_ids] == NO_PART).any()) for books in self.cache.parts.pools)
+        return any(bool((books.table[block_ids] == NO_PART).any()) for books in self.cache.windows.pools)
 
     def _stored(self, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Copy the bytes that the pools hold of a sequence, `[num_tokens, num_layers, n]`: 0 where none is needed."""
@@ -346,7 +346,7 @@ class Cases:
         whole = self._bytes_of(storage.pools, block_ids, num_tokens)
         if not storage.part_pools:
             return whole
-        (books,) = self.cache.parts.pools
+        (books,) = self.cache.windows.pools
         first = books.reach.first_token(num_tokens)
         start = first // self.block_size
         part_ids = torch.from_numpy(books.table[block_ids[start:].numpy()]).long()

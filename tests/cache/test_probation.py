@@ -15,7 +15,7 @@ def make_cache(num_blocks: int = 8) -> PrefixCache:
 
 def on_probation(cache: PrefixCache) -> int:
     cache.check()
-    return cache.probation.num_blocks
+    return cache.num_probation_blocks
 
 
 def leaf(cache: PrefixCache) -> Node:
@@ -154,7 +154,7 @@ def test_what_returns_after_a_pool_of_evictions_is_new() -> None:
             cache.evict(1)
         publish(cache, "aaaa")
         assert (on_probation(cache) == 1) is is_new
-        assert len(cache.probation._evicted) <= 8
+        assert len(cache._queue._evicted) <= 8
 
 
 def test_without_a_bound_nothing_is_remembered() -> None:
@@ -162,4 +162,4 @@ def test_without_a_bound_nothing_is_remembered() -> None:
     for text in ("aaaa", "aaaa", "bbbb"):
         publish(cache, text)
     cache.evict(2)
-    assert (on_probation(cache), cache.probation._evicted) == (0, {})
+    assert (on_probation(cache), cache._queue._evicted) == (0, {})

@@ -39,15 +39,15 @@ def test_one_shots_do_not_push_out_what_was_reused(policy: str) -> None:
     cache, clock = make_cache(0.5, policy)
     publish_all(cache, clock, "aaaa", "bbbb", "aaaa", "bbbb", *ONE_SHOTS)
     assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [4, 4]
-    assert cache.probation.num_blocks == 6
-    assert cache.probation.num_evicted_blocks == cache.num_evicted_blocks == len(ONE_SHOTS) - 6
+    assert cache.num_probation_blocks == 6
+    assert cache.num_evicted_probation_blocks == cache.num_evicted_blocks == len(ONE_SHOTS) - 6
 
 
 def test_without_a_bound_the_policy_alone_decides() -> None:
     cache, clock = make_cache(1.0)
     publish_all(cache, clock, "aaaa", "aaaa", *ONE_SHOTS)
     assert cached(cache, "aaaa") == 0
-    assert (cache.probation.num_blocks, cache.probation.num_evicted_blocks) == (0, 0)
+    assert (cache.num_probation_blocks, cache.num_evicted_probation_blocks) == (0, 0)
 
 
 @pytest.mark.parametrize("num_others", [4, 5])
@@ -127,9 +127,8 @@ def test_without_a_bound_leaves_go_in_the_order_of_the_policys_keys(policy: str,
 
 @pytest.mark.parametrize("share", [1.0, NEVER_OVER])
 def test_without_a_bound_the_default_policy_goes_in_the_order_in_force(share: float) -> None:
-    cache, clock = make_cache(share, "adaptive", num_blocks=24)
-    policy, dice = cache._holdings.policy, random.Random(2)
-    assert isinstance(policy, BestOfThreeOrders)
+    clock, policy, dice = FakeClock(), BestOfThreeOrders(24), random.Random(2)
+    cache = PrefixCache(24, 4, policy=policy, probation_share=share, clock=clock)
     num_choices = 0
     for turn in range(900):
         if turn % 100 == 0:

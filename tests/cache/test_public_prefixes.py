@@ -11,12 +11,12 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
+from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.prompt_lease import PromptLease
-from radixkv.cache.public.public_prefix import PublicPrefix
+from radixkv.cache.public_prefixes import PublicPrefix
 from radixkv.cache.purge import all_slices
 from radixkv.cache.tenants import Quota
-from radixkv.errors import InvalidRequest, OutOfBlocks
+from radixkv.errors import InvalidRequest, OutOfBlocks, UnknownPublicPrefix
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 from tests.fakes import spell
@@ -73,7 +73,7 @@ def test_a_commit_inside_the_prefix_publishes_nothing() -> None:
     _make_public(cache, spell("abcdefgh"))
     with cache.lease(_ACME, spell("abcdefghij")) as lease:
         assert lease.commit(3) == 0
-        with pytest.raises(InvalidRequest, match=r"^upto_tokens: expected 0 to 2, got -1"):
+        with pytest.raises(InvalidRequest, match=r"^upto_tokens: expected 0 to 10, got -1"):
             lease.commit(-1)
         assert lease.commit(10) == 2
 
@@ -207,9 +207,9 @@ def test_a_held_lease_keeps_its_own_blocks_and_the_prefix_until_it_is_closed() -
     prefix = _make_public(cache, spell("abcdefgh"))
     lease = cache.lease(_ACME, spell("abcdefghijk"))
     lease.commit(11)
-    path, _ = cache.places.path_of(_ACME, spell("abcdefghijk"), read=True)
-    assert path.num_blocks == 1
-    lease.keep()
+    path, _ = cache.path_of(_ACME, spell("abcdefghijk"), read=True)
+    assert path.num_blocks - path.num_shared_blocks == 1
+    lease.hold()
     cache.public.unregister("p")
     assert (prefix.num_users, cache.public.num_blocks) == (1, 2)
     cache.check()
@@ -278,7 +278,7 @@ class _Walk:
         trunk = "".join(self.random.choice("ab") for _ in range(self.random.choice((0, 4, 9, 16))))
         return spell(trunk + "".join(self.random.choice("abc") for _ in range(self.random.randint(1, 9))))
 
-    def write(self, lease: PromptLease, writer: Namespace, start: int, end: int) -> None:
+    def write(self, lease: Lease, writer: Namespace, start: int, end: int) -> None:
         if lease.copy is not None:
             for offset in range(_BLOCK):
                 source = self.slots.get((lease.copy.source, offset))
@@ -360,3 +360,45 @@ def test_nobody_reuses_what_another_tenant_wrote_or_other_tokens(seed: int, num_
         walk.step()
     assert walk.num_public > 40
     assert walk.num_own > 100
+
+
+@pytest.fixture
+def cache() -> PrefixCache:
+    return PrefixCache(16, _BLOCK, max_public_blocks=4)
+
+
+def test_a_prefix_takes_its_blocks_until_nobody_computes_it(cache: PrefixCache) -> None:
+    prefix = cache.public.register("p", "model", "", spell("abcdefghijkl"))
+    lease = cache.lease(prefix.namespace, prefix.tokens)
+    lease.commit(8)
+    cache.public.unregister("p")
+    assert cache.public.num_blocks == 3
+    with pytest.raises(OutOfBlocks, match=r"^public prefixes: expected at most 4 blocks"):
+        cache.public.register("q", "model", "", spell("abcdefgh"))
+    lease.close()
+    cache.check()
+    cache.public.give_up(prefix)
+    assert cache.public.num_blocks == 0
+    assert cache.pool.num_free == 16
+    cache.check()
+
+
+def test_a_prefix_that_was_unregistered_is_not_kept(cache: PrefixCache) -> None:
+    prefix = cache.public.register("p", "model", "", spell("abcdefghijkl"))
+    with cache.lease(prefix.namespace, prefix.tokens) as lease:
+        lease.commit(12)
+    cache.public.unregister("p")
+    with pytest.raises(UnknownPublicPrefix, match=r"^name: expected a registered public prefix"):
+        cache.public.keep(prefix)
+    assert cache.pool.num_free == 16
+    cache.check()
+
+
+def test_a_prefix_that_can_not_be_computed_is_unregistered(cache: PrefixCache) -> None:
+    prefix = cache.public.register("p", "model", "", spell("abcdefgh"))
+    with cache.lease(prefix.namespace, prefix.tokens) as lease:
+        lease.commit(4)
+    cache.public.give_up(prefix)
+    assert not list(cache.public)
+    assert cache.pool.num_free == 16
+    cache.check()

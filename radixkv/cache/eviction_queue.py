@@ -1,0 +1,385 @@
+"""The queue of leaves that may be evicted, in the order of their eviction.
+
+Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that were never
+reused are on probation: while they take more than their share of the pool, they are evicted before all others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from sortedcontainers import SortedList
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.changes import Listener
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.node import Node
+from radixkv.cache.tenants import Tenants
+from radixkv.tokens import TOKEN_BYTES
+
+Entry = tuple[int, Any, int, Node]
+"""Priority, the policy's key, arrival and node of a leaf; arrivals are distinct."""
+
+_KEYED_AT_ONCE = 32  # takes 0.1 ms; all of a million leaves at once would take 3 s
+_MAX_OUTDATED = 64  # outdated entries of a heap, in addition to one per queue
+_MOVED_AT_ONCE = 4  # takes 0.5 ms, since each queue gives some leaves new keys
+
+
+class EvictionQueue(Listener):
+    """The unused leaves of a cache. The first one is evicted next.
+
+    Tenants whose floor protects them are skipped, and a tenant at its ceiling evicts its own leaves first. So each
+    tenant with a quota has a queue of its own; all others share one, or have one each if there is a default ceiling.
+
+    **Probation.** A leaf is on probation until another request finds one of its blocks. Later chunks of the same
+    request are no reuse, nor is what a request finds when it resumes after a preemption. If a leaf was reused and has
+    grown since, a split puts the part that was not found on probation again. A leaf that is published again soon after
+    its eviction, before as many blocks as the pool has were evicted, is not on probation.
+
+    While leaves on probation take more than their share, the first of them is evicted, unless another leaf has a lower
+    priority. Otherwise the first of all leaves is evicted. If a tenant at its ceiling needs room, the share of its
+    ceiling counts.
+
+    Memory: a fingerprint for each of the leaves evicted last, as many blocks together as the pool has.
+
+    Complexity: O(log leaves + log tenants) to add, discard and requeue; O(tenants with a quota) to find the first leaf;
+    O(1), amortized, for each change; O(nodes whose probation ends) for what a lease finds.
+
+    Source: Johnson, Shasha: "2Q", VLDB 1994. Here the queue of leaves on probation may be long, so below its bound the
+    policy decides.
+
+    Args:
+        policy: orders the leaves.
+        tenants: their quotas and counts.
+        probation_share: share of the pool that leaves on probation may take; 1 switches probation off.
+        num_pool_blocks: blocks of the pool.
+
+    Attributes:
+        has_probation: whether leaves can be on probation. If not, the queue need not listen to changes.
+        num_probation_blocks: blocks of unused leaves on probation.
+        num_evicted_probation_blocks: blocks evicted from such leaves so far.
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy, tenants: Tenants, probation_share: float = 1.0, num_pool_blocks: int = 0
+    ) -> None:
+        arrivals = itertools.count()
+        self.has_probation = probation_share < 1
+        self.num_probation_blocks = 0
+        self.num_evicted_probation_blocks = 0
+        self._tenants = tenants
+        self._probation_share = probation_share
+        self._max_probation_blocks = int(probation_share * num_pool_blocks)
+        self._num_pool_blocks = num_pool_blocks
+        self._reused = TenantQueues(policy, tenants, arrivals)
+        self._on_probation = TenantQueues(policy, tenants, arrivals)
+        self._num_evicted_blocks = 0
+        self._evicted: OrderedDict[int, int] = OrderedDict()  # by a leaf's fingerprint: blocks evicted until then
+
+    def __len__(self) -> int:
+        return len(self._reused) + len(self._on_probation)
+
+    def __contains__(self, node: Node) -> bool:
+        return node.eviction_entry is not None
+
+    def add(self, leaf: Node) -> None:
+        """Add a leaf, unless it is in the queue already."""
+        if leaf.eviction_entry is not None:
+            return
+        if self.is_on_probation(leaf):
+            self._on_probation.add(leaf)
+            self._count(leaf, leaf.num_blocks)
+        else:
+            self._reused.add(leaf)
+
+    def discard(self, leaf: Node) -> None:
+        """Remove a leaf, if it is in the queue."""
+        if leaf.eviction_entry is None:
+            return
+        if leaf.num_probation_blocks:
+            self._on_probation.remove(leaf)
+            self._count(leaf, -leaf.num_probation_blocks)
+        else:
+            self._reused.remove(leaf)
+
+    def requeue(self, leaf: Node) -> None:
+        """Move a leaf to its new position, if it is in the queue."""
+        if leaf.eviction_entry is not None:
+            self.discard(leaf)
+            self.add(leaf)
+
+    def first(self, spared: Collection[str]) -> Node | None:
+        """Return the leaf to evict next, of all tenants but the spared ones; None if there is none."""
+        reused = self._reused.first(spared)
+        if not self.has_probation:
+            return None if reused is None else reused[-1]
+        num_blocks = self.num_probation_blocks - sum(self._tenants[each].num_probation_blocks for each in spared)
+        return _first(self._on_probation.first(spared), reused, is_over=num_blocks > self._max_probation_blocks)
+
+    def first_of(self, tenant: str) -> Node | None:
+        """Return the leaf to evict next of a tenant with a ceiling; None if it has none."""
+        usage = self._tenants[tenant]
+        max_blocks = self._probation_share * (usage.quota.ceiling_blocks or 0)
+        is_over = usage.num_probation_blocks > max_blocks
+        return _first(self._on_probation.first_of(tenant), self._reused.first_of(tenant), is_over=is_over)
+
+    def is_on_probation(self, node: Node) -> bool:
+        """Return whether no other request has found a block of a node yet."""
+        return self.has_probation and node.num_reused_blocks == 0
+
+    def found(self, node: Node, num_bytes: int, is_resumed: bool) -> None:
+        """End the probation of nodes of which a lease found whole blocks, in the first `num_bytes` of a path.
+
+        Args:
+            node: the end of the path.
+            num_bytes: bytes that were found.
+            is_resumed: whether the request had a lease before; then nothing ends.
+        """
+        if is_resumed or not self.has_probation:
+            return
+        block_bytes = node.owner.block_size * TOKEN_BYTES
+        while node.parent is not None and node.num_reused_blocks < node.num_blocks:
+            num_bytes_here = num_bytes - node.start_bytes
+            is_whole = num_bytes_here >= len(node.tokens)
+            num_found_blocks = node.num_blocks if is_whole else num_bytes_here // block_bytes
+            node.num_reused_blocks = max(node.num_reused_blocks, num_found_blocks)
+            node = node.parent
+
+    def returned(self, leaf: Node, is_resumed: bool) -> None:
+        """End the probation of a new leaf that was evicted recently, unless its request is only resumed."""
+        if not is_resumed and self._evicted.pop(leaf.fingerprint, None) is not None:
+            leaf.num_reused_blocks = 1
+
+    def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
+        """Count the new blocks of a leaf on probation."""
+        self._recount(leaf)
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """End the probation of the upper half."""
+        self._divide(lower)
+        assert lower.parent is not None
+        lower.parent.num_reused_blocks = lower.parent.num_blocks
+        self._requeue_half(lower)
+
+    def cut(self, lower: Node) -> None:
+        """Divide what was found between both halves."""
+        self._divide(lower)
+        self._requeue_half(lower)
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Add up what was found."""
+        lower.num_reused_blocks += sum(upper.num_reused_blocks for upper in uppers)
+        self._recount(lower)
+
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Count and remember what is evicted. A leaf that is evicted as a whole is discarded afterwards."""
+        self._num_evicted_blocks += num_blocks
+        leaf.num_reused_blocks = min(leaf.num_reused_blocks, leaf.num_blocks - num_blocks)
+        if num_blocks == leaf.num_blocks:
+            self._evicted[leaf.fingerprint] = self._num_evicted_blocks
+            self._evicted.move_to_end(leaf.fingerprint)
+        while self._evicted and self._num_evicted_blocks - next(iter(self._evicted.values())) >= self._num_pool_blocks:
+            self._evicted.popitem(last=False)
+        if leaf.num_probation_blocks:
+            self.num_evicted_probation_blocks += num_blocks
+            if num_blocks < leaf.num_blocks:
+                self._count(leaf, -num_blocks)
+
+    def _divide(self, lower: Node) -> None:
+        upper = lower.parent
+        assert upper is not None
+        upper.num_reused_blocks = min(lower.num_reused_blocks, upper.num_blocks)
+        lower.num_reused_blocks -= upper.num_reused_blocks
+
+    def _requeue_half(self, lower: Node) -> None:
+        """Count the lower half of a leaf that was split, which may be on probation now, or no longer."""
+        self._recount(lower)
+        if (lower.num_probation_blocks > 0) is not self.is_on_probation(lower):
+            self.requeue(lower)
+
+    def _recount(self, leaf: Node) -> None:
+        if leaf.num_probation_blocks:
+            self._count(leaf, leaf.num_blocks - leaf.num_probation_blocks)
+
+    def _count(self, leaf: Node, num_blocks: int) -> None:
+        leaf.num_probation_blocks += num_blocks
+        leaf.owner.usage.num_probation_blocks += num_blocks
+        self.num_probation_blocks += num_blocks
+
+
+def _first(on_probation: Entry | None, reused: Entry | None, *, is_over: bool) -> Node | None:
+    if on_probation is None or reused is None:
+        entry = on_probation or reused
+        return None if entry is None else entry[-1]
+    if is_over and on_probation[0] <= reused[0]:  # the priorities
+        return on_probation[-1]
+    return min(on_probation, reused)[-1]
+
+
+class TenantQueues:
+    """A sorted queue for each tenant with a quota, and one for all others, or for each of them.
+
+    If each of many tenants has its own queue, a heap holds their first leaves. It may have entries that are no longer
+    first; each is replaced when it reaches the top, so a leaf that is used again costs nothing here. When the policy
+    changes its order, these queues move to the new order a few at a time, beginning with those at the front. A queue
+    is evicted from after all others until it is moved.
+
+    Args:
+        policy: orders all queues.
+        tenants: their quotas. If tenants without one have a default ceiling, each of them has its own queue.
+        arrivals: distinct numbers, ascending.
+    """
+
+    def __init__(self, policy: EvictionPolicy, tenants: Tenants, arrivals: Iterator[int]) -> None:
+        self._policy = policy
+        self._arrivals = arrivals
+        self._with_quota = {tenant: LeafQueue(policy, arrivals) for tenant in tenants.with_quota}
+        has_ceiling = tenants.default_quota.ceiling_blocks is not None
+        self._shared = None if has_ceiling else LeafQueue(policy, arrivals)
+        self._by_tenant: dict[str, LeafQueue] = {}  # of tenants without a quota, if they do not share a queue
+        self._heap: list[tuple[Entry, str]] = []  # arrivals are distinct, so tenants are never compared
+        self._outdated: list[tuple[Entry, str]] = []  # the same, of the policy's previous order
+        self._generation = policy.generation
+
+    def __len__(self) -> int:
+        num_shared = 0 if self._shared is None else len(self._shared)
+        return num_shared + sum(map(len, (*self._with_quota.values(), *self._by_tenant.values())))
+
+    @property
+    def num_heap_entries(self) -> int:
+        """Entries of the heap, outdated ones included."""
+        return len(self._heap) + len(self._outdated)
+
+    def add(self, leaf: Node) -> None:
+        """Add a leaf that is in no queue."""
+        tenant = leaf.owner.namespace.tenant
+        queue = self._with_quota.get(tenant, self._shared)
+        if queue is not None:
+            queue.add(leaf)
+            return
+        queue = self._by_tenant.get(tenant)
+        if queue is None:
+            queue = self._by_tenant[tenant] = LeafQueue(self._policy, self._arrivals)
+        queue.add(leaf)
+        first = queue.first()
+        if first is not None and first is leaf.eviction_entry:
+            heapq.heappush(self._heap, (first, tenant))
+            if len(self._heap) > 2 * len(self._by_tenant) + _MAX_OUTDATED:
+                self._heap = self._first_of_each()
+                heapq.heapify(self._heap)
+
+    def remove(self, leaf: Node) -> None:
+        """Remove a leaf that is in its tenant's queue."""
+        tenant = leaf.owner.namespace.tenant
+        queue = self._with_quota.get(tenant, self._shared)
+        if queue is not None:
+            queue.remove(leaf)
+            return
+        queue = self._by_tenant[tenant]
+        queue.remove(leaf)
+        if not queue:
+            del self._by_tenant[tenant]
+
+    def first_of(self, tenant: str) -> Entry | None:
+        """Return the first leaf of a tenant that has its own queue; None if it has none."""
+        queue = self._with_quota.get(tenant) or self._by_tenant.get(tenant)
+        return None if queue is None else queue.first()
+
+    def first(self, spared: Collection[str]) -> Entry | None:
+        """Return the first leaf of all tenants but the spared ones; None if there is none."""
+        first = self._first_without_quota() if self._shared is None else self._shared.first()
+        for tenant, queue in self._with_quota.items():
+            if tenant not in spared:
+                entry = queue.first()
+                if first is None or (entry is not None and entry < first):
+                    first = entry
+        return first
+
+    def _first_without_quota(self) -> Entry | None:
+        self._follow_policy()
+        while self._heap:
+            entry, tenant = self._heap[0]
+            actual = self.first_of(tenant)
+            if actual is entry:
+                return entry
+            if actual is None:
+                heapq.heappop(self._heap)
+            else:
+                heapq.heapreplace(self._heap, (actual, tenant))
+        return None
+
+    def _follow_policy(self) -> None:
+        """Move some queues to the policy's present order."""
+        if self._generation != self._policy.generation:
+            self._generation = self._policy.generation
+            self._outdated += self._heap
+            heapq.heapify(self._outdated)
+            self._heap = []
+        num_moved = 0
+        while self._outdated and (num_moved < _MOVED_AT_ONCE or not self._heap):
+            _, tenant = heapq.heappop(self._outdated)
+            entry = self.first_of(tenant)
+            if entry is not None:
+                heapq.heappush(self._heap, (entry, tenant))
+                if self._by_tenant[tenant].is_changing:
+                    heapq.heappush(self._outdated, (entry, tenant))
+                num_moved += 1
+
+    def _first_of_each(self) -> list[tuple[Entry, str]]:
+        first: dict[str, Entry] = {}
+        for entry, tenant in self._heap:
+            if tenant in self._by_tenant:
+                first[tenant] = min(entry, first.get(tenant, entry))
+        return [(entry, tenant) for tenant, entry in first.items()]
+
+
+class LeafQueue:
+    """Leaves sorted by priority, and then by the policy's key.
+
+    When the policy changes its order, leaves get new keys a few at a time, beginning at the front. A leaf with an
+    outdated key is not evicted before it has a new one.
+
+    Complexity: O(log n) for each operation.
+    """
+
+    def __init__(self, policy: EvictionPolicy, arrivals: Iterator[int]) -> None:
+        self._policy = policy
+        self._entries = SortedList()
+        self._outdated = SortedList()  # entries with keys of the policy's previous order
+        self._arrivals = arrivals
+        self._generation = policy.generation
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._outdated)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether leaves wait for new keys, so that `first` may return another one without any change."""
+        return bool(self._outdated)
+
+    def add(self, leaf: Node) -> None:
+        """Add a leaf that is in no queue."""
+        leaf.eviction_entry = (leaf.priority, self._policy.key(leaf), next(self._arrivals), leaf)
+        self._entries.add(leaf.eviction_entry)
+
+    def remove(self, leaf: Node) -> None:
+        """Remove a leaf that is in this queue."""
+        is_outdated = self._outdated and leaf.eviction_entry in self._outdated
+        (self._outdated if is_outdated else self._entries).remove(leaf.eviction_entry)
+        leaf.eviction_entry = None
+
+    def first(self) -> Entry | None:
+        """Return the entry of the leaf to evict next; None if there is no leaf."""
+        if self._generation != self._policy.generation:
+            self._generation = self._policy.generation
+            self._outdated.update(self._entries)
+            self._entries.clear()
+        for _ in range(min(_KEYED_AT_ONCE, len(self._outdated))):
+            priority, _, arrival, leaf = self._outdated.pop(0)
+            leaf.eviction_entry = (priority, self._policy.key(leaf), arrival, leaf)
+            self._entries.add(leaf.eviction_entry)
+        return self._entries[0] if self._entries else None

@@ -1,4 +1,0 @@
-"""The leaves that may be evicted, in the order in which they go.
-
-Face: `EvictionLines`.
-"""

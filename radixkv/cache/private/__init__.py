@@ -1,4 +1,0 @@
-"""Blocks of one request that nobody else ever uses.
-
-Face: `with_private_blocks`, `PrivateLease`.
-"""

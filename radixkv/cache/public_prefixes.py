@@ -1,0 +1,377 @@
+"""Public prefixes: prompts of the operator whose blocks all tenants use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.blocks import BlockIds
+from radixkv.cache.cache_state import CacheState
+from radixkv.cache.lease import Lease, OpenLeases
+from radixkv.cache.radix_tree import RootRun
+from radixkv.errors import (
+    InvalidRequest,
+    InvariantViolation,
+    OutOfBlocks,
+    SwitchedOff,
+    UnknownPublicPrefix,
+    require_invariant,
+)
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.tokens import TOKEN_BYTES, shared_bytes
+
+_MAX_NODES = 1024
+
+
+class PublicPrefix:
+    """Tokens that an operator made public.
+
+    registered ── computed ──▶ matched by prompts ── unregistered ──▶ draining ── the last lease closes ──▶ gone
+
+    Attributes:
+        name: given by the operator.
+        tokens: little-endian uint32 bytes of at least one block, as the cache knows them.
+        namespace: of a tree that holds nothing else.
+        adapter: digest of the adapter that computes the prefix, or its end; empty for the base model.
+        lease: keeps the blocks; None until they are computed.
+        num_users: open leases that use the blocks.
+        num_uses: leases that have used the blocks so far.
+        is_computing: whether the request that computes the prefix is still running.
+    """
+
+    __slots__ = (
+        "_root_runs",
+        "adapter",
+        "is_computing",
+        "lease",
+        "name",
+        "namespace",
+        "num_users",
+        "num_uses",
+        "tokens",
+    )
+
+    def __init__(self, name: str, namespace: Namespace, tokens: bytes, adapter: str) -> None:
+        self.name = name
+        self.adapter = adapter
+        self.namespace = namespace
+        self.tokens = tokens
+        self.lease: Lease | None = None
+        self.num_users = 0
+        self.num_uses = 0
+        self.is_computing = True
+        self._root_runs: dict[int, RootRun] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Length in tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """The blocks in order, int32; none until they are computed."""
+        return np.empty(0, np.int32) if self.lease is None else self.lease.block_ids
+
+    def root_run(self, num_blocks: int, block_bytes: int) -> RootRun:
+        """Return the first `num_blocks` whole blocks, as one object for all trees that are rooted after them."""
+        run = self._root_runs.get(num_blocks)
+        if run is None:
+            run = RootRun(self.tokens[: num_blocks * block_bytes], self.block_ids[:num_blocks].tobytes())
+            self._root_runs[num_blocks] = run
+        return run
+
+
+class PublicRoot(NamedTuple):
+    """A position at which a prompt leaves a public prefix, and the tree of its namespace that begins there.
+
+    Attributes:
+        prefix: the public prefix.
+        namespace: of the tree.
+        run: the whole blocks that the prompt shares, at least one.
+        num_more_tokens: tokens at the beginning of the next public block that the prompt shares as well.
+        next_block: packed id of that block; empty if no token of it is shared.
+    """
+
+    prefix: PublicPrefix
+    namespace: Namespace
+    run: RootRun
+    num_more_tokens: int = 0
+    next_block: bytes = b""
+
+
+class PublicPrefixes:
+    """The public prefixes of a cache. Each is cached in a tree of its own, which holds only the operator's tokens.
+
+    What a tenant adds is in a tree of the tenant's namespace, whose root holds the blocks of the prefix before it:
+
+        (public)   [ system prompt ................ ]
+                             │                     │
+        acme                 └─ [own]              ├─ [own] ─ [own]     one tree per namespace and position
+        other                                      └─ [own]
+
+    A prompt shares a prefix up to some token; its tree begins after the whole blocks before that token. So prompts that
+    share more with each other than with the prefix have the same root, and find each other there.
+
+    Iterating yields the registered prefixes in the order of registration.
+
+    Args:
+        state: the state of the cache.
+        leases: the open leases of the cache.
+        max_blocks: maximum number of blocks of all public prefixes together.
+
+    Attributes:
+        max_blocks: see above.
+    """
+
+    def __init__(self, state: CacheState, leases: OpenLeases, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._state = state
+        self._leases = leases
+        self._block_size = state.block_size
+        self._block_bytes = state.block_size * TOKEN_BYTES
+        self._serials = count(1)
+        self._by_name: dict[str, PublicPrefix] = {}
+        self._leaving: set[PublicPrefix] = set()
+        # Those that are computed, by model, adapter and the bytes of their first block; the first one first.
+        self._computed: dict[tuple[str, str, bytes], list[PublicPrefix]] = {}
+
+    def __iter__(self) -> Iterator[PublicPrefix]:
+        return iter(list(self._by_name.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that public prefixes take, or will when they are computed."""
+        return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._leaving))
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks that those which are computed keep until they are unregistered."""
+        return sum(self._num_blocks(each.tokens) for each in self if each.lease is not None)
+
+    @property
+    def are_any_computed(self) -> bool:
+        """Whether prompts may find any."""
+        return bool(self._computed)
+
+    def holds(self, prefix: PublicPrefix) -> bool:
+        """Whether a prefix is registered."""
+        return self._by_name.get(prefix.name) is prefix
+
+    def num_blocks_of(self, prefix: PublicPrefix) -> int:
+        """Return the blocks that a prefix takes, or will when it is computed."""
+        return self._num_blocks(prefix.tokens)
+
+    def register(self, name: str, model: str, adapter: str, tokens: bytes, *, invoked: str = "") -> PublicPrefix:
+        """Register a prefix, which is to be computed in its namespace; `keep` it then.
+
+        Args:
+            name: not given to another one.
+            model, adapter: as in `Namespace`.
+            tokens: little-endian uint32 bytes, as the cache knows them.
+            invoked: digest of the adapter that is invoked in it; empty for none.
+
+        Raises:
+            SwitchedOff: the model keeps states.
+            InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
+            OutOfBlocks: public prefixes would take too many blocks, or too many parts of windowed layers.
+        """
+        if self._state.snapshots is not None:
+            raise SwitchedOff("public prefixes: expected a model without states, got one whose requests each need one")
+        if not name:
+            raise InvalidRequest("name: expected at least 1 character, got 0")
+        if name in self._by_name:
+            raise InvalidRequest("name: expected one that no public prefix has, got one that is registered")
+        if len(tokens) < self._block_bytes:
+            raise InvalidRequest(
+                f"token_ids: expected at least {self._block_size}, a block, got {len(tokens) // TOKEN_BYTES}"
+            )
+        num_blocks = self.num_blocks + self._num_blocks(tokens)
+        if num_blocks > self.max_blocks:
+            raise OutOfBlocks(
+                f"public prefixes: expected at most {self.max_blocks} blocks of {self._block_size} tokens in all, "
+                f"got {num_blocks}"
+            )
+        self._state.windows.require_lasting_room(len(tokens) // TOKEN_BYTES)
+        namespace = Namespace(model, PUBLIC_TENANT, adapter, salt=str(next(self._serials)))
+        self._by_name[name] = PublicPrefix(name, namespace, tokens, invoked or adapter)
+        return self._by_name[name]
+
+    def keep(self, prefix: PublicPrefix) -> None:
+        """Keep the blocks of a prefix that was computed just now, and let prompts find it.
+
+        Raises:
+            UnknownPublicPrefix: it was unregistered meanwhile. Its blocks are free.
+            OutOfBlocks: what windowed layers need of it has no room. `give_up` frees it.
+            InvariantViolation: it is not cached as a whole; `give_up` frees what is.
+        """
+        if not self.holds(prefix):
+            self.give_up(prefix)
+            raise UnknownPublicPrefix("name: expected a registered public prefix, got one that is not any more")
+        tree = self._state.trees.get(prefix.namespace)
+        node, num_bytes, packed, num_nodes = (None, 0, b"", 0) if tree is None else tree.match(prefix.tokens)
+        if node is None or num_bytes < len(prefix.tokens):
+            raise InvariantViolation("public prefix: expected it to be cached, got less of it")
+        block_ids = np.frombuffer(packed, np.int32)
+        windows = self._state.windows.open(block_ids, prefix.num_tokens, prefix.num_tokens, keeps_all=True)
+        for window in windows:
+            window.keep()
+        prefix.is_computing = False
+        self._state.pins.pin(node)
+        usage = self._state.tenants[PUBLIC_TENANT]
+        prefix.lease = Lease(
+            self._leases,
+            prefix.namespace,
+            usage,
+            prefix.tokens,
+            prefix.num_tokens,
+            block_ids,
+            block_ids.size,
+            node=node,
+            node_used_s=node.last_used_s,
+            num_nodes=num_nodes,
+            windows=windows,
+        )
+        self._computed.setdefault(self._key(prefix.namespace, prefix.tokens), []).append(prefix)
+
+    def give_up(self, prefix: PublicPrefix) -> None:
+        """Unregister a prefix that was not computed, and free what was. Call it when its request is over."""
+        prefix.is_computing = False
+        if self.holds(prefix):
+            self.unregister(prefix.name)
+        elif prefix in self._leaving:
+            self._free(prefix)
+
+    def unregister(self, name: str) -> PublicPrefix:
+        """Let no more prompts find a prefix. Its blocks are free when the last lease that uses them is closed.
+
+        One that is being computed takes its blocks, and counts, until that is over. The trees that hang below are left:
+        nothing finds them any more.
+
+        Raises:
+            UnknownPublicPrefix: there is none of this name.
+        """
+        prefix = self._by_name.pop(name, None)
+        if prefix is None:
+            raise UnknownPublicPrefix("name: expected the name of a public prefix, got an unknown one")
+        key = self._key(prefix.namespace, prefix.tokens)
+        if prefix in self._computed.get(key, ()):
+            self._computed[key].remove(prefix)
+            if not self._computed[key]:
+                del self._computed[key]
+        self._leaving.add(prefix)
+        if not prefix.num_users and not prefix.is_computing:
+            self._free(prefix)
+        return prefix
+
+    def roots(self, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
+        """Yield the positions at which a prompt could leave the public prefixes it shares at least a block with.
+
+        The first is after the whole blocks of the longest shared part. Others are the roots of existing trees that may
+        have more of the prompt, cached when no longer part was shared: before the prefix was registered, or by a prompt
+        that ended at the end of a block. Such a prompt is rooted one block earlier, since its last token was computed;
+        its next turn shares that block and looks for the completion.
+
+        A public prefix is computed as a whole: its own prompt has no roots.
+
+        Complexity: a memory comparison per prefix, and a look-up per tree of the namespace below one of them.
+        """
+        if namespace.tenant == PUBLIC_TENANT:
+            return
+        prefixes = self._computed.get(self._key(namespace, tokens), ())
+        if not prefixes or not self._state.tenants.quota_of(namespace.tenant).uses_public_prefixes:
+            return
+        max_tokens = len(tokens) // TOKEN_BYTES - 1  # the last token is always computed
+        shared = [(min(shared_bytes(each.tokens, tokens, 0) // TOKEN_BYTES, max_tokens), each) for each in prefixes]
+        num_tokens, longest = max(shared, key=lambda each: each[0])
+        num_blocks, num_more_tokens = divmod(num_tokens, self._block_size)
+        if not num_blocks:
+            return
+        next_block = longest.block_ids[num_blocks : num_blocks + 1].tobytes() if num_more_tokens else b""
+        yield self._root(namespace, longest, num_blocks, num_more_tokens, next_block)
+        for num_shared, prefix in shared:
+            for tree in self._state.trees.below(namespace, prefix.namespace.salt):
+                start = len(tree.root.tokens) // TOKEN_BYTES
+                end = start + self._block_size
+                next_tokens = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+                may_have_more = end > num_tokens or next_tokens in (tree.root.children or ())
+                is_first = prefix is longest and start == num_blocks * self._block_size
+                if start <= num_shared and may_have_more and not is_first:
+                    yield self._root(namespace, prefix, start // self._block_size)
+
+    def _root(
+        self,
+        namespace: Namespace,
+        prefix: PublicPrefix,
+        num_blocks: int,
+        num_more_tokens: int = 0,
+        next_block: bytes = b"",
+    ) -> PublicRoot:
+        rooted = namespace._replace(trunk=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")
+        return PublicRoot(prefix, rooted, prefix.root_run(num_blocks, self._block_bytes), num_more_tokens, next_block)
+
+    def enter(self, prefix: PublicPrefix) -> None:
+        """Count a lease that uses a prefix; `leave` undoes it."""
+        prefix.num_users += 1
+        prefix.num_uses += 1
+
+    def leave(self, prefix: PublicPrefix) -> None:
+        """Note that a lease no longer uses a prefix."""
+        prefix.num_users -= 1
+        if prefix in self._leaving and not prefix.num_users:
+            self._free(prefix)
+
+    def trunk_of(self, namespace: Namespace) -> bytes | None:
+        """Return the tokens of the public prefix above a namespace's tree; None if the prefix is gone.
+
+        Complexity: O(public prefixes) below one of them.
+        """
+        if not namespace.trunk:
+            return b""
+        serial, _, _ = namespace.trunk.partition(":")
+        for prefix in (*self._by_name.values(), *self._leaving):
+            if prefix.namespace.salt == serial:
+                return prefix.tokens[: namespace.trunk_tokens * TOKEN_BYTES]
+        return None
+
+    def unregister_all(self, adapter: str) -> None:
+        """Unregister those of an adapter, of which this is the digest."""
+        for prefix in self:
+            if prefix.adapter == adapter:
+                self.unregister(prefix.name)
+
+    def check(self) -> None:
+        """Compare the users of each prefix with the open leases, and the index with what is computed.
+
+        Raises:
+            InvariantViolation: something does not add up.
+        """
+        computed = [each for prefixes in self._computed.values() for each in prefixes]
+        for prefix in (*self._by_name.values(), *self._leaving):
+            place = f"{prefix.namespace.salt}:"
+            num_users = sum(lease.namespace.trunk.startswith(place) for lease in self._leases)
+            require_invariant("public prefix", prefix.num_users == num_users, "its users are not the open leases")
+            is_found = prefix.lease is not None and prefix not in self._leaving
+            require_invariant("public prefix", (prefix in computed) == is_found, "the index is not what is computed")
+        require_invariant(
+            "public prefix",
+            all(each.num_users or each.is_computing for each in self._leaving),
+            "one stays that nobody uses or computes",
+        )
+
+    def _free(self, prefix: PublicPrefix) -> None:
+        self._leaving.remove(prefix)
+        if prefix.lease is not None:
+            prefix.lease.close()
+            prefix.lease = None
+        tree = self._state.trees.get(prefix.namespace)
+        if tree is not None:
+            self._state.evictor.purge_leaves(tree, _MAX_NODES)
+
+    def _key(self, namespace: Namespace, tokens: bytes) -> tuple[str, str, bytes]:
+        return namespace.model, namespace.adapter, tokens[: self._block_bytes]
+
+    def _num_blocks(self, tokens: bytes) -> int:
+        return -(-len(tokens) // self._block_bytes)
