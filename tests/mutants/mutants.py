@@ -311,8 +311,8 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "scheduling/admission.py",
-        "        if params.read_cache:\n            if self._cache.parts",
-        "        if True:\n            if self._cache.parts",
+        "        if params.read_cache:\n            if self._cache.snapshots",
+        "        if True:\n            if self._cache.snapshots",
     ),
     Mutant(
         "scheduling/admission.py",
