@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Generator, Iterator
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +29,24 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # no results of earlier runs; the w
         _kernels.mkdir(parents=True, exist_ok=True)
         cache_directory().mkdir()
         (cache_directory() / "kernels").symlink_to(_kernels)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark those cases `long` that the marker `sampled` leaves to `make test-long`.
+
+    The sample of a parametrized test is random, but the same in every run.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("long", "slow"))):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, members in cases.items():
+        marker = members[0].get_closest_marker("sampled")
+        assert marker is not None
+        num_sampled = math.ceil(len(members) / marker.kwargs["one_in"])
+        sample = Random(name).sample(range(len(members)), num_sampled)
+        for number in set(range(len(members))) - set(sample):
+            members[number].add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

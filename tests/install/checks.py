@@ -164,8 +164,8 @@ def text(folder: Path) -> None:
 def text_served(folder: Path) -> None:
     """Check that a command gets the tokenizer from the server."""
     with serving() as address:
-        told = radixkv("prefill", "--address", address, "--text", "It was a", "--json")
-        expect(json.loads(told)["usage"]["prompt_tokens"] > 1, f"prefill --text: got {told}")
+        output = radixkv("prefill", "--address", address, "--text", "It was a", "--json")
+        expect(json.loads(output)["usage"]["prompt_tokens"] > 1, f"prefill --text: got {output}")
 
 
 def structured(folder: Path) -> None:

@@ -104,7 +104,7 @@ def spans_of(batch: ExportTraceServiceRequest) -> list[Any]:
 
 
 def observe_a_prefill(endpoint: str) -> None:
-    """Export the spans of one request; they have been sent, or given up, on return."""
+    """Export the spans of one request, and return when they have been sent or dropped."""
     with exported_spans(TelemetryConfig(endpoint)) as tracing:
         assert tracing is not None
         Bench(observers=[tracing]).prefill(range(8), traceparent=TRACEPARENT)

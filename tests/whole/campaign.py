@@ -2,8 +2,8 @@
 
     python -m tests.whole.campaign --calls 50000
 
-Every answer is compared with one that was computed without the cache before: tokens, and logits bit for bit. At the
-end nothing may be leased, pinned, running or waiting, and the server's memory may not have grown.
+Every result is compared with one computed without the cache: tokens, and logits bit by bit. At the end, nothing may be
+leased, pinned, running or waiting, and the server's memory must not have grown.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from radixkv.service.client import AsyncClient, Client
 from tests.patience import PATIENCE_S
 
 SETTINGS = (
-    "cache.capacity_tokens=4096",  # less than the prompts together, so that blocks run out
+    "cache.capacity_tokens=4096",  # less than all prompts need, so that blocks run out
     "cache.block_size=32",
     "engine.held_lease_ttl_s=1",
     "engine.max_running_requests=24",
-    "engine.max_waiting_requests=8",  # fewer than there are callers
+    "engine.max_waiting_requests=8",  # fewer than there are clients
     "engine.max_step_tokens=256",
 )
 NUM_PROMPTS, MAX_NEW_TOKENS, CONCURRENCY, NUM_WORKERS = 36, 12, 12, 3
@@ -50,7 +50,7 @@ EXPECTED_STATUSES = {
 
 @dataclass(frozen=True)
 class Known:
-    """A prompt and its answer without the cache."""
+    """A prompt and its result without the cache."""
 
     ids: list[int]
     next_token_id: int
@@ -59,7 +59,7 @@ class Known:
 
 
 def make_prompts(seed: int) -> list[list[int]]:
-    """Make prompts from a few stems, with branches inside blocks too."""
+    """Make prompts with a few common prefixes, which also branch inside blocks."""
     rng = random.Random(seed)
     stems = [[rng.randrange(256) for _ in range(200)] for _ in range(4)]
     return [
@@ -69,7 +69,7 @@ def make_prompts(seed: int) -> list[list[int]]:
 
 
 def ask_without_cache(address: str, prompts: list[list[int]]) -> list[Known]:
-    """Return the answers without the cache, which all others must be equal to."""
+    """Return the results without the cache, to which all others must be equal."""
     off = {"read_cache": False, "write_cache": False}
 
     def ask(ids: list[int]) -> Known:
@@ -82,7 +82,7 @@ def ask_without_cache(address: str, prompts: list[list[int]]) -> list[Known]:
 
 
 class Caller:
-    """One caller of a process. Prints the outcomes of its calls, line by line."""
+    """One client of a worker process. Prints the outcomes of its calls, line by line."""
 
     def __init__(self, client: AsyncClient, known: list[Known], seed: int) -> None:
         self._client = client
@@ -100,7 +100,7 @@ class Caller:
         ]
 
     async def call_for_ever(self) -> None:
-        """Call, until the process is killed."""
+        """Make calls until the process is killed."""
         while True:
             calls, weights = zip(*self._kinds, strict=True)
             call = self._random.choices(calls, weights)[0]
@@ -196,7 +196,7 @@ async def be_a_worker(address: str, seed: int) -> None:
 
 @contextmanager
 def checked_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a server that checks itself; yields the process and its address."""
+    """Run a server that audits its cache; yield the process and its address."""
     options = [word for setting in SETTINGS for word in ("--set", setting)]
     command = [sys.executable, "-m", "tests.whole.checked_server", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -209,7 +209,7 @@ def checked_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @dataclass
 class Report:
-    """The outcome of a campaign."""
+    """The result of a campaign."""
 
     outcomes: Counter[str]
     num_killed: int
@@ -221,7 +221,7 @@ class Report:
 
     @property
     def mistakes(self) -> list[str]:
-        """Everything that must not have happened; empty after a good campaign."""
+        """Everything that must not have happened; empty after a successful campaign."""
         found = [outcome for outcome in self.outcomes if outcome.startswith(("WRONG", "UNEXPECTED"))]
         found += [f"{count} {name} left" for name, count in self.left_behind.items() if count]
         if self.last_words != "check passed, 0 leased, 0 pinned":
@@ -230,7 +230,7 @@ class Report:
 
 
 class Workers:
-    """Processes of callers. When one is killed in the middle of its calls, another takes its place."""
+    """Worker processes with clients. When one is killed during its calls, another replaces it."""
 
     def __init__(self, address: str, known: list[Known], seed: int) -> None:
         self._address = address
@@ -243,7 +243,7 @@ class Workers:
         self._running = [self._start() for _ in range(NUM_WORKERS)]
 
     def kill_one(self, *, starts_another: bool = True) -> None:
-        """Kill a process in the middle of its calls."""
+        """Kill a worker process during its calls."""
         worker = self._running.pop(self._random.randrange(len(self._running)))
         worker.send_signal(signal.SIGKILL)
         worker.wait()
@@ -254,7 +254,7 @@ class Workers:
             self._running.append(self._start())
 
     def stop(self) -> None:
-        """Kill all of them, and wait until their output is read."""
+        """Kill all worker processes, and wait until their output is read."""
         while self._running:
             self.kill_one(starts_another=False)
         for listener in self._listeners:
@@ -288,7 +288,7 @@ class Workers:
 
 
 def run_campaign(num_calls: int, seed: int = 0, calls_per_kill: int = 2500) -> Report:
-    """Make at least `num_calls` calls, and kill a process of callers after every `calls_per_kill`."""
+    """Make at least `num_calls` calls, and kill a worker process after every `calls_per_kill`."""
     start_s = time.monotonic()
     with checked_server() as (server, address):
         workers = Workers(address, ask_without_cache(address, make_prompts(seed)), seed)
@@ -324,7 +324,7 @@ def run_campaign(num_calls: int, seed: int = 0, calls_per_kill: int = 2500) -> R
 
 
 def wait_until_idle(address: str) -> dict[str, int]:
-    """Wait until nothing is left of requests that have ended. Returns the numbers of things that are."""
+    """Wait until all requests have ended and been cleaned up. Return the counts of what remains."""
     end_s = time.monotonic() + PATIENCE_S
     with Client(address, timeout_s=PATIENCE_S) as client:
         while True:

@@ -18,7 +18,7 @@ _PERIOD_S = 0.25
 
 
 def recount(engine: Engine, is_over: threading.Event) -> None:
-    """Check again and again. A cache that does not add up ends the process."""
+    """Audit the cache repeatedly, and end the process if it is inconsistent."""
     while not is_over.wait(_PERIOD_S):
         if engine.is_healthy:
             try:

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def serving(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[ForkedProcess, str]]:
-    """Run `radixkv serve`; yields the process and its address. What it logs is written to a file."""
+    """Run `radixkv serve` with its log in a file; yield the process and its address."""
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
     with log.open("w", encoding="utf-8") as stderr, ForkedProcess(command, stderr=stderr) as process:
         try:

@@ -27,7 +27,7 @@ Oracles = dict[str, PreTrainedModel]  # by directory; the model itself is ""
 
 
 class Files(NamedTuple):
-    """A checkpoint, and the directory of its adapters."""
+    """A checkpoint and the directory of its adapters."""
 
     checkpoint: Path
     root: Path
@@ -83,7 +83,7 @@ def client(address: str) -> Iterator[Client]:
 
 @pytest.fixture
 def tenant(request: pytest.FixtureRequest) -> str:
-    """A tenant of its own for each test, so that it starts cold."""
+    """A separate tenant for each test, so that its cache is empty."""
     return str(request.node.name)
 
 
@@ -182,16 +182,16 @@ def test_a_running_generation_keeps_its_weights_when_the_adapter_is_reloaded(
     stream = client.generate(
         ids, tenant=tenant, adapter="changing", max_new_tokens=60, temperature=0.0, ignore_eos=True
     )
-    told = list(next(stream).token_ids)
+    generated = list(next(stream).token_ids)
     client.load_adapter("changing", "tax")
     after = client.prefill(ids, tenant=tenant, adapter="changing", return_logits=True)
-    for news in stream:
-        told += news.token_ids
-    sequence = [*ids, *told]
+    for chunk in stream:
+        generated += chunk.token_ids
+    sequence = [*ids, *generated]
     with torch.inference_mode():
         logits = oracles["law-2"](input_ids=torch.tensor([sequence])).logits[0, len(ids) - 1 : -1].float()
-    assert len(told) == 60
-    chosen = logits.gather(1, torch.tensor(told)[:, None])[:, 0]
+    assert len(generated) == 60
+    chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     torch.testing.assert_close(chosen, logits.max(dim=1).values, atol=1e-3, rtol=0)
     np.testing.assert_allclose(logits_of(after), expected_logits(oracles["tax"], ids), atol=1e-4)
     wait_until(lambda: not any(each.is_draining for each in client.adapters().adapters))

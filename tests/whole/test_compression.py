@@ -82,7 +82,7 @@ def test_compressed_tokens_are_not_cached_saved_or_announced(client: Client, com
 
 
 def blocks_of(client: Client, ids: list[int]) -> tuple[int, dict[int, bytes]]:
-    """Hold a prompt, and fetch the K/V of its blocks. Returns what of it was cached before, and the blocks."""
+    """Hold a prompt and fetch the K/V of its blocks. Return the number of cached tokens, and the blocks."""
     held = client.prefill(ids, hold_lease=True)
     blocks: dict[int, bytes] = {}
     for part in client.fetch_kv(held.lease_id):

@@ -38,7 +38,7 @@ BYTES = 256  # token ids that every model of these tests knows
 
 @contextmanager
 def serving_by_command(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run the command `radixkv serve`; yields the process and its address. What it logs is written to a file."""
+    """Run the command `radixkv serve` with its log in a file; yield the process and its address."""
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", *arguments]
     with (
         log.open("w", encoding="utf-8") as stderr,
@@ -68,7 +68,7 @@ def client(address: str) -> Iterator[Client]:
 
 @pytest.fixture
 def tenant(request: pytest.FixtureRequest) -> str:
-    """A tenant of its own for each test, so that it starts cold."""
+    """A separate tenant for each test, so that its cache is empty."""
     return str(request.node.name)
 
 
@@ -103,7 +103,7 @@ def test_a_cache_hit_changes_no_byte_of_the_logits_with_a_quantized_pool(tmp_pat
 
 
 def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_path: Path) -> None:
-    """They queue up behind a long prompt, and a step is large enough to admit many of them."""
+    """The requests are queued behind a long prompt, and a step is large enough to admit many of them."""
     shape = {**SHAPE, "vocab_size": 2000, "max_position_embeddings": 20_000}
     directory = write_checkpoint(LlamaConfig(**shape), tmp_path)
     system = random_ids(2048)
@@ -177,7 +177,7 @@ def test_one_shared_prefix_is_computed_exactly_once(client: Client, tenant: str)
 
 
 def write_conversations(path: Path) -> None:
-    """Turns of conversations that interleave, some prompts cut inside a block, some repeated."""
+    """Interleaved turns of conversations; some prompts are truncated inside a block, some repeated."""
     rng = np.random.default_rng(0)
     conversations: list[list[int]] = [[0] for _ in range(8)]
     next_id = 1
@@ -193,7 +193,7 @@ def write_conversations(path: Path) -> None:
 
 
 def test_a_conversation_trace_reuses_every_reusable_token(client: Client, tenant: str, tmp_path: Path) -> None:
-    """Set RADIXKV_TRACE to replay the beginning of a real trace instead."""
+    """Replays the beginning of a real trace if RADIXKV_TRACE is set."""
     trace = Path(os.environ.get("RADIXKV_TRACE", tmp_path / "trace.jsonl"))
     if not trace.exists():
         write_conversations(trace)
@@ -392,7 +392,7 @@ def test_a_taken_address_is_refused_before_a_model_is_loaded(host: str, shown_ho
 
 
 def read(stream: Iterable[GenerateResponse]) -> tuple[list[int], GenerateResponse]:
-    """All tokens of a generation, and its last answer."""
+    """Return all tokens of a generation, and its last response."""
     answers = list(stream)
     assert [answer.finished for answer in answers] == [False] * (len(answers) - 1) + [True]
     assert all(answer.HasField("usage") for answer in (answers[0], answers[-1]))
@@ -471,8 +471,8 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_and_pool(client: Client) -> N
 def test_completions_of_one_prompt_share_it_and_equal_those_of_single_calls(client: Client, tenant: str) -> None:
     prompt = random_ids(200).tolist()
     options = {"temperature": 1.0, "max_new_tokens": 20, "tenant": tenant}
-    told = list(client.generate(prompt, n=4, seed=5, **options))
-    by_index = [[each for each in told if each.index == index] for index in range(4)]
+    chunks = list(client.generate(prompt, n=4, seed=5, **options))
+    by_index = [[each for each in chunks if each.index == index] for index in range(4)]
     answers = [[token_id for each in own for token_id in each.token_ids] for own in by_index]
     assert answers == [read(client.generate(prompt, seed=5 + index, **options))[0] for index in range(4)]
     usages = [own[-1].usage for own in by_index]
@@ -499,9 +499,9 @@ def test_penalties_and_log_probabilities_agree_with_transformers(client: Client)
         )
         for _ in range(2)
     ]
-    for told in answers:  # cold and cached
-        assert [token_id for each in told for token_id in each.token_ids] == expected_ids
-        logprobs = [each for answer in told for each in answer.logprobs]
+    for chunks in answers:  # cold and cached
+        assert [token_id for each in chunks for token_id in each.token_ids] == expected_ids
+        logprobs = [each for answer in chunks for each in answer.logprobs]
         for token_id, each, logits in zip(expected_ids, logprobs, expected.logits, strict=True):
             row = logits[0].log_softmax(0)
             assert each.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
@@ -515,10 +515,10 @@ def test_prompt_log_probabilities_agree_with_transformers(client: Client, tenant
     with torch.inference_mode():
         rows = build_tiny_model("eager")(torch.tensor([prompt])).logits[0].log_softmax(-1)
     client.prefill(prompt, tenant=tenant)
-    told = list(client.generate(prompt, max_new_tokens=3, prompt_logprobs=2, logprobs=0, n=2, tenant=tenant))
-    ((first, *_),) = ([each for each in told if each.prompt_logprobs],)
+    chunks = list(client.generate(prompt, max_new_tokens=3, prompt_logprobs=2, logprobs=0, n=2, tenant=tenant))
+    ((first, *_),) = ([each for each in chunks if each.prompt_logprobs],)
     assert (first.index, first.usage.cached_tokens) == (0, 0)
-    assert sum(bool(each.prompt_logprobs) for each in told) == 1
+    assert sum(bool(each.prompt_logprobs) for each in chunks) == 1
     for row, token_id, each in zip(rows, prompt[1:], first.prompt_logprobs, strict=False):
         assert each.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
         assert [top.logprob for top in each.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)

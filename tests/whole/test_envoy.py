@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def configured(addresses: Sequence[str], port: int) -> dict[str, Any]:
-    """Return the configuration of docs/deploy with other addresses, and without its page for operators."""
+    """Return the configuration of docs/deploy with other addresses and without the admin page."""
     tree: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))
     del tree["admin"]
     listener, cluster = tree["static_resources"]["listeners"][0], tree["static_resources"]["clusters"][0]
@@ -63,7 +63,7 @@ def configured(addresses: Sequence[str], port: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def envoy(folder: Path, addresses: Sequence[str]) -> Iterator[str]:
-    """Start Envoy over servers; yields its address once all of them answer through it."""
+    """Run Envoy in front of servers; yield its address when all of them can be reached through it."""
     port = free_port()
     (folder / "envoy.yaml").write_text(yaml.safe_dump(configured(addresses, port)), encoding="utf-8")
     command = [str(ENVOY), "-c", str(folder / "envoy.yaml"), "--concurrency", "1", "--use-dynamic-base-id"]
@@ -90,7 +90,7 @@ def answers(client: Client) -> bool:
 
 
 async def through_envoy(folder: Path, engines: Sequence[FakeEngine], talk: Callable[[str], Any]) -> Any:
-    """Return `talk(address)` of an Envoy over a server of each engine."""
+    """Return `talk(address)` with the address of an Envoy in front of a server per engine."""
 
     def run(addresses: Sequence[str]) -> Any:
         with envoy(folder, addresses) as address:
@@ -145,7 +145,7 @@ def test_every_field_and_every_error_passes_through_envoy(tmp_path: Path) -> Non
 
 
 def fields_of(params: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return what came, but for the time that is left to it."""
+    """Return what the engine received, without the remaining time until the deadline."""
     fields = [(field.name, getattr(each, field.name)) for each in params for field in dataclasses.fields(each)]
     return [(name, value) for name, value in fields if "deadline" not in name]
 
@@ -171,7 +171,7 @@ def test_prompts_with_a_common_prefix_go_to_the_same_server(tmp_path: Path) -> N
 def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
     order: signal.Signals, most_lost: int, tmp_path: Path
 ) -> None:
-    """1,000 calls, eight at once; a server is killed, or told to drain, after a third of them."""
+    """1,000 calls, eight at once; a server is killed, or drained, after a third of them."""
     with fake_service() as (victim, first), fake_service() as (_, second), envoy(tmp_path, [first, second]) as address:
         lost: Counter[tuple[grpc.StatusCode, str]] = Counter()
         done = threading.Semaphore(0)
@@ -200,7 +200,7 @@ def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
 
 
 def test_a_stream_ends_when_its_server_is_killed(tmp_path: Path) -> None:
-    """It is not begun again elsewhere: the caller has tokens of it."""
+    """Envoy does not retry it, since the client has received tokens."""
     with (
         fake_service(gate="shut") as (victim, first),
         envoy(tmp_path, [first]) as address,

@@ -28,7 +28,7 @@ ANYWHERE = "tcp://127.0.0.1:*"
 
 @contextmanager
 def served(log: Path, *settings: str) -> Iterator[tuple[ForkedProcess, str]]:
-    """Run `radixkv serve`; yields the process and its address."""
+    """Run `radixkv serve`; yield the process and its address."""
     options = [part for setting in settings for part in ("--set", setting)]
     with serving(*options, log=log) as (process, address):
         yield process, address
@@ -37,7 +37,7 @@ def served(log: Path, *settings: str) -> Iterator[tuple[ForkedProcess, str]]:
 
 
 def hashes_of(prompt: list[int], size: int = 16) -> list[int]:
-    """Hash the whole blocks of a prompt, as the proto says."""
+    """Return the hashes of the whole blocks of a prompt, as specified in the .proto file."""
     hashes, parent = [], 0
     for start in range(0, len(prompt) - size + 1, size):
         block = np.array(prompt[start : start + size], "<u4").tobytes()
@@ -47,7 +47,7 @@ def hashes_of(prompt: list[int], size: int = 16) -> list[int]:
 
 
 def apply(batch: EventBatch, known: dict[int, str]) -> None:
-    """Keep the blocks that a reader knows, with their salts."""
+    """Track the blocks that a subscriber knows, with their salts."""
     for event in batch.events:
         kind = event.WhichOneof("event")
         if kind == "cleared":

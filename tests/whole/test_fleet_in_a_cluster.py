@@ -32,7 +32,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_head():
-    """Run a node of Ray on loopback. Yields its address and its process; afterwards nothing of it is there."""
+    """Run a Ray node on loopback; yield its address and its process, and stop everything afterwards."""
     port = free_port()
     flags = ["--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=4"]
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as directory:

@@ -34,9 +34,9 @@ def flags_of(*settings: str) -> list[str]:
 
 
 def ask(client: Client, number: int, new_tokens: int = NEW_TOKENS) -> int:
-    """Generate after the prompt of a number. Returns the number of tokens; raises if the call fails."""
-    told = client.generate(prompt(number), max_new_tokens=new_tokens, ignore_eos=True)
-    return sum(len(news.token_ids) for news in told)
+    """Generate from a numbered prompt and return the number of tokens. Raises if the call fails."""
+    chunks = client.generate(prompt(number), max_new_tokens=new_tokens, ignore_eos=True)
+    return sum(len(chunk.token_ids) for chunk in chunks)
 
 
 def ask_all(client: Client, numbers: range, num_at_once: int) -> list[int]:
@@ -51,7 +51,7 @@ def num_finished(address: str) -> int:
 
 @contextlib.contextmanager
 def slowed(pid: int, share: float = 0.1, period_s: float = 0.5):
-    """Let a process run for a share of the time only."""
+    """Slow a process down: let it run only for a share of the time."""
     is_over = threading.Event()
 
     def slow() -> None:
@@ -98,7 +98,7 @@ def test_a_fleet_that_scales_down_loses_no_call(tmp_path) -> None:
         numbers = itertools.count()
 
         def press_until(num_replicas: int, num_at_once: int, new_tokens: int) -> list[int]:
-            """Keep calls under way until there are this number of replicas. Returns what each of them got."""
+            """Keep making calls until there are this many replicas. Return the number of tokens of each call."""
 
             def press(_: int) -> list[int]:
                 got = []

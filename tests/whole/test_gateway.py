@@ -42,7 +42,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # of a letter whose last bytes did not
 
 @dataclass
 class Fleet:
-    """Two servers and the gateway before them. The last test kills one."""
+    """Two servers behind the gateway. The last test kills one of them."""
 
     url: str
     metrics_url: str
@@ -60,7 +60,7 @@ class Fleet:
             return json.load(response)
 
     def stats(self) -> list[Any]:
-        """The counts of every server that runs."""
+        """Return the statistics of every running server."""
         found = []
         for server, address in zip(self.servers, self.addresses, strict=True):
             if server.is_running:
@@ -69,13 +69,13 @@ class Fleet:
         return found
 
     def num_known_blocks(self) -> int:
-        """Number of blocks of which the gateway knows where they are cached."""
+        """Return the number of cached blocks that the gateway knows of."""
         with urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_S) as response:
             lines = re.findall(r"^smg_kv_index_blocks\{.*\} (\d+)$", response.read().decode(), re.MULTILINE)
         return sum(map(int, lines))
 
     def flush(self) -> None:
-        """Have all servers forget what the gateway may know of."""
+        """Purge the gateway's tenant on all servers."""
         self.post("/flush_cache", {})
         wait_until(lambda: self.num_known_blocks() == 0)
 
@@ -84,12 +84,12 @@ class Fleet:
 
 
 def early_prompt(server: int, number: int) -> list[int]:
-    """Return a prompt that a server has answered before there was a gateway."""
+    """Return a prompt that was cached before the gateway was started."""
     return np.random.default_rng(10 * server + number).integers(0, 256, 1900).tolist()
 
 
 def warm(server: int, address: str) -> None:
-    """Cache more blocks of events than one part of a snapshot has, some of them of another tenant."""
+    """Cache more event blocks than fit in one part of a snapshot, some of them for another tenant."""
     with Client(address, timeout_s=PATIENCE_S) as client:
         for number in range(5):
             client.prefill(early_prompt(server, number), tenant="gate" if number < 3 else "other")
@@ -149,7 +149,7 @@ def test_completions(fleet: Fleet) -> None:
 
 
 def test_chat_messages_and_responses_return_the_same_text(fleet: Fleet) -> None:
-    """OpenAI's two APIs and Anthropic's."""
+    """Covers OpenAI's two APIs and Anthropic's."""
     said = [{"role": "user", "content": "Hello there"}]
     options = {"model": MODEL, "temperature": 0}
     choices = fleet.post("/v1/chat/completions", {**options, "messages": said, "max_tokens": 6})["choices"]
@@ -288,7 +288,7 @@ def test_the_cache_of_other_tenants_is_neither_announced_nor_reused(fleet: Fleet
 
 
 def is_cancelled_by_leaving(fleet: Fleet, stream: bool) -> bool:
-    """Whether a request ends early whose client leaves after a piece of its answer, or while it waits for all of it."""
+    """Return whether a request is aborted when its client disconnects, with and without streaming."""
     before = sum(each.requests.cancelled for each in fleet.stats())
     host, port = fleet.url.removeprefix("http://").split(":")
     body = json.dumps(chat("For ever", max_tokens=600, stream=stream)).encode()
@@ -304,12 +304,12 @@ def is_cancelled_by_leaving(fleet: Fleet, stream: bool) -> bool:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_aborts_its_request(fleet: Fleet, stream: bool) -> None:
-    """SMG 1.13.0 notices at once, but on a busy machine it may send Abort only when the stream has ended by itself."""
+    """SMG 1.13.0 notices at once, but on a busy machine it may send Abort only after the stream has ended."""
     assert any(is_cancelled_by_leaving(fleet, stream) for _ in range(4))
 
 
 def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
-    """Kill the server that has answered more, after a quarter of the requests, of which four run at a time."""
+    """Send four requests at a time, and kill the busier server after a quarter of them."""
     answered: list[int] = []
     victims: list[ServerProcess] = []
     before = [each.requests.finished for each in fleet.stats()]
@@ -347,7 +347,7 @@ def test_no_client_sees_an_error_when_a_server_is_killed_during_480_requests() -
 
 
 def long_stream(fleet: Fleet, number: int) -> tuple[str, int]:
-    """Stream a long answer; returns how it ended, and its number of tokens."""
+    """Stream a long completion; return its finish reason and its number of tokens."""
     options = chat(f"{number}" * 40, max_tokens=1000, extra_body={"ignore_eos": True})
     pieces = list(
         fleet.openai().chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
@@ -378,7 +378,7 @@ def test_no_client_sees_an_error_when_a_server_drains_and_streams_finish() -> No
 
 
 def warm_each(fleet: Fleet, seed: int) -> list[list[int]]:
-    """Return prompts that the servers have answered in turn, without the gateway."""
+    """Return prompts that were sent to the servers in turn, without the gateway."""
     prompts = np.random.default_rng(seed).integers(0, 256, (12, 320)).tolist()
     for number, prompt in enumerate(prompts):
         with Client(fleet.addresses[number % 2], timeout_s=PATIENCE_S) as client:

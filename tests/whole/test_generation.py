@@ -369,7 +369,7 @@ class TestPressure:
         assert bench.core.stats.load().blocks.published == 0
 
     def test_a_request_that_would_be_preempted_at_once_is_not_admitted(self) -> None:
-        """There is room for what comes, but what it reuses is then no room for what runs."""
+        """There are enough blocks for the new request, but what it reuses cannot be evicted for the running one."""
         bench = Bench(num_blocks=8)
         bench.prefill(range(100, 116))
         running = bench.generate(range(8), 8)

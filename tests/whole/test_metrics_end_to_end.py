@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def serving_metrics(log: Path, *arguments: str) -> Iterator[tuple[str, str]]:
-    """Run `radixkv serve`; yields its address and the URL of its metrics."""
+    """Run `radixkv serve`; yield its address and the URL of its metrics."""
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--metrics-port", "0", *arguments]
     with (
         log.open("w") as stderr,
@@ -42,7 +42,7 @@ def serving_metrics(log: Path, *arguments: str) -> Iterator[tuple[str, str]]:
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Values by name and labels as Prometheus writes them, `radixkv_` left out."""
+    """Return all values by name and labels in Prometheus notation, without the prefix `radixkv_`."""
     with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         families = text_string_to_metric_families(response.read().decode())
     return {series_of(sample): sample.value for family in families for sample in family.samples}
@@ -54,7 +54,7 @@ def series_of(sample: Sample) -> str:
 
 
 def call_each(client: Client) -> None:
-    """Two prefills, a generation, and a call that is refused."""
+    """Make two prefills, a generation, and a call that is refused."""
     assert client.prefill(range(200), tenant="acme").usage.computed_tokens == 200
     assert client.prefill(range(200), tenant="acme").usage.cached_tokens == 199
     news = list(client.generate(range(150), max_new_tokens=5, ignore_eos=True, tenant="b"))

@@ -35,7 +35,7 @@ def prompt(prefix: int, own: int) -> list[int]:
 
 
 class RoutedServers:
-    """A router, its streams, and clients to call where it says."""
+    """A router, its event streams, and clients for the servers that it chooses."""
 
     def __init__(self, addresses: list[str]) -> None:
         self.router = Router(
@@ -54,19 +54,19 @@ class RoutedServers:
         ]
 
     async def ask(self, ids: list[int], avoid: frozenset[str] = frozenset()) -> tuple[str, int, int]:
-        """Return the server that answered, the tokens that it was supposed to have, and those that it had."""
+        """Return the chosen server, the number of cached tokens that the router expected, and the actual number."""
         route = self.router.route(BASE, np.array(ids, "<u4").tobytes(), avoid)
         answer = await self.clients[route.name].prefill(ids)
         self.router.finished(route, answer.usage.computed_tokens)
         return route.name, route.hits.total, answer.usage.cached_tokens
 
     def hits(self, name: str, ids: list[int]) -> Hits:
-        """Return the tokens of a prompt that a server is known to have, and expect nothing of it."""
+        """Return the number of tokens that the router expects a server to have, without routing a request."""
         blocks = PromptBlocks(BASE, np.array(ids, "<u4").tobytes(), BLOCK_SIZE, Identities())
         return self.router.view.match(blocks.all(), [name])[0]
 
     def known_tokens(self, name: str, ids: list[int]) -> int:
-        """Count those that it has on its device."""
+        """Return how many of them it has on its device."""
         return self.hits(name, ids).device
 
     async def close(self) -> None:
@@ -105,7 +105,7 @@ async def visit(one: str, two: str, kill_one) -> None:
 
 
 class Wire:
-    """A way to a server that can be cut: connections end, and new ones are closed at once."""
+    """A proxy in front of a server that can be cut: connections end, and new ones are closed at once."""
 
     def __init__(self, address: str) -> None:
         self._host, _, port = address.rpartition(":")

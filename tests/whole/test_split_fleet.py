@@ -29,15 +29,15 @@ _PREFILL = ("--role", "prefill")
 
 
 class Split:
-    """An ingress, and what was done before a replica that generates is chosen."""
+    """An ingress, with a hook before a decode replica is chosen."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self.before_generating: Callable[[], None] | None = None
 
     async def generate(self, tokens: list[int], **options) -> tuple[list[int], object]:
-        told = [each async for each in self.client.generate(tokens, tenant=_TENANT, **OPTIONS, **options)]
-        return [token_id for each in told for token_id in each.token_ids], told[-1].usage
+        chunks = [each async for each in self.client.generate(tokens, tenant=_TENANT, **OPTIONS, **options)]
+        return [token_id for each in chunks for token_id in each.token_ids], chunks[-1].usage
 
 
 OPTIONS = {"max_new_tokens": _NEW_TOKENS, "temperature": 0.9, "seed": 7, "ignore_eos": True}
@@ -104,8 +104,8 @@ def test_completions_equal_those_of_one_server_and_no_lease_remains() -> None:
                     assert of_prompt(usage) == of_prompt(expected[-1].usage)
                 many = await asyncio.gather(*(split.generate(prompt(seed)) for seed in range(3, 9)))
                 for seed, (answer, _) in enumerate(many, 3):
-                    told = await asyncio.to_thread(lambda: list(one.generate(prompt(seed), tenant=_TENANT, **OPTIONS)))  # noqa: B023
-                    assert answer == [token_id for each in told for token_id in each.token_ids]
+                    chunks = await asyncio.to_thread(list, one.generate(prompt(seed), tenant=_TENANT, **OPTIONS))
+                    assert answer == [token_id for each in chunks for token_id in each.token_ids]
                 held = first.prefill(prompt(20), tenant=_TENANT, hold_lease=True)
                 source = KVSource(address=computing, lease_id=held.lease_id, epoch=held.epoch)
                 answer, usage = await split.generate(prompt(20), kv_source=source)
@@ -120,9 +120,9 @@ def test_completions_equal_those_of_one_server_and_no_lease_remains() -> None:
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert (await split.client.prefill(prompt(0), tenant=_TENANT)).usage.cached_tokens == 336
 
-                told = await split.client.stats()
-                assert [each.address for each in told.replicas] == [computing, generating]
-                assert told.tokens.computed == sum(each.stats.tokens.computed for each in told.replicas)
+                stats = await split.client.stats()
+                assert [each.address for each in stats.replicas] == [computing, generating]
+                assert stats.tokens.computed == sum(each.stats.tokens.computed for each in stats.replicas)
                 await split.client.purge(tenant=_TENANT)
                 assert [each.stats.blocks.published for each in (await split.client.stats()).replicas] == [0, 0]
 
@@ -151,14 +151,14 @@ def test_killing_a_server_before_the_first_token_fails_no_request() -> None:
 
         async def answers() -> list[list[int]]:
             async with split_fleet([computing], [first, second]) as split:
-                told = [(await split.generate(prompt(30)))[0]]
+                completions = [(await split.generate(prompt(30)))[0]]
                 for before in (lambda: kill(doomed), start_again, lambda: kill(started[-1][0])):
                     split.before_generating = before
-                    told.append((await split.generate(prompt(30)))[0])
-                return told
+                    completions.append((await split.generate(prompt(30)))[0])
+                return completions
 
-        told = asyncio.run(asyncio.wait_for(answers(), 3 * PATIENCE_S))
-        assert len(told[0]) == _NEW_TOKENS
-        assert told == [told[0]] * 4
+        completions = asyncio.run(asyncio.wait_for(answers(), 3 * PATIENCE_S))
+        assert len(completions[0]) == _NEW_TOKENS
+        assert completions == [completions[0]] * 4
         with Client(second, timeout_s=PATIENCE_S) as client:
             wait_until(lambda: is_at_rest(client))

@@ -45,7 +45,7 @@ SCHEMA = {
 
 
 def is_valid(value: Any) -> bool:
-    """Whether a value follows the schema."""
+    """Return whether a value follows the schema."""
     return (
         list(value) == ["id", "name", "state", "tags", "inner"]
         and type(value["id"]) is int
@@ -92,9 +92,9 @@ def tokenizer(client: Client) -> Tokenizer:
 def answers(
     client: Client, prompt: list[int], n: int = 1, **options: object
 ) -> list[tuple[list[int], GenerateResponse]]:
-    """The tokens and the last message of each answer."""
-    told = list(client.generate(prompt, **{"temperature": 1.0, "seed": 3, "n": n, **options}))  # type: ignore[arg-type]
-    by_index = [[each for each in told if each.index == index] for index in range(n)]
+    """Return the tokens and the last message of each completion."""
+    chunks = list(client.generate(prompt, **{"temperature": 1.0, "seed": 3, "n": n, **options}))  # type: ignore[arg-type]
+    by_index = [[each for each in chunks if each.index == index] for index in range(n)]
     return [([token_id for each in own for token_id in each.token_ids], own[-1]) for own in by_index]
 
 

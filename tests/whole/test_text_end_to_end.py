@@ -38,14 +38,14 @@ def tokenizer(client: Client) -> Tokenizer:
 def answers(
     client: Client, prompt: list[int], n: int = 1, **options: object
 ) -> list[tuple[list[int], GenerateResponse]]:
-    """The tokens and the last message of each answer, drawn by a seed."""
-    told = list(client.generate(prompt, temperature=1.0, seed=3, n=n, **options))
-    by_index = [[each for each in told if each.index == index] for index in range(n)]
+    """Return the tokens and the last message of each completion, sampled with a seed."""
+    chunks = list(client.generate(prompt, temperature=1.0, seed=3, n=n, **options))
+    by_index = [[each for each in chunks if each.index == index] for index in range(n)]
     return [([token_id for each in own for token_id in each.token_ids], own[-1]) for own in by_index]
 
 
 def a_string_in(tokenizer: Tokenizer, token_ids: list[int], after: int) -> tuple[str, int]:
-    """Some readable characters that come once, after this number of tokens, and the number of tokens they end with."""
+    """Return characters that occur once, after this number of tokens, and the number of tokens up to their end."""
     for count in range(after, len(token_ids)):
         stop = tokenizer.decode(token_ids[:count])[-3:]
         first = next(n for n in range(count + 1) if stop in tokenizer.decode(token_ids[:n]))
@@ -95,11 +95,11 @@ def test_a_stop_string_ends_preempted_completions(client: Client, tokenizer: Tok
             threads.submit(answers, small, prompt, max_new_tokens=130, stop=[stop])
             for prompt, (stop, _) in zip(prompts, stops, strict=True)
         ]
-        told = [each.result()[0] for each in ask]
-        assert [token_ids for token_ids, _ in told] == [
+        chunks = [each.result()[0] for each in ask]
+        assert [token_ids for token_ids, _ in chunks] == [
             token_ids[:count] for token_ids, (_, count) in zip(whole, stops, strict=True)
         ]
-        assert {last.finish_reason for _, last in told} == {STOP}
+        assert {last.finish_reason for _, last in chunks} == {STOP}
         assert small.stats().requests.pauses > 0
         wait_until(lambda: small.stats().blocks.leased == 0)
 
@@ -126,8 +126,8 @@ def test_the_command_reads_and_prints_text(
 
 def test_a_text_and_its_token_ids_have_the_same_result(client: Client, tokenizer: Tokenizer) -> None:
     chunks = list(client.generate(PROMPT, max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
-    told = list(client.generate(tokenizer.encode(PROMPT), max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
-    token_ids, last = [token_id for each in told for token_id in each.token_ids], told[-1]
+    chunks = list(client.generate(tokenizer.encode(PROMPT), max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
+    token_ids, last = [token_id for each in chunks for token_id in each.token_ids], chunks[-1]
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == token_ids
     assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(token_ids)
     assert last.usage.cached_tokens == last.usage.prompt_tokens - 1, "the text was cached under the same tokens"

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def shell(tmp_path):
-    """Starts a command in a folder where `radixkv` is the command, with a fake engine in place of a model."""
+    """Return a function that runs a command in a directory, where `radixkv` uses a fake engine instead of a model."""
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "radixkv").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{LAUNCHER}" open "$@"\n')
@@ -53,7 +53,7 @@ def shell(tmp_path):
 
 
 def is_as_written(written: list[str], output: str) -> bool:
-    """Whether each line stands in the output; three points stand for anything, runs of spaces for one."""
+    """Return whether the output contains each line; `...` matches anything, and whitespace is collapsed."""
     lines = [" ".join(line.split()) for line in output.splitlines()]
     patterns = [re.escape(line).replace(re.escape("..."), ".*") for line in written]
     return all(any(re.fullmatch(pattern, line) for line in lines) for pattern in patterns)

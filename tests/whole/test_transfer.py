@@ -35,7 +35,7 @@ def fetching_from(*addresses: str) -> tuple[str, ...]:
 
 
 class Pair(NamedTuple):
-    """A server that computes prompts, and one that decodes."""
+    """A prefill server and a decode server."""
 
     prefill: Client
     decode: Client
@@ -59,7 +59,7 @@ def pair() -> Iterator[Pair]:
 
 
 def generated(client: Client, tokens: list[int], source: KVSource | None = None, **options) -> tuple[list[int], object]:
-    """The tokens of a generation, and what its prompt used."""
+    """Return the tokens of a generation and the usage of its prompt."""
     answers = list(client.generate(tokens, tenant=_TENANT, max_new_tokens=12, kv_source=source, **options))
     return [token_id for each in answers for token_id in each.token_ids], answers[0].usage
 
@@ -168,8 +168,8 @@ def test_blocks_are_streamed_in_order_from_the_requested_position(pair: Pair) ->
 
 def test_layers_can_be_fetched_separately(pair: Pair) -> None:
     _, source = pair.hold(prompt(114))
-    told, *whole = pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT)
-    num_layers, head_bytes = told.format.num_layers, 128 + 4 * _BLOCK
+    header, *whole = pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT)
+    num_layers, head_bytes = header.format.num_layers, 128 + 4 * _BLOCK
     layers = [
         list(pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, first_layer=layer, num_layers=1))[1:]
         for layer in range(num_layers)

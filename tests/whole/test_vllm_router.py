@@ -45,7 +45,7 @@ EARLY = np.random.default_rng(5).integers(0, 256, (4, 320)).tolist()
 
 
 class CountingWorker(grpc.GenericRpcHandler):
-    """A stand-in for vLLM's engine: healthy, and answers each request with a token.
+    """A stand-in for a vLLM server: healthy, and answers each request with one token.
 
     Attributes:
         num_asked: requests so far.
@@ -69,7 +69,7 @@ class CountingWorker(grpc.GenericRpcHandler):
 
 @dataclass
 class Routed:
-    """Two servers, and a router that follows them, whose workers are stand-ins."""
+    """Two servers, and a router that follows their events and routes to stand-ins."""
 
     url: str
     metrics_url: str
@@ -77,7 +77,7 @@ class Routed:
     workers: list[CountingWorker]
 
     def num_known(self) -> int:
-        """Number of requests of whose prompt the router knew a holder."""
+        """Return the number of requests whose prompt the router knew to be cached."""
         with urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_S) as page:
             found = re.search(
                 r'^vllm_router_kv_placement_lookups_total\{result="hit"\} (\d+)$', page.read().decode(), re.M
@@ -85,7 +85,7 @@ class Routed:
         return int(found[1]) if found else 0
 
     def ask(self, prompt: list[int]) -> tuple[int, bool]:
-        """Send a prompt through the router; returns the worker that it chose, and whether it knew a holder."""
+        """Send a prompt through the router; return the chosen worker, and whether the prompt was known to be cached."""
         asked, known = [worker.num_asked for worker in self.workers], self.num_known()
         body = {"model": "tiny", "prompt": [*prompt, 1], "max_tokens": 1, "temperature": 0}
         request = urllib.request.Request(
@@ -97,7 +97,7 @@ class Routed:
         return chosen, self.num_known() > known
 
     def wait_for_all_events(self, prompts: Iterator[list[int]]) -> None:
-        """Wait until the router has read what the servers have published. Takes a fresh prompt for each message."""
+        """Wait until the router has read all published events, with a fresh prompt for each message."""
         for index, server in enumerate(self.servers):
             for _ in range(20):  # the first ones may come before it has subscribed
                 last = next(prompts)
@@ -116,7 +116,7 @@ class Routed:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports below those that the system gives to others while the servers load."""
+    """Return ports outside the range that the system assigns to other sockets while the servers load."""
     ports: list[int] = []
     for port in random.sample(range(20_000, 32_000), 1000):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -140,7 +140,7 @@ def started_worker() -> Iterator[tuple[CountingWorker, str]]:
 
 @contextmanager
 def started_router(folder: Path, options: list[str]) -> Iterator[tuple[str, str]]:
-    """Run the router with the embedded model's tokenizer; yields its URL and that of its metrics."""
+    """Run the router with the embedded model's tokenizer; yield its URL and that of its metrics."""
     write_tiny_files(folder)
     port, metrics_port = free_ports(2)
     command = [
