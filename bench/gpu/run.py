@@ -49,6 +49,8 @@ addopts = --import-mode=importlib
 faulthandler_timeout = 600
 markers =
     gpu: needs a CUDA device
+    long: takes long for what it proves
+    sampled(one_in): one case in so many is not long
     slow: long campaigns
 """
 

@@ -1,4 +1,4 @@
 """Kernels for a CPU, made of PyTorch's and oneDNN's operations. `radixkv.kernels.native` has those in C++.
 
-Face: `paged_attention`, `plan_cpu_attention`, `choose_gemm`.
+Public API: `paged_attention`, `plan_cpu_attention`, `choose_gemm`.
 """

@@ -1,4 +1,4 @@
 """Triton kernels, and what the host plans for them. Only a GPU needs the modules that import Triton.
 
-Face: `paged_attention`, `plan_attention`, `linear`, `rms_norm`.
+Public API: `paged_attention`, `plan_attention`, `linear`, `rms_norm`.
 """

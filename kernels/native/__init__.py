@@ -1,4 +1,4 @@
 """Kernels in C++ for processors with AVX2 or AVX-512. `library.py` says when there are any.
 
-Face: `load_library`, `NotCompiled`.
+Public API: `load_library`, `NotCompiled`.
 """

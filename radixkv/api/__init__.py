@@ -1,5 +1,5 @@
 """Frozen values that callers send and receive; `Limits` refuses a request that could never be served.
 
-Face: `Caller`, `PrefillParams`, `Sampling`, `Retention`, `Grant`, `PrefillResult`, `GenerateResult`, `Usage`,
+Public API: `Caller`, `PrefillParams`, `Sampling`, `Retention`, `Grant`, `PrefillResult`, `GenerateResult`, `Usage`,
 `EngineStats`, `Limits`, `MissReason`.
 """

@@ -2,5 +2,5 @@
 
 It has no torch and no threads, and the clock is passed in.
 
-Face: `PrefixCache`, `Lease`, `Quota`.
+Public API: `PrefixCache`, `Lease`, `Quota`.
 """

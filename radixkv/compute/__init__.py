@@ -1,4 +1,4 @@
 """One forward pass: chunks of requests in, logits out.
 
-Face: `Runner`, `Chunk`.
+Public API: `Runner`, `Chunk`.
 """

@@ -1,6 +1,6 @@
 """Configuration: frozen dataclasses, loaded from a TOML file and `section.key=value` settings.
 
-Face: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `EventsConfig`, `GatewayConfig`,
+Public API: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `EventsConfig`, `GatewayConfig`,
 `FleetConfig`, `AdapterConfig`, `KVSourceConfig`, `StoreConfig`, `TelemetryConfig`, `TenantConfig`, `TiersConfig`,
 `TransferConfig`.
 """

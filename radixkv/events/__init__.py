@@ -1,4 +1,4 @@
 """The event log of what is cached: recorded at the trees, numbered, kept for readers, published.
 
-Face: `TreeFeed`, `EventSource`, `EventReaders`.
+Public API: `TreeFeed`, `EventSource`, `EventReaders`.
 """

@@ -1,4 +1,4 @@
 """The choice of a replica for a request: a view of what each has cached and what waits there, and the rule.
 
-Face: `Router`, `FleetView`, `choose`.
+Public API: `Router`, `FleetView`, `choose`.
 """

@@ -1,4 +1,4 @@
 """Scheduling: the queues of unfinished requests, their admission, and the plan of each step.
 
-Face: `Scheduler`, `Request`, `Admitter`.
+Public API: `Scheduler`, `Request`, `Admitter`.
 """

@@ -1,4 +1,4 @@
 """Work before serving: checks of model, attention and graphs, the size of the pool, and building the engine.
 
-Face: `build_engine`.
+Public API: `build_engine`.
 """

@@ -1,4 +1,4 @@
 """Memory of the blocks: their layout, and the tensor that holds them.
 
-Face: `HeadKV`, `LatentKV`, `KVShape`, `KVStorage`.
+Public API: `HeadKV`, `LatentKV`, `KVShape`, `KVStorage`.
 """

@@ -1,4 +1,4 @@
 """Prometheus metrics and OpenTelemetry spans.
 
-Face: `Metrics`, `EngineGauges`, `Tracing`.
+Public API: `Metrics`, `EngineGauges`, `Tracing`.
 """

@@ -1,4 +1,4 @@
 """The gRPC server of one engine, and its port for metrics.
 
-Face: `Server`, `run`.
+Public API: `Server`, `run`.
 """

@@ -1,4 +1,4 @@
 """Answers that follow a JSON schema, a regular expression or a grammar.
 
-Face: `Grammars`, `GrammarText`.
+Public API: `Grammars`, `GrammarText`.
 """

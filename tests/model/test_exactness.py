@@ -37,11 +37,18 @@ DIVIDED = [("float32", "auto"), ("bfloat16", "int8")]
 WINDOWED = ["mistral", "gemma2", "qwen2", "gpt_oss", "gemma4_text"]
 
 
-def each(models: list[str], choices: list[tuple[str, str]]) -> list[Any]:
-    """Return parameters of all models with all choices: half of each model's, in turn, are quick."""
-    quick = len(choices) // 2
+def each(models: list[str], choices: list[tuple[str, ...]], *, num_long: int = 1) -> list[Any]:
+    """Return parameters of all models with all choices.
+
+    `make test` takes one choice per model, in turn, and `make test-long` the `num_long` next ones. The rest is slow.
+    """
+
+    def marks(number: int, index: int) -> Any:
+        distance = (index - number) % len(choices)
+        return () if distance == 0 else pytest.mark.long if distance <= num_long else pytest.mark.slow
+
     return [
-        pytest.param(model, *choice, marks=() if (index // quick + number) % 2 == 0 else pytest.mark.slow)
+        pytest.param(model, *choice, marks=marks(number, index))
         for number, model in enumerate(models)
         for index, choice in enumerate(choices)
     ]
@@ -56,8 +63,7 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", QUICK)
+@pytest.mark.parametrize(("model", "dtype"), each(QUICK, [("float32",), ("bfloat16",)]))
 def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=12, seed=len(model))
     assert first_difference == ""
@@ -94,6 +100,7 @@ def test_no_bit_depends_on_what_windowed_layers_have_given_up(model: str, dtype:
     assert counts["turns"] >= 1
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("model", "kv_dtype"), [("mistral", "auto"), ("gemma2", "int8"), ("gemma4_text", "int8")])
 def test_no_bit_depends_on_what_windowed_layers_load(model: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(
@@ -125,6 +132,7 @@ def test_no_bit_of_many_prompts_depends_on_what_is_given_up(model: str, dtype: s
     assert counts["hits without all parts"] >= 20
 
 
+@pytest.mark.sampled(one_in=3)
 @needs_exact_int8
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["qwen3", "mixtral", "gpt2"])
@@ -134,6 +142,7 @@ def test_no_bit_of_int8_weights_depends_on_the_cache(model: str, dtype: str) -> 
     assert counts["partial hits"] >= 4
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("model", "dtype", "weights"),
     [

@@ -84,6 +84,7 @@ def replaced(module: nn.Module) -> set[str]:
     return {name for name, part in module.named_modules() if "forward" in vars(part)}
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("family", list(MODELS))
 def test_answers_are_those_of_transformers(family: str, device: torch.device) -> None:
     model = fused(make(family), device)
@@ -106,6 +107,7 @@ def test_answers_are_those_of_transformers(family: str, device: torch.device) ->
     assert expected.std() > 0.01
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.bfloat16), ("gemma2", torch.float16)])
 def test_half_precision_passes_its_trials_too(family: str, dtype: torch.dtype, device: torch.device) -> None:
     model = fused(make(family, dtype), device)
@@ -163,6 +165,7 @@ def at_odds_with_a_trial(self: Any, rows: torch.Tensor) -> torch.Tensor:
     raise KeyError("what it wants")
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "forward", "reason"),

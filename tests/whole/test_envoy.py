@@ -167,6 +167,7 @@ def test_prompts_with_a_common_prefix_go_to_the_same_server(tmp_path: Path) -> N
     assert all(homes), "one server has all prompts"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("order", "most_lost"), [(signal.SIGKILL, CALLERS), (signal.SIGTERM, 0)])
 def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
     order: signal.Signals, most_lost: int, tmp_path: Path

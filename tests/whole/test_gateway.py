@@ -335,6 +335,7 @@ def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
     return outcomes
 
 
+@pytest.mark.long
 def test_no_client_sees_an_error_when_a_server_is_killed(fleet: Fleet) -> None:
     assert set(outcomes_around_a_death(fleet, 200)) == {"answered"}
 

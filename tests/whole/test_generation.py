@@ -40,6 +40,7 @@ def test_generation_follows_the_model_and_streams_all_but_the_last_token() -> No
     assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("length", range(1, 10))
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
 def test_every_length_of_prompt_and_completion(length: int, count: int) -> None:
@@ -467,6 +468,7 @@ class TestWaysOut:
         assert bench.cache.pool.num_leased == 0
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_concurrent_requests_in_a_small_pool_get_their_own_results(seed: int) -> None:
     rng = random.Random(seed)

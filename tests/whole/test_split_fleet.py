@@ -132,6 +132,7 @@ def test_completions_equal_those_of_one_server_and_no_lease_remains() -> None:
             wait_until(lambda: is_at_rest(client))  # noqa: B023 - asked at once
 
 
+@pytest.mark.long
 def test_killing_a_server_before_the_first_token_fails_no_request() -> None:
     with contextlib.ExitStack() as stack:
         computer, computing = stack.enter_context(serving(*_PREFILL))

@@ -1,4 +1,4 @@
 """Blocks that left the device: which store has them, and which of them go first.
 
-Face: `Elsewhere`, `Shelf`.
+Public API: `Elsewhere`, `Shelf`.
 """

@@ -1,4 +1,4 @@
 """K/V entries of one request that are chosen, copied and dropped; the attention by which they are chosen.
 
-Face: `KeptEntries`.
+Public API: `KeptEntries`.
 """

@@ -1,4 +1,4 @@
 """Short steps that are recorded as CUDA graphs when the model is loaded.
 
-Face: `GraphRecorder`.
+Public API: `GraphRecorder`.
 """

@@ -1,4 +1,4 @@
 """Blocks that leave the device are stored, and loaded again for requests that wait.
 
-Face: `Offload`.
+Public API: `Offload`.
 """

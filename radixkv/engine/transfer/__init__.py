@@ -1,4 +1,4 @@
 """Transfer of K/V between servers.
 
-Face: `Transfer`.
+Public API: `Transfer`.
 """

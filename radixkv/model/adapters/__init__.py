@@ -1,4 +1,4 @@
 """Adapters of a model (LoRA, as peft writes it): read from directories, held within limits, applied to rows of a step.
 
-Face: `AdapterFiles`, `AdapterSet`, `read_adapter`.
+Public API: `AdapterFiles`, `AdapterSet`, `read_adapter`.
 """

@@ -1,4 +1,4 @@
 """The attention function of a model, and the kernels behind it.
 
-Face: `AttentionKernels`, `AttentionStep`.
+Public API: `AttentionKernels`, `AttentionStep`.
 """

@@ -7,5 +7,5 @@ libraries and the number of threads. A packed weight is freed. One that is also 
 
 Then norms, gated MLPs, attention and layers that are known run in few calls: see `JoinedParts`.
 
-Face: `ProductChoices`, `Product`, `JoinedParts`, `pack_linears`.
+Public API: `ProductChoices`, `Product`, `JoinedParts`, `pack_linears`.
 """

@@ -1,4 +1,4 @@
 """Layers that keep a state for each sequence: what they read and leave in a step.
 
-Face: `ShortConvs`.
+Public API: `ShortConvs`.
 """

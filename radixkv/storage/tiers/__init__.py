@@ -1,4 +1,4 @@
 """Stores of blocks whose K/V left the device: one seam, several stores, and objects that prove what they are.
 
-Face: `BlockStore`, `Tier`, `BlockKeys`, `ThreadedStore`.
+Public API: `BlockStore`, `Tier`, `BlockKeys`, `ThreadedStore`.
 """

@@ -1,4 +1,4 @@
 """Loads, unloads and lists adapters for operators.
 
-Face: `AdapterCalls`.
+Public API: `AdapterCalls`.
 """

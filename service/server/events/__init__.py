@@ -1,4 +1,4 @@
 """Events of what is cached, for routers: a gRPC service, and a ZMQ publisher while the service runs.
 
-Face: `EventServicer`, `publishing`.
+Public API: `EventServicer`, `publishing`.
 """

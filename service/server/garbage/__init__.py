@@ -1,4 +1,4 @@
 """Garbage collection beside requests.
 
-Face: `frozen_survivors`.
+Public API: `frozen_survivors`.
 """

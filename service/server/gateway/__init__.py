@@ -1,4 +1,4 @@
 """The service that the SMG gateway calls: vLLM's engine protocol over the same engine.
 
-Face: `GatewayServicer`, `add_gateway`.
+Public API: `GatewayServicer`, `add_gateway`.
 """

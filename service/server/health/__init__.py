@@ -1,4 +1,4 @@
 """The standard health service of gRPC.
 
-Face: `HealthStatus`; `HealthServicer` and `add_health`, which need grpcio-health-checking.
+Public API: `HealthStatus`; `HealthServicer` and `add_health`, which need grpcio-health-checking.
 """

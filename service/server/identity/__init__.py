@@ -1,4 +1,4 @@
 """Identity of callers: who one is, by token or certificate, and which calls that allows.
 
-Face: `Identity`, `Gate`, `Doors`, `require_secure`.
+Public API: `Identity`, `Gate`, `Doors`, `require_secure`.
 """

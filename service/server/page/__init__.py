@@ -1,4 +1,4 @@
 """The page on the metrics port that draws what is cached.
 
-Face: `StateFeed`, `Page`.
+Public API: `StateFeed`, `Page`.
 """

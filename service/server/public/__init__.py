@@ -1,4 +1,4 @@
 """The calls about public prefixes.
 
-Face: `PublicCalls`.
+Public API: `PublicCalls`.
 """

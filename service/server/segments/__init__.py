@@ -1,4 +1,4 @@
 """Lists cached segments for operators, in short calls of the engine.
 
-Face: `SegmentLister`, `HotWalk`.
+Public API: `SegmentLister`, `HotWalk`.
 """

@@ -1,4 +1,4 @@
 """K/V from server to server over gRPC.
 
-Face: `KVSender`, `KVFetcher`.
+Public API: `KVSender`, `KVFetcher`.
 """

@@ -8,6 +8,7 @@ import pytest
 from bench.adapters.__main__ import _KINDS, main
 
 
+@pytest.mark.long
 def test_each_kind_of_step_is_timed_with_one_adapter_and_with_eight(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ def readings(texts: list[torch.Tensor]) -> Readings:
     return Readings(build_model("tiny", 0), texts, PROMPT)
 
 
+@pytest.mark.long
 def test_the_whole_is_read_as_if_nothing_were_compressed(readings: Readings, texts: list[torch.Tensor]) -> None:
     read = readings.read(None)
     for logits, ids in zip(read.logits, texts, strict=True):
@@ -33,6 +34,7 @@ def test_the_whole_is_read_as_if_nothing_were_compressed(readings: Readings, tex
     assert read.blocks == (PROMPT + NEW) / BLOCK_SIZE
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("policy", CompressionPolicy)
 def test_a_smaller_budget_holds_less_and_says_something_else(readings: Readings, policy: CompressionPolicy) -> None:
     whole = readings.read(None)

@@ -13,6 +13,7 @@ from bench.events.beside_callers import main, resident_mib
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
+@pytest.mark.long
 def test_three_passes_on_one_server_are_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "events.json"
     counts = ["--requests", "3", "--warm-up", "1", "--tokens", "32", "--readers", "4", "--callers", "70"]

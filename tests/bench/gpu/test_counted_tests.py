@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.gpu import counted_tests
 from bench.gpu.run import ROOT, lay_out
 
@@ -64,6 +66,7 @@ def test_each_file_has_a_row_with_its_counts_and_failures(tmp_path: Path) -> Non
     assert some["seconds"] > 0
 
 
+@pytest.mark.long
 def test_tests_run_from_links_without_the_plugins_of_our_own_runs(tmp_path: Path) -> None:
     lay_out(tmp_path, None)
     without = [word for name in ("timeout", "instafail") for word in ("-p", f"no:{name}")]

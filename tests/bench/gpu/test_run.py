@@ -201,6 +201,7 @@ def test_the_results_of_an_earlier_run_are_kept_aside(tmp_path: Path) -> None:
     assert earlier["stages"]["one"]["outcome"] == "ran"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_transformers")
 def test_kernels_that_hang_crash_or_are_wrong_are_kept_from_the_other_stages(tmp_path: Path) -> None:
     trial = f"-m {trials.__name__} --dry-run --module tests.bench.gpu.broken_trial"
@@ -237,6 +238,7 @@ def test_kernels_that_hang_crash_or_are_wrong_are_kept_from_the_other_stages(tmp
     assert [row["case"].partition("after 70, ")[2] for row in rows] == kinds
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_transformers")
 def test_a_real_stage_runs_dry_from_links_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -249,6 +251,7 @@ def test_a_real_stage_runs_dry_from_links_alone(tmp_path: Path) -> None:
     assert result["command"].startswith("python -m bench.kernels --kernels copy_blocks --dry-run --json ")
 
 
+@pytest.mark.long
 def test_the_namespace_is_whole_without_an_installation(tmp_path: Path) -> None:
     wheel = tmp_path / "wheel"
     wheel.mkdir()
@@ -368,6 +371,7 @@ def needs_no_transformers(each: Stage) -> bool:
     return "transformers" not in each.needs
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_transformers")
 def test_kernel_stages_import_no_transformers(tmp_path: Path) -> None:
     lay_out(tmp_path, None)

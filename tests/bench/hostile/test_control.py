@@ -9,6 +9,7 @@ from bench.hostile import control
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
+@pytest.mark.long
 def test_an_empty_handler_answers_beside_a_burst(tmp_path, capsys):
     file = tmp_path / "control.json"
     options = ["--attacks", "cancels", "--seconds", "0.5", "--equal-priority"]  # others may leave nothing for long

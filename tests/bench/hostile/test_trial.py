@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 MOST_MB = 800  # beyond idle; without bounds, large messages alone took 2,700
 
 
+@pytest.mark.long
 def test_an_attack_refuses_nobody_else_and_leaves_nothing():
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
@@ -31,6 +32,7 @@ def test_an_attack_refuses_nobody_else_and_leaves_nothing():
     assert trial.seen.keys() == {"RESOURCE_EXHAUSTED"}
 
 
+@pytest.mark.long
 def test_an_attack_apart_goes_to_another_server():
     processes = [ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"]) for _ in range(2)]
     with processes[0] as address, processes[1] as attacked:

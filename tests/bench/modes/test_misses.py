@@ -10,6 +10,7 @@ import pytest
 from bench.modes.misses import _ratios, _summary, _Times, main
 
 
+@pytest.mark.long
 def test_full_stores_get_what_each_new_prompt_pushes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "misses.json"
     sizes = [

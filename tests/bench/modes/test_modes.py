@@ -43,6 +43,7 @@ def shared_stores(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
         yield options, names
 
 
+@pytest.mark.long
 def test_all_modes_give_the_same_answers_and_reuse_what_they_should(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

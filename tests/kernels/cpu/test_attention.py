@@ -37,6 +37,7 @@ def error_against_reference(
     return (got.float() - expected.float()).abs().max().item()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
 def test_matches_reference_on_ragged_batches(lengths: tuple[list[int], list[int]], heads: Heads) -> None:
@@ -89,6 +90,7 @@ def test_extreme_sinks_take_nothing_or_everything(sink: float, share: float, win
     torch.testing.assert_close(got, share * plain)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("window", [1, 7, 16, 17, 40, 1000])
 @pytest.mark.parametrize("query_lens", [[1, 37], [80, 64]])
 def test_window_counts_the_query_token(query_lens: list[int], window: int) -> None:
@@ -134,6 +136,7 @@ def in_parts(step: Step, cuts: list[int], scoring: Scoring) -> torch.Tensor:
 CUTS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 128, 129, 700])
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [MHA, GQA, MQA, SEVEN], ids=["MHA", "GQA", "MQA", "group of 7"])
 @pytest.mark.parametrize(
@@ -159,6 +162,7 @@ def with_cancelling(what: Literal["values", "scores"], heads: Heads, dtype: torc
     return Step(query.to(dtype), step.pool, step.batch)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

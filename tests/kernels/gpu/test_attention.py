@@ -41,6 +41,7 @@ def error_against_reference(
     return (got.float() - expected.float()).abs().max().item()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
 def test_matches_reference_on_ragged_batches(
@@ -114,6 +115,7 @@ def test_partial_results_merge_into_the_whole(dtype: torch.dtype, split_tokens: 
     assert error_against_reference(step, tile_rows=128, split_tokens=split_tokens) < TOLERANCE[dtype]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     ("window", "split_tokens"),
     [(1, None), (7, 64), (16, None), (17, None), (64, 64), (100, 64), (1000, None)],
@@ -134,6 +136,7 @@ def test_softcap_bends_the_scores(softcap: float, window: int | None, kernel_dev
     assert error < 4 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("window", "split_tokens"), [(None, None), (None, 64), (40, 64)])
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)], ids=str
@@ -172,6 +175,7 @@ def test_one_plan_serves_every_layer(kernel_device: str) -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (100, False), (None, True), (100, True)])
 @pytest.mark.parametrize("prefix_len", [1, 77, 163])
@@ -207,6 +211,7 @@ def shared_step(query_lens: list[int], heads: Heads, device: str, **options: Any
     return share(make_step(prefix_lens, query_lens, heads, device=device, **options), LEVELS)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.usefixtures("eager_joins")
 @pytest.mark.parametrize("tile_rows", [16, 128])
 @pytest.mark.parametrize("heads", [MHA, GQA, Heads(7, 1)], ids=["MHA", "GQA", "group of 7"])
@@ -220,6 +225,7 @@ def test_joined_rows_see_what_their_requests_share(
     assert error_against_reference(step, tile_rows=tile_rows, split_tokens=64) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
@@ -245,6 +251,7 @@ def test_a_window_that_hides_nothing_lets_rows_join(kernel_device: str) -> None:
     assert error_against_reference(step, window=201, split_tokens=64) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.usefixtures("eager_joins")
 @pytest.mark.parametrize("seed", range(6))
 def test_fixed_tiles_and_splits_give_the_same_bits_alone_and_in_company(seed: int, kernel_device: str) -> None:

@@ -39,6 +39,7 @@ def compiled() -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
     attention |= {"_pack_rows", "_rotate_tile"}

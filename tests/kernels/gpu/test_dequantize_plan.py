@@ -66,6 +66,7 @@ def with_shared_prefix(step: Step, shared_tokens: int) -> Step:
     return Step(step.query, step.pool, shared)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

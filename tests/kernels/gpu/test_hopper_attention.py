@@ -78,6 +78,7 @@ def assert_is_reference(
     assert (got.float() - expected.float()).abs().max() < TOLERANCE[step.query.dtype]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("window", "split_tokens"), [(None, 4096), (None, 128), (70, 128)])
 def test_a_sink_is_counted_once_for_all_splits(window: int | None, split_tokens: int, kernel_device: str) -> None:
     step = make([200, 0], [20, 70], GQA, device=kernel_device)
@@ -85,6 +86,7 @@ def test_a_sink_is_counted_once_for_all_splits(window: int | None, split_tokens:
     assert_is_reference(step, window, split_tokens=split_tokens, sinks=sinks)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("heads", [MHA, GQA, SEVEN], ids=["MHA", "GQA", "SEVEN"])
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
 def test_matches_reference_on_ragged_batches(
@@ -123,6 +125,7 @@ def test_query_may_be_a_view_with_heads_first(kernel_device: str) -> None:
     assert_is_reference(heads_first)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("prefix_len", [1, 77, 163])
 def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
@@ -137,6 +140,7 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
     )
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("heads", "dtype", "head_dim", "softcap"),
     [(MHA, BF16, 64, None), (GQA, FP16, 80, 0.5), (SEVEN, BF16, 40, None), (SEVEN, BF16, 128, None)],
@@ -180,6 +184,7 @@ def test_what_it_does_not_support_is_refused() -> None:
         attend(make([0], [5], GQA, "cpu", block_size=16))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("num_kv_heads", "group_size"), [(2, 3), (1, 7), (2, 1)])
 @pytest.mark.parametrize("is_heads_first", [False, True])
 @pytest.mark.parametrize("num_joined", [0, 1, 40])

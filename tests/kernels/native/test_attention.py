@@ -54,6 +54,7 @@ def error_against_reference(attend: Attend, step: Step, **options: Any) -> float
     return (got.float() - expected.float()).abs().max().item()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED.keys())
 def test_matches_reference_on_ragged_batches(
@@ -62,6 +63,7 @@ def test_matches_reference_on_ragged_batches(
     assert error_against_reference(attend, make_step(*lengths, heads)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("is_adjacent", [True, False], ids=["by layer", "by block"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
@@ -81,6 +83,7 @@ def test_blocks_may_have_other_sizes_than_what_is_read_at_once(
     assert error_against_reference(attend, step) < TOLERANCE[dtype]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("head_dim", [2, 17, 37, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_may_have_awkward_sizes(dtype: torch.dtype, head_dim: int, attend: Attend) -> None:
@@ -123,6 +126,7 @@ def test_extreme_sinks_take_nothing_or_everything(sink: float, share: float, att
     torch.testing.assert_close(got, share * plain)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("window", [1, 7, 16, 17, 64, 65, 1000])
 @pytest.mark.parametrize("query_lens", [[1, 37], [80, 64]])
 def test_window_counts_the_query_token(query_lens: list[int], window: int, attend: Attend) -> None:
@@ -166,6 +170,7 @@ def in_parts(attend: Attend, step: Step, cuts: list[int], scoring: Scoring) -> t
 CUTS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 128, 129, 700])
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [MHA, GQA, SEVEN], ids=["MHA", "GQA", "group of 7"])
 @pytest.mark.parametrize(
@@ -182,6 +187,7 @@ def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
         assert torch.equal(in_parts(attend, step, cuts, Scoring(0.2, **options)), whole)
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("what", ["values", "scores"])

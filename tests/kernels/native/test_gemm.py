@@ -38,6 +38,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -121,6 +121,7 @@ def multiply(rows: torch.Tensor, by: Weights) -> torch.Tensor:
     return gemm.multiply(rows, by.panels, by.bias)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kind", ["plain", "rich"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("query_lens", [[1, 1], [70, 3], [1, 400]], ids=str)

@@ -46,6 +46,7 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(distance.max()) / torch.finfo(expected.dtype).eps
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("style", [LLAMA, GEMMA, TORCH])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
@@ -116,6 +117,7 @@ def test_nothing_is_computed_of_no_rows(rows: NativeRows) -> None:
     assert rows.norm(torch.ones(8), 1e-5, LLAMA)(torch.empty(0, 8)).shape == (0, 8)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("is_by_layer", [True, False], ids=["by layer", "by block"])
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)

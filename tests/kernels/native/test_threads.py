@@ -81,6 +81,7 @@ assert (gemm.multiply(rows, panels, None) == 130).all()
 """
 
 
+@pytest.mark.sampled(one_in=4)
 def test_the_process_ends_while_threads_wait() -> None:
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")

@@ -27,6 +27,7 @@ from tests.model.exact.checkpoints import CONFIGS, LAGUNA, VOCAB_SIZE, load_eage
 from tests.model.exact.exact_cases import MODELS
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "laguna"])
 def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -60,6 +61,7 @@ def test_a_whole_model_on_triton_kernels_agrees_with_eager_attention(
         assert (row.cpu() - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
     [("llama", "float32", "auto"), ("gemma2", "bfloat16", "int8")],

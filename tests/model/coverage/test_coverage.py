@@ -41,6 +41,7 @@ needs_the_version_of_the_page = pytest.mark.skipif(
 )
 
 
+@pytest.mark.sampled(one_in=3)
 @needs_the_version_of_the_page
 @pytest.mark.parametrize("model_type", [*KINDS, *REFUSED])
 def test_the_page_says_what_a_trial_says(model_type: str, tmp_path: Path) -> None:
@@ -54,6 +55,7 @@ def test_the_rest_of_the_page_says_what_trials_say(model_type: str, tmp_path: Pa
     assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model_type", HALF)
 @pytest.mark.parametrize("is_native", [True, False], ids=["C++", "torch"])

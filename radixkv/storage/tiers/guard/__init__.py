@@ -1,4 +1,4 @@
 """Guard of a store: a time limit for each call, and a circuit that leaves a failing store alone for a while.
 
-Face: `GuardedStore`, `Circuit`, `AlarmClock`.
+Public API: `GuardedStore`, `Circuit`, `AlarmClock`.
 """

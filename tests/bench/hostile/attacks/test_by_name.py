@@ -27,6 +27,7 @@ def address():
         yield address
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_sees_right_statuses_and_leaves_nothing(address, name):
     target, attack = Target(address, 0.2, 0.005), ATTACKS[name]

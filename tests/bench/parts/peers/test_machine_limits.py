@@ -47,6 +47,7 @@ def test_a_call_of_the_demo_is_a_share_of_its_step() -> None:
     assert least_time(rows["demo-16"], computes) == pytest.approx(least_time(rows["demo-1"], computes))
 
 
+@pytest.mark.long
 def test_a_machine_is_measured() -> None:
     machine = measure_machine("float32", 1)
     assert machine.element_bytes == 4
