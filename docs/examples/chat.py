@@ -1,4 +1,4 @@
-"""A chat of two turns. The second turn reuses what the first one computed, its answer included."""
+"""A chat with two turns. The second turn reuses the K/V of the first one, including its completion."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Follow what is cached, as a router does: a snapshot first, then each change."""
+"""Subscribe to cache events as a router does: a snapshot first, then each change."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Hold the blocks of a prompt beyond its answer, as a decoder elsewhere needs them; renew the hold; give them back."""
+"""Hold a lease on the blocks of a prompt, as another server that decodes needs it; renew it, and release it."""
 
 import sys
 

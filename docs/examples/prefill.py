@@ -1,4 +1,4 @@
-"""Prefill a prompt twice: the second time, all but its last token is reused."""
+"""Prefill a prompt twice: the second call reuses all tokens but the last."""
 
 import sys
 

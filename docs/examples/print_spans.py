@@ -1,4 +1,4 @@
-"""Receives OpenTelemetry spans over OTLP/gRPC and prints a line for each: a collector for a first look.
+"""A minimal collector: receives OpenTelemetry spans over OTLP/gRPC and prints a line for each.
 
 Needs `pip install '.[tracing]'`.
 """
@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 
 class Printer(TraceServiceServicer):
-    """Prints spans in the order in which they come: the phases of a request, then the request."""
+    """Prints spans in the order of arrival: the phases of a request, then the request."""
 
     def Export(self, request, context):  # noqa: N802 - the name on the wire
         """Print a batch."""

@@ -1,4 +1,4 @@
-"""Make a system prompt public: it is computed once, and the prompts of all tenants use it."""
+"""Register a public prefix: a system prompt that is computed once and reused by all tenants."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Forget everything of one tenant."""
+"""Purge the cache of one tenant."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Keep a system prompt for an hour, longer than what nobody asked to keep."""
+"""Retain a system prompt in the cache for an hour."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Generate tokens as they come; the next turn of a conversation reuses prompt and answer."""
+"""Stream tokens. The next turn of the conversation reuses prompt and completion."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Text in, text out: as it is generated, and whole. The second request reuses the prompt of the first."""
+"""Text in, text out: streamed, and as a whole. The second request reuses the prompt of the first."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Call a server that has TLS and tokens: tls_token.py ADDRESS CA_FILE, the token in RADIXKV_TOKEN."""
+"""Call a server with TLS and tokens: tls_token.py ADDRESS CA_FILE, with the token in RADIXKV_TOKEN."""
 
 import os
 import sys

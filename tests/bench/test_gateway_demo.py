@@ -14,6 +14,7 @@ from tests.bench.parts.gateway.test_gateway_process import needs_gateway
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
+@pytest.mark.long
 @needs_gateway
 def test_every_question_is_answered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[ServerProcess] = []

@@ -358,6 +358,7 @@ sys.exit(bench.replay.main(sys.argv[4:]))
 NUM_WARM_UPS = 3 + 4
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("signal_number", "status", "num_cached", "num_uncached"),
     [(signal.SIGINT, 130, 20, 0), (signal.SIGINT, 130, 50, 5), (signal.SIGTERM, 143, 50, 20)],

@@ -11,6 +11,7 @@ from bench import threads
 from bench.threads import ThreadSetting, table
 
 
+@pytest.mark.long
 def test_it_measures_each_row_quiet_and_busy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "threads.json"
     options = ["--models", "tiny", "--threads", "1", "--rounds", "1", "--new-tokens", "4", "--busy", "1"]

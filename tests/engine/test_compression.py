@@ -67,6 +67,7 @@ def cold_logits(model: Model, ids: list[int]) -> np.ndarray:
     return logits
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "compression",
     [*EACH, Compression(STREAMING_LLM, 9, num_sinks=0), Compression(H2O, 48, window=3), Compression(SNAPKV, 2)],
@@ -85,6 +86,7 @@ def test_the_output_is_that_of_transformers_without_the_dropped_entries(
     assert logits.std() > 100 * MAX_DIFFERENCE, "the oracle's logits are too flat to tell right from wrong"
 
 
+@pytest.mark.sampled(one_in=3)
 @each_policy
 def test_the_output_of_latent_attention_is_that_of_transformers_too(tmp_path: Path, compression: Compression) -> None:
     directory = write_checkpoint(MODELS["deepseek_v3"], tmp_path)
@@ -95,6 +97,7 @@ def test_the_output_of_latent_attention_is_that_of_transformers_too(tmp_path: Pa
     assert logits.std() > 100 * MAX_DIFFERENCE
 
 
+@pytest.mark.sampled(one_in=3)
 @each_policy
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int4"])
 def test_where_nothing_is_dropped_no_bit_changes(model: Model, compression: Compression, kv_dtype: str) -> None:
@@ -181,6 +184,7 @@ def test_a_generation_may_be_longer_than_the_pool(model: Model) -> None:
     assert bench.num_leased_blocks == 0
 
 
+@pytest.mark.sampled(one_in=3)
 @each_policy
 def test_other_requests_are_preempted_and_it_is_not(model: Model, compression: Compression) -> None:
     bench = CompressedBench(model, num_blocks=20 - -compression.most_entries(20, 40) // BLOCK_SIZE)
@@ -221,6 +225,7 @@ def test_its_blocks_count_against_the_ceiling_of_its_tenant(model: Model) -> Non
     assert bench.num_leased_blocks == 0
 
 
+@pytest.mark.sampled(one_in=3)
 @each_policy
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_a_cancelled_one_leaves_nothing_behind(model: Model, compression: Compression, num_steps: int) -> None:
@@ -244,6 +249,7 @@ def test_a_late_one_leaves_nothing_behind(model: Model, compression: Compression
     assert bench.num_leased_blocks == 0
 
 
+@pytest.mark.sampled(one_in=4)
 @each_policy
 @pytest.mark.parametrize(("num_steps", "read_cache"), [(0, True), (0, False), (1, True), (1, False), (4, True)])
 def test_a_purge_affects_its_prompt_and_not_its_output(

@@ -45,6 +45,7 @@ def test_bits_over_latents_that_depend_on_the_batch_are_found(
         check_attention(TorchKernels(), latent_use(torch.float32))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_the_last_is_left_to_the_check_of_the_model(caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
 
 
+@pytest.mark.long
 def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
     launch, launches = hopper_attention.launch, []
@@ -178,6 +179,7 @@ def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(launches) == {hopper_attention.TILE_ROWS}, "all of it went through pointers"
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("kv_dtype", "is_specialized"), [("fp8", True), ("int8", False), ("int4", True)])
 def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)

@@ -25,6 +25,7 @@ def traced(
     return launches
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
 def test_traffic_compiles_nothing(kv_dtype: str, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     ).stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     assert faults("kept") < 100
@@ -71,6 +72,7 @@ def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.Monke
     assert not host_memory.keep_freed_memory()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
 @pytest.mark.parametrize(
     ("what", "environment", "expected"), [("huge", {}, True), ("huge", OFF, False), ("", {}, False)]

@@ -19,6 +19,7 @@ from tests.startup.life import Case
 ROOT_FOLDER = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_restarts_after_kills_answer_as_if_nothing_was_cached(tmp_path: Path) -> None:
     result = tmp_path / "kills.json"
     command = [sys.executable, "-m", "tests.startup.kill_campaign", "--kills", "3", "--json", str(result)]

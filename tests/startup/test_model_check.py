@@ -73,6 +73,7 @@ def model_that_is_away(distance: float) -> Model:
     return model
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("own", "may_serve"), [(0.02, False), (0.06, True), (10.0, True)])
 @pytest.mark.parametrize("ours", [0.07, 0.12])
 def test_a_model_may_be_as_far_as_transformers_is_from_itself(

@@ -44,6 +44,7 @@ HITS = (outcome(0, 0.5, 0), *(outcome(i, 0.01 + i / 1000, 90) for i in range(1, 
 MISSES = tuple(outcome(i, 0.5 + i / 100, 0) for i in range(17))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     ("with_cache", "without_cache"),
     [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.training.corpus import training_documents
 from bench.training.merges import NUM_MERGES, learn_merges, main
 from radixkv.model.tiny_files import merges
 
 
+@pytest.mark.long
 def test_the_tokenizer_holds_the_merges_of_the_training_text() -> None:
     assert learn_merges(document.text for document in training_documents()) == merges()
     assert len(merges()) == NUM_MERGES

@@ -611,6 +611,7 @@ def test_what_is_loaded_at_a_time_is_bounded() -> None:
     assert bench.offload._loader._num_free_blocks == 2
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake device raises where a position holds anything but K and V of this prefix."""

@@ -166,6 +166,7 @@ def test_the_same_seed_is_the_same_walk() -> None:
     assert judged(make_world(7), make_script(make_world(7), 7)) == walk(make_world(7), make_script(make_world(7), 7))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
 def test_the_oracle_detects_an_engine_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)

@@ -238,6 +238,7 @@ def family(dtype: torch.dtype, heads: Heads, is_adjacent: bool) -> Step:
     return share(step, [document, document, system, document, system, ()])
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("is_adjacent", [True, False], ids=["in place", "copied"])
 @pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -25,6 +25,7 @@ def tried(name: str, weight: torch.Tensor, **keywords: object) -> GemmChoice | N
     return choose_gemm(weight, None, (name,), is_exact=True, clock=clock, **keywords)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("out_features", "in_features"), [(37, 100), (256, 64), (96, 900)])
 def test_a_row_has_the_same_bits_however_many_there_are(

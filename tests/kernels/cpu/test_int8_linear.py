@@ -42,6 +42,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
     assert product[3].isfinite().all()
 
 
+@pytest.mark.sampled(one_in=3)
 @needs_exact_int8
 def test_a_row_has_the_same_bits_however_many_there_are() -> None:
     rows, packed = random(600, 100), pack_int8(random(37, 100))

@@ -62,6 +62,7 @@ def test_more_tiles_of_rows_than_a_group_has(kernel_device: str) -> None:
     assert_is_product(linear(rows, weight, bias), rows, weight, bias)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
 def test_every_number_of_rows_gives_a_row_the_same_bits(
     dtype: torch.dtype, in_features: int, kernel_device: str

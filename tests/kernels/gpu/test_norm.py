@@ -88,6 +88,7 @@ def test_without_a_weight_styles_are_one(kernel_device: str) -> None:
     assert all(torch.equal(rms_norm(rows, None, 1e-6, style), expected) for style in STYLES)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("dtype", "num_columns"), [(torch.float32, 37), (torch.bfloat16, 128), (torch.float32, 5000)])
 def test_a_row_has_the_same_bits_however_many_there_are_and_wherever_it_stands(

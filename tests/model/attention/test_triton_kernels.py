@@ -148,6 +148,7 @@ def test_warps_specialize_where_tiles_have_the_rows_for_it(
     assert chosen == [False, False, *expected]
 
 
+@pytest.mark.long
 def test_a_whole_model_answers_alike_whether_blocks_are_dequantized_first_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
