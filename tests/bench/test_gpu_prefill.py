@@ -31,6 +31,7 @@ def bench() -> PrefillBench:
     return PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))
 
 
+@pytest.mark.long
 def test_it_measures_all_ways_in_both_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prefill.json"
     assert main(["--dry-run", "--json", str(file)]) == 0
@@ -170,6 +171,7 @@ def test_transformers_may_fail_and_says_why(bench: PrefillBench, monkeypatch: py
     assert row["recompute_ms"] > 0
 
 
+@pytest.mark.long
 def test_transformers_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels would raise here, because nothing interprets them."""
     with monkeypatch.context() as patch:

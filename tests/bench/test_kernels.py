@@ -96,6 +96,7 @@ def test_a_norm_without_its_residual_and_a_gate_without_its_curve_are_wrong(
     assert all(row["peers"]["torch"]["is_right"] for row in result["rows"])
 
 
+@pytest.mark.long
 def test_what_raises_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("illegal memory access\nand more")

@@ -43,6 +43,7 @@ def test_a_text_is_what_the_model_expects():
     assert drawn_perplexity < noise_perplexity
 
 
+@pytest.mark.long
 def test_weights_of_8_bits_add_a_row(tmp_path, monkeypatch):
     file = tmp_path / "weights.json"
     arguments = ["--models", "tiny", "--texts", "1", "--tokens", "40", "--weights", "int8", "--json", str(file)]

@@ -84,6 +84,7 @@ def test_tenants_get_what_they_were_promised(world: World, num_steps: int) -> No
     assert {event for event in wanted if not events[event]} == set()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("num_steps", [2500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", PARTED, ids=world_id)
 def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int) -> None:
@@ -100,6 +101,7 @@ def test_a_path_that_is_too_long_loses_branches_and_nothing_else(world: World) -
     assert {event for event in wanted if not events[event]} == set()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_every_policy_frees_the_right_blocks(policy: str) -> None:
     events = Counter[str]()

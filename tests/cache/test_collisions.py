@@ -54,6 +54,7 @@ def walked(num_operations: int, seeds: range) -> Counter[str]:
     return events
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("colliding")
 def test_nothing_is_reused_across_namespaces_while_every_hash_collides() -> None:
     events = walked(7_000, range(2))

@@ -239,6 +239,7 @@ def test_no_state_is_wrong_whatever_happens(seed: int) -> None:
     assert counts["answers"] >= 15
 
 
+@pytest.mark.long
 def test_walks_cover_the_cases_that_they_are_for() -> None:
     counts = sum((walk(seed) for seed in range(100, 130)), Counter[str]())
     for event in ("hits", "no state", "given up", "recomputed", "cancelled", "failed", "paused", "purged"):

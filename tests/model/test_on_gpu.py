@@ -42,6 +42,7 @@ print([name for name in sys.modules if name.startswith("triton.")])
 """
 
 
+@pytest.mark.long
 def test_a_model_is_served_on_a_cpu_without_triton() -> None:
     command = [sys.executable, "-c", WITHOUT_TRITON]
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=4 * PATIENCE_S, stdout=subprocess.PIPE, text=True)

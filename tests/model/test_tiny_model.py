@@ -60,6 +60,7 @@ def test_it_predicts_text_that_it_never_saw(module: LlamaForCausalLM, tokenizer:
         assert bits < 0.75 * Bigram(512).bits(ids) / len(text.encode())
 
 
+@pytest.mark.long
 def test_what_it_writes_is_made_of_words(
     module: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, known_words: set[str]
 ) -> None:

@@ -197,6 +197,7 @@ def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monk
     assert {pool.dtype for pool in dequantized} == {BF16}, "all of it went over the quantized pool"
 
 
+@pytest.mark.long
 def test_a_trial_notices_blocks_that_are_dequantized_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

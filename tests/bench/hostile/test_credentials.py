@@ -11,6 +11,7 @@ from bench.hostile import credentials
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
+@pytest.mark.long
 def test_it_measures_four_arms_in_turn(tmp_path, capsys):
     file = tmp_path / "credentials.json"
     credentials.main(["--rounds", "2", "--calls", "3", "--json", str(file)])

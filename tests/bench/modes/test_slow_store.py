@@ -9,6 +9,7 @@ import pytest
 from bench.modes.slow_store import _row, main
 
 
+@pytest.mark.long
 def test_engines_are_asked_in_turn_and_answer_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "slow.json"
     sizes = ["--requests", "6", "--prompt-tokens", "80", "--at-once", "3"]
