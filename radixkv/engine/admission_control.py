@@ -32,7 +32,7 @@ class AdmissionControl:
     """
 
     def __init__(self, config: EngineConfig, rates: RateLimiter | None = None) -> None:
-        self._rates = rates
+        self._rates = rates if rates is not None and rates.is_on else None
         self._max_unfinished = config.max_waiting_requests + config.max_running_requests
         self._max_tenant_requests = config.max_tenant_requests
         self._is_closed = False

@@ -108,7 +108,7 @@ class RequestCompleter:
         """Remove a request from the engine, close its lease and resume its followers. Leaves its future alone."""
         request.is_over = True
         self._scheduler.remove(request)
-        self._scheduler.resume(self._flights.leave(request))
+        self._resume(self._flights.leave(request))
         self._stats.count_end(request, outcome)
         self._cancellations.forget(request)
         request.release()
@@ -117,9 +117,11 @@ class RequestCompleter:
 
     def _advance(self, result: SliceResult) -> None:
         request, start, end = result.part
+        lease = request.lease
+        assert lease is not None, "a running request holds a lease"
         request.computed_upto = end
         request.has_computed = True
-        request.open_lease.copy = None  # made by the step
+        lease.copy = None  # made by the step
         if request.state is not None:
             request.state.advance(end)
         release_parts(request)
@@ -170,7 +172,7 @@ class RequestCompleter:
         publishable = end if is_first_token else end // block_size * block_size
         if publishable > request.open_lease.committed_tokens:
             self._commit(request, publishable)
-        self._scheduler.resume(self._flights.leave(request))  # no request follows generated tokens
+        self._resume(self._flights.leave(request))  # no request follows generated tokens
         prompt_logprobs = (generation.prompt_logprobs or ()) if is_first_token else ()
         chunk = GeneratedTokens((prediction.next_token_id,), request.usage, prediction.logprobs, prompt_logprobs)
         try:
@@ -184,7 +186,10 @@ class RequestCompleter:
 
         A commit may adopt blocks that other requests published, and later chunks would read them.
         """
-        params, lease, generation = request.params, request.open_lease, request.generation
+        params = request.params
+        lease = request.lease
+        generation = request.generation
+        assert lease is not None, "it holds the computed tokens"
         if not params.write_cache or request.is_revoked:
             return
         is_finished = upto == request.num_tokens if generation is None else generation.finish_reason is not None
@@ -193,7 +198,11 @@ class RequestCompleter:
         request.written_tokens += lease.commit(upto)
         if request.state is not None:
             request.state.publish(lease.block_ids, lease.num_published_blocks)
-        self._scheduler.resume(self._flights.published(request, lease.committed_tokens))
+        self._resume(self._flights.published(request, lease.committed_tokens))
+
+    def _resume(self, followers: Sequence[Request]) -> None:
+        if followers:
+            self._scheduler.resume(followers)
 
     def _complete(
         self, request: Request, finish_reason: FinishReason | None, prediction: Prediction | None = None
@@ -206,7 +215,7 @@ class RequestCompleter:
             prediction: the last token; None if it was streamed already.
         """
         now_s = self._clock()
-        if request.is_late(now_s):
+        if request.params.deadline_s is not None and request.is_late(now_s):
             self.fail(request, deadline_exceeded())
             return
         if not request.future.set_running_or_notify_cancel():

@@ -41,9 +41,7 @@ class Compressor:
 
     def prepare_step(self) -> None:
         """Compress each generation that has its first token, or make room for its next token."""
-        if not self._scheduler.num_running:
-            return
-        for request in self._scheduler.running:
+        for request in list(self._scheduler.running):
             if request.compression is None or request.times.prefilled_s is None:
                 continue
             try:

@@ -143,13 +143,14 @@ class EngineCore:
         def is_awaited() -> bool:
             return has_pending_calls() or (offload is not None and offload.has_answers)
 
-        def leave(request: Request) -> None:
-            if offload is not None:
-                offload.leave(request)
+        def leave_tiers_and_end(request: Request) -> None:
+            assert offload is not None, "there are tiers"
+            offload.leave(request)
             on_end(request)
 
+        ended = on_end if offload is None else leave_tiers_and_end
         completer = RequestCompleter(
-            cache, scheduler, flights, cancellations, held_leases, stats, observer, leave, clock
+            cache, scheduler, flights, cancellations, held_leases, stats, observer, ended, clock
         )
         lending = Lending(cache, config.step_tokens)
         return cls(
@@ -290,7 +291,7 @@ class EngineCore:
         return PurgeBegun(purged, deletions)
 
     def _leave_revoked(self) -> None:
-        for request in self._scheduler.running:
+        for request in list(self._scheduler.running):
             if request.is_revoked:
                 self._scheduler.resume(self._flights.leave(request))
 
@@ -298,7 +299,8 @@ class EngineCore:
         """Start a step of the running requests and those that are admitted now; None if there is nothing to compute."""
         now_s = self._clock()
         self._end_due_requests(now_s)
-        self._compressor.prepare_step()
+        if self._scheduler.running:
+            self._compressor.prepare_step()
         self._preemptor.prepare_step()
         offload = self._offload
         if offload is not None:

@@ -79,7 +79,7 @@ class OverlapScheduler:
     def _is_anything_else_due(self, slices: Sequence[Slice]) -> bool:
         """Whether more than these slices is due. New requests do not count while all places are taken."""
         scheduler = self._scheduler
-        if scheduler.num_running > len(slices):
+        if len(scheduler.running) > len(slices):
             return True
         if not scheduler.is_full and (scheduler.num_waiting or self._has_pending_calls()):
             return True

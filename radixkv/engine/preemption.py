@@ -50,7 +50,7 @@ class Preemptor:
         running requests is preempted for it.
         """
         self._lending.begin_step()
-        if not self._scheduler.num_running:
+        if not self._scheduler.running:
             return
         for request in sorted(self._scheduler.running, key=lambda running: running.arrival):
             while request.lease is not None:

@@ -96,7 +96,7 @@ class StatsCollector:
             ),
             requests=RequestStats(
                 waiting=self._scheduler.num_waiting,
-                running=self._scheduler.num_running,
+                running=len(self._scheduler.running),
                 following=self._scheduler.num_following,
                 paused=sum(request.is_preempted for request in self._scheduler.idle_requests()),
                 finished=self._num_ended[Outcome.FINISHED],

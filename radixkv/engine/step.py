@@ -71,7 +71,12 @@ class Step:
     @property
     def num_decoded_tokens(self) -> int:
         """Tokens that the step computes for requests that decode."""
-        return sum([request.is_decoding for request, _, _ in self.slices])
+        return sum(
+            [
+                request.times.prefilled_s is not None and start + 1 == request.num_tokens
+                for request, start, _ in self.slices
+            ]
+        )
 
     def wait(self) -> list[SliceResult]:
         """Wait for the device. To be called once.
@@ -158,7 +163,8 @@ def start_step(
 def chunk_of(part: Slice) -> Chunk:
     """Return the chunk that computes a slice. Reserves the window parts that its request needs for it."""
     request, start, end = part
-    lease = request.open_lease
+    lease = request.lease
+    assert lease is not None, "a running request holds a lease"
     invocation = request.invocation
     block_ids = lease.block_ids
     cover = _cover(lease, start, end)
@@ -171,7 +177,7 @@ def chunk_of(part: Slice) -> Chunk:
         part_ids=None if cover is None else cover.part_ids,
         part_copy=None if cover is None else cover.copy,
         wants_logits=end == request.num_tokens,
-        wants_all_logits=request.wants_all_logits,
+        wants_all_logits=request.generation is not None and request.wants_all_logits,
         adapter=request.adapter,
         adapter_from=0 if invocation is None else invocation.start,
         num_dropped=lease.num_dropped_tokens,

@@ -112,7 +112,9 @@ class Admitter:
                 self._held_leases.require_room(request, self._path_of(request), running)
             except CapacityError as error:
                 return self._end(request, error)
-        num_spared_blocks = 0 if is_passing else sum(map(_may_grow, running)) + self._lending.num_lent_blocks
+        num_spared_blocks = 0
+        if running and not is_passing:
+            num_spared_blocks = sum(map(_may_grow, running)) + self._lending.num_lent_blocks
         try:
             lease = self._lease(request, num_spared_blocks)
         except CapacityError as error:
@@ -125,7 +127,8 @@ class Admitter:
             return Admission.FOLLOWS
         self._start(request, lease)
         # Other requests do not wait for a last token alone: each computes its own, which yields its next token.
-        if params.read_cache and params.write_cache and not request.is_revoked and request.num_left > 1:
+        is_published = params.read_cache and params.write_cache and not request.is_revoked
+        if is_published and request.num_tokens - request.computed_upto > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
 

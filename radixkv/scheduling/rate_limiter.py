@@ -59,6 +59,9 @@ class RateLimiter:
         tenants: the rates of tenants with a section of their own.
         default: the rates of each other tenant.
         clock: seconds, monotonic.
+
+    Attributes:
+        is_on: whether any tenant has a rate.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class RateLimiter:
     ) -> None:
         self._default = default
         self._tenants = tenants
-        self._is_on = any(
+        self.is_on = any(
             bounds.max_calls_per_s is not None or bounds.max_computed_tokens_per_s is not None
             for bounds in (default, *tenants.values())
         )
@@ -88,8 +91,6 @@ class RateLimiter:
         Raises:
             RateExceeded: the tenant has no call left, or computes too many tokens; `retry_after_s` says until when.
         """
-        if not self._is_on:
-            return
         with self._lock:
             now_s = self._clock()
             calls, tokens = self._buckets_of(tenant, now_s)
@@ -105,8 +106,6 @@ class RateLimiter:
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Charge a tenant for tokens that are computed for it."""
-        if not self._is_on:
-            return
         with self._lock:
             now_s = self._clock()
             _, tokens = self._buckets_of(tenant, now_s)

@@ -41,6 +41,7 @@ class Scheduler:
 
     Attributes:
         budget: as in the arguments; the engine adjusts it between steps.
+        running: the requests that hold blocks; the one that has waited longest for a token to decode comes first.
     """
 
     def __init__(
@@ -54,19 +55,9 @@ class Scheduler:
         self.budget = budget
         self._max_running_requests = max_running_requests
         self._queues = TenantQueues(weights or {})
-        self._running: dict[Request, None] = {}  # the one that has waited longest for a token to decode comes first
+        self.running: dict[Request, None] = {}
         self._blocked: Request | None = None  # waits for blocks
         self._num_arrived = 0
-
-    @property
-    def running(self) -> list[Request]:
-        """The requests that hold blocks."""
-        return list(self._running)
-
-    @property
-    def num_running(self) -> int:
-        """Number of requests that hold blocks."""
-        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -81,12 +72,12 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """Whether all places are taken, at least one by each tenant, so that no request is admitted until one ends."""
-        return len(self._running) >= self._max_running_requests and not any(queue.is_left_out for queue in self._queues)
+        return len(self.running) >= self._max_running_requests and not any(queue.is_left_out for queue in self._queues)
 
     @property
     def has_work(self) -> bool:
         """Whether any request runs or waits to be admitted."""
-        return bool(self._running) or any(queue.waiting for queue in self._queues.by_tenant.values())
+        return bool(self.running) or any(queue.waiting for queue in self._queues.by_tenant.values())
 
     def add(self, request: Request) -> None:
         """Add a new request. Complexity: O(log waiting)."""
@@ -118,15 +109,15 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Put a running request back among the waiting ones, at its old position. Complexity: O(log waiting)."""
         queue = self._queues[request.tenant]
-        del self._running[request]
+        del self.running[request]
         queue.running.remove(request)
         queue.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request in any state. Complexity: O(log waiting)."""
         queue = self._queues[request.tenant]
-        if request in self._running:
-            del self._running[request]
+        if request in self.running:
+            del self.running[request]
         queue.remove(request)
         if self._blocked is request:
             self._blocked = None
@@ -134,7 +125,7 @@ class Scheduler:
 
     def request_to_preempt(self) -> Request | None:
         """Choose the request to preempt so that a waiting tenant without running requests gets a place, if needed."""
-        if len(self._running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
+        if len(self.running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
             return None
         preemptible = {queue: [each for each in queue.running if each.compression is None] for queue in self._queues}
         greediest = max(self._queues, key=lambda queue: (bool(preemptible[queue]), len(queue.running)))
@@ -147,7 +138,7 @@ class Scheduler:
         """Choose the slices of the next step; see `StepPlan`. Requests that get any are admitted by `admitter`."""
         plan = StepPlan(
             self._queues,
-            self._running,
+            self.running,
             self._blocked,
             admitter,
             self.budget.num_tokens,
@@ -162,7 +153,7 @@ class Scheduler:
 
     def next_tokens(self) -> list[Slice]:
         """Give each running request one token: the next step while all of them decode and no request is admitted."""
-        for request in self._running:
+        for request in self.running:
             self._queues[request.tenant].charge(1)
-        self._queues.advance(len(self._running))
-        return [Slice(request, request.computed_upto, request.computed_upto + 1) for request in self._running]
+        self._queues.advance(len(self.running))
+        return [Slice(request, request.computed_upto, request.computed_upto + 1) for request in self.running]

@@ -134,7 +134,8 @@ class SingleFlight:
         return freed
 
     def _lead_on(self, request: Request, tokens: bytes, from_tokens: int) -> None:
-        fingerprint = prefix_fingerprint(request.namespace.seed, tokens, self._next_end(tokens, from_tokens))
+        next_end = self._next_end(tokens, from_tokens)
+        fingerprint = prefix_fingerprint(request.namespace.seed, tokens, next_end)
         self._leads[request] = _Lead(tokens, fingerprint)
         self._leaders.setdefault(fingerprint, request)
 

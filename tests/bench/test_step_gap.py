@@ -30,7 +30,7 @@ def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
 def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, num_waiting, monkeypatch):
     runner = IdleRunner(is_asynchronous=is_ahead)
     core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5, num_waiting=num_waiting)
-    assert core._scheduler.num_running == 2
+    assert len(core._scheduler.running) == 2
     publish_token, clock = core._completer._publish_token, FakeClock()
     monkeypatch.setattr(step_gap, "time", SimpleNamespace(perf_counter=clock))
 

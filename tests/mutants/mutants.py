@@ -322,9 +322,9 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
     Mutant("scheduling/admission.py", "self._lease(request, num_spared_blocks)", "self._lease(request, 0)"),
     Mutant("scheduling/admission.py", "is_resumed=request.has_computed", "is_resumed=False"),
-    Mutant("scheduling/admission.py", "num_spared_blocks = 0 if is_passing else sum(", "num_spared_blocks = sum("),
+    Mutant("scheduling/admission.py", "        if running and not is_passing:\n", "        if running:\n"),
     Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
-    Mutant("scheduling/admission.py", " and not request.is_revoked and ", " and "),
+    Mutant("scheduling/admission.py", "params.write_cache and not request.is_revoked", "params.write_cache"),
     Mutant("scheduling/step_plan.py", "        self._queues[request.tenant].charge(granted + search)\n", ""),
     Mutant("scheduling/step_plan.py", "queue.num_passed_over >= _MAX_PASSED_OVER or ", ""),
     Mutant("engine/core.py", 'Namespace("", TRIAL_TENANT)', 'Namespace("")'),
@@ -379,7 +379,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "engine/completion.py", "is_purged = request.is_revoked or lease.is_revoked", "is_purged = lease.is_revoked"
     ),
-    Mutant("engine/completion.py", "        request.open_lease.copy = None  # made by the step\n", ""),
+    Mutant("engine/completion.py", "        lease.copy = None  # made by the step\n", ""),
     Mutant("engine/completion.py", "publishable > request.open_lease.committed_tokens", "is_first_token"),
     Mutant("engine/preemption.py", "        request.release()\n", "        request.lease = None\n"),
     Mutant("engine/preemption.py", "key=lambda holder: holder.arrival,", "key=lambda holder: -holder.arrival,"),
@@ -432,7 +432,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/preemption.py", "                    self._lending.reclaim(request)\n", ""),
     Mutant("engine/completion.py", "end if is_first_token else ", "end if request.num_left > 0 else "),
     Mutant("engine/core.py", "0 if is_any_finite else self.num_failed_steps + 1", "0"),
-    Mutant("engine/overlap.py", "if scheduler.num_running > len(slices):", "if False:"),
+    Mutant("engine/overlap.py", "if len(scheduler.running) > len(slices):", "if False:"),
     Mutant("engine/overlap.py", "not scheduler.is_full and (scheduler.num_waiting or ", "not scheduler.is_full and ("),
     Mutant("engine/overlap.py", "if not scheduler.is_full and (", "if ("),
     Mutant(

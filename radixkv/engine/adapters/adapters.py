@@ -85,7 +85,7 @@ class Adapters:
         except BaseException:
             self.release(resolved.digest)
             raise
-        if prompt.adapter != resolved.digest:
+        if resolved.digest and prompt.adapter != resolved.digest:
             self.release(resolved.digest)
         return prompt
 
