@@ -100,16 +100,16 @@ class Bench:
         tenant: str = "",
         **params: object,
     ) -> GenerationFuture:
-        """Submit a generation; what it tells is added to `told` of its future, and then given to `on_tokens`."""
+        """Submit a generation. Streamed tokens are added to `told` of its future, and chunks passed to `on_tokens`."""
         future = GenerationFuture()
         sampling = Sampling(max_new_tokens, **{k: params.pop(k) for k in _SAMPLING & params.keys()})
         future.told = []  # type: ignore[attr-defined]
 
-        def tell(news: GeneratedTokens) -> None:
-            future.told.extend(news.token_ids)  # type: ignore[attr-defined]
-            on_tokens(news)
+        def stream(chunk: GeneratedTokens) -> None:
+            future.told.extend(chunk.token_ids)  # type: ignore[attr-defined]
+            on_tokens(chunk)
 
-        generation = Generation(sampling, sampling.stop_token_ids, tell)
+        generation = Generation(sampling, sampling.stop_token_ids, stream)
         request_params = PrefillParams(tokens(ids), Caller(tenant), **params)
         self.core.submit(Request(request_params, Namespace("fake", tenant), future, self.clock(), generation))
         return future

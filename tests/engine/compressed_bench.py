@@ -67,7 +67,7 @@ class CompressedBench:
         sampling = Sampling(max_new_tokens, ignore_eos=True, seed=0, logprobs=3, compression=compression)
         future = GenerationFuture()
         told = future.told_logprobs = []  # type: ignore[attr-defined]
-        generation = Generation(sampling, frozenset(), lambda news: told.extend(news.logprobs))
+        generation = Generation(sampling, frozenset(), lambda chunk: told.extend(chunk.logprobs))
         self.core.submit(self._request(ids, tenant, future, generation, params))
         return future
 
@@ -103,6 +103,6 @@ class CompressedBench:
 
 
 def scribble(bench: CompressedBench) -> None:
-    """Write nonsense over all blocks that nobody owns."""
+    """Overwrite all blocks that no lease holds with random values."""
     free = np.frombuffer(bench.cache.pool.states(), dtype=np.uint8) == 0
     bench.runner.storage.pool.blocks[torch.from_numpy(np.flatnonzero(free))] = 0xFF

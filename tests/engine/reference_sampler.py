@@ -28,7 +28,8 @@ def penalize(
         sampling: the options.
         prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
         token_ids: tokens generated so far.
-        stop_token_ids: tokens that would end the generation. If no other token may come, the least length is given up.
+        stop_token_ids: tokens that would end the generation. If no other token is allowed, the minimum length is
+            ignored.
         allowed: tokens that may come, bool `[at least num_logits]`; None for all.
 
     Returns:

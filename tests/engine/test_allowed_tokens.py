@@ -1,4 +1,4 @@
-"""Constraints in the engine: masked, kept over pauses, each answer by itself, others untouched."""
+"""Constraints in the engine: masked, kept over preemptions, one matcher per completion, other requests untouched."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_newest_call_of_the_tenant_with_the_most_makes_room_for_one_with_few
     for tenant, call in (("a", 1), ("b", 2), ("b", 3), ("b", 4), ("a", 5), ("a", 6)):
         queue.add(tenant, call)
     assert [queue.add("c", 7), queue.add("d", 8)] == [6, 4]
-    for tenant in ("a", "b", "c", "d"):  # two, two, one and one: nobody gains what another one loses
+    for tenant in ("a", "b", "c", "d"):  # two, two, one and one: no tenant gains what another one loses
         with pytest.raises(QueueFull):
             queue.add(tenant, 9)
     assert len(queue) == 6

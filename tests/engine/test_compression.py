@@ -171,7 +171,7 @@ def test_it_holds_no_more_blocks_than_its_budget_takes(model: Model, compression
     bench.step()
     num_entries = compression.most_entries(200, 40)
     assert bench.num_leased_blocks == -(-num_entries // BLOCK_SIZE)
-    assert bench.cache.evict(1000) == 50, "nobody holds the prompt any more"
+    assert bench.cache.evict(1000) == 50, "no lease holds the prompt any more"
     bench.run()
     assert bench.num_leased_blocks == 0
 

@@ -541,7 +541,7 @@ def test_the_load_is_as_in_stats_but_needs_no_walk_through_the_trees(monkeypatch
     assert (stats.load.evicted_blocks, stats.load.namespaces, stats.load.requests.waiting) == (2, 1, 1)
 
     def walk(tree: RadixTree) -> None:
-        raise AssertionError("nobody asked for segments")
+        raise AssertionError("segments are not needed")
 
     monkeypatch.setattr(RadixTree, "nodes", walk)
     load = bench.core.stats.load()
@@ -553,10 +553,10 @@ def test_stats_report_the_largest_tenants_and_their_number_or_one_by_name() -> N
     for number in range(3):
         bench.submit(range(4 * number + 4), tenant=str(number))
     bench.run()
-    tally = bench.core.stats
-    stats = tally.stats(max_tenants=2)
+    stats = bench.core.stats
+    stats = stats.stats(max_tenants=2)
     assert [each.tenant for each in stats.tenants] == ["2", "1"]
     assert stats.known_tenants == 3
-    assert [each.tenant for each in tally.stats(tenant="0").tenants] == ["0"]
-    assert tally.stats(tenant="nobody").tenants == ()
-    assert tally.stats().known_tenants == 3
+    assert [each.tenant for each in stats.stats(tenant="0").tenants] == ["0"]
+    assert stats.stats(tenant="nobody").tenants == ()
+    assert stats.stats().known_tenants == 3

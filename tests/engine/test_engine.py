@@ -476,8 +476,8 @@ def test_a_call_that_blocks_the_engine_is_detected_like_a_step_that_hangs(
 def test_requests_that_arrive_during_a_step_are_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
     """A step that is started ahead would leave it out."""
 
-    def close_gate(news: GeneratedTokens) -> None:
-        if news.usage.generated_tokens == 4:
+    def close_gate(chunk: GeneratedTokens) -> None:
+        if chunk.usage.generated_tokens == 4:
             runner.entered.clear()
             runner.gate.clear()
 

@@ -19,28 +19,28 @@ EVENTS = ("request_refused", "step_done", "step_failed", "request_preempted", "r
 
 
 class Recorder(Observer):
-    """Notes everything it is told."""
+    """Records every event."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[object, ...]] = []
+        self.events: list[tuple[object, ...]] = []
 
     def request_refused(self, error: RadixKVError) -> None:
-        self.told.append(("request_refused", type(error)))
+        self.events.append(("request_refused", type(error)))
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        self.told.append(("step_done", num_requests, num_prefill_tokens, num_decode_tokens))
+        self.events.append(("step_done", num_requests, num_prefill_tokens, num_decode_tokens))
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
-        self.told.append(("step_failed", num_requests))
+        self.events.append(("step_failed", num_requests))
 
     def request_preempted(self, request: Request) -> None:
-        self.told.append(("request_preempted", request.arrival))
+        self.events.append(("request_preempted", request.arrival))
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        self.told.append(("request_ended", request.arrival, outcome, type(error)))
+        self.events.append(("request_ended", request.arrival, outcome, type(error)))
 
     def of(self, event: str) -> list[tuple[object, ...]]:
-        return [told[1:] for told in self.told if told[0] == event]
+        return [recorded[1:] for recorded in self.events if recorded[0] == event]
 
 
 def test_steps_are_reported_with_their_prefill_and_decode_tokens() -> None:
@@ -78,9 +78,9 @@ def test_preemptions_are_reported() -> None:
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
     bench.run()
-    pauses = recorder.of("request_preempted")
-    assert len(pauses) == bench.core.stats.load().requests.pauses > 0
-    assert (0,) not in pauses, "the oldest is never paused"
+    preemptions = recorder.of("request_preempted")
+    assert len(preemptions) == bench.core.stats.load().requests.pauses > 0
+    assert (0,) not in preemptions, "the oldest is never preempted"
 
 
 def test_refusals_before_queueing_are_reported_and_nothing_else_is() -> None:
@@ -91,11 +91,11 @@ def test_refusals_before_queueing_are_reported_and_nothing_else_is() -> None:
     with pytest.raises(PromptTooLong):
         engine.prefill(PrefillParams(tokens(range(33))))
     with pytest.raises(PromptTooLong):
-        engine.generate(PrefillParams(tokens(range(20))), Sampling(9), lambda news: None)
-    engine.generate(PrefillParams(tokens(range(20))), Sampling(8), lambda news: None)
+        engine.generate(PrefillParams(tokens(range(20))), Sampling(9), lambda chunk: None)
+    engine.generate(PrefillParams(tokens(range(20))), Sampling(8), lambda chunk: None)
     with pytest.raises(QueueFull):
         engine.prefill(PrefillParams(tokens(range(4))))
-    assert recorder.told == [("request_refused", error) for error in (PromptTooLong, PromptTooLong, QueueFull)]
+    assert recorder.events == [("request_refused", error) for error in (PromptTooLong, PromptTooLong, QueueFull)]
 
 
 def test_an_observer_that_raises_does_not_change_why_a_request_is_refused() -> None:
@@ -119,8 +119,8 @@ def test_several_observers_see_the_same_events_in_order() -> None:
         bench.generate(range(start, start + 8), 16)
     bench.run()
     CompositeObserver([recorder, recorder]).request_refused(QueueFull("full"))
-    assert recorder.told[::2] == recorder.told[1::2]
-    assert {told[0] for told in recorder.told} == set(EVENTS)
+    assert recorder.events[::2] == recorder.events[1::2]
+    assert {recorded[0] for recorded in recorder.events} == set(EVENTS)
 
 
 def test_the_composite_observer_passes_on_every_event() -> None:

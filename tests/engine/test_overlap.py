@@ -1,4 +1,4 @@
-"""While all that there is decodes, the device has its next step before the tokens of the last one are told."""
+"""While all requests decode, the device has its next step before the tokens of the last one are streamed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Activations:
 
 
 class Diary:
-    """Notes the events that a bench's runner and its callers see, in order."""
+    """Records the events that a bench's runner and its callers see, in order."""
 
     def __init__(self, bench: Bench) -> None:
         self.entries: list[str] = []
@@ -58,11 +58,11 @@ class Diary:
 
 
 def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], Diary]:
-    """A request that has told two tokens, and has a step under way for the third."""
+    """A request that has streamed two tokens, and a running step that computes the third."""
     diary = Diary(bench)
-    future = bench.generate(PROMPT, count, on_tokens=lambda _: diary.entries.append("tell"))
-    assert diary.of_next_step() == ["start", "wait", "tell"]
-    assert diary.of_next_step() == ["start", "prepare", "wait", "start", "tell"]
+    future = bench.generate(PROMPT, count, on_tokens=lambda _: diary.entries.append("stream"))
+    assert diary.of_next_step() == ["start", "wait", "stream"]
+    assert diary.of_next_step() == ["start", "prepare", "wait", "start", "stream"]
     return future, diary
 
 
@@ -77,7 +77,7 @@ def test_the_device_has_its_next_step_before_a_token_is_streamed() -> None:
     bench = Bench()
     future, diary = decoding(bench)
     for _ in range(27):
-        assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+        assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
     assert diary.of_next_step() == ["wait"], "how long it will be is known before"
     assert future.result(0).token_ids == expected(30)
     assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], "and none is computed in vain"
@@ -106,7 +106,7 @@ def test_tokens_count_for_their_tenant_whenever_their_step_was_started() -> None
         futures = [bench.generate([number], 40, tenant="ab"[number % 2]) for number in range(5)]
         while min(len(future.told) for future in futures) < 20:
             bench.core.step()
-        bench.has_pending_calls = True  # no step is under way after this
+        bench.has_pending_calls = True  # no step runs after this
         while min(len(future.told) for future in futures) < 25:
             bench.core.step()
         served.append({queue.tenant: queue.served for queue in bench.core._scheduler._queues})
@@ -124,7 +124,7 @@ def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
     _, diary = decoding(bench)
     for number in range(1, 5):
         bench.clock.now += number
-        assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+        assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
     assert seconds == [0, 0, 1, 2, 3, 4]
 
 
@@ -145,7 +145,7 @@ class TestAStepIsPreparedInVain:
         bench = Bench()
         future, diary = decoding(bench)
         self.while_it_is_computed(bench, future.cancel)
-        assert diary.of_next_step() == ["prepare", "wait", "tell"]
+        assert diary.of_next_step() == ["prepare", "wait", "stream"]
         bench.core.step()
         assert bench.cache.pool.num_leased == 0
 
@@ -153,14 +153,14 @@ class TestAStepIsPreparedInVain:
         bench = Bench()
         future, diary = decoding(bench)
         self.while_it_is_computed(bench, lambda: setattr(bench, "has_pending_calls", True))
-        assert diary.of_next_step() == ["prepare", "wait", "tell"]
+        assert diary.of_next_step() == ["prepare", "wait", "stream"]
         second = bench.submit(range(50, 60))
         bench.run()
         assert second.done()
         assert future.result(0).token_ids == expected(30)
 
     def test_when_one_of_several_ends_where_a_block_does(self) -> None:
-        """The block for its next token is back, and the other one goes on with the one that it got."""
+        """The block for its next token is freed, and the other one continues with the block that it got."""
         bench = Bench(num_blocks=16)
         last = expected(3)[-1]
         short = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last}))
@@ -199,8 +199,8 @@ def test_a_step_that_cannot_be_prepared_is_scheduled_as_usual(caplog: pytest.Log
         raise RuntimeError("no pinned memory")
 
     bench.runner.prepare = fail  # type: ignore[method-assign]
-    assert diary.of_next_step() == ["wait", "tell"]
-    assert diary.of_next_step() == ["start", "wait", "tell"]
+    assert diary.of_next_step() == ["wait", "stream"]
+    assert diary.of_next_step() == ["start", "wait", "stream"]
     assert "a step of 1 requests could not be prepared" in caplog.text
     bench.run()
     assert future.result(0).token_ids == expected(30)
@@ -217,15 +217,15 @@ class TestNoStepIsStartedAhead:
         bench = Bench()
         _, diary = decoding(bench)
         bench.has_pending_calls = True
-        assert diary.of_next_step() == ["wait", "tell"]
-        assert diary.of_next_step() == ["start", "wait", "tell"]
+        assert diary.of_next_step() == ["wait", "stream"]
+        assert diary.of_next_step() == ["start", "wait", "stream"]
 
     def test_while_a_request_waits(self) -> None:
         bench = Bench(num_blocks=8, max_running_requests=2)
         _, diary = decoding(bench)
         waiting = bench.submit(range(100, 100 + 6 * BLOCK_SIZE))
-        assert diary.of_next_step() == ["wait", "tell"]
-        assert diary.of_next_step() == ["start", "wait", "tell"]
+        assert diary.of_next_step() == ["wait", "stream"]
+        assert diary.of_next_step() == ["start", "wait", "stream"]
         assert not waiting.done()
 
     def test_while_a_request_is_passed_over(self) -> None:
@@ -240,7 +240,7 @@ class TestNoStepIsStartedAhead:
         bench = Bench()
         future, diary = decoding(bench)
         future.cancel()
-        assert diary.of_next_step() == ["wait", "tell"]
+        assert diary.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert not bench.core.has_work
 
@@ -251,7 +251,7 @@ class TestNoStepIsStartedAhead:
         while len(late.told) < 3:
             bench.core.step()
         bench.clock.now = 5.0
-        assert diary.of_next_step() == ["wait", "tell"]
+        assert diary.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert late.done()
 
@@ -260,7 +260,7 @@ class TestNoStepIsStartedAhead:
         bench.prefill(range(50, 60), hold_lease=True)
         _, diary = decoding(bench)
         bench.clock.now = 5.0
-        assert diary.of_next_step() == ["wait", "tell"]
+        assert diary.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert len(bench.core.held_leases) == 0
 
@@ -271,7 +271,7 @@ class TestNoStepIsStartedAhead:
         steps = []
         while not bench.core.stats.load().requests.pauses:
             steps.append(diary.of_next_step())
-        assert steps[-1] == ["start", "wait"], "the step in which somebody was paused"
+        assert steps[-1] == ["start", "wait"], "the step in which a request was preempted"
         assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
         assert not caplog.records, "and nothing is wrong with that"
         bench.run()
@@ -302,7 +302,7 @@ class TestNoStepIsStartedAhead:
 
 
 class TestAllPlacesAreTaken:
-    """Nobody is admitted before somebody ends, so who comes or waits changes nothing until then."""
+    """No request is admitted before another one ends, so arrivals and waiting requests change nothing until then."""
 
     def test_waiting_requests_do_not_delay_the_next_step(self) -> None:
         bench = Bench(max_running_requests=1)
@@ -310,7 +310,7 @@ class TestAllPlacesAreTaken:
         waiting = bench.generate(range(50, 60), 3)
         bench.has_pending_calls = True
         for _ in range(27):
-            assert diary.of_next_step() == ["prepare", "wait", "start", "tell"]
+            assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
         assert diary.of_next_step() == ["wait"]
         assert future.result(0).token_ids == expected(30)
         assert diary.of_next_step() == ["start", "wait"], "the prompt of the one that waited"
@@ -358,7 +358,7 @@ def test_a_step_started_ahead_fails_after_the_last_token_was_streamed(fails_at: 
         return wait
 
     bench.runner.begin = fail  # type: ignore[method-assign]
-    assert diary.of_next_step() == ["prepare", "wait", "fail", "tell"]
+    assert diary.of_next_step() == ["prepare", "wait", "fail", "stream"]
     bench.runner.begin = start  # type: ignore[method-assign]
     bench.core.step()
     assert isinstance(future.exception(0), StepFailed)
@@ -369,8 +369,8 @@ def test_a_step_started_ahead_fails_after_the_last_token_was_streamed(fails_at: 
 def test_a_request_whose_callback_failed_gets_nothing_of_the_running_step() -> None:
     bench = Bench()
 
-    def fail(news: GeneratedTokens) -> None:
-        if news.usage.generated_tokens == 3:
+    def fail(chunk: GeneratedTokens) -> None:
+        if chunk.usage.generated_tokens == 3:
             raise ZeroDivisionError
 
     future, other = bench.generate(PROMPT, 9, on_tokens=fail), bench.generate(range(50, 60), 9)
@@ -388,8 +388,8 @@ def test_a_request_whose_callback_failed_gets_nothing_of_the_running_step() -> N
 def test_a_request_whose_callback_and_step_fail_is_forgotten() -> None:
     bench = Bench()
 
-    def fail(news: GeneratedTokens) -> None:
-        if news.usage.generated_tokens == 3:
+    def fail(chunk: GeneratedTokens) -> None:
+        if chunk.usage.generated_tokens == 3:
             bench.runner.fail_next = RuntimeError("device lost")  # which has the next step already
             raise ZeroDivisionError
 

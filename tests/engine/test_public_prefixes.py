@@ -88,7 +88,7 @@ def test_a_prompt_without_room_next_to_the_prefix_does_not_wait_for_others(engin
     ended: list[str] = []
     runner.gate.clear()
     runner.entered.clear()
-    generation = engine.generate(params([90]), Sampling(max_new_tokens=20, ignore_eos=True), lambda told: None)
+    generation = engine.generate(params([90]), Sampling(max_new_tokens=20, ignore_eos=True), lambda chunk: None)
     generation.add_done_callback(lambda future: ended.append("generation"))
     assert runner.entered.wait(PATIENCE_S)
     prompt = [*range(50, 50 + (NUM_BLOCKS - 4) * BLOCK_SIZE + 1)]
@@ -104,7 +104,7 @@ def test_a_prompt_that_shares_the_prefix_waits_for_the_rest(engine: Engine, runn
     register(engine)
     runner.gate.clear()
     runner.entered.clear()
-    generation = engine.generate(params([90]), Sampling(max_new_tokens=20, ignore_eos=True), lambda told: None)
+    generation = engine.generate(params([90]), Sampling(max_new_tokens=20, ignore_eos=True), lambda chunk: None)
     assert runner.entered.wait(PATIENCE_S)
     prompt = [*SYSTEM, *range(51, 50 + (NUM_BLOCKS - 4) * BLOCK_SIZE)]
     waiting = engine.prefill(params(prompt))
@@ -115,9 +115,9 @@ def test_a_prompt_that_shares_the_prefix_waits_for_the_rest(engine: Engine, runn
 
 def test_a_generation_continues_below_the_prefix(engine: Engine) -> None:
     register(engine)
-    told: list[GeneratedTokens] = []
+    chunks: list[GeneratedTokens] = []
     request = params([*SYSTEM, 90], tenant="acme")
-    result = engine.generate(request, Sampling(max_new_tokens=20, ignore_eos=True), told.append).result(PATIENCE_S)
+    result = engine.generate(request, Sampling(max_new_tokens=20, ignore_eos=True), chunks.append).result(PATIENCE_S)
     assert result.usage.public_tokens == len(SYSTEM)
     ids = [*SYSTEM, 90]
     for token_id in result.token_ids:

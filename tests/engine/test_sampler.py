@@ -150,15 +150,15 @@ def test_tokens_without_a_logit_have_no_penalty() -> None:
 
 
 def test_stop_tokens_and_biases_without_a_logit_change_nothing() -> None:
-    logits, nobody = torch.randn(30, generator=torch.Generator().manual_seed(0)), np.arange(0)
+    logits, no_ids = torch.randn(30, generator=torch.Generator().manual_seed(0)), np.arange(0)
     sampling = Sampling(min_tokens=3, logit_bias=((4, 1.0), (30, 2.0), (-1, 2.0)))
-    got = penalize(logits, sampling, nobody, [], {-1, 7, 30, 50_256})
+    got = penalize(logits, sampling, no_ids, [], {-1, 7, 30, 50_256})
     expected = logits.clone()
     expected[4] += 1.0
     expected[7] = -torch.inf
     assert torch.equal(got, expected)
     all_allowed = np.ones(40, dtype=np.bool_)
-    assert torch.equal(penalize(logits, sampling, nobody, [], {-1, 7, 30, 50_256}, all_allowed), expected)
+    assert torch.equal(penalize(logits, sampling, no_ids, [], {-1, 7, 30, 50_256}, all_allowed), expected)
 
 
 def test_the_minimum_length_is_ignored_if_only_a_stop_token_has_a_logit() -> None:
@@ -252,25 +252,25 @@ def test_a_stop_token_without_a_logit_fails_no_request(constraint: Rising | None
 
 def test_log_probabilities_are_the_models_own_whatever_is_sampled() -> None:
     bench = Bench(num_blocks=256)
-    news: list[GeneratedTokens] = []
-    plain = bench.generate(range(8), 6, news.append, logprobs=3)
-    penalized_news: list[GeneratedTokens] = []
+    chunks: list[GeneratedTokens] = []
+    plain = bench.generate(range(8), 6, chunks.append, logprobs=3)
+    penalized_chunks: list[GeneratedTokens] = []
     penalized = bench.generate(
-        range(8), 6, penalized_news.append, temperature=1.0, seed=2, presence_penalty=2.0, logprobs=0
+        range(8), 6, penalized_chunks.append, temperature=1.0, seed=2, presence_penalty=2.0, logprobs=0
     )
     silent = bench.generate(range(8), 6)
     bench.run()
     result = plain.result(0)
-    told = [logprobs for each in [*news, result] for logprobs in each.logprobs]
+    streamed = [logprobs for each in [*chunks, result] for logprobs in each.logprobs]
     assert len(result.logprobs) == 1
-    assert [each.top[0] for each in told] == [
-        (token_id, each.logprob) for token_id, each in zip(result.token_ids, told, strict=True)
+    assert [each.top[0] for each in streamed] == [
+        (token_id, each.logprob) for token_id, each in zip(result.token_ids, streamed, strict=True)
     ]
-    assert all(len(each.top) == 3 and each.top[0][1] >= each.top[1][1] >= each.top[2][1] for each in told)
+    assert all(len(each.top) == 3 and each.top[0][1] >= each.top[1][1] >= each.top[2][1] for each in streamed)
     first = bench.submit(range(8), return_logits=True)
     bench.run()
     row = torch.from_numpy(first.result(0).logits).log_softmax(0)
-    chosen, alone = penalized.result(0).token_ids[0], penalized_news[0].logprobs[0]
+    chosen, alone = penalized.result(0).token_ids[0], penalized_chunks[0].logprobs[0]
     assert alone.logprob == pytest.approx(float(row[chosen]))
     assert alone.top == ()
     assert silent.result(0).logprobs == ()
@@ -404,28 +404,28 @@ def read_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) ->
 
 def test_streamed_log_probabilities_are_freed() -> None:
     bench = Bench(num_blocks=256)
-    told: list[weakref.ref[object]] = []
-    future = bench.generate(range(8), 20, lambda news: told.append(weakref.ref(news.logprobs)), logprobs=3)
+    streamed: list[weakref.ref[object]] = []
+    future = bench.generate(range(8), 20, lambda chunk: streamed.append(weakref.ref(chunk.logprobs)), logprobs=3)
     bench.run()
-    assert len(told) == 19
-    assert not [each for each in told if each() is not None]
+    assert len(streamed) == 19
+    assert not [each for each in streamed if each() is not None]
     assert len(future.result(0).logprobs) == 1
 
 
 def test_a_generation_that_is_stopped_early_streams_nothing_twice() -> None:
     bench = Bench(num_blocks=256)
-    news: list[GeneratedTokens] = []
-    future = bench.generate(range(8), 20, news.append, logprobs=3)
-    while len(news) < 3:
+    chunks: list[GeneratedTokens] = []
+    future = bench.generate(range(8), 20, chunks.append, logprobs=3)
+    while len(chunks) < 3:
         bench.core.step()
     future.finish()
     bench.run()
-    assert len(news) == len(future.result(0).token_ids)
+    assert len(chunks) == len(future.result(0).token_ids)
     assert future.result(0).logprobs == ()
 
 
-def told_of_prompt(ids: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """Return what the fake model says of a prompt."""
+def prompt_logprobs(ids: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities that the fake model gives a prompt."""
     rows = torch.stack([one_hot(next_token(tokens(ids[:upto]))) for upto in range(1, len(ids))])
     return tuple(read_logprobs(rows, list(ids[1:]), count))
 
@@ -435,15 +435,15 @@ def told_of_prompt(ids: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
 def test_log_probabilities_of_a_prompt_come_with_its_first_token(length: int, max_step_tokens: int) -> None:
     bench = Bench(num_blocks=512, max_step_tokens=max_step_tokens)
     ids = [7 * n % 250 for n in range(length)]
-    news: list[GeneratedTokens] = []
+    chunks: list[GeneratedTokens] = []
     options = {"prompt_logprobs": 2, "read_cache": False}
-    long = bench.generate(ids, 4, news.append, **options)
+    long = bench.generate(ids, 4, chunks.append, **options)
     short = bench.generate(ids, 1, **options)
     plain = [bench.generate(ids, 4) for _ in range(2)]
     bench.run()
-    expected = told_of_prompt(ids, 2) if length > 1 else ()
-    assert news[0].prompt_logprobs == long.result(0).prompt_logprobs == short.result(0).prompt_logprobs == expected
-    assert all(each.prompt_logprobs == () for each in news[1:])
+    expected = prompt_logprobs(ids, 2) if length > 1 else ()
+    assert chunks[0].prompt_logprobs == long.result(0).prompt_logprobs == short.result(0).prompt_logprobs == expected
+    assert all(each.prompt_logprobs == () for each in chunks[1:])
     assert all(each.result(0).prompt_logprobs == () for each in plain)
     assert {each.result(0).token_ids for each in (long, *plain)} == {plain[0].result(0).token_ids}
 
@@ -457,7 +457,7 @@ def test_a_step_makes_at_most_64_rows_of_logits_of_prompts() -> None:
     assert sum(end - start for start, end in first) == 64 + 150, "the other prompt is computed at once"
     assert all(sum(end - start for start, end in step) <= 64 for step in bench.runner.steps[1:])
     for n, future in enumerate(futures):
-        assert future.result(0).prompt_logprobs == told_of_prompt(range(n, n + 100), 0)
+        assert future.result(0).prompt_logprobs == prompt_logprobs(range(n, n + 100), 0)
     assert other.done()
 
 
@@ -465,7 +465,7 @@ def test_no_more_log_probabilities_are_returned_than_there_are_logits() -> None:
     logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     expected = read_logprobs(logits, [3, 4], 8)
     assert read_logprobs(logits, [3, 4], 10) == expected
-    assert [len(told.top) for told in expected] == [8, 8]
+    assert [len(each.top) for each in expected] == [8, 8]
 
 
 def test_the_log_probabilities_of_a_preempted_prompt_are_returned_once() -> None:
@@ -474,12 +474,12 @@ def test_the_log_probabilities_of_a_preempted_prompt_are_returned_once() -> None
     older = bench.generate(range(100, 108), 40)
     asked = bench.generate(ids, 2, prompt_logprobs=1, read_cache=False)
     bench.run()
-    assert asked.result(0).usage.recomputed_tokens > 0, "it was not paused within its prompt"
-    assert asked.result(0).prompt_logprobs == told_of_prompt(ids, 1)
+    assert asked.result(0).usage.recomputed_tokens > 0, "it was not preempted within its prompt"
+    assert asked.result(0).prompt_logprobs == prompt_logprobs(ids, 1)
     assert len(older.result(0).token_ids) == 40
 
 
 def test_a_token_without_a_logit_has_no_probability() -> None:
-    (told,) = read_logprobs(torch.zeros(1, 8), [8], 1)
-    assert told.logprob == -torch.inf
-    assert told.top[0][1] == pytest.approx(-math.log(8))
+    (read,) = read_logprobs(torch.zeros(1, 8), [8], 1)
+    assert read.logprob == -torch.inf
+    assert read.top[0][1] == pytest.approx(-math.log(8))

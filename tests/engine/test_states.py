@@ -102,7 +102,7 @@ def test_no_request_waits_for_a_leader_that_has_passed_its_position() -> None:
     leader = bench.submit(range(40))
     for _ in range(3):
         bench.core.step()
-    late = bench.submit(range(28))  # goes on at 24 at most, and the leader is there
+    late = bench.submit(range(28))  # resumes at 24 at most, and the leader is there already
     bench.core.step()
     assert bench.runner.steps[-1] == [(16, 20), (24, 28)]
     bench.run()
@@ -149,7 +149,7 @@ def test_a_preempted_generation_resumes_from_its_last_snapshot() -> None:
 
 
 def test_a_step_started_ahead_resumes_from_the_state_of_the_step_before() -> None:
-    """The second one is paused at the end of a block, and has one token to compute when it goes on from a snapshot."""
+    """The second one is preempted at the end of a block, and computes one token when it resumes from a snapshot."""
     bench = Bench(num_blocks=5, num_snapshots=8)
     futures = [bench.generate(range(start, start + 3), 6) for start in (0, 50)]
     bench.run()
@@ -242,14 +242,14 @@ def test_no_state_is_wrong_whatever_happens(seed: int) -> None:
 @pytest.mark.long
 def test_walks_cover_the_cases_that_they_are_for() -> None:
     counts = sum((walk(seed) for seed in range(100, 130)), Counter[str]())
-    for event in ("hits", "no state", "given up", "recomputed", "cancelled", "failed", "paused", "purged"):
+    for event in ("hits", "no state", "given up", "recomputed", "cancelled", "failed", "preempted", "purged"):
         assert counts[event], event
 
 
 def walk(seed: int) -> Counter[str]:
-    """Run random requests beside each other in a small cache. Returns what happened.
+    """Run random requests concurrently in a small cache. Returns what happened.
 
-    In one of three caches two generations hardly fit: they pause each other, and few others come between their steps.
+    In one of three caches two generations hardly fit: they preempt each other, and few others arrive in between.
     """
     rng = random.Random(seed)
     is_tight = seed % 3 == 0
@@ -293,7 +293,7 @@ def walk(seed: int) -> Counter[str]:
         counts["answers"] += 1
         counts["hits"] += result.usage.cached_tokens > 0
         counts["no state"] += result.miss_reason is MissReason.NO_STATE
-        counts["paused"] += result.usage.recomputed_tokens > 0
+        counts["preempted"] += result.usage.recomputed_tokens > 0
         assert result.usage.cached_tokens % 4 == 0
         answer = getattr(result, "token_ids", None) or (result.next_token_id,)
         for token in answer:

@@ -1,4 +1,4 @@
-"""The watchdog tells of a step that takes too long, once, and of nothing else."""
+"""The watchdog reports a step that takes too long once, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ def look(watchdog: Watchdog, times: int = 1) -> None:
 
 
 def test_it_reports_each_step_that_hangs_once(clock: FakeClock) -> None:
-    told: list[float] = []
-    watchdog = Watchdog(30, lambda: told.append(clock.now_s))
+    reported: list[float] = []
+    watchdog = Watchdog(30, lambda: reported.append(clock.now_s))
     for _ in range(20):
         watchdog.step_begins()
         clock.now_s += 29
         look(watchdog)
         assert not watchdog.is_hanging
         watchdog.step_ends()
-    assert told == []
+    assert reported == []
     for hangs in (1, 2):
         watchdog.step_begins()
         look(watchdog)
         clock.now_s += 30
         look(watchdog, times=3)
         assert watchdog.is_hanging
-        assert len(told) == hangs
+        assert len(reported) == hangs
         watchdog.step_ends()
         assert not watchdog.is_hanging
 
 
 def test_an_idle_engine_does_not_hang(clock: FakeClock) -> None:
-    told: list[None] = []
-    watchdog = Watchdog(30, lambda: told.append(None))
+    reported: list[None] = []
+    watchdog = Watchdog(30, lambda: reported.append(None))
     clock.now_s += 100
     look(watchdog, times=3)
-    assert told == []
+    assert reported == []
 
 
 def test_steps_that_fail_longer_than_a_step_may_take_keep_failing(clock: FakeClock) -> None:

@@ -96,7 +96,7 @@ def test_a_short_prompt_for_which_there_are_no_blocks_waits() -> None:
     assert short.done()
 
 
-@pytest.mark.parametrize("long_tokens", [40, 80], ids=["beside a full step", "in a full step"])
+@pytest.mark.parametrize("long_tokens", [40, 80], ids=["next to a full step", "in a full step"])
 def test_a_short_prompt_is_answered_while_a_large_one_waits_for_blocks(long_tokens: int) -> None:
     bench = Bench(num_blocks=30, max_step_tokens=16)
     bench.submit(range(long_tokens))

@@ -118,7 +118,7 @@ def test_decoding_is_charged_too() -> None:
 
 
 def test_cache_hits_do_not_affect_the_shares_of_tenants() -> None:
-    """The order of tenants must not tell what another one has cached."""
+    """The order of tenants must not reveal what another one has cached."""
     orders = []
     for is_cached in (False, True):
         bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)

@@ -45,7 +45,7 @@ def test_followers_start_when_the_common_part_is_done_and_not_when_their_leader_
     bench = Bench(num_blocks=256, max_step_tokens=16)
     leader, follower = bench.submit(range(200)), bench.submit([*range(8), 250, 251])
     bench.core.step()
-    assert bench.core.stats.load().requests.following == 0, "nobody was admitted beside a full step"
+    assert bench.core.stats.load().requests.following == 0, "no request was admitted next to a full step"
     bench.run()
     assert follower.result(0).usage.computed_tokens == 2
     assert leader.result(0).usage.computed_tokens == 200

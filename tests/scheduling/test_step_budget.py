@@ -1,4 +1,4 @@
-"""A step that the device has no memory for is tried smaller, and nobody fails because of it."""
+"""A step for which the device has no memory is tried again with fewer tokens, and no request fails because of it."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ COMPRESSION = Compression(CompressionPolicy.STREAMING_LLM, 8)
 
 
 class FakeAdmitter:
-    """Admits every request but those it was told to treat otherwise.
+    """Admits every request except those that have another outcome.
 
     Attributes:
-        outcomes: what becomes of a request, if it is not admitted.
-        cached_tokens, num_nodes: what a look finds.
+        outcomes: the outcome of each request that is not admitted.
+        cached_tokens, num_nodes: the result of a lookup.
         tried: the requests that asked for blocks, in order.
-        worked_s: the work of all admissions and looks.
-        admit_s, lookup_s: the work of one admission, and of one look.
+        worked_s: the CPU time of all admissions and lookups.
+        admit_s, lookup_s: the CPU time of one admission, and of one lookup.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def test_tokens_that_prompts_do_not_need_go_to_decoding_requests() -> None:
 
 
 class TestNoPlaceForACompressedGeneration:
-    """Of four places two are for those that can be paused."""
+    """Two of four places are reserved for requests that can be preempted."""
 
     def desk(self) -> Desk:
         desk = Desk(max_tokens=64, max_running_requests=4)

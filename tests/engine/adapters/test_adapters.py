@@ -71,7 +71,7 @@ def answer(digest: str, ids: range | list[int] = PROMPT) -> int:
 
 
 def generating(engine: Engine, runner: GatedRunner, adapter: str):  # type: ignore[no-untyped-def]
-    """Begin a generation that has told a token and waits in a step."""
+    """Start a generation that has streamed a token and waits in a step."""
     runner.gate.clear()
     runner.entered.clear()
     told: list[GeneratedTokens] = []

@@ -29,7 +29,7 @@ from radixkv.scheduling.request import Request
 from tests.engine.simulation.engine_events import Ask
 from tests.engine.simulation.simulated_model import VOCAB_SIZE, content_of, continuation, logits_of
 
-_ROUNDING_S = 1e-6  # answers tell their times in whole microseconds
+_ROUNDING_S = 1e-6  # results report times in whole microseconds
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Asked:
 
     @property
     def is_at_a_loss(self) -> bool:
-        """Whether nobody knows how the answer goes on."""
+        """Whether the constraint raises instead of allowing a next token."""
         if not self.ask.rises or len(self.expected) != self.ask.at_a_loss_at:
             return False
         has_ended = self.expected[-1] in (VOCAB_SIZE - 1, *self.ask.stop_token_ids)
@@ -103,19 +103,19 @@ class Asked:
         self.num_computed += chunk.num_tokens
         self.upto = chunk.end
 
-    def told_wrong(self, news: GeneratedTokens) -> list[str]:
+    def told_wrong(self, chunk: GeneratedTokens) -> list[str]:
         """Take a token: it must be the next one, with the usage of this moment. Returns the errors."""
-        self.told.extend(news.token_ids)
-        self.told_prompt_logprobs += [news.prompt_logprobs] if len(self.told) == 1 or news.prompt_logprobs else []
+        self.told.extend(chunk.token_ids)
+        self.told_prompt_logprobs += [chunk.prompt_logprobs] if len(self.told) == 1 or chunk.prompt_logprobs else []
         told, expected = tuple(self.told), self.expected
         return [
-            *self._counted_wrong(news.usage),
+            *self._counted_wrong(chunk.usage),
             *_wrong(
                 told == expected[: len(told)] and len(told) < len(expected) + self.is_at_a_loss,
-                "a token that was told is not next",
+                "a streamed token is not the next one",
             ),
-            *_wrong(not self.request.is_over, "a token was told after the end"),
-            *_wrong(news.usage.generated_tokens == len(told), "more or fewer tokens are counted than were told"),
+            *_wrong(not self.request.is_over, "a token was streamed after the end"),
+            *_wrong(chunk.usage.generated_tokens == len(told), "more or fewer tokens are counted than were streamed"),
         ]
 
     def judge(self, now_s: float, *, is_closed: bool) -> Counter[str]:
@@ -190,10 +190,10 @@ class Asked:
         assert result.token_ids == self.expected[:num_tokens], "the answer is not the model's"
         is_early = self._is_early(result)
         if is_early:
-            assert self.may_end_early, "an answer ended early, and nobody wanted it to"
+            assert self.may_end_early, "a generation ended early without a reason"
         else:
             assert told == result.token_ids[:-1]
-            assert num_tokens == len(self.expected), "an answer ended early, and its last tokens were told late"
+            assert num_tokens == len(self.expected), "a generation ended early, and its last tokens were streamed late"
             assert not self.is_at_a_loss
         most_tokens = num_tokens if self.told_at_finish is None else self.told_at_finish + 1
         assert num_tokens <= most_tokens, "an answer went on that was to be finished"
@@ -204,7 +204,7 @@ class Asked:
         assert not self.told or self.told_prompt_logprobs == [self.expected_prompt_logprobs]
 
     def _has_risen(self, result: GenerateResult) -> bool:
-        """Whether an answer that must rise can't go on."""
+        """Whether a generation whose tokens must rise can't continue."""
         return self.ask.rises > 0 and result.token_ids[-1] == VOCAB_SIZE - 1
 
     def _judge_usage(self, usage: Usage, reason: MissReason) -> None:

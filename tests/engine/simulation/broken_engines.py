@@ -1,4 +1,4 @@
-"""Ways to break the engine on purpose. The simulation must notice each of them."""
+"""Ways to break the engine on purpose. The simulation must detect each of them."""
 
 from __future__ import annotations
 

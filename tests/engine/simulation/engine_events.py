@@ -44,7 +44,7 @@ class World(_Value):
         max_public_blocks: blocks that public prefixes may take.
         step_s, token_s: virtual seconds that a step takes, and each of its tokens.
         computes_once: nothing is evicted, cancelled or fails, and prompts branch where blocks end: no token
-            may be computed twice, but for those in the block that a paused request had not filled.
+            may be computed twice, except those in the block that a preempted request had not filled.
     """
 
     block_size: int = 4
@@ -74,7 +74,7 @@ class Ask(_Value):
             simulation fills them in.
         max_new_tokens: of a generation; 0 for a prefill.
         rises: how far apart its rising tokens may be; 0 if they need not rise.
-        at_a_loss_at: the number of rising tokens after which nobody knows what may come; 0 for never.
+        at_a_loss_at: the number of rising tokens after which the constraint raises; 0 for never.
         penalty: of presence, and what a repetition penalty is above 1.
         raises_at, cancels_at, finishes_at: the callback raises, cancels, or wants no more tokens, when it takes the
             token of this number; 0 for never.
@@ -265,7 +265,7 @@ def most_tokens_of(world: World, tenant: str, *, generates: bool) -> int:
 
 
 def next_turn(world: World, rng: random.Random, ask: Ask, key: int, stem: int) -> Ask:
-    """Make the request that goes on with a generation's answer, and some tokens of a stem."""
+    """Make the request that continues a generation's output with some tokens of a stem."""
     prompt = (*ask.prompt, (ANSWER, rng.randint(1, ask.max_new_tokens)), (stem, rng.randint(1, 9)))
     return dataclasses.replace(
         ask,

@@ -1,4 +1,4 @@
-"""Judges every step of a simulated engine, and what is left at the end."""
+"""Checks every step of a simulated engine, and what is left at the end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.engine.simulation.simulated_model import Part, SimulatedRunner, conte
 from tests.fakes import FakeClock
 
 # Steps without an arrival or an end that may pass for each token that is still to be computed. Each step computes
-# at least one, but what is computed may be lost to a pause: 0.64 is the most that was seen in 7,000 worlds.
-_STEPS_A_TOKEN = 2
+# at least one, but what is computed may be lost to a preemption: 0.64 is the most that was seen in 7,000 worlds.
+_STEPS_PER_TOKEN = 2
 
 
 class EngineOracle(Observer):
-    """Hears of everything that happens to an engine, and asserts that it is right.
+    """Observes everything that happens to an engine, and asserts that it is correct.
 
     Attributes:
         events: kinds of events, each with its count.
@@ -48,7 +48,7 @@ class EngineOracle(Observer):
         self._clock = clock
         self._asked: dict[Request, Asked] = {}
         self._num_waits = 0  # of the engine for steps
-        self._waits_before = self._num_pauses = self._news_before = 0  # when the engine's step began
+        self._waits_before = self._num_preemptions = self._news_before = 0  # when the engine's step began
         self._was_idle = False
         self._news = 0  # how often anything came or ended
         self._steps_without_news = 0
@@ -83,13 +83,13 @@ class EngineOracle(Observer):
     def started(self, request: Request) -> None:
         """Note what a request reuses that got its blocks."""
         asked, lease = self._asked[request], request.open_lease
-        self.events["pauses below public prefixes"] += asked.num_computed > 0 and bool(lease.root_run.tokens)
+        self.events["preemptions below public prefixes"] += asked.num_computed > 0 and bool(lease.root_run.tokens)
         if not asked.num_computed:
             asked.reused = lease.cached_tokens, lease.public_tokens
 
-    def told(self, asked: Asked, news: GeneratedTokens) -> None:
+    def told(self, asked: Asked, chunk: GeneratedTokens) -> None:
         """Take a token. An error here would look like the caller's, so it is kept for the end of the step."""
-        self._runner.violations += asked.told_wrong(news)
+        self._runner.violations += asked.told_wrong(chunk)
 
     def computing(self, parts: Sequence[Part], broken: Sequence[Part]) -> list[Asked]:
         """Note that a step computes, whose parts `broken` will fail. Returns its requests."""
@@ -136,9 +136,9 @@ class EngineOracle(Observer):
         self._num_waits += 1
 
     def request_preempted(self, request: Request) -> None:
-        self.events["pauses"] += 1
+        self.events["preemptions"] += 1
         if request.lease is not None:
-            self._runner.violations.append("a paused request keeps its blocks")
+            self._runner.violations.append("a preempted request keeps its blocks")
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
         """Assert that a request refused for want of blocks could not have had them. Errors of observers are kept."""
@@ -151,7 +151,7 @@ class EngineOracle(Observer):
 
     def begin_step(self) -> None:
         self._waits_before = self._num_waits
-        self._num_pauses = self.events["pauses"]
+        self._num_preemptions = self.events["preemptions"]
         self._news_before = self._news
 
     def end_step(self) -> None:
@@ -172,11 +172,11 @@ class EngineOracle(Observer):
             )
 
     def _verify_progress(self) -> None:
-        """Assert progress: a step computes, ends a request or pauses one, and after a pause the next one computes."""
+        """Assert progress: a step computes, ends or preempts a request, and after a preemption the next one computes."""
         is_same = self._news == self._news_before
         is_idle = is_same and self._num_waits == self._waits_before
         if self.core.has_work and is_idle:
-            assert self.events["pauses"] > self._num_pauses, "a step did nothing, although there is work"
+            assert self.events["preemptions"] > self._num_preemptions, "a step did nothing, although there is work"
             assert not self._was_idle, "two steps in a row did nothing, although there is work"
         self._was_idle = is_idle
         self._steps_without_news = self._steps_without_news + 1 if is_same and self.core.has_work else 0
@@ -185,7 +185,7 @@ class EngineOracle(Observer):
             for asked in self._asked.values()
             if not asked.request.is_over
         )
-        assert self._steps_without_news <= 4 + _STEPS_A_TOKEN * num_left, "nobody gets on"
+        assert self._steps_without_news <= 4 + _STEPS_PER_TOKEN * num_left, "no request makes progress"
 
     def _verify_contents(self) -> None:
         """Check that the blocks of the trees and of held leases have the right contents."""
@@ -221,15 +221,15 @@ class EngineOracle(Observer):
         assert {*leases, *kept, *public} == set(self._cache.leases)
         assert all(request.lease is None for request in scheduler.idle_requests())
         unfinished = {request for request in self._asked if not request.is_over}
-        assert set(scheduler.requests()) == unfinished, "somebody is forgotten"
+        assert set(scheduler.requests()) == unfinished, "a request is forgotten"
         following = {request for queue in scheduler._queues for request in queue.following}
-        assert set(flights._waits) == following, "somebody follows nobody"
+        assert set(flights._waits) == following, "a request follows without a leader"
         for leader, lead in flights._leads.items():
-            assert leader.computed_upto < len(lead.tokens) // 4, "somebody leads what is computed"
+            assert leader.computed_upto < len(lead.tokens) // 4, "a request leads tokens that are computed"
         for follower, (leader, upto_tokens) in flights._waits.items():
             assert leader in flights._leads
             assert leader in running
-            assert leader.computed_upto < upto_tokens, "somebody waits for what is computed"
+            assert leader.computed_upto < upto_tokens, "a request waits for tokens that are computed"
             assert follower in flights._followers[leader]
 
     def _mistake_of_refusal(self, request: Request, error: CapacityError) -> str:
@@ -283,7 +283,7 @@ class EngineOracle(Observer):
         core, world = self.core, self._world
         assert not core.has_work
         for asked in self._asked.values():
-            assert asked.future.done(), "somebody waits for ever"
+            assert asked.future.done(), "a request waits forever"
             assert asked.num_ends == 1
         flights, queues = core._flights, core._scheduler._queues
         left = [flights._waits, flights._leads, flights._followers, flights._leaders, flights._first_blocks]
@@ -311,7 +311,7 @@ class EngineOracle(Observer):
         assert (requests.waiting, requests.running, requests.following, requests.paused) == (0, 0, 0, 0)
         assert requests.finished + requests.failed + requests.cancelled == len(self._asked)
         assert requests.finished == self.events["answered"]
-        assert requests.pauses == self.events["pauses"]
+        assert requests.pauses == self.events["preemptions"]
         assert stats.tokens.cached == self.events["cached tokens"]
         assert stats.tokens.computed == self.events["computed tokens"]
         assert stats.tokens.recomputed == self.events["recomputed tokens"]
@@ -324,5 +324,5 @@ class EngineOracle(Observer):
         }
         num_decoded = sum(len(asked.told) for asked in self._asked.values())
         num_again = self._runner.num_tokens - len(prefixes) - num_decoded
-        most_lost = self.events["pauses"] * (self._world.block_size - 1)  # only full blocks were published
+        most_lost = self.events["preemptions"] * (self._world.block_size - 1)  # only full blocks were published
         assert 0 <= num_again <= most_lost, "a token was computed twice"

@@ -30,7 +30,7 @@ class Known:
         serial: the salt of its namespace.
         adapter, invoked: digests of the adapter that computes it, or of one that is invoked in it.
         is_found: prompts find it: it is computed.
-        is_registered: nobody has unregistered it.
+        is_registered: it has not been unregistered.
         is_over: the request that computes it has ended.
     """
 
@@ -51,7 +51,7 @@ class PublicOracle:
         cache: what is judged.
         max_blocks: blocks that public prefixes may take.
         opted_out: tenants that use none.
-        events: is told what happened.
+        events: counts what happened.
     """
 
     def __init__(self, cache: PrefixCache, max_blocks: int, opted_out: frozenset[str], events: Counter[str]) -> None:
@@ -137,7 +137,7 @@ class PublicOracle:
             )
             usage, spared = self._cache.tenants[namespace.tenant], options.get("num_spared_blocks", 0)
             takeable = self._cache._evictor.num_takeable_blocks(namespace.tenant, usage, spared)
-            assert takeable <= 0, "cached tokens were given up for blocks that were there"
+            assert takeable <= 0, "cached tokens were dropped although there were enough blocks"
             assert public in (0, expected.trunk_tokens)
             return lease
         assert public == expected.public_tokens, f"{expected.public_tokens} tokens are public, {public} were counted"

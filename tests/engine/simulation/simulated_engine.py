@@ -217,7 +217,7 @@ class SimulatedEngine:
         generation = None
         if ask.max_new_tokens:
             stop_token_ids = frozenset(ask.stop_token_ids)
-            generation = Generation(ask.sampling, stop_token_ids, lambda news: self._take(asked, news))
+            generation = Generation(ask.sampling, stop_token_ids, lambda chunk: self._take(asked, chunk))
         prompt = self.adapters.acquire(params.caller, params.tokens)
         assert prompt.namespace == ask.namespace
         asked.request = prompt.request(params, asked.future, generation)
@@ -332,8 +332,8 @@ class SimulatedEngine:
         assert {tree.owner.namespace.adapter for tree in self.cache._trees.values()} <= {"", *named}
         self.oracle.events["adapters drained"] += sum(what == "remove" for what, _ in self.device.told)
 
-    def _take(self, asked: Asked, news: GeneratedTokens) -> None:
-        self.oracle.told(asked, news)
+    def _take(self, asked: Asked, chunk: GeneratedTokens) -> None:
+        self.oracle.told(asked, chunk)
         if len(asked.told) == asked.ask.cancels_at:
             self._give_up(asked)
         if len(asked.told) == asked.ask.finishes_at:

@@ -65,7 +65,7 @@ def path_in_tree(tokens: bytes, marks: InvocationMarks) -> bytes:
 
 
 def first_digest(namespace: Namespace) -> int:
-    """Return the digest before a first token. As those of a real model, K/V depend on nobody's name."""
+    """Return the digest before a first token. As in a real model, K/V do not depend on the tenant."""
     return xxh3_64_intdigest(repr((namespace.model, namespace.adapter)).encode())
 
 
@@ -123,7 +123,7 @@ class Part(NamedTuple):
 
 
 class SimulatedRunner:
-    """Computes chunks over slots of digests, takes virtual time for it, and fails where it is told to.
+    """Computes chunks over slots of digests, takes virtual time for it, and fails where the script says.
 
     The engine would take its errors for failed steps, so violations that it sees are kept in `violations`.
 

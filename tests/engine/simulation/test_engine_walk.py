@@ -1,4 +1,4 @@
-"""The whole engine in virtual time: seeded worlds, failures at every step, broken engines that are noticed."""
+"""The whole engine in virtual time: seeded worlds, failures at every step, and broken engines that are detected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INTERESTING = {
     "tokens reused before an invocation",
     "follows",
     "leases released",
-    "pauses",
+    "preemptions",
     "recomputed tokens",
     "retained tokens",
     "risen to the end",
@@ -83,7 +83,7 @@ FOUND: dict[str, tuple[World, list[Event]]] = {
             Fail(step=2, how="cancelled"),
         ],
     ),
-    "a request was paused before it had computed anything, and what was cached for it since was taken for computed": (
+    "a request was preempted before it computed anything, and what was cached for it since counted as computed": (
         World(block_size=2, num_blocks=6, max_step_tokens=5, max_running_requests=4, policy="adaptive", token_s=0.0),
         [
             Ask(at_s=3.66, key=0, prompt=((1, 5),), max_new_tokens=5),
@@ -148,7 +148,7 @@ def test_a_request_preempted_below_a_public_prefix_resumes_there() -> None:
     world = World(block_size=2, num_blocks=11, max_public_blocks=4)
     asks = [Ask(9.0, key, ((1, 4), (key, 1)), f"tenant {key}", max_new_tokens=10) for key in (2, 3)]
     events = judged(world, [Register(0.0, "p", ((1, 4),)), *asks])
-    assert events["pauses below public prefixes"] > 0
+    assert events["preemptions below public prefixes"] > 0
     assert events["public tokens"] > 8  # those who began, and again those who went on
 
 
