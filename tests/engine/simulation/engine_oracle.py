@@ -172,7 +172,7 @@ class EngineOracle(Observer):
             )
 
     def _verify_progress(self) -> None:
-        """Assert progress: a step computes, ends or preempts a request, and after a preemption the next one computes."""
+        """Assert progress: a step computes, ends or preempts a request; after a preemption the next one computes."""
         is_same = self._news == self._news_before
         is_idle = is_same and self._num_waits == self._waits_before
         if self.core.has_work and is_idle:
