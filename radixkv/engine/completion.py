@@ -108,7 +108,9 @@ class RequestCompleter:
         """Remove a request from the engine, close its lease and resume its followers. Leaves its future alone."""
         request.is_over = True
         self._scheduler.remove(request)
-        self._resume(self._flights.leave(request))
+        followers = self._flights.leave(request)
+        if followers:
+            self._scheduler.resume(followers)
         self._stats.count_end(request, outcome)
         self._cancellations.forget(request)
         request.release()
@@ -172,7 +174,9 @@ class RequestCompleter:
         publishable = end if is_first_token else end // block_size * block_size
         if publishable > request.open_lease.committed_tokens:
             self._commit(request, publishable)
-        self._resume(self._flights.leave(request))  # no request follows generated tokens
+        followers = self._flights.leave(request)  # no request follows generated tokens
+        if followers:
+            self._scheduler.resume(followers)
         prompt_logprobs = (generation.prompt_logprobs or ()) if is_first_token else ()
         chunk = GeneratedTokens((prediction.next_token_id,), request.usage, prediction.logprobs, prompt_logprobs)
         try:
@@ -198,9 +202,7 @@ class RequestCompleter:
         request.written_tokens += lease.commit(upto)
         if request.state is not None:
             request.state.publish(lease.block_ids, lease.num_published_blocks)
-        self._resume(self._flights.published(request, lease.committed_tokens))
-
-    def _resume(self, followers: Sequence[Request]) -> None:
+        followers = self._flights.published(request, lease.committed_tokens)
         if followers:
             self._scheduler.resume(followers)
 
@@ -282,8 +284,9 @@ class RequestCompleter:
         is_lower = retention.priority < DEFAULT_PRIORITY
         own_start = start
         if is_lower:
-            is_known = lease is not None and lease.written_from_tokens is not None
-            written_from = lease.written_from_tokens if is_known else end
+            written_from = None if lease is None else lease.written_from_tokens
+            if written_from is None:
+                written_from = end
             block_size = self._cache.block_size
             own_start = max(start, min(end, -(-written_from // block_size) * block_size))
         grant = self._retain_range(request, retention, start, own_start, only_raise=True)

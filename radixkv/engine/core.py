@@ -355,9 +355,9 @@ class EngineCore:
             for part in step.slices:
                 self._completer.fail(part.request, failed)
             return []
-        self._scheduler.budget.grow()
         is_any_finite = any(result.is_finite for result in results)
         self.num_failed_steps = 0 if is_any_finite else self.num_failed_steps + 1
+        self._scheduler.budget.grow()
         seconds = self._clock() - step.started_s
         num_decoded = step.num_decoded_tokens
         self.observer.step_done(seconds, len(step.slices), step.num_tokens - num_decoded, num_decoded)

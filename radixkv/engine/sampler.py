@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -169,7 +169,8 @@ def _sample_and_read(
         all_rows = _logprob_rows(values[start:end].reshape(len(rows), 1 + 2 * count), count)
         for index, row in enumerate(rows):
             tables[row] = LogprobTable(1)
-            tables[row].put(0, LogprobRows(*(array[index : index + 1] for array in all_rows)))
+            one = slice(index, index + 1)
+            tables[row].put(0, LogprobRows(all_rows.logprobs[one], all_rows.token_ids[one]))
         start = end
     return token_ids, tables
 
@@ -247,7 +248,7 @@ def change_logits(logits: torch.Tensor, changes: Sequence[LogitChanges]) -> torc
     repeated: list[npt.NDArray[np.int64]] = []
     factors: list[npt.NDArray[np.float32]] = []
     present: list[npt.NDArray[np.int64]] = []
-    penalties: list[npt.NDArray[np.float64]] = []
+    penalties: list[npt.NDArray[Any]] = []
     for row, (sampling, prompt_ids, token_ids, stop_token_ids, allowed) in enumerate(changes):
         offset = row * num_logits
         stop_ids: list[int] = []
@@ -358,7 +359,8 @@ def _cumsum(rows: torch.Tensor) -> torch.Tensor:
         return rows.cumsum(dim=-1)
     num_rows = len(rows)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % _CUMSUM_ROWS))
-    return torch.cat([group.cumsum(dim=-1) for group in padded.split(_CUMSUM_ROWS)])[:num_rows]
+    groups = [padded[start : start + _CUMSUM_ROWS] for start in range(0, num_rows, _CUMSUM_ROWS)]
+    return torch.cat([group.cumsum(dim=-1) for group in groups])[:num_rows]
 
 
 def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> LogprobRows:

@@ -98,13 +98,14 @@ class Admitter:
             is_passing: whether the request returns its blocks with the step, so that no blocks must be left free.
         """
         params = request.params
+        tokens = request.tokens
         if cached_tokens is None:
             cached_tokens = self.look_up(request)[0] if self._flights.has_leaders(request) else 0
         request.found_tokens = cached_tokens
         if params.read_cache:
             if self._cache.snapshots is not None:
                 # Tokens without a state to resume from are found, too; another request need not lead to them.
-                request.found_tokens = self._cache.num_found_tokens(request.namespace, request.tokens)
+                request.found_tokens = self._cache.num_found_tokens(request.namespace, tokens)
             if self._flights.follow(request, request.found_tokens, cached_tokens):
                 return Admission.FOLLOWS
         if params.hold_lease:
@@ -116,7 +117,7 @@ class Admitter:
         if running and not is_passing:
             num_spared_blocks = sum(map(_may_grow, running)) + self._lending.num_lent_blocks
         try:
-            lease = self._lease(request, num_spared_blocks)
+            lease = self._lease(request, tokens, num_spared_blocks)
         except CapacityError as error:
             borrowing = None if isinstance(error, QuotaExceeded) else self._borrow(request, running)
             if borrowing is None:
@@ -125,19 +126,19 @@ class Admitter:
         if self._loads is not None and request.is_preempted and self._loads.begin_again(request):
             lease.close_unused()  # other requests may have the blocks in the meantime
             return Admission.FOLLOWS
-        self._start(request, lease)
+        self._start(request, lease, tokens)
         # Other requests do not wait for a last token alone: each computes its own, which yields its next token.
         is_published = params.read_cache and params.write_cache and not request.is_revoked
         if is_published and request.num_tokens - request.computed_upto > 1:
             self._flights.lead(request)
         return Admission.ADMITTED
 
-    def _lease(self, request: Request, num_spared_blocks: int) -> Lease:
+    def _lease(self, request: Request, tokens: bytes, num_spared_blocks: int) -> Lease:
         """Allocate the blocks of a request: those of its prompt, and private ones if it will need any."""
-        num_private_tokens = request.num_private_tokens
+        num_private_tokens = 0 if request.compression is None else request.num_private_tokens
         lease = self._cache.lease(
             request.namespace,
-            request.tokens,
+            tokens,
             read=request.params.read_cache,
             num_spared_blocks=num_spared_blocks + -(-num_private_tokens // self._cache.block_size),
             num_expected_tokens=request.num_expected_tokens,
@@ -160,7 +161,7 @@ class Admitter:
             return None
         lease = None
         try:
-            lease = self._lease(request, num_growing)
+            lease = self._lease(request, request.tokens, num_growing)
             lease.reserve(self._lending.max_tokens(request))
         except CapacityError:
             if lease is not None:
@@ -182,7 +183,7 @@ class Admitter:
         path, request.num_nodes = self._cache.path_of(request.namespace, request.tokens, read=read)
         return path
 
-    def _start(self, request: Request, lease: Lease) -> None:
+    def _start(self, request: Request, lease: Lease, tokens: bytes) -> None:
         """Let a request continue after the cached tokens of its lease, and those that were loaded."""
         request.lease = lease
         request.num_nodes = lease.num_nodes
@@ -195,7 +196,7 @@ class Admitter:
         if not request.has_computed:
             reuse.cached_tokens = cached_tokens
             reuse.public_tokens = lease.public_tokens
-            reuse.miss_reason = self._explain(request, cached_tokens)
+            reuse.miss_reason = self._explain(request, tokens, cached_tokens)
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
@@ -204,13 +205,13 @@ class Admitter:
             request.state = states.open(lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens)
         self._on_start(request)
 
-    def _explain(self, request: Request, cached_tokens: int) -> MissReason:
+    def _explain(self, request: Request, tokens: bytes, cached_tokens: int) -> MissReason:
         """Return why the tokens after the reused ones have to be computed."""
         if not request.params.read_cache:
             return MissReason.READ_DISABLED
         if cached_tokens < request.reuse.stored_upto:
             return MissReason.NOT_LOADED
-        return self._cache.explain(request.namespace, request.tokens, cached_tokens, request.former)
+        return self._cache.explain(request.namespace, tokens, cached_tokens, request.former)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
         """Refuse a request for which only held leases or other tenants' floors leave no room.

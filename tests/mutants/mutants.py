@@ -320,7 +320,9 @@ ENGINE_MUTANTS = (
         "pass",
     ),
     Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
-    Mutant("scheduling/admission.py", "self._lease(request, num_spared_blocks)", "self._lease(request, 0)"),
+    Mutant(
+        "scheduling/admission.py", "self._lease(request, tokens, num_spared_blocks)", "self._lease(request, tokens, 0)"
+    ),
     Mutant("scheduling/admission.py", "is_resumed=request.has_computed", "is_resumed=False"),
     Mutant("scheduling/admission.py", "        if running and not is_passing:\n", "        if running:\n"),
     Mutant("scheduling/admission.py", "Admission.NO_ROOM if running and", "Admission.NO_ROOM if False and"),
