@@ -239,8 +239,9 @@ class Engine:
     ) -> Future[Purged]:
         """Purge the namespaces with these names (None: any) in all tiers; see `PurgeBegun`. Raises UnknownAdapter."""
         digest = None if adapter is None else self.adapters.digest_of(adapter)
-        purge = lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt)  # noqa: E731
-        return when_deleted(self._call_for(tenant, purge))
+        return when_deleted(
+            self._call_for(tenant, lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt))
+        )
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Return all statistics, with those of the largest tenants, or of one; see `StatsCollector.stats`."""

@@ -123,14 +123,13 @@ def predict(
     tables: dict[int, LogprobTable] = {}
     if sampled_rows or rows_by_count:
         token_ids, tables = _sample_and_read(logits, token_ids, requests, allowed, sampled_rows, rows_by_count)
-    logits_read = dict(zip(logit_rows, _rows(logits, logit_rows).cpu().numpy(), strict=True)) if logit_rows else {}
+    logits_by_row: dict[int, npt.NDArray[np.float32]] = {}
+    if logit_rows:
+        for row, values in zip(logit_rows, _rows(logits, logit_rows).cpu().numpy(), strict=True):
+            logits_by_row[row] = values.copy()
+    refusals = {row: error for row, error in allowed.items() if isinstance(error, RadixKVError)}
     return [
-        Prediction(
-            token_id,
-            logprobs=tables.get(row, ()),
-            logits=logits_read[row].copy() if row in logits_read else None,
-            refusal=refusal if isinstance(refusal := allowed.get(row), RadixKVError) else None,
-        )
+        Prediction(token_id, tables.get(row, ()), logits_by_row.get(row), refusals.get(row))
         for row, token_id in enumerate(token_ids)
     ]
 
@@ -197,13 +196,17 @@ def _sample(
     # Rows that need a sort come first, then others that are drawn, then those that take the most likely token.
     rows = sorted(rows, key=lambda row: (not is_drawn(row), not _needs_sort(sampling_of(row))))
     selected = _rows(logits, rows)
-    changes = {index: each for index, row in enumerate(rows) if (each := _changes(requests[row], allowed.get(row)))}
+    changes: dict[int, LogitChanges] = {}  # by index in `selected`
+    for index, row in enumerate(rows):
+        changed = _changes(requests[row], allowed.get(row))
+        if changed is not None:
+            changes[index] = changed
     if len(changes) == len(rows):
         selected = change_logits(selected, [*changes.values()])
     elif changes:
         indices = [*changes]
-        changed = change_logits(_rows(selected, indices), [*changes.values()])
-        selected = selected.index_copy(0, _on_device(indices, logits.device), changed)
+        changed_rows = change_logits(_rows(selected, indices), [*changes.values()])
+        selected = selected.index_copy(0, _on_device(indices, logits.device), changed_rows)
     num_drawn = sum(map(is_drawn, rows))
     pieces = []
     if num_drawn:

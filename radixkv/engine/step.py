@@ -152,8 +152,8 @@ def start_step(
         chunks = []
         for part in slices:
             chunk = chunk_of(part)
-            if part.request.compression is not None and (watcher := watcher_of(part.request)) is not None:
-                chunk = dataclasses.replace(chunk, watcher=watcher)
+            if part.request.compression is not None:
+                chunk = dataclasses.replace(chunk, watcher=watcher_of(part.request))
             chunks.append(chunk)
         return runner.start(chunks)
 
