@@ -553,10 +553,10 @@ def test_stats_report_the_largest_tenants_and_their_number_or_one_by_name() -> N
     for number in range(3):
         bench.submit(range(4 * number + 4), tenant=str(number))
     bench.run()
-    stats = bench.core.stats
-    stats = stats.stats(max_tenants=2)
+    collector = bench.core.stats
+    stats = collector.stats(max_tenants=2)
     assert [each.tenant for each in stats.tenants] == ["2", "1"]
     assert stats.known_tenants == 3
-    assert [each.tenant for each in stats.stats(tenant="0").tenants] == ["0"]
-    assert stats.stats(tenant="nobody").tenants == ()
-    assert stats.stats().known_tenants == 3
+    assert [each.tenant for each in collector.stats(tenant="0").tenants] == ["0"]
+    assert collector.stats(tenant="unknown").tenants == ()
+    assert collector.stats().known_tenants == 3
