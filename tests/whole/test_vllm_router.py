@@ -36,6 +36,7 @@ from radixkv.service.client import Client
 from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="needs vllm-router"),
     pytest.mark.usefixtures("forked_servers"),
 ]
