@@ -22,23 +22,17 @@ from radixkv.config import (
 
 from .house import ROOT
 
-PAGES = sorted(
-    path.relative_to(ROOT)
-    for folder in ("radixkv", "kernels", "service", "bench", "tests")
-    for path in (ROOT / folder).rglob("*.md")
-)
-OPERATING = (
-    Path("docs/RUNBOOK.md"),
-    Path("docs/deploy/README.md"),
-    Path("docs/deploy/tls.md"),
-    Path("proto/STABILITY.md"),
-)
-DOCUMENTS = (
-    *(Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(Path("docs") / f"{name}.md" for name in ("BENCHMARKS", "DESIGN", "METRICS", "MODELS", "SEEING", "TRACING")),
-    Path("docs/examples/README.md"),
-    *OPERATING,
-    *PAGES,
+# Every page except the log, which uses the names of its day.
+DOCUMENTS = sorted(
+    {
+        *(Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "proto/STABILITY.md")),
+        *(
+            path.relative_to(ROOT)
+            for folder in ("radixkv", "kernels", "service", "bench", "tests", "docs")
+            for path in (ROOT / folder).rglob("*.md")
+        ),
+    }
+    - {Path("docs/LOG.md")}
 )
 SOURCE = re.compile(r"^(?:radixkv|kernels|service|bench|tests|docs|proto)/[\w./]+$")
 COMMAND = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]\w*)+)")
