@@ -13,11 +13,11 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from radixkv.model.on_cpu import native_copies
-from radixkv.storage.pinned_memory import map_memory
-from radixkv.storage.tiers.block_key import BlockFormat
-from radixkv.storage.tiers.block_store import StoreBackend
-from radixkv.storage.tiers.by_name import StoreOptions, open_backend
-from radixkv.storage.tiers.slot_file import SlotSizes
+from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.tiers.block_store import StoreBackend
+from radixkv.offload.tiers.host import map_memory
+from radixkv.offload.tiers.open_store import StoreOptions, open_backend
+from radixkv.offload.tiers.slot_file import SlotSizes
 
 Buffers = Sequence[memoryview]
 

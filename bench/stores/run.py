@@ -17,11 +17,11 @@ from bench.stores.places import BenchedStore
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.model.on_cpu import native_copies
 from radixkv.namespace import Namespace
-from radixkv.storage.mover import BlockMover
-from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
-from radixkv.storage.tiers.block_object import BlockObject, Wanted
-from radixkv.storage.tiers.threaded_store import ThreadedStore
-from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
+from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.tiers.block_object import BlockObject, Wanted
+from radixkv.offload.tiers.threaded_store import ThreadedStore
+from radixkv.offload.tiers.tier import LoadedBlock, Miss, Tier
 
 BLOCK_SIZE = 64
 _BATCH = 8  # blocks of one call

@@ -20,7 +20,7 @@ from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.fingerprint import fingerprint_cached
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
-from radixkv.storage.mover import payload_layout
+from radixkv.storage.layer_bytes import payload_layout
 from radixkv.storage.state_pool import StatePool
 
 

@@ -17,8 +17,6 @@ from radixkv.engine.cancellation import Cancellations
 from radixkv.engine.completion import RequestCompleter, retained_until
 from radixkv.engine.compression import Compressor
 from radixkv.engine.observer import CompositeObserver, Observer
-from radixkv.engine.offload.deletions import PurgeBegun
-from radixkv.engine.offload.offload import Offload
 from radixkv.engine.overlap import OverlapScheduler
 from radixkv.engine.preemption import Preemptor
 from radixkv.engine.stats_collector import StatsCollector
@@ -26,6 +24,8 @@ from radixkv.engine.step import PreparedStep, SliceResult, Step, release_parts, 
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import TRIAL_TENANT, Namespace, PromptKey
+from radixkv.offload.offload import Offload
+from radixkv.offload.purge import PendingPurge
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.lending import Lending
@@ -271,7 +271,7 @@ class EngineCore:
 
     def purging(
         self, *, tenant: str | None, adapter: str | None, salt: str | None
-    ) -> Generator[None, None, PurgeBegun]:
+    ) -> Generator[None, None, PendingPurge]:
         """Purge namespaces, in slices between which steps may run; see `PrefixCache.purge`.
 
         Their unfinished requests publish nothing more.
@@ -288,7 +288,7 @@ class EngineCore:
         self._leave_revoked()
         if self._offload is not None:
             deletions += self._offload.purge(tenant, adapter, salt)  # what was saved in the meantime
-        return PurgeBegun(purged, deletions)
+        return PendingPurge(purged, deletions)
 
     def _leave_revoked(self) -> None:
         for request in list(self._scheduler.running):

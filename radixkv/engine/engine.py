@@ -17,7 +17,6 @@ from radixkv.api.result import GenerationFuture, OnTokens, PrefillResult, ProbeR
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
 from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats
-from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged
 from radixkv.cache.segment_source import SegmentSource
@@ -29,14 +28,15 @@ from radixkv.engine.admission_control import AdmissionControl
 from radixkv.engine.core import EngineCore
 from radixkv.engine.inbox import SERVICE_ORIGIN, CallerKind, CallOrigin, EngineThread, Inbox
 from radixkv.engine.observer import Observer
-from radixkv.engine.offload.deletions import when_deleted
-from radixkv.engine.offload.offload import CLOSE_LIMIT_S, Offload
 from radixkv.engine.public_prefixes import PublicPrefixRegistry
-from radixkv.engine.transfer.transfer import Transfer
+from radixkv.engine.transfer.transfer import Transfer, TransferParts
 from radixkv.engine.watchdog import Watchdog
 from radixkv.errors import Draining, LifecycleError, RadixKVError, StepHangs
 from radixkv.events.readers import EventSource
 from radixkv.events.tree_feed import TreeFeed
+from radixkv.offload.index.prompt_blocks import FetchedBlocks
+from radixkv.offload.offload import CLOSE_LIMIT_S, Offload
+from radixkv.offload.purge import when_deleted
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.scheduling.request import Generation, Request
 
@@ -46,6 +46,10 @@ _RETRY_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+# Connects the tiers with an engine, whose thread the argument wakes. Returns them, and what transfers of K/V need.
+OpenOffload = Callable[[Callable[[], None]], tuple[Offload, TransferParts | None]]
 
 
 class Engine:
@@ -63,7 +67,7 @@ class Engine:
         events: listens to the cache.
         rates: limits the rates of tenants; None for no limits.
         adapters: the device side of adapters; None without adapters.
-        offload: the tiers below the device; None without any.
+        open_offload: connects the tiers below the device with the engine; None without any.
 
     Attributes:
         adapters, public: load and unload adapters, and register prefixes that all tenants share.
@@ -85,7 +89,7 @@ class Engine:
         events: TreeFeed | None = None,
         rates: RateLimiter | None = None,
         adapters: AdapterSource | None = None,
-        offload: Offload | None = None,
+        open_offload: OpenOffload | None = None,
     ) -> None:
         model = runner.model
         self.limits = Limits.of_pool(
@@ -103,6 +107,7 @@ class Engine:
         self.eos_token_ids = model.eos_token_ids
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
+        offload, transfer = (None, None) if open_offload is None else open_offload(self._wake)
         self._core = EngineCore.build(
             runner,
             cache,
@@ -119,17 +124,19 @@ class Engine:
         self.segments = SegmentSource(cache, lambda look, tenant: self._call_for(tenant, look))
         self.offload = offload
         if offload is not None:
-            offload.wake = lambda: self._inbox.put(lambda: None)
             self.segments.stores = offload.stored
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
-        parts = None if offload is None else offload.transfer
-        self.transfer = Transfer.of(parts, self._core.held_leases, self.adapters, self._call_by_tenant)
+        self.transfer = Transfer.of(transfer, self._core.held_leases, self.adapters, self._call_by_tenant)
         self.public = PublicPrefixRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
         self._is_stopping = threading.Event()
         self._next_try_s = 0.0
+
+    def _wake(self) -> None:
+        """Wake the engine's thread. Any thread may call this."""
+        self._inbox.put(lambda: None)
 
     @property
     def is_alive(self) -> bool:
@@ -184,7 +191,7 @@ class Engine:
         return future
 
     def generate(
-        self, params: PrefillParams, sampling: Sampling, on_tokens: OnTokens, fetched: Fetched | None = None
+        self, params: PrefillParams, sampling: Sampling, on_tokens: OnTokens, fetched: FetchedBlocks | None = None
     ) -> GenerationFuture:
         """Queue a prompt, `params`, and the generation after it.
 
@@ -237,7 +244,7 @@ class Engine:
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Future[Purged]:
-        """Purge the namespaces with these names (None: any) in all tiers; see `PurgeBegun`. Raises UnknownAdapter."""
+        """Purge the namespaces with these names (None: any) in all tiers. Raises UnknownAdapter."""
         digest = None if adapter is None else self.adapters.digest_of(adapter)
         return when_deleted(
             self._call_for(tenant, lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt))

@@ -18,7 +18,7 @@ from radixkv.api.stats import (
 )
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import TenantUsage
-from radixkv.engine.offload.offload import Offload
+from radixkv.offload.offload import Offload
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler

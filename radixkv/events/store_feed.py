@@ -9,11 +9,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from radixkv.api.events import HASH_BYTES, BlocksRemoved, BlocksStored
-from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.cache.elsewhere.shelf import Shelf
-from radixkv.cache.elsewhere.store_listener import StoreListener
 from radixkv.events.block_identity import Identities, hash_blocks
 from radixkv.namespace import Namespace
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.index.tier_index import StoreListener, TierIndex
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -47,16 +46,16 @@ class StoreFeed(StoreListener):
     long as a store has it.
 
     Args:
-        shelves: the stores, by name.
+        tier_indexes: the stores, by name.
         block_size: tokens of an event block. Unless it divides a block of the pool, nothing is told.
         pool_block_size: tokens of a block of the pool.
         identities: names of namespaces.
     """
 
     def __init__(
-        self, shelves: Mapping[str, Shelf], block_size: int, pool_block_size: int, identities: Identities
+        self, tier_indexes: Mapping[str, TierIndex], block_size: int, pool_block_size: int, identities: Identities
     ) -> None:
-        self._shelves = shelves
+        self._tier_indexes = tier_indexes
         self._block_size = block_size
         self._pool_block_size = pool_block_size
         self._identities = identities
@@ -91,8 +90,8 @@ class StoreFeed(StoreListener):
         for place, block in new:
             own = hashes[place * size : (place + 1) * size]
             self._known[block.key] = KnownBlock(own, identity.cache_salt)
-            for name, shelf in self._shelves.items():
-                if shelf.holds(block.key):
+            for name, tier_index in self._tier_indexes.items():
+                if tier_index.holds(block.key):
                     self.stored(name, block.key)
 
     def stored(self, store: str, key: bytes) -> None:
@@ -111,7 +110,7 @@ class StoreFeed(StoreListener):
             stores = tuple(name for name in known.stores if name != store)
             self._known[key] = known._replace(stores=stores)
             self._changes.append((_Change(False, store, known.cache_salt), known.hashes))
-        if not any(key in shelf for shelf in self._shelves.values()):
+        if not any(key in tier_index for tier_index in self._tier_indexes.values()):
             del self._known[key]
 
     def take(self, max_blocks: int) -> list[BlocksStored | BlocksRemoved]:
@@ -132,4 +131,4 @@ class StoreFeed(StoreListener):
         return list(self._known.values())
 
     def _is_new(self, key: bytes) -> bool:
-        return key not in self._known and any(key in shelf for shelf in self._shelves.values())
+        return key not in self._known and any(key in tier_index for tier_index in self._tier_indexes.values())

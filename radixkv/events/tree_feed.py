@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from radixkv.api.events import Event
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
-from radixkv.cache.elsewhere.elsewhere import Elsewhere
 from radixkv.cache.node import Node, path_to
 from radixkv.errors import InvariantViolation, RadixKVError
 from radixkv.events.block_identity import Identities
@@ -19,6 +18,7 @@ from radixkv.events.snapshot import Snapshot, StoredRun
 from radixkv.events.store_feed import StoreFeed
 from radixkv.events.stored_blocks import Change, Joined, StoredBlocks
 from radixkv.invocation import InvocationMarks
+from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_STEP_BLOCKS = 2048  # 0.6 ms
@@ -83,10 +83,10 @@ class TreeFeed(Listener):
     def _have_stores_news(self) -> bool:
         return self._stores is not None and self._stores.has_news
 
-    def follow(self, elsewhere: Elsewhere) -> None:
+    def follow(self, offload_index: OffloadIndex) -> None:
         """Record also what stores have, from `switch_on` on."""
-        self._stores = StoreFeed(elsewhere.shelves, self._block_size, self._pool_block_size, self._identities)
-        elsewhere.tell(self._stores)
+        self._stores = StoreFeed(offload_index.tiers, self._block_size, self._pool_block_size, self._identities)
+        offload_index.subscribe(self._stores)
 
     def switch_on(self, nodes: Callable[[], Iterable[Node]]) -> None:
         """Record changes from now on, and what is cached already. Doing so again changes nothing.

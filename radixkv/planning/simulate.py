@@ -174,7 +174,7 @@ class _Replay:
             policy=self._future or make_policy(policy, num_blocks),
             probation_share=1.0 if self._future else probation_share,
             evicted_prefixes=0,
-            listeners=[self.tiers.elsewhere] if self.tiers else (),
+            listeners=[self.tiers.index] if self.tiers else (),
             clock=lambda: self._now_s,
         )
 
@@ -199,7 +199,7 @@ class _Replay:
 
     def _step_with(self, tiers: SimulatedTiers, tokens: bytes) -> None:
         first_block = self.cache.match(self._namespace, tokens).cached_tokens // self.cache.block_size
-        run = tiers.elsewhere.find(self._namespace, tokens, first_block)
+        run = tiers.index.find(self._namespace, tokens, first_block)
         with self.cache.lease(self._namespace, tokens) as lease:
             tiers.save()
             lease.commit(lease.num_tokens)

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
-from radixkv.cache.elsewhere.elsewhere import Elsewhere
-from radixkv.cache.elsewhere.found import Found
-from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.lease import Lease
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
-from radixkv.storage.tiers.block_object import object_bytes
-from radixkv.storage.tiers.slot_file import SlotSizes
+from radixkv.offload.index.offload_index import OffloadIndex
+from radixkv.offload.index.prompt_blocks import KeyedBlock, StoredBlock
+from radixkv.offload.index.tier_index import TierIndex
+from radixkv.offload.tiers.block_object import object_bytes
+from radixkv.offload.tiers.slot_file import SlotSizes
 from radixkv.tokens import TOKEN_BYTES
 
 _UNBOUNDED_BLOCKS = 2**62
-_HOST_ALIGNMENT = 64  # as in radixkv/storage/tiers/host_memory.py, which needs torch
+_HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py, which needs torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class TierUse:
 
 
 class SimulatedTiers:
-    """Stores that have at once what they are given, behind the real `Elsewhere`.
+    """Stores that have at once what they are given, behind the real `OffloadIndex`.
 
     It does what the engine does for a request: find before the lease, save what the lease evicts, then load.
 
@@ -67,33 +66,33 @@ class SimulatedTiers:
         block_size: tokens a block.
 
     Attributes:
-        elsewhere: to listen to the cache.
+        offload_index: to listen to the cache.
         cached_tokens, written_blocks: see `TierUse`, by name.
     """
 
     def __init__(self, rooms: Sequence[TierRoom], block_size: int) -> None:
         self._rooms = rooms
         self._block_size = block_size
-        shelves = [Shelf(room.name, _num_blocks(room, block_size)) for room in rooms]
-        self.elsewhere = Elsewhere(shelves, self._key_blocks, block_size)
+        tier_indexes = [TierIndex(room.name, _num_blocks(room, block_size)) for room in rooms]
+        self.index = OffloadIndex(tier_indexes, self._key_blocks, block_size)
         self.cached_tokens: Counter[str] = Counter()
         self.written_blocks: Counter[str] = Counter()
 
     def save(self) -> None:
         """Store what has left the cache since the last call."""
-        departures, _ = self.elsewhere.take_departures()
-        for each in departures:
-            for name in each.shelves:
+        evicted_blocks, _ = self.index.take_evicted_blocks()
+        for each in evicted_blocks:
+            for name in each.tiers:
                 self.written_blocks[name] += 1
-                self.elsewhere.stored(name, [each.block.key])
+                self.index.stored(name, [each.block.key])
 
-    def load(self, lease: Lease, first_block: int, run: Sequence[Found]) -> int:
+    def load(self, lease: Lease, first_block: int, run: Sequence[StoredBlock]) -> int:
         """Load what was found for a lease.
 
         Args:
             lease: its cached tokens are on the device.
             first_block: index of the first block of `run` in the prompt.
-            run: what `Elsewhere.find` found before the lease.
+            run: what `OffloadIndex.find` found before the lease.
 
         Returns:
             Tokens that were loaded.
@@ -103,9 +102,9 @@ class SimulatedTiers:
         found = run[first - first_block :] if first >= first_block else ()
         if not found:
             return 0
-        self.cached_tokens.update({name: size * num for name, num in Counter(each.shelf for each in found).items()})
-        self.cached_tokens[found[0].shelf] -= start - first * size  # the device has the beginning of that block
-        self.elsewhere.loaded([each.block.key for each in found])
+        self.cached_tokens.update({name: size * num for name, num in Counter(each.tier for each in found).items()})
+        self.cached_tokens[found[0].tier] -= start - first * size  # the device has the beginning of that block
+        self.index.loaded([each.block.key for each in found])
         return (first + len(found)) * size - start
 
     def uses(self, num_prompt_tokens: int) -> tuple[TierUse, ...]:
@@ -117,7 +116,7 @@ class SimulatedTiers:
                 self.cached_tokens[room.name],
                 self.cached_tokens[room.name] / num_prompt_tokens,
                 self.written_blocks[room.name],
-                len(self.elsewhere.shelves[room.name]),
+                len(self.index.tiers[room.name]),
             )
             for room in self._rooms
         )

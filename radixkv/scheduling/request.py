@@ -17,11 +17,11 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import FinishReason, GenerateResult, OnTokens, PrefillResult, Usage
 from radixkv.api.sampling import Sampling
-from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.cache.lease import Lease
 from radixkv.cache.recurrent_states import StateLease
 from radixkv.invocation import Invocation
 from radixkv.namespace import Namespace, PromptKey
+from radixkv.offload.index.prompt_blocks import FetchedBlocks
 
 
 class Outcome(enum.Enum):
@@ -161,7 +161,7 @@ class Request:
     generation: Generation | None = None
     former: Sequence[PromptKey] = ()
     invocation: Invocation | None = None
-    fetched: Fetched | None = None
+    fetched: FetchedBlocks | None = None
     prompt_tokens: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -30,7 +31,7 @@ from radixkv.invocation import InvocationMarks
 from radixkv.model.attention.interface import AttentionKernels, PlanningKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
-from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.startup.adapters import adapter_source, load_adapters
 from radixkv.startup.attention_choice import attention_kernels
@@ -44,7 +45,7 @@ from radixkv.startup.progress import StartProgress
 from radixkv.startup.requirements import require_usable
 from radixkv.startup.states import make_state_slots
 from radixkv.startup.thread_count import choose_thread_count
-from radixkv.startup.tiers import Transfers, open_stores
+from radixkv.startup.tiers import Transfers, open_stores, tier_shares
 from radixkv.startup.windowed_layers import divide_layers, windows_of
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.storage.layer_groups import LayerGroups
@@ -117,12 +118,22 @@ def build_engine(
     progress.begin("opening the stores of blocks, and building the engine")
     has_transfers = config.transfer.sends or bool(config.kv_sources)
     transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
-    stores = open_stores(config.tiers, runner, marks, config.stores, transfer)
+    windows = windows_of(storage, limits.step_tokens)
+    max_retained_blocks = int(config.cache.max_retained_share * num_blocks)
+    stores = open_stores(
+        config.tiers,
+        runner,
+        marks,
+        config.stores,
+        transfer,
+        shares_of=tier_shares(quotas, default_quota, num_blocks),
+        retained_share=max_retained_blocks / num_blocks,
+        part_of=windows.pools[-1].part_of if windows.pools else None,
+    )
     listeners: list[Listener] = [events]
     if stores is not None:
-        listeners.append(stores.elsewhere)
-        events.follow(stores.elsewhere)
-    windows = windows_of(storage, limits.step_tokens)
+        listeners.append(stores.index)
+        events.follow(stores.index)
     cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, windows, states)
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = RateLimiter(config.tenants, config.default_tenant)
@@ -135,7 +146,7 @@ def build_engine(
         events=events,
         rates=rates,
         adapters=adapter_source(config, model),
-        offload=None if stores is None else stores.offload(cache, choice),
+        open_offload=None if stores is None else partial(stores.connect, cache, choice),
     )
     load_adapters(config.adapters, engine.adapters, progress.report)
     end_own_threads()

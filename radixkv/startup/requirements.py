@@ -8,8 +8,8 @@ from radixkv.config import Config, TiersConfig
 from radixkv.config.address import host_and_port
 from radixkv.errors import ConfigError, InvalidAdapter
 from radixkv.model.adapters.adapter_config import require_files
+from radixkv.offload.tiers.open_store import require_backend, require_redis_url
 from radixkv.startup.tier_secrets import ciphers_of, secret_of
-from radixkv.storage.tiers.by_name import require_backend, require_redis_url
 
 
 def require_usable(config: Config) -> None:

@@ -7,8 +7,8 @@ from hashlib import blake2b
 from radixkv.config import TiersConfig
 from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError
-from radixkv.storage.tiers.block_key import MAX_SECRET_BYTES
-from radixkv.storage.tiers.sealing import KEY_BYTES, TenantCiphers
+from radixkv.offload.block_keys import MAX_SECRET_BYTES
+from radixkv.offload.tiers.sealing import KEY_BYTES, TenantCiphers
 
 
 def secret_of(config: TiersConfig) -> bytes:

@@ -12,40 +12,38 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from radixkv.cache.elsewhere.elsewhere import Elsewhere
-from radixkv.cache.elsewhere.shared_shelf import SharedShelf
-from radixkv.cache.elsewhere.shelf import Shares, Shelf
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import KVSourceConfig, StoreConfig, TiersConfig, TransferConfig
-from radixkv.engine.offload.disk_record import DiskRecord
-from radixkv.engine.offload.offload import Offload
-from radixkv.engine.offload.prompt_keys import PromptKeys
 from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import TransferParts
 from radixkv.errors import ConfigError, StoreError, UnsupportedModel
 from radixkv.invocation import InvocationMarks
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.model.on_cpu import native_copies
-from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.offload.block_keys import BlockFormat, BlockKeys, PromptKeys
+from radixkv.offload.block_mover import BlockMover, GpuCopies, payload_sizes
+from radixkv.offload.device_copies import CopyStream
+from radixkv.offload.disk_record import DiskRecord
+from radixkv.offload.index.offload_index import OffloadIndex
+from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex, TierShares
+from radixkv.offload.load_or_compute import LoadOrCompute
+from radixkv.offload.offload import Offload, do_nothing
+from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
+from radixkv.offload.tiers.block_object import object_bytes
+from radixkv.offload.tiers.block_store import StoreBackend
+from radixkv.offload.tiers.disk import DiskStore
+from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
+from radixkv.offload.tiers.host import map_memory
+from radixkv.offload.tiers.open_store import StoreOptions, open_backend
+from radixkv.offload.tiers.sealing import TenantCiphers
+from radixkv.offload.tiers.threaded_store import ThreadedStore
+from radixkv.offload.tiers.tier import Tier
 from radixkv.startup.tier_secrets import ciphers_of, secret_of
-from radixkv.storage.device_copies import CopyStream
 from radixkv.storage.device_pool import KVStorage
-from radixkv.storage.layer_bytes import LayerBytes
-from radixkv.storage.mover import BlockMover, GpuCopies, payload_layout, payload_sizes
-from radixkv.storage.pinned_memory import StagingSlots, map_memory, map_pinned_memory, staging_stride
-from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
-from radixkv.storage.tiers.block_object import object_bytes
-from radixkv.storage.tiers.block_store import StoreBackend
-from radixkv.storage.tiers.by_name import StoreOptions, open_backend
-from radixkv.storage.tiers.disk import DiskStore
-from radixkv.storage.tiers.guard.alarm_clock import AlarmClock
-from radixkv.storage.tiers.guard.circuit import Circuit, CircuitState
-from radixkv.storage.tiers.guard.guarded_store import GuardedStore
-from radixkv.storage.tiers.sealing import TenantCiphers
-from radixkv.storage.tiers.threaded_store import ThreadedStore
-from radixkv.storage.tiers.tier import Tier
+from radixkv.storage.layer_bytes import LayerBytes, payload_layout
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +53,6 @@ _LEAST_WAITING_BYTES = 64 << 20
 # The prompt that is computed to learn how this process computes.
 _TRIED_BLOCKS = 2
 _STRIDE = 7919
-_IN_PROCESS = ("host",)  # stores that nobody else can read
-_PINNED = ("host",)  # stores whose payloads a GPU can copy where they are
 
 
 class Transfers(NamedTuple):
@@ -79,7 +75,7 @@ class Stores:
         backends: by name.
         closed: names of those that could not be opened.
         keys: of their blocks.
-        elsewhere: knows where blocks are; to listen to the cache.
+        index: of all tiers; it listens to the cache.
         mover: copies blocks.
         max_waiting_bytes: see `Offload`.
         ciphers: seal what is stored outside this process; None for none.
@@ -90,53 +86,74 @@ class Stores:
     backends: dict[str, StoreBackend]
     closed: tuple[str, ...]
     keys: BlockKeys
-    elsewhere: Elsewhere
+    index: OffloadIndex
     mover: BlockMover
     max_waiting_bytes: int
     ciphers: TenantCiphers | None
     transfer: Transfers | None
     layer_bytes: LayerBytes
 
-    def offload(self, cache: PrefixCache, choice: LoadOrCompute | None = None) -> Offload:
-        """Put them below a cache that `elsewhere` listens to.
+    def connect(
+        self, cache: PrefixCache, choice: LoadOrCompute | None = None, wake: Callable[[], None] = do_nothing
+    ) -> tuple[Offload, TransferParts | None]:
+        """Connect the tiers with a cache that their index listens to, and with an engine.
 
         Args:
-            cache: the trees.
-            choice: decides between loading and computing; None for one by measured times.
+            cache: the radix trees.
+            choice: decides between loading and computing; None for one that measures.
+            wake: wakes the engine's thread.
+
+        Returns:
+            The tiers, and what transfers of K/V between servers need; None if transfers are off.
         """
-        choice = choice or LoadOrCompute(cache.block_size)
-        self.elsewhere.trunk_of = cache.public.trunk_of
-        for pool in cache.windows.pools:
-            self.elsewhere.part_of = pool.part_of
-        for shelf in self.elsewhere.shelves.values():
-            if not shelf.is_shared:
-                shelf.shares_of = partial(_shares_of, cache)
-                shelf.retained_share = cache.max_retained_blocks / cache.pool.num_blocks
-        alarms = AlarmClock()
-        tiers, record = [], None
-        for name, backend in self.backends.items():
-            is_shared = self.elsewhere.shelves[name].is_shared
-            circuit = Circuit(alarms.now_s, is_known=not is_shared)
-            store = GuardedStore(name, ThreadedStore(backend, name=name), alarms, circuit)
-            if is_shared:
-                store.greet()
-            ciphers, is_working = None if name in _IN_PROCESS else self.ciphers, partial(_is_closed, circuit)
-            stage = _keep if name in _PINNED else self.mover.stage
-            tiers.append(Tier(name, store, self.mover.sizes, is_working, ciphers, stage=stage, is_shared=is_shared))
-            if isinstance(backend, DiskStore):
-                record = DiskRecord(backend, self.keys)
+        self.index.read_public_prefixes(cache.public.trunk_of)
+        timers = TimerThread()
+        tiers = {name: self._tier(name, backend, timers) for name, backend in self.backends.items()}
+        disk = self.backends.get("disk")
         offload = Offload(
-            cache, self.elsewhere, tiers, self.mover, self.max_waiting_bytes, self.keys, choice, record,
-            on_close=alarms.close, closed=self.closed,
-        )  # fmt: skip
-        if self.transfer is not None:
-            key_blocks, block_format = self.elsewhere.key_blocks, self.keys.format
-            shared = {tier.name: tier for tier in tiers if self.elsewhere.shelves[tier.name].is_shared}
-            stores = SharedStores(shared, offload.purger.is_purging_any)
-            offload.transfer = TransferParts(
-                cache, self.mover, key_blocks, block_format, *self.transfer, self.layer_bytes, stores
-            )
-        return offload
+            cache,
+            self.index,
+            list(tiers.values()),
+            self.mover,
+            self.max_waiting_bytes,
+            self.keys,
+            choice or LoadOrCompute(cache.block_size),
+            DiskRecord(disk, self.keys) if isinstance(disk, DiskStore) else None,
+            on_close=timers.close,
+            closed=self.closed,
+            wake=wake,
+        )
+        if self.transfer is None:
+            return offload, None
+        shared = {name: tier for name, tier in tiers.items() if self.index.tiers[name].is_shared}
+        return offload, TransferParts(
+            cache=cache,
+            mover=self.mover,
+            key_blocks=self.index.key_blocks,
+            block_format=self.keys.format,
+            config=self.transfer.config,
+            sources=self.transfer.sources,
+            layer_bytes=self.layer_bytes,
+            stores=SharedStores(shared, offload.purger.is_purging_any),
+        )
+
+    def _tier(self, name: str, backend: StoreBackend, timers: TimerThread) -> Tier:
+        """Put a time limit, a circuit breaker and verification around a store."""
+        is_shared = self.index.tiers[name].is_shared
+        circuit = CircuitBreaker(timers.now_s, is_known=not is_shared)
+        store = GuardedStore(name, ThreadedStore(backend, name=name), timers, circuit)
+        if is_shared:
+            store.greet()
+        is_host = name == "host"  # only this process reads it, and a GPU copies its payloads where they are
+        return Tier(
+            name,
+            store,
+            self.mover.sizes,
+            partial(_is_closed, circuit),
+            None if is_host else self.ciphers,
+            stage=_keep if is_host else self.mover.stage,
+            is_shared=is_shared,
+        )
 
 
 def open_stores(
@@ -145,6 +162,10 @@ def open_stores(
     marks: InvocationMarks,
     others: Mapping[str, StoreConfig] | None = None,
     transfer: Transfers | None = None,
+    *,
+    shares_of: Callable[[str], TierShares] = lambda tenant: TierShares(),
+    retained_share: float = 1.0,
+    part_of: Callable[[int], int | None] | None = None,
 ) -> Stores | None:
     """Open the stores. One that can't be used is left out, which is logged and told as one that does not work.
 
@@ -156,6 +177,9 @@ def open_stores(
         marks: tell what invoked adapters computed.
         others: stores of other packages, by the names of their entry points.
         transfer: K/V for other servers and from them, whose format and keys are those of stores; None for neither.
+        shares_of: returns the shares of a tenant; see `tier_shares`.
+        retained_share: fraction of each tier that retained blocks may take.
+        part_of: see `OffloadIndex`; None if no layers are windowed.
 
     Returns:
         None if there is none, and no transfer.
@@ -197,10 +221,13 @@ def open_stores(
         except StoreError as error:
             _log.error("tier %s is off: %s", name, error)
             closed.append(name)
-    shelves = [_shelf(name, backend, block_format) for name, backend in backends.items()]
-    elsewhere = Elsewhere(shelves, PromptKeys(keys, marks).blocks, storage.block_size)
+    tier_indexes = [
+        _tier_index(name, backend, block_format, shares_of, retained_share) for name, backend in backends.items()
+    ]
+    key_blocks = PromptKeys(keys, marks).blocks
+    offload_index = OffloadIndex(tier_indexes, key_blocks, storage.block_size, part_of or (lambda block_id: None))
     layer_bytes = LayerBytes.of(storage.pools[0])  # transfers alone ask, and have no other pool
-    return Stores(backends, tuple(closed), keys, elsewhere, mover, waiting_bytes, ciphers, transfer, layer_bytes)
+    return Stores(backends, tuple(closed), keys, offload_index, mover, waiting_bytes, ciphers, transfer, layer_bytes)
 
 
 def _wanted(
@@ -245,30 +272,50 @@ def _keep(payload: memoryview) -> None:
     """Leave a payload where its store lends it."""
 
 
-def _shares_of(cache: PrefixCache, tenant: str) -> Shares:
-    """Return a tenant's shares of each store: those of the device."""
-    quota, num_blocks = cache.tenants.quota_of(tenant), cache.pool.num_blocks
-    return Shares(
-        floor=quota.floor_blocks / num_blocks,
-        ceiling=None if quota.ceiling_blocks is None else quota.ceiling_blocks / num_blocks,
-        retained=1.0 if quota.max_retained_blocks is None else quota.max_retained_blocks / num_blocks,
-    )
+def tier_shares(
+    quotas: Mapping[str, Quota], default_quota: Quota | None, num_blocks: int
+) -> Callable[[str], TierShares]:
+    """Return a function that returns a tenant's shares of each tier: the same fractions as of the device.
+
+    Args:
+        quotas: of the tenants that have one.
+        default_quota: of all others; None for no bounds.
+        num_blocks: blocks of the pool.
+    """
+
+    def shares_of(tenant: str) -> TierShares:
+        quota = quotas.get(tenant, default_quota)
+        if quota is None:
+            return TierShares()
+        return TierShares(
+            floor=quota.floor_blocks / num_blocks,
+            ceiling=None if quota.ceiling_blocks is None else quota.ceiling_blocks / num_blocks,
+            retained=1.0 if quota.max_retained_blocks is None else quota.max_retained_blocks / num_blocks,
+        )
+
+    return shares_of
 
 
-def _is_closed(circuit: Circuit) -> bool:
+def _is_closed(circuit: CircuitBreaker) -> bool:
     return circuit.state is CircuitState.CLOSED
 
 
-def _shelf(name: str, backend: StoreBackend, block_format: BlockFormat) -> Shelf:
-    """Return the books of a store: of a shared one, unless it knows its room."""
+def _tier_index(
+    name: str,
+    backend: StoreBackend,
+    block_format: BlockFormat,
+    shares_of: Callable[[str], TierShares],
+    retained_share: float,
+) -> TierIndex:
+    """Return the index of a tier. A store that does not know its capacity is shared with other servers."""
     num_blocks = backend.size().max_objects
     if num_blocks is None:
         if type(backend).purge is StoreBackend.purge:
             raise ConfigError(f"store {name}: expected `purge`, since it does not know its room, got none")
         _log.info("tier %s is shared with servers whose blocks have the format %s", name, block_format.fingerprint)
-        return SharedShelf(name)
+        return SharedTierIndex(name)
     _log.info("tier %s has room for %d blocks", name, num_blocks)
-    return Shelf(name, num_blocks)
+    return TierIndex(name, num_blocks, shares_of=shares_of, retained_share=retained_share)
 
 
 def _computed_by(runner: Runner, mover: BlockMover) -> str:

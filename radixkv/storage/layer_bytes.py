@@ -1,12 +1,14 @@
-"""The bytes that some layers have in the payload of a block."""
+"""The layout of a payload (the bytes of one block outside the pool), and the bytes of some layers in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from radixkv.errors import InvalidRequest
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import rotated_part
 
 
 class Layers(NamedTuple):
@@ -74,3 +76,28 @@ class LayerBytes:
         values = payload[first * self.value_bytes : end * self.value_bytes]
         scales = payload[self.num_layers * self.value_bytes :]
         return memoryview(b"".join((values, scales[first * self.scale_bytes : end * self.scale_bytes])))
+
+
+def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> str:
+    """Describe the numbers in a payload, for whatever outlives the process.
+
+    Both orders of a pool make the same payload.
+
+    Args:
+        pools, part_pools: as for `BlockMover`.
+    """
+    layout = "; then ".join(_layout_of(pool, is_only=len(pools) == 1) for pool in pools)
+    if part_pools:
+        parts = payload_layout(part_pools)
+        same = "the same" if parts == layout else parts
+        num_windowed = sum(pool.num_layers for pool in part_pools)
+        return f"{layout}; then {same} of {num_windowed} windowed layers, if they have it"
+    return layout
+
+
+def _layout_of(pool: KVPool, *, is_only: bool) -> str:
+    vectors = "tokens" if pool.is_latent else "2, heads, tokens"
+    layout = f"values [layers, {vectors}, dim], then scales [layers, {vectors}]"
+    if not is_only:
+        layout += f" of {pool.num_layers} layers of {pool.num_kv_heads} heads of {pool.head_dim}"
+    return f"{layout}; vectors rotated in parts of {rotated_part(pool.head_dim)}" if pool.is_rotated else layout

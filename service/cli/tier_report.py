@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.planning.plan import GB, load_us
 from radixkv.planning.tiers import TierRoom
-from radixkv.scheduling.load_or_compute import LoadOrCompute
 from radixkv.service.cli.plan_report import Group
 
 _MOST_BLOCKS = 2**13  # in one run; what pays in no run of that length is said never to pay

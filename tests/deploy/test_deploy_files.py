@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from radixkv.config import ServerConfig
-from radixkv.engine.offload.offload import CLOSE_LIMIT_S
+from radixkv.offload.offload import CLOSE_LIMIT_S
 from radixkv.service.cli.main import make_parser
 from tests.patience import PATIENCE_S
 

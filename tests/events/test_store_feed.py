@@ -9,9 +9,6 @@ from concurrent.futures import Future
 import numpy as np
 
 from radixkv.api.events import DEVICE, AllCleared, BlocksRemoved, EventBatch
-from radixkv.cache.elsewhere.elsewhere import Elsewhere
-from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.events import snapshot as snapshots
 from radixkv.events.block_identity import Identities, hash_blocks
@@ -19,6 +16,9 @@ from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
+from radixkv.offload.index.offload_index import OffloadIndex
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.index.tier_index import TierIndex
 
 EVENT, BLOCK = 2, 4
 BASE, ACME = Namespace("m"), Namespace("m", "acme")
@@ -66,15 +66,17 @@ class Reader:
 class Watched:
     """A cache with stores that take what the test says, and a reader of its events."""
 
-    def __init__(self, *shelves: Shelf, num_blocks: int = 4, event_block_size: int = EVENT, is_on: bool = True) -> None:
-        self.shelves = shelves or (Shelf("host", 100),)
-        self.elsewhere = Elsewhere(self.shelves, key_blocks, BLOCK)
+    def __init__(
+        self, *tier_indexes: TierIndex, num_blocks: int = 4, event_block_size: int = EVENT, is_on: bool = True
+    ) -> None:
+        self.tiers = tier_indexes or (TierIndex("host", 100),)
+        self.index = OffloadIndex(self.tiers, key_blocks, BLOCK)
         self.identities = Identities("", bytes(range(32)))
         self.log = EventLog()
         self.feed = TreeFeed(self.log, event_block_size, BLOCK, self.identities)
-        self.feed.follow(self.elsewhere)
-        self.cache = PrefixCache(num_blocks, BLOCK, listeners=[self.feed, self.elsewhere])
-        self.elsewhere.trunk_of = self.cache.public.trunk_of
+        self.feed.follow(self.index)
+        self.cache = PrefixCache(num_blocks, BLOCK, listeners=[self.feed, self.index])
+        self.index.read_public_prefixes(self.cache.public.trunk_of)
         self.reader = Reader()
         self.number = self.log.start
         if is_on:
@@ -87,7 +89,7 @@ class Watched:
     def leave(self, num_blocks: int) -> list[bytes]:
         """Evict blocks. Returns the keys of what is to be stored."""
         self.cache.evict(num_blocks)
-        return [each.block.key for each in self.elsewhere.take_departures()[0]]
+        return [each.block.key for each in self.index.take_evicted_blocks()[0]]
 
     def tell(self) -> Reader:
         self.feed.publish()
@@ -109,11 +111,11 @@ class Watched:
         return {(salt, packed[at : at + 8]) for at in range(start // EVENT * 8, len(packed), 8)}
 
     def held(self, name: str) -> set[tuple[str, bytes]]:
-        """The event blocks of what a store holds, from the keys on its shelf."""
-        shelf, found = self.elsewhere.shelves[name], set()
-        for key in shelf:
-            if shelf.holds(key):
-                namespace = shelf.owned[key]
+        """The event blocks of what a store holds, from the keys on its tier_index."""
+        tier_index, found = self.index.tiers[name], set()
+        for key in tier_index:
+            if tier_index.holds(key):
+                namespace = tier_index.owned[key]
                 ids = np.frombuffer(key.partition(b"|")[2], "<u4").tolist()
                 found |= self.hashes(ids, len(ids) - BLOCK, namespace)
         return found
@@ -126,7 +128,7 @@ def test_a_store_is_told_of_once_it_has_the_blocks_with_the_hashes_that_the_devi
     assert on_device == watched.hashes(range(12))
     keys = watched.leave(2)
     assert watched.tell().blocks == {DEVICE: watched.hashes(range(4))}
-    watched.elsewhere.stored("host", keys)
+    watched.index.stored("host", keys)
     assert watched.feed.has_backlog
     assert watched.tell().of("host") == watched.hashes(range(12), 4)
     assert watched.reader.of("host") < on_device
@@ -135,7 +137,7 @@ def test_a_store_is_told_of_once_it_has_the_blocks_with_the_hashes_that_the_devi
 def test_readers_of_the_device_are_told_of_no_store() -> None:
     watched = Watched()
     watched.put(range(8))
-    watched.elsewhere.stored("host", watched.leave(1))
+    watched.index.stored("host", watched.leave(1))
     watched.feed.publish()
     batch = watched.log.after(watched.number)
     assert batch is not None
@@ -144,16 +146,16 @@ def test_readers_of_the_device_are_told_of_no_store() -> None:
 
 
 def test_a_block_that_a_store_gives_up_or_never_got_is_forgotten() -> None:
-    watched = Watched(Shelf("host", 2), Shelf("disk", 3))
+    watched = Watched(TierIndex("host", 2), TierIndex("disk", 3))
     watched.put(range(16))
     keys = watched.leave(4)
     for name in ("host", "disk"):
-        watched.elsewhere.stored(name, [key for key in keys if key in watched.elsewhere.shelves[name]])
+        watched.index.stored(name, [key for key in keys if key in watched.index.tiers[name]])
     assert watched.tell().of("host") == watched.hashes(range(8)), "ends leave first, and are given up for beginnings"
     assert watched.reader.of("disk") == watched.hashes(range(12))
-    watched.elsewhere.lost("host", keys)
+    watched.index.lost("host", keys)
     assert (watched.tell().of("host"), len(watched.reader.of("disk"))) == (set(), 6)
-    watched.elsewhere.lost("disk", keys)
+    watched.index.lost("disk", keys)
     assert watched.tell().of("disk") == set()
     assert watched.feed._stores.known() == []
 
@@ -161,21 +163,21 @@ def test_a_block_that_a_store_gives_up_or_never_got_is_forgotten() -> None:
 def test_what_was_stored_before_is_told_when_a_prompt_finds_it() -> None:
     watched = Watched(is_on=False)
     watched.put(range(12))
-    watched.elsewhere.stored("host", watched.leave(2))
+    watched.index.stored("host", watched.leave(2))
     watched.feed.switch_on(watched.cache.nodes)
     assert watched.tell().of("host") == set()
-    assert len(watched.elsewhere.find(BASE, prompt(range(13)), 1)) == 2
+    assert len(watched.index.find(BASE, prompt(range(13)), 1)) == 2
     assert watched.tell().of("host") == watched.hashes(range(12), 4)
 
 
 def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
     monkeypatch.setattr(snapshots, "_MAX_STORED_PART_BLOCKS", 2)
-    watched = Watched(Shelf("host", 100), Shelf("disk", 100))
+    watched = Watched(TierIndex("host", 100), TierIndex("disk", 100))
     for namespace in (BASE, ACME):
         watched.put(range(8), namespace)
         keys = watched.leave(2)
-        watched.elsewhere.stored("host", keys)
-        watched.elsewhere.stored("disk", keys[:1])
+        watched.index.stored("host", keys)
+        watched.index.stored("disk", keys[:1])
     watched.put(range(4))
     late = Reader()
     late.blocks["host"] = {("", bytes(8))}
@@ -192,12 +194,12 @@ def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
 def test_a_purge_that_empties_the_device_leaves_the_stores_of_others() -> None:
     watched = Watched()
     watched.put(range(8))
-    watched.elsewhere.stored("host", watched.leave(2))
+    watched.index.stored("host", watched.leave(2))
     watched.put(range(8), ACME)
     watched.cache.purge(tenant="acme")
-    watched.elsewhere.purge("acme", None, None)
+    watched.index.purge("acme", None, None)
     assert watched.tell().blocks == {"host": watched.hashes(range(8))}
-    watched.elsewhere.purge("", None, None)
+    watched.index.purge("", None, None)
     assert watched.tell().of("host") == set()
 
 
@@ -207,14 +209,14 @@ def test_blocks_of_invoked_adapters_are_not_told() -> None:
     watched.put(ids)
     keys = watched.leave(3)
     assert len(keys) == 3
-    watched.elsewhere.stored("host", keys)
+    watched.index.stored("host", keys)
     assert watched.tell().of("host") == watched.hashes(range(4))
 
 
 def test_nothing_is_told_where_event_blocks_cross_those_of_the_pool() -> None:
     watched = Watched(event_block_size=3)
     watched.put(range(12))
-    watched.elsewhere.stored("host", watched.leave(2))
+    watched.index.stored("host", watched.leave(2))
     assert set(watched.tell().blocks) == {DEVICE}
 
 
@@ -224,7 +226,7 @@ def test_a_large_change_is_told_in_pieces_and_a_snapshot_waits_for_it() -> None:
     watched.put(range(64 * BLOCK))
     while watched.feed.has_backlog:
         watched.tell()
-    watched.elsewhere.stored("host", watched.leave(64))
+    watched.index.stored("host", watched.leave(64))
     answer: Future[Snapshot] = Future()
     watched.feed.ask(answer)
     num_batches = 0
@@ -240,7 +242,7 @@ def test_what_is_told_is_what_stores_hold_whatever_happens() -> None:
     """Evictions, saves that succeed, fail or come late, stores that give up, purges and finds."""
     for seed in range(20):
         draw = random.Random(seed)
-        watched = Watched(Shelf("host", 5), Shelf("disk", 9), num_blocks=8)
+        watched = Watched(TierIndex("host", 5), TierIndex("disk", 9), num_blocks=8)
         waiting: list[bytes] = []
         for _ in range(120):
             kind = draw.randrange(10)
@@ -252,17 +254,17 @@ def test_what_is_told_is_what_stores_hold_whatever_happens() -> None:
             elif kind < 7:
                 waiting += watched.leave(draw.randrange(1, 5))
             elif kind == 7:
-                watched.elsewhere.find(namespace, prompt(ids), 0)
+                watched.index.find(namespace, prompt(ids), 0)
             elif kind == 8:
                 name = draw.choice(("host", "disk"))
-                outcome = draw.choice((watched.elsewhere.stored, watched.elsewhere.stored, watched.elsewhere.lost))
+                outcome = draw.choice((watched.index.stored, watched.index.stored, watched.index.lost))
                 outcome(name, [key for key in waiting if draw.random() < 0.7])
             else:
                 tenant = draw.choice(("acme", "", "nobody"))
                 watched.cache.purge(tenant=tenant)
-                watched.elsewhere.purge(tenant, None, None)
+                watched.index.purge(tenant, None, None)
             reader = watched.tell()
             for name in ("host", "disk"):
                 assert reader.of(name) == watched.held(name), (seed, name)
-            known = {key for shelf in watched.shelves for key in shelf}
+            known = {key for tier_index in watched.tiers for key in tier_index}
             assert set(watched.feed._stores._known) <= known

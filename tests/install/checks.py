@@ -209,7 +209,7 @@ def events(folder: Path) -> None:
 
 def redis(folder: Path) -> None:
     """Check that a second server finds in Redis, or Valkey, what the first one has computed."""
-    from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
+    from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 
     if SERVER is None:
         raise Skipped(WHY_NOT)
@@ -228,7 +228,7 @@ def encryption(folder: Path) -> None:
 
 def mooncake(folder: Path) -> None:
     """Check that a second server finds in Mooncake what the first one has computed."""
-    from tests.storage.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
+    from tests.offload.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
 
     if WHY_NOT is not None:
         raise Skipped(WHY_NOT)

@@ -208,15 +208,14 @@ def test_tiers_that_make_no_sense_are_refused(rooms: list[TierRoom], message: st
 @pytest.mark.parametrize(("block_size", "token_bytes"), [(16, 4096), (64, 1536), (17, 37)])
 def test_bytes_are_the_tokens_that_stores_have_room_for(tmp_path: Path, block_size: int, token_bytes: int) -> None:
     pytest.importorskip("torch")
-    from radixkv.storage.pinned_memory import map_memory
-    from radixkv.storage.tiers.block_key import BlockFormat
-    from radixkv.storage.tiers.block_object import object_bytes
-    from radixkv.storage.tiers.disk import DiskStore
-    from radixkv.storage.tiers.host_memory import HostMemory
+    from radixkv.offload.block_keys import BlockFormat
+    from radixkv.offload.tiers.block_object import object_bytes
+    from radixkv.offload.tiers.disk import DiskStore
+    from radixkv.offload.tiers.host import HostStore, map_memory
 
     num_bytes, payload_bytes = 10_000_001, block_size * token_bytes
     slot_bytes = object_bytes(block_size, payload_bytes)
-    host = HostMemory(map_memory(num_bytes), slot_bytes)
+    host = HostStore(map_memory(num_bytes), slot_bytes)
     block_format = BlockFormat("model", "float32", "fp32", "by block", block_size, payload_bytes, "cpu")
     disk = DiskStore(tmp_path, block_format, slot_bytes, num_bytes)
     for name, store in (("host", host), ("disk", disk)):

@@ -8,7 +8,7 @@ import torch
 from radixkv.cache.lease import Lease
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.request import Request
-from tests.engine.offload.tiered_bench import TieredBench
+from tests.offload.tiered_bench import TieredBench
 
 
 def test_a_preempted_request_that_waits_for_a_tier_counts_as_hit_or_miss_when_it_is_admitted(
@@ -44,7 +44,7 @@ def test_tokens_that_were_loaded_for_an_earlier_admission_are_not_reported_as_lo
     assert (request.reuse.loaded_tokens, request.has_computed) == ({"host": 12}, False)
     bench.core._preemptor.preempt(request)
     bench.cache.evict(8)
-    bench.elsewhere.purge(None, None, None)
+    bench.index.purge(None, None, None)
     bench.run()
     usage = future.result(0).usage
     assert (usage.device_tokens, usage.host_tokens, usage.computed_tokens) == (0, 0, 15)

@@ -38,7 +38,6 @@ from radixkv.api.stats import (
     TimeStats,
     TokenStats,
 )
-from radixkv.cache.elsewhere.shelf import Shelf
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.segment_source import SegmentSource
@@ -46,6 +45,7 @@ from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.inbox import EngineThread
 from radixkv.engine.public_prefixes import PublicPrefixRegistry
 from radixkv.errors import Draining, InvalidRequest, RadixKVError, UnknownLease
+from radixkv.offload.index.tier_index import TierIndex
 from radixkv.scheduling.request import Request
 from tests.adapter_doubles import FakeDevice
 
@@ -93,7 +93,7 @@ class FakeEngine:
         self.limits = LIMITS
         self.events = None
         self.cache = PrefixCache(num_blocks, block_size=4)
-        self.stored = Shelf("host", 100)
+        self.stored = TierIndex("host", 100)
         self.segments = SegmentSource(self.cache, self._call)
         self.segments.stores = self._stored_page
         self.device = FakeDevice()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from radixkv.storage.tiers.guard.guarded_store import GuardedStore
+from radixkv.offload.tiers.guard import GuardedStore
 from tests.patience import PATIENCE_S
 
 

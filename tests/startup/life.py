@@ -26,10 +26,10 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
+from radixkv.offload.tiers.block_store import Loan
+from radixkv.offload.tiers.disk import DiskStore
+from radixkv.offload.tiers.host import HostStore
 from radixkv.startup.build_engine import build_engine
-from radixkv.storage.tiers.block_store import Loan
-from radixkv.storage.tiers.disk import DiskStore
-from radixkv.storage.tiers.host_memory import HostMemory
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
 from tests.patience import PATIENCE_S, wait_until
 
@@ -137,7 +137,7 @@ class OpenLoans:
     def __init__(self) -> None:
         self.num_open = 0
         self._lock = threading.RLock()  # a loan may end in the middle of a call of this thread
-        for store in (HostMemory, DiskStore):
+        for store in (HostStore, DiskStore):
             store.get = self._counted(store.get)  # type: ignore[method-assign]
 
     def _counted(self, get: Any) -> Any:

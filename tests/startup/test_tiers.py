@@ -24,23 +24,22 @@ from radixkv.engine.engine import Engine
 from radixkv.errors import ConfigError
 from radixkv.kernels.native import copies
 from radixkv.kernels.native.copies import NativeCopies
-from radixkv.scheduling.load_or_compute import LoadOrCompute
+from radixkv.offload.load_or_compute import LoadOrCompute
+from radixkv.offload.tiers import open_store
+from radixkv.offload.tiers.block_object import object_bytes
+from radixkv.offload.tiers.block_store import StoreBackend, StoreSize
+from radixkv.offload.tiers.host import HostStore, map_memory
+from radixkv.offload.tiers.open_store import StoreOptions
 from radixkv.startup import tiers
 from radixkv.startup.build_engine import build_engine
-from radixkv.storage.pinned_memory import map_memory
-from radixkv.storage.tiers import by_name
-from radixkv.storage.tiers.block_object import object_bytes
-from radixkv.storage.tiers.block_store import StoreBackend, StoreSize
-from radixkv.storage.tiers.by_name import StoreOptions
-from radixkv.storage.tiers.host_memory import HostMemory
 from radixkv.telemetry.gauges import EngineGauges
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
+from tests.offload.always_load import AlwaysLoad
+from tests.offload.tiers.backends import native_or_skip
+from tests.offload.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 from tests.patience import PATIENCE_S, wait_until
-from tests.scheduling.always_load import AlwaysLoad
 from tests.startup.running import running, settle
-from tests.storage.tiers.backends import native_or_skip
-from tests.storage.tiers.redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 pytestmark = pytest.mark.usefixtures("patient_guards")
 
@@ -169,7 +168,7 @@ def test_a_floor_and_a_retention_hold_in_stores(checkpoint: Path) -> None:
     bounds = ("tenants.acme.floor_tokens=96", "tiers.host_bytes=200000")  # six of sixteen blocks
     with engine(checkpoint, *bounds) as served:
         assert served.offload is not None
-        num_blocks = served.offload.elsewhere.shelves["host"].num_blocks
+        num_blocks = served.offload.index.tiers["host"].num_blocks
         assert 6 * num_blocks // 16 >= 5
         for seed in (0, 100):  # more than acme's floor on the device
             ask(served, seed)
@@ -230,10 +229,10 @@ def test_after_a_restart_the_disk_gives_up_first_what_was_used_longest_ago(check
     with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
         settle(served)
         assert served.offload is not None
-        shelf, keys = served.offload.elsewhere.shelves["disk"], served.offload.elsewhere.key_blocks
-        namespace = shelf.owned[next(iter(shelf))]
+        tier_index, keys = served.offload.index.tiers["disk"], served.offload.index.key_blocks
+        namespace = tier_index.owned[next(iter(tier_index))]
         order = [key for seed in (2, 3, 1) for key in reversed([each.key for each in keys(namespace, prompt(seed))])]
-        assert list(shelf) == order
+        assert list(tier_index) == order
 
 
 def test_a_restart_keeps_what_is_retained(checkpoint: Path, tmp_path: Path) -> None:
@@ -447,10 +446,10 @@ def test_bad_settings_of_shared_stores_are_refused(checkpoint: Path, settings: l
 
 def open_shelf(options: StoreOptions) -> StoreBackend:
     """A plug-in, as another package would have one."""
-    return HostMemory(map_memory(options.max_bytes or 0), options.object_bytes)
+    return HostStore(map_memory(options.max_bytes or 0), options.object_bytes)
 
 
-class Nameless(HostMemory):
+class Nameless(HostStore):
     """Says no room, and can't be purged."""
 
     def size(self) -> StoreSize:
@@ -463,14 +462,14 @@ def open_nameless(options: StoreOptions) -> StoreBackend:
 
 @pytest.fixture
 def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(name, f"{__name__}:open_{name}", by_name.ENTRY_POINTS) for name in ("shelf", "nameless")]
+    points = [EntryPoint(name, f"{__name__}:open_{name}", open_store.ENTRY_POINTS) for name in ("shelf", "nameless")]
     monkeypatch.setitem(sys.modules, __name__, sys.modules[open_shelf.__module__])
-    monkeypatch.setattr(by_name, "entry_points", lambda **wanted: EntryPoints(points).select(**wanted))
+    monkeypatch.setattr(open_store, "entry_points", lambda **wanted: EntryPoints(points).select(**wanted))
 
 
 @pytest.mark.usefixtures("plug_ins")
 def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> None:
-    with engine(checkpoint, "stores.shelf.max_bytes=10000000") as served:
+    with engine(checkpoint, "stores.tier.max_bytes=10000000") as served:
         for seed in range(12):
             ask(served, seed)
         settle(served)
@@ -486,7 +485,7 @@ def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> Non
         ("stores.nameless.max_bytes=10000000", "store nameless: expected `purge`, since it does not know its room"),
         ("stores.drawer.place=x", "stores.drawer: expected the name of an installed package's entry point"),
         ("stores.redis.place=x", "stores.redis: expected the name of a plug-in's entry point"),
-        ("stores.shelf.max_bytes=0", "stores.shelf.max_bytes: expected 1 to"),
+        ("stores.tier.max_bytes=0", "stores.tier.max_bytes: expected 1 to"),
     ],
 )
 def test_bad_stores_of_other_packages_are_refused(checkpoint: Path, setting: str, message: str) -> None:

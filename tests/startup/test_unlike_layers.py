@@ -20,8 +20,8 @@ from radixkv.errors import SwitchedOff, UnsupportedModel
 from radixkv.startup.build_engine import build_engine
 from tests.model.exact.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
+from tests.offload.always_load import AlwaysLoad
 from tests.patience import PATIENCE_S
-from tests.scheduling.always_load import AlwaysLoad
 from tests.startup.running import running, settle
 
 SLIDING_BYTES, FULL_BYTES = 2 * 2 * 2 * 16 * 4, 2 * 1 * 32 * 4  # of a token: two layers, and one

@@ -17,8 +17,8 @@ from radixkv.engine.engine import Engine
 from radixkv.startup.build_engine import build_engine
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
+from tests.offload.always_load import AlwaysLoad
 from tests.patience import PATIENCE_S
-from tests.scheduling.always_load import AlwaysLoad
 from tests.startup.running import running, settle
 
 pytestmark = pytest.mark.usefixtures("patient_guards")
@@ -95,7 +95,7 @@ def test_what_no_window_reaches_is_loaded_without_its_part(engine: Engine) -> No
     assert engine._core.cache.windows.pools[0].num_given_up > 0
     evict(engine)
     assert engine.offload is not None
-    assert engine.offload.elsewhere.shelves["host"].partless
+    assert engine.offload.index.tiers["host"].partless
     assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG)
 
 

@@ -8,9 +8,9 @@ import torch
 
 from radixkv.errors import InvalidRequest
 from radixkv.kernels.quantization import INT4
+from radixkv.offload.block_mover import BlockMover
 from radixkv.storage.layer_bytes import LayerBytes, Layers
-from radixkv.storage.mover import BlockMover
-from tests.storage.test_mover import pool_of
+from tests.offload.test_block_mover import pool_of
 
 
 @pytest.mark.parametrize("is_latent", [False, True])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from radixkv.service.client import Client, logits_of
+from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.patience import PATIENCE_S, wait_until
-from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.whole.forked_server import serving
 
 _BLOCK, _POOL_TOKENS = 64, 1024

@@ -17,8 +17,8 @@ from radixkv.v1.prefill_pb2 import PrefillResponse
 from tests.forked_process import ForkedProcess
 from tests.model.exact.checkpoints import write_checkpoint
 from tests.model.exact.exact_cases import MODELS
+from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.patience import PATIENCE_S, wait_until
-from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.whole.forked_server import serving
 
 _BLOCK, _TENANT = 64, "acme"

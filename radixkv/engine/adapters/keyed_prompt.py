@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerateResult, PrefillResult
-from radixkv.cache.elsewhere.fetched import Fetched
 from radixkv.invocation import Invocation
 from radixkv.namespace import Namespace, PromptKey
+from radixkv.offload.index.prompt_blocks import FetchedBlocks
 from radixkv.scheduling.request import Generation, Request
 
 
@@ -46,7 +46,7 @@ class KeyedPrompt(NamedTuple):
         params: PrefillParams,
         future: Future[PrefillResult] | Future[GenerateResult],
         generation: Generation | None = None,
-        fetched: Fetched | None = None,
+        fetched: FetchedBlocks | None = None,
     ) -> Request:
         """Make the request for this prompt, which is that of `params`, received now."""
         now_s = time.monotonic()

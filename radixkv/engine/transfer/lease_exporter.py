@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import path_to
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import UnknownLease
+from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
+from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.storage.layer_bytes import LayerBytes, Layers
-from radixkv.storage.mover import BlockMover
-from radixkv.storage.tiers.block_object import BlockObject
 from radixkv.tokens import TOKEN_BYTES
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from radixkv.cache.elsewhere.keyed_block import KeyedBlock
-from radixkv.storage.tiers.block_object import Wanted
-from radixkv.storage.tiers.tier import LoadedBlock, Miss, Tier
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.tiers.block_object import Wanted
+from radixkv.offload.tiers.tier import LoadedBlock, Miss, Tier
 
 
 class SharedStores:

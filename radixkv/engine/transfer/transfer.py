@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixkv.api.caller import Caller
-from radixkv.cache.elsewhere.keyed_block import KeyBlocks, KeyedBlock
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.transfer.lease_exporter import LeaseBlocks, LeaseExporter
 from radixkv.engine.transfer.shared_stores import SharedStores
+from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
+from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes, open_object
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.storage.layer_bytes import LayerBytes, Layers
-from radixkv.storage.mover import BlockMover
-from radixkv.storage.tiers.block_key import BlockFormat
-from radixkv.storage.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes, open_object
 from radixkv.tokens import TOKEN_BYTES
 
 

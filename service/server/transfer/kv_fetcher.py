@@ -15,9 +15,8 @@ import grpc
 import grpc.aio
 
 from radixkv.api.params import PrefillParams
-from radixkv.cache.elsewhere.fetched import Fetched
-from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.errors import Cause, InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
+from radixkv.offload.index.prompt_blocks import FetchedBlocks, KeyedBlock
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.server.calls import answer_of
 from radixkv.service.server.intake.account import Account
@@ -57,7 +56,7 @@ class KVFetcher:
 
     async def fetch(
         self, params: PrefillParams, source: prefill_pb2.KVSource, authorization: str = ""
-    ) -> Fetched | None:
+    ) -> FetchedBlocks | None:
         """Fetch K/V of a prompt, as much as there is room for.
 
         Returns None if there is none, nothing of the prompt is missing here, or nothing of that is there.
@@ -99,7 +98,7 @@ class KVFetcher:
         self._fetched.give_back(account, (len(missing) - len(payloads)) * num_bytes)
         if not payloads:
             return None
-        fetched = Fetched(first_block, missing[: len(payloads)], payloads)
+        fetched = FetchedBlocks(first_block, missing[: len(payloads)], payloads)
         # The engine lets go of it on its own thread, when it is copied or nobody wants it.
         weakref.finalize(fetched, self._mailbox.post, self._fetched.give_back, account, len(payloads) * num_bytes)
         return fetched

@@ -11,8 +11,8 @@ from bench.modes.__main__ import main
 from bench.modes.mode import all_modes
 from bench.modes.traffic import traffics
 from radixkv.config import CacheConfig
-from tests.storage.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
-from tests.storage.tiers.redis_server import SERVER, redis_server
+from tests.offload.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
+from tests.offload.tiers.redis_server import SERVER, redis_server
 
 _QUARTER = "a quarter fits"
 _SMALL = [

@@ -6,10 +6,10 @@ import pytest
 
 from bench.modes.slow_redis import SlowRedis
 from radixkv.errors import StoreUnavailable
-from radixkv.storage.tiers.block_store import PutOutcome
-from radixkv.storage.tiers.redis import RedisStore
+from radixkv.offload.tiers.block_store import PutOutcome
+from radixkv.offload.tiers.redis import RedisStore
+from tests.offload.tiers.blocks import OBJECT_BYTES, block, key_of
 from tests.patience import PATIENCE_S
-from tests.storage.tiers.blocks import OBJECT_BYTES, block, key_of
 
 
 @pytest.fixture

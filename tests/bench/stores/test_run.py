@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.stores.__main__ import main
-from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
+from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)

@@ -20,7 +20,6 @@ from radixkv.compute.runner import Launch
 from radixkv.engine import overlap, sampler, step
 from radixkv.engine.completion import RequestCompleter
 from radixkv.engine.core import EngineCore
-from radixkv.engine.offload.deletions import PurgeBegun
 from radixkv.engine.overlap import OverlapScheduler
 from radixkv.engine.preemption import Preemptor
 from radixkv.engine.sampler import Prediction
@@ -28,6 +27,7 @@ from radixkv.engine.step import PreparedStep, SliceResult, Step
 from radixkv.errors import RadixKVError, StepFailed
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
+from radixkv.offload.purge import PendingPurge
 from radixkv.scheduling.admission import Admission, Admitter
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
@@ -280,7 +280,7 @@ def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
 def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
     purging = EngineCore.purging
 
-    def purging_and_going_on(core: EngineCore, **names: str | None) -> Generator[None, None, PurgeBegun]:
+    def purging_and_going_on(core: EngineCore, **names: str | None) -> Generator[None, None, PendingPurge]:
         begun = yield from purging(core, **names)
         for request in core._scheduler.requests():
             request.is_revoked = False

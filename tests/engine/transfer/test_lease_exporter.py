@@ -12,12 +12,12 @@ from radixkv.api.result import PrefillResult
 from radixkv.engine.transfer.lease_exporter import LeaseExporter
 from radixkv.errors import UnknownLease
 from radixkv.namespace import Namespace
+from radixkv.offload.tiers.block_object import ObjectFault, Wanted, open_object
 from radixkv.scheduling.request import Request
 from radixkv.storage.layer_bytes import LayerBytes, Layers
-from radixkv.storage.tiers.block_object import ObjectFault, Wanted, open_object
 from tests.core_bench import purge_at_once
-from tests.engine.offload.tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, FakeMover, TieredBench
 from tests.fake_runner import tokens
+from tests.offload.tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, FakeMover, TieredBench
 
 PROMPT = range(3 * BLOCK_SIZE + 2)
 
@@ -30,7 +30,7 @@ class Exporting:
         mover = FakeMover(self.bench.runner)
         core = self.bench.core
         layers = LayerBytes(4, PAYLOAD_BYTES // 4, 0)
-        keys = self.bench.elsewhere.key_blocks
+        keys = self.bench.index.key_blocks
         self.exports = LeaseExporter(self.bench.cache, core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
 
     def make_public(self, ids: range) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.errors import StoreUnavailable
 from radixkv.namespace import Namespace
-from radixkv.storage.tiers.tier import Absence, LoadedBlock
-from tests.engine.offload.tiered_bench import BLOCK_SIZE, TieredBench
+from radixkv.offload.tiers.tier import Absence, LoadedBlock
 from tests.fake_runner import tokens
+from tests.offload.tiered_bench import BLOCK_SIZE, TieredBench
 
 PROMPT = range(2 * BLOCK_SIZE + 1)
 
@@ -21,7 +21,7 @@ def stored() -> tuple[TieredBench, SharedStores]:
 
 def test_blocks_that_a_server_published_are_loaded_by_their_keys() -> None:
     bench, stores = stored()
-    blocks = list(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
+    blocks = list(bench.index.key_blocks(Namespace("fake"), tokens(PROMPT)))
     other = blocks[0]._replace(key=bytes(32))
     there, loaded = stores.exists("redis", [*blocks, other]), stores.load("redis", [*blocks, other])
     bench.stores["redis"].run()
@@ -38,7 +38,7 @@ def test_blocks_that_a_server_published_are_loaded_by_their_keys() -> None:
 
 def test_a_block_with_other_tokens_is_not_a_copy() -> None:
     bench, stores = stored()
-    block = next(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
+    block = next(bench.index.key_blocks(Namespace("fake"), tokens(PROMPT)))
     loaded = stores.load("redis", [block._replace(tokens=block.tokens[::-1])])
     bench.stores["redis"].run()
     assert stores.copy_of(loaded.result()[0]) is None
@@ -46,7 +46,7 @@ def test_a_block_with_other_tokens_is_not_a_copy() -> None:
 
 def test_a_store_that_fails_has_nothing() -> None:
     bench, stores = stored()
-    block = next(bench.elsewhere.key_blocks(Namespace("fake"), tokens(PROMPT)))
+    block = next(bench.index.key_blocks(Namespace("fake"), tokens(PROMPT)))
     bench.stores["redis"].error = StoreUnavailable("redis: expected an answer, got none")
     there, loaded = stores.exists("redis", [block]), stores.load("redis", [block])
     bench.stores["redis"].run()
@@ -60,6 +60,6 @@ def test_a_store_that_is_being_purged_of_an_invoked_adapter_is_left_out_for_its_
     stores = SharedStores(bench.offload.tiers, bench.offload.purger.is_purging_any)
     bench.cache.marks.add("law")
     invoking = bench.cache.marks.invocation("law", BLOCK_SIZE).marked(tokens(PROMPT))
-    blocks = list(bench.elsewhere.key_blocks(Namespace("fake"), invoking))
+    blocks = list(bench.index.key_blocks(Namespace("fake"), invoking))
     bench.offload.purge(None, "law", None)
     assert (stores.names_for(blocks), stores.names_for(blocks[:1])) == ([], ["redis"])

@@ -11,8 +11,8 @@ from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.engine.transfer.transfer import Transfer, TransferParts
 from radixkv.namespace import Namespace, PromptKey
 from radixkv.storage.layer_bytes import LayerBytes
-from tests.engine.offload.tiered_bench import BLOCK_SIZE, FORMAT, PAYLOAD_BYTES, FakeMover, TieredBench
 from tests.fake_runner import tokens
+from tests.offload.tiered_bench import BLOCK_SIZE, FORMAT, PAYLOAD_BYTES, FakeMover, TieredBench
 
 PROMPT = range(2 * BLOCK_SIZE)
 
@@ -35,7 +35,7 @@ def made(bench: TieredBench) -> tuple[Transfer, list[str]]:
         return future
 
     mover: Any = FakeMover(bench.runner)
-    key_blocks, layers = bench.elsewhere.key_blocks, LayerBytes(1, PAYLOAD_BYTES, 0)
+    key_blocks, layers = bench.index.key_blocks, LayerBytes(1, PAYLOAD_BYTES, 0)
     shared = {name: tier for name, tier in bench.offload.tiers.items() if name == "redis"}
     stores = SharedStores(shared, bench.offload.purger.is_purging_any)
     parts = TransferParts(bench.cache, mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores)

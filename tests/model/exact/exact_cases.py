@@ -67,7 +67,7 @@ from radixkv.storage.layer_groups import LayerGroups
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE, write_checkpoint
 from tests.model.exact.random_adapters import random_adapter
 from tests.model.exact.stores import STORES, Places, open_places
-from tests.scheduling.always_load import AlwaysLoad
+from tests.offload.always_load import AlwaysLoad
 
 _LATENT = {
     **SHAPE,
@@ -226,13 +226,14 @@ class Cases:
         if self.runner.states is not None:
             self.runner.states.states[:num_state_slots] = float("nan")
         tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes + storage.part_bytes)
-        stores = open_stores(tiers, self.runner, InvocationMarks())
+        windows = windows_of(storage, MOST_STEP_TOKENS)
+        part_of = windows.pools[-1].part_of if windows.pools else None
+        stores = open_stores(tiers, self.runner, InvocationMarks(), part_of=part_of)
         for pool in (*storage.pools, *storage.part_pools):
             pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
-        listeners = [] if stores is None else [stores.elsewhere]
-        windows = windows_of(storage, MOST_STEP_TOKENS)
+        listeners = [] if stores is None else [stores.index]
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, windows=windows, snapshots=states)
-        self.offload = None if stores is None else stores.offload(self.cache, AlwaysLoad(self.block_size))
+        self.offload = None if stores is None else stores.connect(self.cache, AlwaysLoad(self.block_size))[0]
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from radixkv.config import TiersConfig
-from tests.storage.tiers.mooncake_master import free_port, mooncake_master
-from tests.storage.tiers.redis_server import redis_server
+from tests.offload.tiers.mooncake_master import free_port, mooncake_master
+from tests.offload.tiers.redis_server import redis_server
 
 STORES = ("host", "disk", "redis", "mooncake")
 _MOONCAKE_BYTES = 512 << 20

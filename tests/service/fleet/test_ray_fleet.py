@@ -15,9 +15,9 @@ from bench.fleet.processes import listener_of
 from radixkv.service.client import Client, KVSource
 from radixkv.service.fleet.ray_fleet import APPLICATION
 from radixkv.v1 import fleet_pb2
+from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.fleet.fleet_process import FleetProcess, listening_elsewhere, running_fleet
-from tests.storage.tiers.redis_server import SERVER, WHY_NOT, redis_server
 
 pytestmark = pytest.mark.slow
 

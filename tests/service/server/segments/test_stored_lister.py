@@ -44,7 +44,7 @@ def test_pages_have_every_namespace_once(engine):
 
 def test_a_tenant_sees_its_own_alone_in_a_bounded_number_of_calls(engine, monkeypatch):
     monkeypatch.setattr(stored_lister, "MAX_CALLS", 1)
-    monkeypatch.setattr("radixkv.cache.elsewhere.owned_keys.MAX_PASSED", 2)
+    monkeypatch.setattr("radixkv.offload.index.namespace_keys.MAX_PASSED", 2)
 
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:

@@ -13,20 +13,20 @@ import pytest
 
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
-from radixkv.cache.elsewhere.keyed_block import KeyedBlock
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.transfer.lease_exporter import LeaseBlocks
 from radixkv.engine.transfer.transfer import Transfer
 from radixkv.errors import Cause, InvalidRequest, KVSourceError, RadixKVError, UnknownLease
 from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.tiers.block_object import BlockObject, Wanted, object_bytes, open_object
 from radixkv.service.client import KVSource
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.transfer import kv_sender
 from radixkv.service.server.transfer.kv_fetcher import KVFetcher
 from radixkv.service.server.transfer.kv_sources import sources_of
 from radixkv.storage.layer_bytes import LayerBytes, Layers
-from radixkv.storage.tiers.block_key import BlockFormat, BlockKeys
-from radixkv.storage.tiers.block_object import BlockObject, Wanted, object_bytes, open_object
 from radixkv.v1.prefill_pb2 import FetchKVRequest
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
@@ -169,7 +169,7 @@ def test_without_room_for_a_block_nothing_is_fetched() -> None:
 
 
 def test_queued_generations_of_a_tenant_keep_nobody_else_from_fetching() -> None:
-    """Fetched K/V stays until the engine copies it."""
+    """FetchedBlocks K/V stays until the engine copies it."""
 
     async def run() -> Any:
         source, target = FakeEngine(), FakeEngine()

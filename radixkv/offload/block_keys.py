@@ -1,0 +1,226 @@
+"""Keys of blocks outside the device: digests of everything that changes their K and V.
+
+    root  = tags | digest(format, namespace, tokens of the public prefix before the tree)
+    block = tags | digest(parent's key, tokens of the block)
+    tags  = format 2 | tenant 3 | adapter 2 | salt 3 bytes, a digest of each name; the digests have 22 bytes
+
+Equal keys mean equal K and V on every server that has the same secret, today and after a restart. By the tags a purge
+finds what other servers stored; two names with one tag lose their blocks together, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+
+from radixkv.errors import ConfigError, require_invariant
+from radixkv.invocation import InvocationMarks, plain
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.tokens import TOKEN_BYTES
+
+KEY_BYTES = 32
+MAX_SECRET_BYTES = 64
+_TAG_BYTES = {"format": 2, "tenant": 3, "adapter": 2, "salt": 3}
+_TAGS_BYTES = sum(_TAG_BYTES.values())
+_ROOT, _BLOCK, _FORMAT, _TAG = b"radixkv root 2", b"radixkv block 2", b"radixkv format 2", b"radixkv tag 2"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Everything about a block that its tokens and namespace do not say.
+
+    Attributes:
+        model: of `fingerprint_model`: all weights, the configuration, exactness.
+        dtype: the dtype that the model computes in.
+        kv_dtype: how K and V are stored, as `KVFormat` names it.
+        layout: order of the numbers in a payload, such as `by block`.
+        block_size: tokens a block.
+        payload_bytes: bytes of K and V of one block.
+        computed_by: names what the last bits depend on besides the model: device, libraries, kernels.
+    """
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    layout: str
+    block_size: int
+    payload_bytes: int
+    computed_by: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all fields, 32 hexadecimal digits."""
+        return blake2b(_joined(*map(str, astuple(self))), digest_size=16, person=_FORMAT).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyScope:
+    """The keys of all namespaces with some names.
+
+    Attributes:
+        tags: those at the start of such a key; None where any name will do.
+    """
+
+    tags: tuple[bytes | None, ...]
+
+    def has(self, key: bytes) -> bool:
+        """Whether this is such a key."""
+        start = 0
+        for tag, size in zip(self.tags, _TAG_BYTES.values(), strict=True):
+            if tag is not None and key[start : start + size] != tag:
+                return False
+            start += size
+        return True
+
+    def hex_pattern(self, any_digit: str) -> str:
+        """Return the start of such keys in hexadecimal digits, with a pattern for any digit where any name will do."""
+        pairs = zip(self.tags, _TAG_BYTES.values(), strict=True)
+        return "".join(2 * size * any_digit if tag is None else tag.hex() for tag, size in pairs)
+
+
+class BlockKeys:
+    """Makes the keys of one format.
+
+    Nobody finds two chains of tokens with one key: BLAKE2b with 176 bits. With a secret nobody who lacks it can compute
+    a key either, so whoever may read a shared store can't test which prompts are in it.
+
+    >>> block_format = BlockFormat("model", "float32", "fp32", "by block", 16, 4096, "cpu")
+    >>> keys = BlockKeys(block_format, b"a secret of all servers")
+    >>> len(keys.child(keys.root(Namespace("model", "alice")), bytes(64)))
+    32
+
+    Args:
+        block_format: format of the blocks.
+        secret: the same on all servers that share a store, at most 64 bytes; empty for none.
+
+    Raises:
+        ConfigError: the secret is too long.
+    """
+
+    def __init__(self, block_format: BlockFormat, secret: bytes = b"") -> None:
+        if len(secret) > MAX_SECRET_BYTES:
+            raise ConfigError(f"secret of stores: expected at most {MAX_SECRET_BYTES} bytes, got {len(secret)}")
+        self.format = block_format
+        self._secret = secret
+        self._fingerprint = block_format.fingerprint
+        self._tag = lru_cache(maxsize=4096)(self._new_tag)
+
+    def root(self, namespace: Namespace, trunk: bytes = b"") -> bytes:
+        """Return the key that a namespace's first blocks have as their parent.
+
+        The serial of a public prefix means another one after a restart, so its tokens stand in its place.
+
+        Args:
+            namespace: whose blocks they are.
+            trunk: the tokens that come before the tree, `namespace.trunk_tokens` of them.
+
+        Raises:
+            InvariantViolation: the trunk has another length.
+        """
+        is_whole = len(trunk) == namespace.trunk_tokens * TOKEN_BYTES
+        require_invariant("trunk", is_whole, f"expected {namespace.trunk_tokens} tokens, got {len(trunk)} bytes")
+        salt = "" if namespace.tenant == PUBLIC_TENANT else namespace.salt  # there it is the serial
+        names = (namespace.model, namespace.tenant, namespace.adapter, salt)
+        return self._tags_of(namespace) + self._digest(_ROOT, _joined(self._fingerprint, *names), trunk)
+
+    def child(self, parent: bytes, tokens: bytes) -> bytes:
+        """Return the key of a block.
+
+        Args:
+            parent: key of the block before it, or the root.
+            tokens: the block's own, little-endian uint32; fewer than a block's if it is not full.
+
+        Complexity: about 1 us for 64 tokens.
+        """
+        return parent[:_TAGS_BYTES] + self._digest(_BLOCK, parent, tokens)
+
+    def of_owner(self, parent: bytes, namespace: Namespace) -> bytes:
+        """Return a parent's key with the tags of another namespace, whose blocks follow it."""
+        return self._tags_of(namespace) + parent[_TAGS_BYTES:]
+
+    def tags_of(self, key: bytes) -> bytes:
+        """Return the tags that a key begins with. Two namespaces may have the same, which is unlikely."""
+        return key[:_TAGS_BYTES]
+
+    def scope(self, tenant: str | None, adapter: str | None, salt: str | None) -> KeyScope:
+        """Return the keys of the namespaces that `Namespace.is_among` these names; None for any."""
+        names = (("tenant", tenant), ("adapter", adapter), ("salt", salt))
+        tags = (None if name is None else self._tag(kind, name) for kind, name in names)
+        return KeyScope((self._tag("format", "private"), *tags))
+
+    def chain(self, root: bytes, tokens: bytes) -> Iterator[bytes]:
+        """Iterate over the keys of the whole blocks of a run of tokens, from its start."""
+        size = self.format.block_size * TOKEN_BYTES
+        key = root
+        for start in range(0, len(tokens) - size + 1, size):
+            key = self.child(key, tokens[start : start + size])
+            yield key
+
+    def _digest(self, person: bytes, first: bytes, second: bytes) -> bytes:
+        size = KEY_BYTES - _TAGS_BYTES
+        digest = blake2b(len(first).to_bytes(8, "little"), digest_size=size, key=self._secret, person=person)
+        digest.update(first)
+        digest.update(second)
+        return digest.digest()
+
+    def _tags_of(self, namespace: Namespace) -> bytes:
+        tag = self._tag
+        if namespace.tenant == PUBLIC_TENANT:  # no scope has its blocks, and its salt is its serial
+            return tag("format", "public") + tag("tenant", "") + tag("adapter", namespace.adapter) + tag("salt", "")
+        names = tag("tenant", namespace.tenant) + tag("adapter", namespace.adapter) + tag("salt", namespace.salt)
+        return tag("format", "private") + names
+
+    def _new_tag(self, kind: str, name: str) -> bytes:
+        data = _joined(self._fingerprint, kind, name)
+        return blake2b(data, digest_size=_TAG_BYTES[kind], key=self._secret, person=_TAG).digest()
+
+
+def _joined(*fields: str) -> bytes:
+    """Join fields so that no two lists of them are joined alike."""
+    encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
+    return b"".join(len(field).to_bytes(8, "little") + field for field in encoded)
+
+
+class PromptKeys:
+    """Keys the blocks of prompts.
+
+    Marks of invoked adapters mean nothing outside this process, so a block has the digest of the adapter that computed
+    it in its key, and the number of its tokens before the invocation.
+
+    Args:
+        keys: of the format of the blocks.
+        marks: tell what invoked adapters computed.
+    """
+
+    def __init__(self, keys: BlockKeys, marks: InvocationMarks) -> None:
+        self._keys = keys
+        self._marks = marks
+
+    def blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
+        """Iterate over the whole blocks of a prompt.
+
+        Args:
+            namespace: of the prompt, without a trunk.
+            tokens: the prompt as the cache knows it, or what follows some of its blocks.
+            parent: key of the last one of these; None if there are none.
+
+        Complexity: about 1 us a block.
+        """
+        size = self._keys.format.block_size * TOKEN_BYTES
+        if parent is None:
+            parent = self._keys.root(namespace)
+        for start in range(0, len(tokens) - size + 1, size):
+            own = tokens[start : start + size]
+            digest = self._marks.digest_of(own)
+            if digest:
+                num_plain, own = self._marks.num_plain(own), plain(own)
+                owner = namespace._replace(adapter=digest)
+                content = own + num_plain.to_bytes(4, "little") + digest.encode()
+                key = self._keys.child(self._keys.of_owner(parent, owner), content)
+            else:
+                key, owner = self._keys.child(parent, own), namespace
+            yield KeyedBlock(key, parent, own, owner)
+            parent = key

@@ -1,0 +1,4 @@
+"""Which tier holds which block. Nothing here needs PyTorch.
+
+Face: `OffloadIndex`, `TierIndex`.
+"""

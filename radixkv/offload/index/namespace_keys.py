@@ -1,0 +1,98 @@
+"""Owners of the blocks that a store holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+from sortedcontainers import SortedDict
+
+from radixkv.api.segments import StoredNamespace, StoredPage
+from radixkv.namespace import Namespace
+
+# Work of one call on the engine's thread, so that it takes under 1 ms.
+MAX_PASSED = 1024
+MAX_LISTED = 256
+
+
+class NamespaceKeys:
+    """Keys of blocks by namespace, in the order in which the namespaces came.
+
+    Attributes:
+        num_by_tenant: blocks of each tenant that has some.
+    """
+
+    def __init__(self) -> None:
+        self.num_by_tenant: Counter[str] = Counter()
+        self._owners: dict[bytes, Namespace] = {}
+        self._keys: dict[Namespace, set[bytes]] = {}
+        self._places: dict[Namespace, int] = {}
+        self._by_place: SortedDict[int, Namespace] = SortedDict()
+        self._next_place = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._owners
+
+    def __getitem__(self, key: bytes) -> Namespace:
+        return self._owners[key]
+
+    def __iter__(self) -> Iterator[Namespace]:
+        """Iterate over the namespaces."""
+        return iter(self._keys)
+
+    @property
+    def num_namespaces(self) -> int:
+        """Namespaces that have keys."""
+        return len(self._keys)
+
+    def add(self, key: bytes, namespace: Namespace) -> None:
+        """Add a key that is not there."""
+        self._owners[key] = namespace
+        if namespace not in self._keys:
+            self._keys[namespace] = set()
+            self._places[namespace] = next(self._next_place)
+            self._by_place[self._places[namespace]] = namespace
+        self._keys[namespace].add(key)
+        self.num_by_tenant[namespace.tenant] += 1
+
+    def remove(self, key: bytes) -> None:
+        """Remove a key that is there."""
+        namespace = self._owners.pop(key)
+        self._keys[namespace].discard(key)
+        if not self._keys[namespace]:
+            del self._keys[namespace]
+            del self._by_place[self._places.pop(namespace)]
+        self.num_by_tenant[namespace.tenant] -= 1
+        if not self.num_by_tenant[namespace.tenant]:
+            del self.num_by_tenant[namespace.tenant]
+
+    def keys_of(self, namespace: Namespace) -> list[bytes]:
+        """List the keys of a namespace."""
+        return list(self._keys.get(namespace, ()))
+
+    def num_of(self, namespace: Namespace) -> int:
+        """Count the keys of a namespace."""
+        return len(self._keys.get(namespace, ()))
+
+    def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
+        """List namespaces by place, from `start` on. The page may be empty although others follow.
+
+        A namespace that has blocks during a whole listing is on exactly one page.
+
+        Complexity: O(`MAX_PASSED`).
+        """
+        listed: list[StoredNamespace] = []
+        next_place = None
+        for num_passed, place in enumerate(islice(self._by_place.irange(start), MAX_PASSED + 1)):
+            if num_passed == MAX_PASSED or len(listed) == min(max_listed, MAX_LISTED):
+                next_place = place
+                break
+            namespace = self._by_place[place]
+            if tenant is None or namespace.tenant == tenant:
+                listed.append(StoredNamespace(namespace, len(self._keys[namespace])))
+        return StoredPage(tuple(listed), next_place, len(listed), len(self._keys))  # a tenant learns of no others

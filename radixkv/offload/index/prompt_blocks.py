@@ -1,0 +1,67 @@
+"""Blocks of a prompt as the tiers know them: by their keys, and not by their place in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from radixkv.namespace import Namespace
+
+
+class KeyedBlock(NamedTuple):
+    """A whole block of a prompt, with the key that it has in every tier.
+
+    Attributes:
+        key: of the block.
+        parent: key of the block before it, or of the namespace's root.
+        tokens: the block's own tokens without marks, little-endian uint32.
+        namespace: the namespace that owns the block. If an invoked adapter computed it, the adapter is part of it.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    namespace: Namespace
+
+
+class KeyBlocks(Protocol):
+    """A function that computes the keys of a prompt's blocks."""
+
+    def __call__(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None, /) -> Iterator[KeyedBlock]:
+        """Yield the whole blocks of some tokens.
+
+        Args:
+            namespace: of the prompt, without a public prefix.
+            tokens: the prompt as the cache stores it, or the part of it that follows `parent`.
+            parent: key of the block before these tokens; None at the start of the prompt.
+        """
+
+
+class StoredBlock(NamedTuple):
+    """A block of a prompt that a tier holds.
+
+    Attributes:
+        block: its key and tokens.
+        tier: name of the fastest tier that holds it.
+        has_part: whether the tier also holds its windowed layers, as far as is known.
+    """
+
+    block: KeyedBlock
+    tier: str
+    has_part: bool = True
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class FetchedBlocks:
+    """Consecutive blocks of a prompt, fetched from another server for one request and verified.
+
+    Attributes:
+        first_block: index of the first of them in the prompt.
+        blocks: their keys and tokens.
+        payloads: their bytes, in the layout of `BlockMover`.
+    """
+
+    first_block: int
+    blocks: Sequence[KeyedBlock]
+    payloads: Sequence[memoryview]

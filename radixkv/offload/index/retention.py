@@ -1,0 +1,257 @@
+"""Retention of blocks in the tiers: the priorities that callers asked for, and when they end."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from typing import NamedTuple
+
+from sortedcontainers import SortedSet
+
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.namespace import Namespace
+from radixkv.offload.index.namespace_keys import NamespaceKeys
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.index.tier_index import TierIndex
+
+_MAX_KEYS = 1 << 18  # about 100 MB
+_MAX_ENDED_AT_ONCE = 256
+
+
+class RetentionHint(NamedTuple):
+    """Priority that a caller asked for.
+
+    Attributes:
+        priority: 0 to 100.
+        expires_s: when it ends, by the cache's clock; None for never.
+    """
+
+    priority: int
+    expires_s: float | None
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Its place among hints for one block: a higher priority is worth more, and the same one for longer."""
+        return self.priority, math.inf if self.expires_s is None else self.expires_s
+
+
+class RetentionHints:
+    """Remembers the priority of each block that has another one than the default.
+
+    Args:
+        max_keys: blocks to remember. Beyond them, of the tenant that has most the one is forgotten of which was heard
+            longest ago, and has the default again. Of equals it is the one that adds another.
+    """
+
+    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._hints: dict[bytes, RetentionHint] = {}
+        self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}  # the latest last
+        self._of_size: dict[int, dict[str, None]] = {}  # tenants by the number of their keys
+        self._most = 0  # keys of one tenant
+        self._owned = NamespaceKeys()
+        self._ends: SortedSet[tuple[float, bytes]] = SortedSet()
+
+    def __len__(self) -> int:
+        return len(self._hints)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._hints
+
+    def hint_of(self, key: bytes) -> RetentionHint | None:
+        """Return the priority of a block and its end; None if it has the default."""
+        return self._hints.get(key)
+
+    def of(self, key: bytes) -> int:
+        """Return the priority of a block."""
+        hint = self._hints.get(key)
+        return DEFAULT_PRIORITY if hint is None else hint.priority
+
+    def set(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
+        """Give a block a priority. Returns the key that is forgotten for it, if one is.
+
+        Complexity: O(log blocks with an end).
+        """
+        self.forget(key)
+        if hint.priority == DEFAULT_PRIORITY:
+            return None
+        oldest = self._oldest(namespace.tenant) if len(self) == self._max_keys else None
+        if oldest is not None:
+            self.forget(oldest)
+        self._hints[key] = hint
+        own = self._by_tenant.setdefault(namespace.tenant, OrderedDict())
+        own[key] = None
+        self._resize(namespace.tenant, len(own) - 1, len(own))
+        self._owned.add(key, namespace)
+        if hint.expires_s is not None:
+            self._ends.add((hint.expires_s, key))
+        return oldest
+
+    def raise_to(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
+        """Give a block a priority, unless it has a higher one, or the same one for longer. Returns as `set` does."""
+        known = self._hints.get(key, hint)
+        return self.set(key, namespace, max(known, hint, key=lambda each: each.rank))
+
+    def forget(self, key: bytes) -> None:
+        """Give a block the default priority."""
+        hint = self._hints.pop(key, None)
+        if hint is None:
+            return
+        tenant = self._owned[key].tenant
+        own = self._by_tenant[tenant]
+        del own[key]
+        self._resize(tenant, len(own) + 1, len(own))
+        if not own:
+            del self._by_tenant[tenant]
+        self._owned.remove(key)
+        if hint.expires_s is not None:
+            self._ends.remove((hint.expires_s, key))
+
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Forget the blocks of all namespaces with these names, None for any."""
+        for namespace in [each for each in self._owned if each.is_among(tenant, adapter, salt)]:
+            for key in self._owned.keys_of(namespace):
+                self.forget(key)
+
+    def expire(self, now_s: float) -> list[bytes]:
+        """End priorities whose time has come, 256 at most. Returns their keys."""
+        ended = [key for _, key in islice(self._ends.irange(maximum=(now_s, b"\xff" * 64)), _MAX_ENDED_AT_ONCE)]
+        for key in ended:
+            self.forget(key)
+        return ended
+
+    def _oldest(self, tenant: str) -> bytes:
+        """Return the key that is forgotten for one of a tenant."""
+        largest = self._of_size[self._most]
+        loser = tenant if tenant in largest else next(iter(largest))
+        return next(iter(self._by_tenant[loser]))
+
+    def _resize(self, tenant: str, before: int, after: int) -> None:
+        """Note that a tenant has one key more, or one less."""
+        if after:
+            self._of_size.setdefault(after, {})[tenant] = None
+        if before:
+            del self._of_size[before][tenant]
+            if not self._of_size[before]:
+                del self._of_size[before]
+        if after > self._most or self._most not in self._of_size:
+            self._most = after
+
+
+class StoredRetention:
+    """Gives stored blocks the priorities that callers asked for, and takes them back when their time is up.
+
+    The blocks before one with a higher priority are of no less use than it, and get the same.
+
+    Args:
+        tier_indexes: the stores, by name. Shared ones know no priorities.
+    """
+
+    def __init__(self, tier_indexes: Mapping[str, TierIndex]) -> None:
+        self._tier_indexes = [tier_index for tier_index in tier_indexes.values() if not tier_index.is_shared]
+        self._retentions = RetentionHints()
+
+    def priority_of(self, key: bytes) -> int:
+        """Return the priority of a block."""
+        return self._retentions.of(key)
+
+    def note_leaving(
+        self, blocks: Sequence[KeyedBlock], hint: RetentionHint, first: int, path: Iterator[KeyedBlock]
+    ) -> None:
+        """Note the priority that blocks have while they leave the device, unless it is lower; see `note`.
+
+        If the block before them has the priority, so have all before that.
+
+        Args:
+            blocks: follow each other in a prompt.
+            hint: the priority.
+            first: place of the first of them in the prompt.
+            path: yields the blocks of the prompt; untouched if those before need no priority, or have it.
+        """
+        before = self._retentions.hint_of(blocks[0].parent) if blocks else None
+        have_it = before is not None and (before == hint or before.priority > hint.priority)
+        if have_it or hint.priority < DEFAULT_PRIORITY:
+            self.note(blocks, 0, hint)
+        else:
+            self.note(list(islice(path, first + len(blocks))), first, hint)
+
+    def note(self, path: Sequence[KeyedBlock], start: int, hint: RetentionHint) -> None:
+        """Note the priority of the blocks from `start` on that leave the device, where it is more than they have.
+
+        Args:
+            path: the first blocks of a prompt.
+            start: index in `path`.
+            hint: the priority.
+        """
+        self._give(path, start, hint, self._retentions.raise_to)
+
+    def set(self, path: Sequence[KeyedBlock], start: int, hint: RetentionHint) -> None:
+        """Give the stored ones of the blocks from `start` on a priority, whatever it was before; see `note`.
+
+        Others have none here: on the device they have it there, and what is nowhere may never come.
+        """
+        for block in path[start:]:
+            self._retentions.forget(block.key)
+        num_before = sum(self._is_stored(block) for block in path[:start])
+        self._give(list(filter(self._is_stored, path)), num_before, hint, self._retentions.set)
+
+    def hints(self, tier_index: TierIndex) -> list[tuple[bytes, RetentionHint]]:
+        """List the blocks of a store that have another priority than the default, the one that goes first at first."""
+        found = ((key, self._retentions.hint_of(key)) for key in tier_index)
+        return [(key, hint) for key, hint in found if hint is not None]
+
+    def restore(self, tier_index: TierIndex, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
+        """Give blocks of a store the priorities that `hints` listed in an earlier process.
+
+        Those that have a priority in this process keep it.
+        """
+        for key, hint in hints:
+            if key in tier_index and key not in self._retentions:
+                self._reorder(self._retentions.set(key, tier_index.owned[key], hint))
+                self._reorder(key)
+
+    def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
+        """Count the blocks that have a priority, up to the first without, and those that are stored, likewise."""
+        stored = list(takewhile(self._is_stored, blocks))
+        granted = takewhile(lambda block: self._has(block.key, priority), stored)
+        return sum(1 for _ in granted), len(stored)
+
+    def expire(self, now_s: float) -> None:
+        """End priorities whose time has come, 256 at most."""
+        for key in self._retentions.expire(now_s):
+            self._reorder(key)
+
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Forget the blocks of all namespaces with these names, None for any."""
+        self._retentions.purge(tenant, adapter, salt)
+
+    def _give(
+        self,
+        path: Sequence[KeyedBlock],
+        start: int,
+        hint: RetentionHint,
+        give: Callable[[bytes, Namespace, RetentionHint], bytes | None],
+    ) -> None:
+        for index, block in reversed(list(enumerate(path))):  # where not all may be kept, the beginning is
+            if index >= start:
+                self._reorder(give(block.key, block.namespace, hint))
+            elif hint.priority > DEFAULT_PRIORITY:
+                self._reorder(self._retentions.raise_to(block.key, block.namespace, hint))
+            self._reorder(block.key)
+
+    def _reorder(self, key: bytes | None) -> None:
+        """Put a block in its place where it is, if its priority is another one now. None is no block."""
+        if key is None:
+            return
+        priority = self._retentions.of(key)
+        for tier_index in self._tier_indexes:
+            if key in tier_index and not tier_index.is_on_device(key) and tier_index.priority_of(key) != priority:
+                tier_index.note_left(key, priority)
+
+    def _is_stored(self, block: KeyedBlock) -> bool:
+        return any(block.key in tier_index for tier_index in self._tier_indexes)
+
+    def _has(self, key: bytes, priority: int) -> bool:
+        return any(key in tier_index and tier_index.priority_of(key) == priority for tier_index in self._tier_indexes)

@@ -1,0 +1,419 @@
+"""Loads stored blocks for waiting requests, and copies them into the pool when the requests get their blocks."""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from radixkv.blocks import BlockIds
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.device_copies import Copy
+from radixkv.offload.index.offload_index import OffloadIndex
+from radixkv.offload.index.prompt_blocks import FetchedBlocks, StoredBlock
+from radixkv.offload.load_or_compute import LoadOrCompute
+from radixkv.offload.tiers.block_object import ObjectFault, Wanted
+from radixkv.offload.tiers.block_store import Loan
+from radixkv.offload.tiers.tier import Absence, LoadedBlock, Miss, Tier
+from radixkv.scheduling.request import Request
+
+
+class LoadedBlocks(NamedTuple):
+    """The outcome of one call.
+
+    Attributes:
+        blocks: what came, by key.
+        lost: keys of blocks that the store does not have, or not whole.
+        is_timed: whether its time tells how long others will take: everything came.
+    """
+
+    blocks: dict[bytes, LoadedBlock]
+    lost: list[bytes]
+    is_timed: bool
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes], loaded: Sequence[LoadedBlock | Miss] | None) -> LoadedBlocks:
+        """Sort the answer of a store; None if the call was cancelled."""
+        pairs = list(zip(keys, loaded or (), strict=False))
+        blocks = {key: each for key, each in pairs if isinstance(each, LoadedBlock)}
+        lost = [key for key, each in pairs if each is Absence.ABSENT or isinstance(each, ObjectFault)]
+        return cls(blocks, lost, is_timed=len(blocks) == len(keys))
+
+
+class Load:
+    """A run of blocks that follow each other, loaded with one call for each store that has some of them.
+
+    Attributes:
+        run: the blocks, and where they are.
+        started_s: time of the start.
+        futures: of the calls.
+        blocks: what has come, by key.
+        requests: those that want it.
+        copies: the copies of its blocks into the pool that were started.
+    """
+
+    def __init__(self, run: Sequence[StoredBlock], started_s: float) -> None:
+        self.run = run
+        self.started_s = started_s
+        self.futures: list[Future[list[LoadedBlock | Miss]]] = []
+        self.blocks: dict[bytes, LoadedBlock] = {}
+        self.requests: set[Request] = set()
+        self.copies: list[Copy] = []
+        self._open = set(self.stores)
+
+    @property
+    def stores(self) -> list[str]:
+        """Names of the stores that have some of the blocks, in the order of the run."""
+        return list(dict.fromkeys(each.tier for each in self.run))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more comes."""
+        return not self._open
+
+    def keys_of(self, store: str) -> list[bytes]:
+        """List the keys of the blocks that a store has."""
+        return [each.block.key for each in self.run if each.tier == store]
+
+    def wanted_of(self, tier: Tier) -> list[Wanted]:
+        """List the blocks that a store has, as it is asked for them."""
+        cipher = tier.cipher_of(self.run[0].block.namespace.tenant)
+        blocks = (each.block for each in self.run if each.tier == tier.name)
+        return [Wanted(block.key, block.tokens, cipher=cipher) for block in blocks]
+
+    def end_call(self, store: str, outcome: LoadedBlocks) -> None:
+        """Take what a call brought."""
+        self._open.discard(store)
+        self.blocks.update(outcome.blocks)
+
+    def num_there(self, run: Sequence[StoredBlock]) -> int:
+        """Count the blocks of a run that have come, up to the first that has not."""
+        missing = (index for index, each in enumerate(run) if each.block.key not in self.blocks)
+        return next(missing, len(run))
+
+    def cancel(self) -> None:
+        """Start no call that waits for its turn."""
+        for future in self.futures:
+            future.cancel()
+
+    def release(self) -> None:
+        """Give back what stores lent."""
+        for block in self.blocks.values():
+            block.loan.release()
+        self.blocks.clear()
+
+
+REMOTE = "remote"  # where blocks were that came with their request
+
+
+class _PendingRun(NamedTuple):
+    """A run of stored blocks that a request wants, and the load that brings them, or the first of them.
+
+    What was fetched is there as long as its bytes are: whoever fetched it counts them until it is gone.
+    """
+
+    load: Load
+    first_block: int
+    run: Sequence[StoredBlock]
+    fetched: FetchedBlocks | None = None
+
+
+class Loader:
+    """Loads blocks while their requests wait and others compute.
+
+        begin ──▶ stores ──▶ ready: the request waits for its turn ──▶ fill: copied into its blocks, published
+                                     └ over before that ──▶ released     └ copy is complete ──▶ released
+
+    Requests that want the same blocks share a load. A store's time limit bounds the wait: what does not come is
+    computed.
+
+    Args:
+        cache: tells what is on the device.
+        offload_index: tells what is stored.
+        tiers: the stores, by name.
+        mover: copies blocks.
+        choice: decides between loading and computing.
+        clock: seconds, monotonic.
+        wake: called on a store's thread when a call ended, so that `ready` is asked.
+        max_bytes: bound of what is loaded and not copied yet. What is beyond is computed.
+
+    Attributes:
+        num_computed_blocks: blocks of each store that were computed again because that was supposed to be faster.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        offload_index: OffloadIndex,
+        tiers: Mapping[str, Tier],
+        mover: BlockMover,
+        choice: LoadOrCompute,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        max_bytes: int,
+    ) -> None:
+        self.num_computed_blocks: Counter[str] = Counter()
+        self._cache = cache
+        self._index = offload_index
+        self._tiers = tiers
+        self._mover = mover
+        self._choice = choice
+        self._clock = clock
+        self._wake = wake
+        self._num_free_blocks = max_bytes // mover.payload_bytes
+        self._loads: dict[bytes, Load] = {}  # by the key of the first block
+        self._pending: dict[Request, _PendingRun] = {}
+        self._waiting: set[Request] = set()  # those that `ready` has not returned
+        self._copying: deque[Load] = deque()  # unused, but the device still copies their blocks
+        self._filled: deque[tuple[int, Sequence[Copy]]] = deque()  # blocks, and copies that may not be complete
+        self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks, float]] = queue.SimpleQueue()
+
+    def begin(self, request: Request, first_block: int) -> bool:
+        """Start to load what a request could use. Returns whether it is to wait until `ready` returns it.
+
+        Args:
+            request: not admitted yet.
+            first_block: whole blocks of its prompt that are on the device.
+
+        Complexity: a hash of the tokens up to the first block that is nowhere.
+        """
+        first_block, run = self.find(request.namespace, request.tokens, first_block)
+        request.reuse.stored_upto = (first_block + len(run)) * self._cache.block_size
+        load = self._loads.get(run[0].block.key) if run else None
+        if load is None:
+            choice = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
+            self.num_computed_blocks.update(each.tier for each in run[choice.num_blocks :])
+            if not choice.num_blocks:
+                self._choice.doubt({each.tier for each in run})
+            run = run[: min(choice.num_blocks, self._num_free_blocks)]
+            run = self._usable(request.namespace, request.tokens, first_block, run)
+            if not run:
+                return False
+            load = self._start(run)
+        if self._cache.windows.pools:
+            self._cache.touch(request.namespace, request.tokens)
+        load.requests.add(request)
+        self._pending[request] = _PendingRun(load, first_block, run)
+        if not load.is_ended:
+            self._waiting.add(request)
+        return not load.is_ended
+
+    def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[StoredBlock]]:
+        """Find the stored blocks that follow those on the device, and from whose end a request could go on.
+
+        Args:
+            namespace, tokens: of the prompt, as the cache knows it.
+            first_block: whole blocks of it that are on the device.
+
+        Returns:
+            The place of the first one, and the blocks. It comes before `first_block` where the device has no parts of
+            the last blocks there.
+        """
+        offload_index, cache = self._index, self._cache
+        run = self._usable(namespace, tokens, first_block, offload_index.find(namespace, tokens, first_block))
+        if run or not cache.windows.pools:
+            return first_block, run
+        num_usable_blocks = cache.match(namespace, tokens).cached_tokens // cache.block_size
+        earlier = max(num_usable_blocks, first_block - cache.windows.num_reached_blocks)
+        if earlier >= first_block:
+            return first_block, run
+        return earlier, self._usable(namespace, tokens, earlier, offload_index.find(namespace, tokens, earlier))
+
+    def take(self, request: Request, fetched: FetchedBlocks) -> None:
+        """Let a request have blocks that came with it."""
+        run = [StoredBlock(block, REMOTE) for block in fetched.blocks]
+        payloads = zip(run, fetched.payloads, strict=True)
+        blocks = {each.block.key: LoadedBlock(payload, Loan(payload)) for each, payload in payloads}
+        load = Load(run, self._clock())
+        load.end_call(REMOTE, LoadedBlocks(blocks, [], is_timed=False))
+        load.requests.add(request)
+        request.reuse.stored_upto = (fetched.first_block + len(run)) * self._cache.block_size
+        self._pending[request] = _PendingRun(load, fetched.first_block, run, fetched)
+
+    def ready(self) -> list[Request]:
+        """Return the requests whose loads ended since the last call."""
+        self._release_copied()
+        ready: list[Request] = []
+        while not self._ended.empty():
+            load, store, blocks, ended_s = self._ended.get()
+            load.end_call(store, blocks)
+            num_blocks = len(load.keys_of(store))
+            self._choice.note_end(store, num_blocks, ended_s - load.started_s if blocks.is_timed else None)
+            self._index.lost(store, blocks.lost)
+            partless = [key for key, each in blocks.blocks.items() if not self._mover.has_part(each.payload)]
+            if partless and store in self._tiers:
+                self._index.came_without_parts(store, partless)
+            if load.is_ended:
+                ready += load.requests & self._waiting
+                self._drop_if_unused(load)
+        self._waiting.difference_update(ready)
+        return ready
+
+    def has_load(self, request: Request) -> bool:
+        """Whether a load was begun for a request, and nothing came of it yet."""
+        return request in self._pending
+
+    def fill(self, request: Request, lease: Lease) -> int:
+        """Copy what was loaded for a request, which `has_load`, into its blocks, and publish it.
+
+        What was in these blocks before must have been saved.
+
+        On a GPU this only launches the copies. Steps that are launched later wait for them on the device, and what the
+        stores lent is kept until they are complete.
+
+        Returns:
+            Tokens at the start of the prompt whose K and V exist for the steps after this.
+        """
+        start, size = lease.cached_tokens, self._cache.block_size
+        pending = self._pending[request]
+        before = self._blocks_before(request, lease, pending.first_block)
+        first = before.size
+        found = pending.run[first - pending.first_block :] if first >= pending.first_block else ()
+        found = found[: pending.load.num_there(found)]
+        payloads = [pending.load.blocks[each.block.key].payload for each in found]
+        have_parts = [self._mover.has_part(payload) for payload in payloads]
+        found = found[: self._num_usable(request.namespace, before, have_parts)]
+        end = first + len(found)
+        if not found:
+            self.leave(request)
+            return start
+        copies = [self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(found)])]
+        lease.copy = None
+        num_loaded = Counter(each.tier for each in found)
+        num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
+        num_tokens[found[0].tier] -= max(0, start - first * size)
+        if not request.has_computed:
+            request.reuse.loaded_tokens = num_tokens
+        if _publishes(request):
+            lease.commit(end * size)
+            self._index.loaded([each.block.key for each in found])
+        copies += self._fill_parts(lease, first, payloads[: len(found)])
+        self._filled.append((len(found), copies))
+        pending.load.copies += copies
+        self._note_filled()
+        self.leave(request)
+        return max(start, end * size)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether what stores lent is kept until the device has copied it."""
+        return bool(self._copying)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether calls have ended that `ready` has not seen."""
+        return not self._ended.empty()
+
+    def leave(self, request: Request) -> None:
+        """Forget a request. What was loaded for it alone is given back."""
+        pending = self._pending.pop(request, None)
+        self._waiting.discard(request)
+        if pending is not None:
+            pending.load.requests.discard(request)
+            self._drop_if_unused(pending.load)
+
+    def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Let requests with these names, None for any, have nothing of what is loaded for them."""
+        for request, pending in self._pending.items():
+            if request.is_among(tenant, adapter, salt):
+                request.reuse.stored_upto = 0
+                self._pending[request] = pending._replace(run=())
+
+    def close(self) -> None:
+        """Release everything. Waits for copies to the device."""
+        for request in list(self._pending):
+            self.leave(request)
+        for load in self._copying:
+            for copy in load.copies:
+                copy.wait()
+        self._release_copied()
+
+    def _usable(
+        self, namespace: Namespace, tokens: bytes, first_block: int, run: Sequence[StoredBlock]
+    ) -> Sequence[StoredBlock]:
+        """Return the longest beginning of a run of stored blocks from whose end a request could go on."""
+        if not run or not self._cache.windows.pools:
+            return run
+        block_ids = self._cache.found_blocks(namespace, tokens)[:first_block]
+        if block_ids.size < first_block:  # they are below a public prefix, whose parts stay
+            return run
+        return run[: self._num_usable(namespace, block_ids, [each.has_part for each in run])]
+
+    def _blocks_before(self, request: Request, lease: Lease, first_block: int) -> BlockIds:
+        """Return the blocks on the device before those that were loaded.
+
+        A lease does not have those from whose end nobody could go on, since they lack their parts. It gets them when it
+        publishes what was loaded after them, as any block that a tree had first.
+        """
+        own = lease.block_ids[: lease.cached_tokens // self._cache.block_size]
+        if own.size >= first_block or not _publishes(request) or lease.root_run.tokens:
+            return own
+        known = self._cache.found_blocks(request.namespace, request.tokens)[:first_block]
+        return known if known.size == first_block else own  # what was there has left meanwhile
+
+    def _num_usable(self, namespace: Namespace, block_ids: BlockIds, have_part: Sequence[bool]) -> int:
+        keeps_all = namespace.tenant == PUBLIC_TENANT
+        return self._cache.windows.num_usable(block_ids, have_part, keeps_all=keeps_all)
+
+    def _fill_parts(self, lease: Lease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
+        """Copy the parts that a lease needs of the blocks from `first` on."""
+        copies: list[Copy] = []
+        for holder in lease.windows:
+            given = holder.receive(lease.block_ids, first + len(payloads))
+            part_ids = [holder.part_of(int(lease.block_ids[at])) for at in given]
+            copies.append(self._mover.write_parts(part_ids, [payloads[at - first] for at in given]))
+        return copies
+
+    def _start(self, run: Sequence[StoredBlock]) -> Load:
+        load = Load(run, self._clock())
+        self._loads[run[0].block.key] = load
+        self._num_free_blocks -= len(run)
+        for store in load.stores:
+            wanted = load.wanted_of(self._tiers[store])
+            self._choice.note_start(store, len(wanted))
+            future = self._tiers[store].load(wanted)
+            load.futures.append(future)
+            future.add_done_callback(partial(self._end, load, store))
+        return load
+
+    def _end(self, load: Load, store: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
+        """Note the end of a call, on a thread of the store or, if it was cancelled, on the engine's."""
+        blocks = LoadedBlocks.of(load.keys_of(store), None if loaded.cancelled() else loaded.result())
+        self._ended.put((load, store, blocks, self._clock()))
+        self._wake()
+
+    def _drop_if_unused(self, load: Load) -> None:
+        """Give back what nobody waits for."""
+        first = load.run[0].block.key if load.run else b""
+        if load.requests or self._loads.get(first) is not load:
+            return
+        if load.is_ended:
+            del self._loads[first]
+            self._copying.append(load)
+            self._release_copied()
+        else:
+            load.cancel()
+
+    def _release_copied(self) -> None:
+        """Release unused loads whose copies to the device are complete. Copies complete in the order of their start."""
+        self._note_filled()
+        while self._copying and all(copy.is_complete() for copy in self._copying[0].copies):
+            load = self._copying.popleft()
+            self._num_free_blocks += len(load.run)
+            load.release()
+
+    def _note_filled(self) -> None:
+        """Learn how long complete copies to the device took."""
+        while self._filled and all(copy.is_complete() for copy in self._filled[0][1]):
+            num_blocks, copies = self._filled.popleft()
+            self._choice.note_fill(num_blocks, sum(copy.seconds() for copy in copies))
+
+
+def _publishes(request: Request) -> bool:
+    return request.params.write_cache and not request.is_revoked

@@ -1,0 +1,337 @@
+"""The tiers below the device, as the engine uses them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from radixkv.api.retention import Grant, Retention
+from radixkv.api.segments import StoredPage
+from radixkv.api.stats import TierStats
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import InvalidRequest
+from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockKeys
+from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.deleter import Deleter
+from radixkv.offload.disk_record import DiskRecord
+from radixkv.offload.index.offload_index import OffloadIndex, grant_stored
+from radixkv.offload.load_or_compute import LoadOrCompute
+from radixkv.offload.loader import Loader
+from radixkv.offload.lookups import Lookups
+from radixkv.offload.purge import Deletion, LocalPurger, SharedPurger, not_asked
+from radixkv.offload.restart import DiskScan, ShutdownSave
+from radixkv.offload.saver import EvictedCopies, Saver
+from radixkv.offload.tiers.block_store import PutOutcome
+from radixkv.offload.tiers.tier import Tier
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.step_plan import Slice
+
+
+def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> TierStats:
+    """Count what a store holds and did. Any thread may ask.
+
+    Args:
+        tier: the store.
+        num_computed_blocks: blocks that it had and that were computed, since that was faster.
+        num_dropped_blocks: blocks that it was not given because too many copies waited.
+    """
+    size, counts = tier.size(), tier.counts()
+    refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
+    return TierStats(
+        tier=tier.name,
+        is_working=tier.is_working(),
+        blocks=size.num_objects,
+        used_bytes=size.used_bytes,
+        capacity_bytes=size.capacity_bytes,
+        loaded_blocks=counts.loaded,
+        loaded_bytes=counts.loaded_bytes,
+        load_s=counts.load_s,
+        missed_blocks=sum(counts.misses.values()),
+        computed_blocks=num_computed_blocks,
+        saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
+        refused_blocks=counts.failed_saves + refused,
+        dropped_blocks=num_dropped_blocks,
+        evicted_blocks=counts.evicted,
+    )
+
+
+def stats_of_closed(name: str) -> TierStats:
+    """Count nothing, of a store that could not be opened."""
+    return TierStats(
+        tier=name,
+        is_working=False,
+        blocks=0,
+        used_bytes=0,
+        capacity_bytes=0,
+        loaded_blocks=0,
+        loaded_bytes=0,
+        load_s=0.0,
+        missed_blocks=0,
+        computed_blocks=0,
+        saved_blocks=0,
+        refused_blocks=0,
+        dropped_blocks=0,
+        evicted_blocks=0,
+    )
+
+
+_log = logging.getLogger(__name__)
+
+CLOSE_LIMIT_S = 10.0
+_RETRY_PERIOD_S = 1.0
+_NEWS_PERIOD_S = 0.05  # between two looks for what stores have taken, while somebody is told
+
+
+def do_nothing() -> None:
+    """Neither copy nor save, where there are no stores."""
+
+
+class Offload:
+    """Saves blocks that leave the device, and loads them for requests that come later.
+
+    One thread uses it, the engine's. It never makes anybody wait for a store, but for the end.
+
+    Args:
+        cache: the trees.
+        offload_index: listens to them.
+        tiers: a store for each tier_index.
+        mover: copies blocks.
+        max_bytes: bound of what waits to be stored, and of what was loaded and waits for its request.
+        keys: of the blocks in all stores.
+        choice: decides between loading and computing.
+        record: of the store `disk`, which outlives the process; None without one.
+        clock: seconds, monotonic.
+        on_close: called when all stores are closed.
+        closed: names of tiers that could not be opened.
+        wake: called on a store's thread when the engine has something to do.
+
+    Attributes:
+        offload_index, tiers: see above; the tiers by name.
+        purger: of the shared stores.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        offload_index: OffloadIndex,
+        tiers: Sequence[Tier],
+        mover: BlockMover,
+        max_bytes: int,
+        keys: BlockKeys,
+        choice: LoadOrCompute,
+        record: DiskRecord | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_close: Callable[[], None] = do_nothing,
+        closed: Sequence[str] = (),
+        wake: Callable[[], None] = do_nothing,
+    ) -> None:
+        self.index = offload_index
+        self.tiers = {tier.name: tier for tier in tiers}
+        self._cache, self._clock, self._choice, self._on_close = cache, clock, choice, on_close
+        self._closed = [stats_of_closed(name) for name in closed]
+        self._deleter = Deleter(offload_index, self.tiers, wake)
+        self._saver = Saver(offload_index, self.tiers, self._deleter, mover, max_bytes, record)
+        self._loader = Loader(cache, offload_index, self.tiers, mover, self._choice, clock, wake, max_bytes)
+        shared = {name: tier for name, tier in self.tiers.items() if offload_index.tiers[name].is_shared}
+        self.purger = SharedPurger(shared, keys, wake)
+        self._own_purger = LocalPurger(offload_index, self._saver, self._deleter, keys)
+        self._lookups = Lookups(offload_index, shared, self.purger, choice, clock, wake, cache.block_size)
+        self._copies: EvictedCopies | None = None  # that stores have not got
+        self._next_retry_s = clock()
+        self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
+        self._earlier = None
+        if record is not None:
+            tier_index, delete = offload_index.tiers["disk"], partial(self._deleter.delete, "disk")
+            self._earlier = DiskScan(record, tier_index, offload_index.retention, delete, wake)
+        self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
+
+    def seconds_to_rest(self) -> float | None:
+        """Seconds until `copy` is to be called although nothing is written; None if it need not be."""
+        if self.index.has_evicted_blocks or (self._earlier is not None and self._earlier.has_more):
+            return 0.0
+        if self.index.listener.is_on and self._saver.has_waiting:
+            return _NEWS_PERIOD_S
+        is_unfinished = self._saver.has_waiting or self._deleter.has_failed or self.purger.has_failed
+        is_unfinished = is_unfinished or self._loader.is_copying
+        return _RETRY_PERIOD_S if is_unfinished else None
+
+    def stats(self) -> list[TierStats]:
+        """Count what the stores hold and did, the fastest first, then those that are closed. Any thread may ask."""
+        computed, dropped = self._loader.num_computed_blocks, self._saver.num_dropped_blocks
+        return [*(stats_of(tier, computed[name], dropped[name]) for name, tier in self.tiers.items()), *self._closed]
+
+    def begin(self, request: Request) -> bool:
+        """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
+        self._take_news()
+        fetched, request.fetched = request.fetched, None
+        if not request.params.read_cache:
+            return False
+        if fetched is not None:
+            self._loader.take(request, fetched)
+            return False
+        if self.index.is_empty:
+            return False
+        first_block = self._num_cached_blocks(request.namespace, request.tokens)
+        return self._lookups.begin(request, first_block) or self._loader.begin(request, first_block)
+
+    def begin_again(self, request: Request) -> bool:
+        """Start to load what has left the device since a request was paused, once for each pause.
+
+        Shared stores are not asked for what is not known to be there. Returns as `begin` does.
+        """
+        if request in self._resuming or not request.params.read_cache:
+            return False
+        self._resuming.add(request)
+        return self._load(request)
+
+    def stored_blocks(self, tenant: str) -> dict[str, int]:
+        """Count a tenant's blocks in each store, of shared ones those that are known."""
+        self._take_news()
+        return {name: tier_index.owned.num_by_tenant[tenant] for name, tier_index in self.index.tiers.items()}
+
+    def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
+        """Count the tokens after the cached ones that stores are known to have."""
+        self._take_news()
+        first_block, found = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
+        return max(0, (first_block + len(found)) * self._cache.block_size - cached_tokens) if found else 0
+
+    def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant) -> Grant:
+        """Give what is stored of a prompt a priority, whatever it was before; shared stores know none.
+
+        Args:
+            namespace, tokens: the prompt, as the cache knows it.
+            retention: the priority and its range.
+            on_device: what the cache granted of it.
+
+        Returns:
+            What was granted in all.
+        """
+        self._take_news()
+        size, now_s = self._cache.block_size, self._clock()
+        return grant_stored(self.index, size, namespace, tokens, retention, on_device, now_s)
+
+    def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
+        """List the namespaces of which a store holds blocks; see `TierIndex.page`. Of shared ones, those known here.
+
+        Raises:
+            InvalidRequest: there is no such store.
+        """
+        tier_index = self.index.tiers.get(name)
+        if tier_index is None:
+            raise InvalidRequest(f"store: expected one of {', '.join(self.index.tiers)}, got {name!r}")
+        self._take_news()
+        return tier_index.page(start, tenant, max_listed)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether stores have answered what requests wait for, since `ready` was called last."""
+        return self._loader.has_ended or self._lookups.has_ended
+
+    def ready(self) -> list[Request]:
+        """Return the requests that wait no more, in the order of their arrival."""
+        known = [request for request in self._lookups.ended() if not self._load(request)]
+        return sorted([*known, *self._loader.ready()], key=lambda request: request.arrival)
+
+    def copy(self) -> None:
+        """Copy what has left the device, and what shared stores are to have, before anything is written over it.
+
+        Nothing is to leave until `save`.
+        """
+        assert self._copies is None, "stores have got what was copied before"
+        self._take_found()
+        self.index.retention.expire(self._clock())
+        self._retry()
+        self._copies = self._saver.copy()
+
+    def save(self) -> None:
+        """Give the stores what was copied, if they have not got it."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            self._saver.save(copies)
+
+    def fill(self, request: Request, lease: Lease) -> int:
+        """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
+        self._resuming.discard(request)
+        if not self._loader.has_load(request):
+            return lease.cached_tokens
+        copies = self._saver.copy()
+        try:
+            return self._loader.fill(request, lease)
+        finally:
+            self._saver.save(copies)  # what goes for them may be what was just read
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that is over."""
+        self._resuming.discard(request)
+        self._lookups.leave(request)
+        self._loader.leave(request)
+
+    def note_step(self, seconds: float, slices: Sequence[Slice]) -> None:
+        """Learn how long computing takes."""
+        self._choice.note_step(seconds, [(part.start, part.end) for part in slices])
+
+    def reading(self) -> Iterator[None]:
+        """Yield until it is known what earlier processes left on the disk."""
+        return iter(()) if self._earlier is None else self._earlier.reading()
+
+    def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
+        """Forget what is stored of the namespaces with these names, None for any; in shared stores of all servers.
+
+        Requests that wait for some of it get nothing of it. What is on disk is known only if `reading` is over.
+        """
+        self._take_found()
+        self._loader.forget(tenant, adapter, salt)
+        own = self._own_purger.purge(tenant, adapter, salt)
+        purges = self.purger.purge(tenant, adapter, salt)
+        if self._earlier is not None and self._earlier.has_failed:
+            own.append(Deletion("disk", not_asked()))
+        return own + [Deletion(name, purged) for name, purged in purges.items()]
+
+    def close(self) -> None:
+        """Write what is on the device to the disk, and delete what is to go, in 10 s at most; close the stores."""
+        deadline_s = time.monotonic() + CLOSE_LIMIT_S
+        knows_disk = self._earlier is None or self._earlier.finish(CLOSE_LIMIT_S / 2)
+        if not knows_disk:
+            _log.warning("tier disk: expected to know what it holds, got no end of the list: retention may be lost")
+        self._loader.close()
+        self._deleter.retry()  # stores delete before they write
+        if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
+            _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
+        if not self._deleter.finish(max(0.0, deadline_s - time.monotonic())):
+            _log.error(
+                "tiers: expected to delete what was purged or given up, got fewer: a next process finds the rest"
+            )
+        for tier in self.tiers.values():
+            tier.close()
+        self._on_close()
+
+    def _load(self, request: Request) -> bool:
+        return self._loader.begin(request, self._num_cached_blocks(request.namespace, request.tokens))
+
+    def _num_cached_blocks(self, namespace: Namespace, tokens: bytes) -> int:
+        """Count whole blocks on the device, with or without parts: what is loaded after them may have its own."""
+        cache = self._cache
+        num_tokens = cache.match(namespace, tokens).cached_tokens
+        if cache.windows.pools:
+            num_tokens = max(num_tokens, cache.num_found_tokens(namespace, tokens))
+        return num_tokens // cache.block_size
+
+    def _retry(self) -> None:
+        """Ask stores again what they could not be asked, once in a second."""
+        if self._clock() >= self._next_retry_s and (self._deleter.has_failed or self.purger.has_failed):
+            self._next_retry_s = self._clock() + _RETRY_PERIOD_S
+            self._deleter.retry()
+            self.purger.retry()
+
+    def _take_news(self) -> None:
+        """Note what stores have taken, and some of what was found on the disk."""
+        self._saver.note_ended()
+        self._take_found()
+
+    def _take_found(self) -> None:
+        if self._earlier is not None:
+            self._earlier.take()

@@ -1,0 +1,96 @@
+"""Pinned host memory, which a GPU copies from and to without staging, and slots in it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.offload.tiers.host import map_memory
+
+_log = logging.getLogger(__name__)
+_SUCCESS = 0  # cudaSuccess
+
+
+def map_pinned_memory(num_bytes: int, cudart: Any | None = None) -> memoryview:
+    """Map memory and pin it (page-lock it), so that a GPU copies from and to it without staging.
+
+    PyTorch's own pinned allocator rounds a size up to a power of two, so that 35 GB take 69 GB. This registers exactly
+    the pages that are asked for. If CUDA refuses, the memory is pageable: copies are correct, but slower, and the
+    thread that starts one waits for it. A warning says so.
+
+    Args:
+        num_bytes: the size. All of it takes room at once.
+        cudart: the CUDA runtime; None for `torch.cuda.cudart()`.
+
+    Raises:
+        MemoryError: the system does not have as much.
+    """
+    memory = np.frombuffer(map_memory(num_bytes), np.uint8)
+    if not num_bytes:
+        return memory.data
+    runtime = torch.cuda.cudart() if cudart is None else cudart  # type: ignore[no-untyped-call]
+    address = memory.ctypes.data
+    error = runtime.cudaHostRegister(address, num_bytes, 0)
+    if int(error) != _SUCCESS:
+        _clear_last_error()
+        _log.warning(
+            "CUDA refused to pin %d bytes of host memory (%s): copies between this memory and the GPU are slower and "
+            "delay steps; check the limit of locked memory (ulimit -l) and the free memory of the host",
+            num_bytes,
+            runtime.cudaGetErrorString(error),
+        )
+        return memory.data
+    # Runs before the pages are unmapped, as the array holds the last reference to them.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return memory.data
+
+
+def _clear_last_error() -> None:
+    """Clear the error that CUDA keeps for this thread, which PyTorch would report at its next kernel launch."""
+    with contextlib.suppress(RuntimeError, AssertionError):  # a build of PyTorch without CUDA raises AssertionError
+        torch.zeros(1, device="cuda")
+
+
+class StagingSlots:
+    """Slots of one size in one region of host memory, for blocks on their way between a GPU and the stores.
+
+    A slot is free again when the last reference to its memory goes, wherever that is. Any thread may take one.
+
+    Args:
+        memory: the region, such as `map_pinned_memory` returns it.
+        slot_bytes: size of a slot. Slots begin at pages.
+    """
+
+    def __init__(self, memory: memoryview, slot_bytes: int) -> None:
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._stride = staging_stride(slot_bytes)
+        self._free = list(range(memory.nbytes // self._stride))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that are not in use."""
+        return len(self._free)
+
+    def take(self) -> npt.NDArray[np.uint8] | None:
+        """Return the memory of a free slot, whatever is in it; None if all are in use."""
+        try:
+            index = self._free.pop()
+        except IndexError:
+            return None
+        slot = np.frombuffer(self._memory, np.uint8, self._slot_bytes, index * self._stride)
+        # No lock: a finalizer may run anywhere, also within `take`; appending to a list is atomic.
+        weakref.finalize(slot, self._free.append, index).atexit = False
+        return slot
+
+
+def staging_stride(slot_bytes: int) -> int:
+    """Return the bytes from one slot to the next: whole pages."""
+    return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

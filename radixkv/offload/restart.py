@@ -1,0 +1,194 @@
+"""What survives a restart: the disk is scanned at the start, and the device is saved to it on shutdown."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from radixkv.cache.node import Node
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.offload.disk_record import DiskRecord, FoundOnDisk
+from radixkv.offload.index.offload_index import OffloadIndex
+from radixkv.offload.index.retention import StoredRetention
+from radixkv.offload.index.tier_index import TierIndex
+from radixkv.offload.saver import Saver
+
+_log = logging.getLogger(__name__)
+_READING_SLICE_S = 0.001
+_TAKEN_AT_ONCE = 256  # blocks; some milliseconds
+_END = object()
+
+
+class DiskScan:
+    """Finds on a thread of its own what a disk holds, while requests are served.
+
+    Args:
+        record: of the disk.
+        tier_index: gets what is found, some blocks at a time, those first that go last.
+        retention: gets the priorities of that.
+        delete: deletes what the tier_index has no room for from the disk, since no purge would find it.
+        wake: called on the other thread when there is something to take.
+
+    Attributes:
+        has_failed: whether nobody knows all that the disk holds, because it could not be read or not be taken.
+    """
+
+    def __init__(
+        self,
+        record: DiskRecord,
+        tier_index: TierIndex,
+        retention: StoredRetention,
+        delete: Callable[[Sequence[bytes]], object],
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.has_failed = False
+        self._record = record
+        self._shelf = tier_index
+        self._retention = retention
+        self._delete = delete
+        self._wake = wake
+        self._found: queue.SimpleQueue[FoundOnDisk] = queue.SimpleQueue()
+        self._slices: Iterator[None] | None = None
+        self._reader = threading.Thread(target=self._read, name="disk-record", daemon=True)
+        self._reader.start()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to take."""
+        return self._slices is not None or not self._found.empty()
+
+    def take(self) -> None:
+        """Add some of the blocks that were found to the index. After the last one, forget namespaces without blocks.
+
+        If it raises, the remaining blocks are never added, and `has_failed` is true.
+        """
+        is_read = not self._reader.is_alive()  # asked first: what it found may come while we look
+        if self._slices is None and not self._found.empty():
+            self._slices = self._taking(self._found.get())
+        if self._slices is not None:
+            try:
+                is_over = next(self._slices, _END) is _END
+            except BaseException:
+                self._slices, self.has_failed = None, True  # a generator that raised yields no more
+                raise
+            if is_over:
+                self._slices = None
+        elif is_read and not self.has_failed:
+            self._record.tidy(self._shelf.owned)
+
+    def reading(self) -> Iterator[None]:
+        """Yield until all is found and taken."""
+        while self._reader.is_alive():
+            self._reader.join(_READING_SLICE_S)
+            yield
+        while self.has_more:
+            self.take()
+            yield
+
+    def finish(self, limit_s: float) -> bool:
+        """Wait until all is found, and take it, no longer than `limit_s` in all. Returns whether all is taken."""
+        deadline_s = time.monotonic() + limit_s
+        self._reader.join(limit_s)
+        is_read = not self._reader.is_alive()
+        try:
+            while self.has_more and time.monotonic() < deadline_s:
+                self.take()
+        except Exception:  # noqa: BLE001 - whatever it is, stores are to be closed after this
+            _log.exception("tier disk: expected to take what it holds")
+        return is_read and not self.has_more and not self.has_failed
+
+    def _taking(self, found: FoundOnDisk) -> Iterator[None]:
+        blocks, hints = reversed(found.blocks), iter(found.hints)
+        while some := list(islice(blocks, _TAKEN_AT_ONCE)):
+            if left_out := self._shelf.add_found(some):
+                self._delete(left_out)
+            yield
+        while some_wishes := list(islice(hints, _TAKEN_AT_ONCE)):
+            self._retention.restore(self._shelf, some_wishes)
+            yield
+
+    def _read(self) -> None:
+        try:
+            self._found.put(self._record.read())
+        except Exception:  # noqa: BLE001 - whatever it is, a purge must tell that it may not have reached all
+            _log.exception("tier disk: expected to read what it holds")
+            self.has_failed = True
+        self._wake()
+
+
+_SAVED_AT_ONCE = 64  # blocks
+
+
+class ShutdownSave:
+    """Saves what is on the device to the store `disk`, so that the next process finds it.
+
+        used    last ...................... longest ago
+        saved   first ....................... if there is time     so that what is likely to be wanted is there
+        goes    last ............................... first         also in the next process
+
+    Args:
+        cache: tells what is on the device.
+        offload_index: knows what is stored.
+        saver: copies blocks, and waits for the disk.
+        record: tells the next process in which order blocks go, and their priorities; None for nothing.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, offload_index: OffloadIndex, saver: Saver, record: DiskRecord | None
+    ) -> None:
+        self._cache = cache
+        self._index = offload_index
+        self._saver = saver
+        self._record = record
+
+    def run(self, limit_s: float, *, knows_disk: bool = True) -> bool:
+        """Save as much as there is time for. Returns whether stores have taken all that they were given.
+
+        Args:
+            limit_s: the time.
+            knows_disk: whether it is known what earlier processes left on the disk. If not, the priorities that they
+                noted are left as they are, and none are noted.
+        """
+        deadline_s = time.monotonic() + limit_s
+        num_dropped_blocks = self._saver.num_dropped_blocks.total()
+        self._saver.flush()
+        is_whole = self._saver.wait(limit_s)
+        tier_index = self._index.tiers.get("disk")
+        if tier_index is None:
+            return is_whole
+        saved, is_whole = self._save(tier_index.num_blocks, deadline_s) if is_whole else ([], False)
+        for keys in reversed(saved):
+            self._index.left("disk", keys)
+        if self._record is not None:
+            self._record.arrange(list(tier_index))
+            if knows_disk:
+                self._record.keep(self._index.retention.hints(tier_index))
+        return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks
+
+    def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:
+        """Save `num_left` blocks at most: what comes after them would push them out.
+
+        Returns:
+            The keys of the blocks in the order in which they were saved, and whether the disk has taken all.
+        """
+        saved: list[list[bytes]] = []
+        for node, start, end in self._runs():
+            saved.append(self._index.leave(node, start, min(end, start + num_left), ["disk"]))
+            num_left -= len(saved[-1])
+            self._saver.flush()
+            if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):
+                return saved, False
+            if not num_left:
+                break
+        return saved, self._saver.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def _runs(self) -> Iterator[tuple[Node, int, int]]:
+        """Iterate over runs of blocks, those that were used last first, and beginnings before ends."""
+        num_at_once = max(1, min(_SAVED_AT_ONCE, self._saver.max_waiting_blocks))
+        for node in sorted(self._cache.nodes(), key=lambda node: (-node.last_used_s, node.start_bytes)):
+            for start in range(0, node.num_blocks, num_at_once):
+                yield node, start, min(node.num_blocks, start + num_at_once)

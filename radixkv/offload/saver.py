@@ -1,0 +1,197 @@
+"""EvictedCopies blocks that leave the device, and gives the copies to the stores."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.deleter import Deleter
+from radixkv.offload.disk_record import DiskRecord
+from radixkv.offload.index.offload_index import EvictedBlock, OffloadIndex
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import PutOutcome, PutResult
+from radixkv.offload.tiers.tier import Tier
+
+_log = logging.getLogger(__name__)
+
+
+class _Save(NamedTuple):
+    """A batch that a store was given: its name, the keys, and those that go for them."""
+
+    name: str
+    keys: Sequence[bytes]
+    given_up: Sequence[bytes]
+
+
+class EvictedCopies(NamedTuple):
+    """Blocks that have left the device.
+
+    Attributes:
+        blocks: with the copy of each.
+        given_up: the keys that go for them, by store, in their order.
+        wait: blocks until the copies are complete.
+    """
+
+    blocks: Sequence[tuple[EvictedBlock, memoryview]]
+    given_up: Mapping[str, Sequence[bytes]]
+    wait: Callable[[], None] = lambda: None
+
+
+class Saver:
+    """Saves what leaves the device before anything is written over it.
+
+    EvictedCopies that stores have not taken yet are bounded. What is beyond is lost, as without stores.
+
+    Args:
+        offload_index: knows what leaves, and is told what stores did not take.
+        tiers: the stores, by name.
+        deleter: deletes what stores were given in vain.
+        mover: copies blocks.
+        max_bytes: bound of copies that wait.
+        record: is told whose blocks the store `disk` gets; None without one.
+
+    Attributes:
+        num_dropped_blocks: blocks that each store was not given because too many copies waited.
+        max_waiting_blocks: the bound.
+    """
+
+    def __init__(
+        self,
+        offload_index: OffloadIndex,
+        tiers: Mapping[str, Tier],
+        deleter: Deleter,
+        mover: BlockMover,
+        max_bytes: int,
+        record: DiskRecord | None = None,
+    ) -> None:
+        self.num_dropped_blocks: Counter[str] = Counter()
+        self._index = offload_index
+        self._tiers = tiers
+        self._deleter = deleter
+        self._mover = mover
+        self._record = record
+        self.max_waiting_blocks = max_bytes // mover.payload_bytes
+        self._num_free_blocks = self.max_waiting_blocks
+        self._open: dict[Future[PutResult | None], _Save] = {}  # those whose end was not noted
+        self._ended: queue.SimpleQueue[Future[PutResult | None]] = queue.SimpleQueue()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether stores have not taken all that they were given, or it was not noted yet."""
+        return bool(self._open)
+
+    def given_up(self, name: str) -> list[bytes]:
+        """List the keys that a store was told to give up, and perhaps has not. Complexity: O(keys that wait)."""
+        return [key for save in self._open.values() if save.name == name for key in save.given_up]
+
+    def flush(self) -> None:
+        """Copy and save what has left."""
+        self.save(self.copy())
+
+    def copy(self) -> EvictedCopies:
+        """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`.
+
+        On a GPU this only launches the copies, in order with the steps. The threads of the stores wait for them.
+        """
+        self.note_ended()
+        left, given_up = self._index.take_evicted_blocks()
+        evicted_blocks = self._within_bound(left)
+        if not evicted_blocks:
+            return EvictedCopies([], given_up)
+        try:
+            read = self._mover.read(
+                [each.block_id for each in evicted_blocks], [each.part_id for each in evicted_blocks]
+            )
+        except MemoryError as error:
+            _log.warning(
+                "no memory to copy %d evicted blocks for the stores, so they are lost: %s", len(evicted_blocks), error
+            )
+            self._drop(evicted_blocks)
+            return EvictedCopies([], given_up)
+        return EvictedCopies(list(zip(evicted_blocks, read.payloads, strict=True)), given_up, read.copy.wait)
+
+    def save(self, copies: EvictedCopies) -> None:
+        """Give copies to the stores, and wait for none."""
+        for name, tier in self._tiers.items():
+            given_up = copies.given_up[name]
+            wanted = [(each, payload) for each, payload in copies.blocks if name in each.tiers]
+            if not wanted and not given_up:
+                continue
+            if name == "disk" and self._record is not None:
+                for namespace in {each.block.namespace for each, _ in wanted}:
+                    self._record.note(namespace)
+            objects = [_object(each, payload, tier, copies.wait) for each, payload in wanted]
+            self._num_free_blocks -= len(objects)
+            saved = tier.save(objects, given_up)
+            self._open[saved] = _Save(name, [each.key for each in objects], given_up)
+            saved.add_done_callback(self._ended.put)
+
+    def note_ended(self) -> None:
+        """Note what stores have taken, what they did not take, and what they did not keep."""
+        while not self._ended.empty():
+            self._note_end(self._ended.get())
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until stores have taken all that they were given. Returns whether they did."""
+        deadline_s = time.monotonic() + limit_s
+        while self.has_waiting:
+            try:
+                self._note_end(self._ended.get(timeout=max(0.0, deadline_s - time.monotonic())))
+            except queue.Empty:
+                return False
+        return True
+
+    def _within_bound(self, evicted_blocks: Sequence[EvictedBlock]) -> Sequence[EvictedBlock]:
+        """Drop the blocks that exceed the bound: those evicted first, since prompts are evicted from their end."""
+        num_free_blocks, first = self._num_free_blocks, len(evicted_blocks)
+        while first and len(evicted_blocks[first - 1].tiers) <= num_free_blocks:
+            first -= 1
+            num_free_blocks -= len(evicted_blocks[first].tiers)
+        self._drop(evicted_blocks[:first])
+        return evicted_blocks[first:]
+
+    def _drop(self, evicted_blocks: Sequence[EvictedBlock]) -> None:
+        for name, tier_index in self._index.tiers.items():
+            keys = [each.block.key for each in evicted_blocks if name in each.tiers]
+            older = [key for key in keys if tier_index.may_have(key)]  # was to be written once more, with its part
+            self.num_dropped_blocks[name] += len(keys)
+            self._index.lost(name, keys)
+            self._delete(name, older)
+
+    def _note_end(self, saved: Future[PutResult | None]) -> None:
+        name, keys, given_up = self._open.pop(saved)
+        result = None if saved.cancelled() else saved.result()
+        self._num_free_blocks += len(keys)
+        if result is None:  # it may be late, and store them all the same
+            self._index.lost(name, keys)
+            self._delete(name, (*keys, *given_up))
+            return
+        outcomes = list(zip(keys, result.outcomes, strict=True))
+        there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
+        refused = [key for key, outcome in outcomes if outcome not in there]
+        unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
+        absent = {key for key in unasked if not self._index.tiers[name].may_have(key)}
+        self._index.stored(name, [key for key, outcome in outcomes if outcome in there])
+        # What is expected again has left the device again: a later save brings it.
+        left = filter(self._index.tiers[name].holds, result.evicted)
+        self._index.lost(name, [*refused, *left])
+        gone = {*refused, *result.evicted} - set(keys) | absent  # others were given up without need, or purged
+        self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
+
+    def _delete(self, name: str, keys: Sequence[bytes]) -> None:
+        """Delete the blocks that the store should not have. What is late in a shared one is found there."""
+        if not self._index.tiers[name].is_shared:
+            self._deleter.delete_unknown(name, keys)
+
+
+def _object(departure: EvictedBlock, payload: memoryview, tier: Tier, wait: Callable[[], None]) -> BlockObject:
+    block = departure.block
+    generation = int(departure.part_id is not None)  # a later one takes the place of one without its part
+    cipher = tier.cipher_of(block.namespace.tenant)
+    return BlockObject(block.key, block.parent, generation, block.tokens, payload, cipher, wait)

@@ -1,0 +1,354 @@
+"""Guards a store that may be slow or fail: a time limit for each call, and a circuit breaker."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from radixkv.errors import StoreBusy, StoreClosed, StoreLate, StorePaused
+from radixkv.offload.block_keys import KEY_BYTES, KeyScope
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import BlockStore, Loan, PutResult, StoreSize
+
+
+class Timers(Protocol):
+    """Time as a guarded store sees it; tests have one that stands still."""
+
+    def now_s(self) -> float:
+        """Return the time, monotonic."""
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> Callable[[], None]:
+        """Call a function after a delay. Return what cancels that."""
+
+
+class TimerThread:
+    """One thread that sleeps until the next call is due. A daemon: it keeps no process."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._serials = itertools.count()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        threading.Thread(target=self._run, name="alarm-clock", daemon=True).start()
+
+    def now_s(self) -> float:
+        """Return the time, monotonic."""
+        return time.monotonic()
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> Callable[[], None]:
+        """Call a function after a delay; it must be short. Return what cancels that.
+
+        Complexity: O(log n) of calls that are due later. A cancelled call stays among them, without its function.
+        """
+        serial = next(self._serials)
+        holder = [function]
+        with self._changed:
+            heapq.heappush(self._due, (time.monotonic() + delay_s, serial, lambda: holder[0]() if holder else None))
+            if self._due[0][1] == serial:
+                self._changed.notify()
+        return holder.clear
+
+    def close(self) -> None:
+        """End the thread; what is due later is never called."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._is_closed and (not self._due or self._due[0][0] > time.monotonic()):
+                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                if self._is_closed:
+                    return
+                _, _, function = heapq.heappop(self._due)
+            function()
+
+
+class CircuitState(enum.Enum):
+    """State of a circuit."""
+
+    CLOSED = "closed"  # calls go through
+    OPEN = "open"  # no call goes through before the pause is over
+    TRYING = "trying"  # one call went through after the pause, and has not come back
+
+
+class CircuitBreaker:
+    """Opens after failures in a row, and lets one call through after each pause; each pause is twice the last one.
+
+        CLOSED ── failures in a row ──▶ OPEN ── pause ──▶ TRYING ── answer ──▶ CLOSED
+                                          ▲── failure ──────┘
+
+    Args:
+        clock: seconds, monotonic.
+        max_failures: failures in a row that open it.
+        is_known: whether the store is known to work. One that is not is left alone after one failure, until it has
+            answered.
+        first_pause_s, max_pause_s: the first pause and the longest one.
+
+    Attributes:
+        num_opened: times that it went from closed to open.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        max_failures: int = 3,
+        is_known: bool = True,
+        first_pause_s: float = 1.0,
+        max_pause_s: float = 60.0,
+    ) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._max_failures = max_failures
+        self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
+        self._state, self._num_failures = CircuitState.CLOSED, 0 if is_known else max_failures - 1
+        self._pause_s, self._until_s = first_pause_s, 0.0
+        self.num_opened = 0
+
+    @property
+    def state(self) -> CircuitState:
+        """The state now."""
+        return self._state
+
+    def lets_through(self) -> bool:
+        """Return whether a call may go to the store. Each that may must end with `succeed`, `fail` or `give_back`."""
+        with self._lock:
+            if self._state is CircuitState.OPEN and self._clock() >= self._until_s:
+                self._state = CircuitState.TRYING
+                return True
+            return self._state is CircuitState.CLOSED
+
+    def succeed(self) -> bool:
+        """Note an answer. Return whether it closed the circuit."""
+        with self._lock:
+            was_closed = self._state is CircuitState.CLOSED
+            if self._state is CircuitState.OPEN:  # an answer to a call from before: it says nothing about now
+                return False
+            self._state, self._num_failures, self._pause_s = CircuitState.CLOSED, 0, self._first_pause_s
+            return not was_closed
+
+    def fail(self) -> bool:
+        """Note a failure. Return whether it opened a closed circuit."""
+        with self._lock:
+            self._num_failures += 1
+            if self._state is CircuitState.TRYING:
+                self._pause_s = min(self._max_pause_s, 2 * self._pause_s)
+                self._open()
+                return False
+            if self._state is CircuitState.CLOSED and self._num_failures >= self._max_failures:
+                self._open()
+                self.num_opened += 1
+                return True
+            return False
+
+    def give_back(self) -> None:
+        """Note that a call ended without saying anything about the store: the caller cancelled it."""
+        with self._lock:
+            if self._state is CircuitState.TRYING:
+                self._state, self._until_s = CircuitState.OPEN, self._clock()
+
+    def _open(self) -> None:
+        self._state, self._until_s = CircuitState.OPEN, self._clock() + self._pause_s
+
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardCounts:
+    """Counts since the start.
+
+    Attributes:
+        answered: calls with an answer in time.
+        late: calls without one.
+        failed: calls that ended with another error.
+        busy: calls that the store's full queue refused.
+        refused: calls that did not go to the store, because its circuit is open.
+        cancelled: calls that their caller cancelled.
+        opened: times that the circuit opened.
+        state: of the circuit.
+    """
+
+    answered: int
+    late: int
+    failed: int
+    busy: int
+    refused: int
+    cancelled: int
+    opened: int
+    state: CircuitState
+
+
+class GuardedStore:
+    """A store around another one: each call ends within a time limit, and one that fails is left alone for a while.
+
+    A late answer goes nowhere: what it lends is given back. The payloads of a late put may still be read, which is why
+    they must never change. Closing and `size` go straight to the store.
+
+    Args:
+        name: for the log.
+        store: the one that is guarded.
+        timers: the time.
+        circuit: decides when the store is left alone; it has the same time.
+        limit_s: time limit of a load and of a question.
+        write_limit_s: time limit of a put and of a deletion, which nobody waits for.
+        purge_limit_s: time limit of a purge, for which a store may look at all its keys.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: BlockStore,
+        timers: Timers,
+        circuit: CircuitBreaker,
+        *,
+        limit_s: float = 0.5,
+        write_limit_s: float = 10.0,
+        purge_limit_s: float = 60.0,
+    ) -> None:
+        self._name, self._store, self._timers, self._circuit = name, store, timers, circuit
+        self._limit_s, self._write_limit_s, self._purge_limit_s = limit_s, write_limit_s, purge_limit_s
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("answered", "late", "failed", "busy", "refused", "cancelled"), 0)
+
+    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult]:
+        """Store objects; see `BlockStore`."""
+        return self._call(lambda: self._store.put(objects, give_up), self._write_limit_s)
+
+    def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
+        """Return the object under each key, or None."""
+        return self._call(lambda: self._store.get(keys), self._limit_s)
+
+    def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Return whether there is an object under each key."""
+        return self._call(lambda: self._store.exists(keys), self._limit_s)
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int]:
+        """Forget objects. Return the number of those that were there."""
+        return self._call(lambda: self._store.delete(keys), self._write_limit_s)
+
+    def purge(self, scope: KeyScope) -> Future[int]:
+        """Forget the objects that have such keys."""
+        return self._call(lambda: self._store.purge(scope), self._purge_limit_s)
+
+    def greet(self) -> None:
+        """Ask for a block that nobody has, to learn whether the store answers; nobody waits for it."""
+        self._call(lambda: self._store.exists([bytes(KEY_BYTES)]), self._write_limit_s)
+
+    def size(self) -> StoreSize:
+        """Return what the store holds, without waiting."""
+        return self._store.size()
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def counts(self) -> GuardCounts:
+        """Return the counts."""
+        with self._lock:
+            return GuardCounts(**self._counts, opened=self._circuit.num_opened, state=self._circuit.state)
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Count the end of a call, and tell the circuit."""
+        if error is None:
+            self._count("answered")
+            if self._circuit.succeed():
+                _log.warning("store %s: works again", self._name)
+        elif isinstance(error, CancelledError):
+            self._count("cancelled")
+            self._circuit.give_back()
+        elif isinstance(error, StoreBusy):  # the queue is this process's own: the store may well work
+            self._count("busy")
+            self._circuit.give_back()
+        else:
+            self._count("late" if isinstance(error, StoreLate) else "failed")
+            if self._circuit.fail():
+                _log.error("store %s: switched off for a while after failures, the last one: %s", self._name, error)
+
+    def _call(self, start: Callable[[], Future[_T]], limit_s: float) -> Future[_T]:
+        outer: Future[_T] = Future()
+        if not self._circuit.lets_through():
+            self._count("refused")
+            outer.set_exception(StorePaused(f"store {self._name}: expected one that works, got a pause"))
+            return outer
+        _GuardedCall(self, outer, start()).begin(self._timers, limit_s)
+        return outer
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+
+class _GuardedCall(Generic[_T]):
+    """One call: the first of answer, time limit and cancellation ends it."""
+
+    def __init__(self, guard: GuardedStore, outer: Future[_T], inner: Future[_T]) -> None:
+        self._guard, self._lock = guard, threading.Lock()
+        self._futures: tuple[Future[_T], Future[_T]] | None = (outer, inner)
+        self._cancel_alarm: Callable[[], None] = lambda: None
+
+    def begin(self, timers: Timers, limit_s: float) -> None:
+        """Start to wait."""
+        assert self._futures is not None
+        outer, inner = self._futures
+        self._cancel_alarm = timers.call_later(limit_s, lambda: self._give_up(limit_s))
+        outer.add_done_callback(self._see_cancelled)
+        inner.add_done_callback(self._answer)
+
+    def _end(self) -> tuple[Future[_T], Future[_T]] | None:
+        """Return the futures the first time, then None: they must leave the collector no circle."""
+        with self._lock:
+            futures, self._futures = self._futures, None
+        return futures
+
+    def _answer(self, inner: Future[_T]) -> None:
+        futures = self._end()
+        self._cancel_alarm()
+        error = StoreClosed("store: the call was cancelled") if inner.cancelled() else inner.exception()
+        if futures is None:
+            if error is None:
+                _give_back(inner.result())
+            return
+        self._guard.note_end(error)
+        outer, _ = futures
+        if not outer.set_running_or_notify_cancel():
+            if error is None:
+                _give_back(inner.result())
+        elif error is None:
+            outer.set_result(inner.result())
+        else:
+            outer.set_exception(error)
+
+    def _give_up(self, limit_s: float) -> None:
+        if (futures := self._end()) is None:
+            return
+        outer, inner = futures
+        error = StoreLate(f"store: expected an answer within {limit_s:g} s, got none")
+        self._guard.note_end(error)
+        if outer.set_running_or_notify_cancel():
+            outer.set_exception(error)
+        inner.cancel()
+
+    def _see_cancelled(self, outer: Future[_T]) -> None:
+        if not outer.cancelled() or (futures := self._end()) is None:
+            return
+        self._cancel_alarm()
+        self._guard.note_end(CancelledError())
+        futures[1].cancel()
+
+
+def _give_back(answer: object) -> None:
+    """Release the loans in an answer that nobody waits for."""
+    for each in answer if isinstance(answer, list) else ():
+        if isinstance(each, Loan):
+            each.release()

@@ -1,0 +1,125 @@
+"""Store in host memory: one allocation, made once, in slots of one object."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from radixkv.errors import ConfigError
+from radixkv.kernels.native.copies import NativeCopies
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
+from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
+
+_ALIGNMENT = 64
+
+
+def map_memory(num_bytes: int) -> memoryview:
+    """Map memory of exactly this size. A page takes room when it is first written.
+
+    Raises:
+        MemoryError: the system does not have as much.
+    """
+    try:
+        pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{num_bytes} bytes can't be mapped") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)[:num_bytes]
+
+
+class HostStore(StoreBackend):
+    """Objects in host memory. A loan is the slot itself: nothing is copied to read.
+
+    Args:
+        arena: the memory, such as `map_memory` returns it; its size is the bound.
+        object_bytes: size of the largest object, see `object_bytes` in `block_object`.
+        native: see `BlockObject.write_to`.
+
+    Raises:
+        ConfigError: the arena has no room for one object.
+    """
+
+    num_readers = 1  # it waits for nothing; more only take turns with those that copy
+
+    def __init__(self, arena: memoryview, object_bytes: int, native: NativeCopies | None = None) -> None:
+        self._slot_bytes = -(-object_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._num_slots = arena.nbytes // self._slot_bytes
+        if not self._num_slots:
+            raise ConfigError(f"tiers.host_bytes: expected at least {self._slot_bytes} bytes, got {arena.nbytes}")
+        self._arena, self._native = np.frombuffer(arena, np.uint8), native
+        self._table = SlotTable(self._num_slots)
+        # A loan may end wherever the last reference to it goes, also in the middle of a call of this thread.
+        self._lock = threading.RLock()
+
+    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
+        """Copy objects into slots. What is lent stays."""
+        left, outcomes, evicted = iter(give_up), [], []
+        for each in objects:
+            if each.num_bytes > self._slot_bytes:
+                outcomes.append(PutOutcome.TOO_LARGE)
+                continue
+            with self._lock:
+                if self._table.has(each.key, each.generation):
+                    outcomes.append(PutOutcome.ALREADY_THERE)
+                    continue
+                slot, gone = self._table.claim(each.key, left)
+            evicted += gone
+            if slot is None:
+                outcomes.append(PutOutcome.NO_ROOM)
+                continue
+            self._write(each, slot)
+            outcomes.append(PutOutcome.STORED)
+        return PutResult(tuple(outcomes), tuple(evicted))
+
+    def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
+        """Lend slots; they are not given to other objects before the loans end."""
+        with self._lock:
+            return [self._lend(entry) if (entry := self._table.find(key)) else None for key in keys]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether there is an object under each key; it is no use of it."""
+        with self._lock:
+            return [self._table.find(key, is_use=False) is not None for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forget objects; a slot that is lent is free after its loan."""
+        with self._lock:
+            return sum(self._table.remove(key) is not None for key in keys)
+
+    def size(self) -> StoreSize:
+        """Return slots and their bytes."""
+        with self._lock:
+            used = self._num_slots - self._table.num_free
+            capacity = self._num_slots * self._slot_bytes
+            return StoreSize(len(self._table), used * self._slot_bytes, capacity, self._num_slots)
+
+    def close(self) -> None:
+        """Forget all; the memory goes with the last loan."""
+        with self._lock:
+            self._table = SlotTable(0)
+
+    def _write(self, each: BlockObject, slot: int) -> None:
+        position = slot * self._slot_bytes
+        try:
+            each.write_to(self._arena[position : position + each.num_bytes], self._native)
+        except BaseException:
+            with self._lock:
+                self._table.abandon(each.key, slot)
+            raise
+        with self._lock:
+            self._table.publish(each.key, SlotEntry(slot, each.generation, each.num_bytes))
+
+    def _lend(self, entry: SlotEntry) -> Loan:
+        start = entry.slot * self._slot_bytes
+        self._table.start_reading(entry)
+        return Loan(self._arena[start : start + entry.num_bytes].data, partial(self._end_reading, self._table, entry))
+
+    def _end_reading(self, table: SlotTable, entry: SlotEntry) -> None:
+        with self._lock:
+            table.end_reading(entry)

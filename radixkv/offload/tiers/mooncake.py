@@ -1,0 +1,131 @@
+"""Store in Mooncake: a master, and memory that the servers of one model lend each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake.store import MooncakeDistributedStore
+
+from radixkv.config.address import host_and_port
+from radixkv.errors import StoreUnavailable
+from radixkv.offload.block_keys import KeyScope
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
+
+_PREFIX = "radixkv-1-"
+_NO_ROOM, _NOT_FOUND, _NOT_READY = -200, -704, -703  # Mooncake's ErrorCode
+_PROBE_S = 2.0
+
+
+class MooncakeStore(StoreBackend):
+    """Objects in the memory of all servers, over TCP. The master evicts; this process lends it memory.
+
+    Nothing is connected before the first call. While the master is away the client waits in its own time, some
+    seconds a call, so this store belongs behind a `GuardedStore`.
+
+    Args:
+        master: `HOST:PORT` of the master.
+        object_bytes: size of the largest object.
+        lent_bytes: memory that this process lends; 0 for none.
+        buffer_bytes: memory through which objects come and go; a batch takes half of it at most.
+
+    Raises:
+        ConfigError: the master's address is not one.
+    """
+
+    def __init__(
+        self, master: str, object_bytes: int, *, lent_bytes: int = 1 << 30, buffer_bytes: int = 256 << 20
+    ) -> None:
+        self._master = host_and_port("tiers.mooncake_master", master)
+        self._object_bytes = object_bytes
+        self._lent_bytes, self._buffer_bytes = lent_bytes, max(buffer_bytes, 4 * object_bytes)
+        self._batch = self._buffer_bytes // 2 // object_bytes
+        self._lock = threading.Lock()
+        self._connected: Any = None
+
+    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
+        """Store objects; one of the first generation that is there is not sent. The master evicts by itself."""
+        client = self._client()
+        are_there = self.exists([each.key for each in objects])
+        pairs = zip(objects, are_there, strict=True)
+        return PutResult(tuple(self._put(client, each, is_there) for each, is_there in pairs))
+
+    def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
+        """Return objects, in memory of their own."""
+        client = self._client()
+        found: list[Loan | None] = [None] * len(keys)
+        there = [number for number, is_there in enumerate(self.exists(keys)) if is_there]
+        for start in range(0, len(there), self._batch):
+            numbers = there[start : start + self._batch]
+            for number, data in zip(numbers, client.get_batch([_name(keys[each]) for each in numbers]), strict=True):
+                found[number] = Loan(memoryview(data)) if data else None
+        return found
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether there is an object under each key."""
+        codes = self._client().batch_is_exist([_name(key) for key in keys]) if keys else []
+        return [_required(code, 0, 1) == 1 for code in codes]
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forget objects, for all servers."""
+        codes = self._client().batch_remove([_name(key) for key in keys], True) if keys else []
+        return sum(_required(code, 0, _NOT_FOUND, _NOT_READY) == 0 for code in codes)
+
+    def purge(self, scope: KeyScope) -> int:
+        """Forget the objects that have such keys, for all servers."""
+        number: int = self._client().remove_by_regex(f"^{_PREFIX}{scope.hex_pattern('.')}", True)
+        if number < 0:
+            raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got Mooncake's code {number}")
+        return number
+
+    def size(self) -> StoreSize:
+        """Return nothing: only the master knows."""
+        return StoreSize(None, None, None)
+
+    def close(self) -> None:
+        """Take the lent memory back, and with it the objects in it."""
+        with self._lock:
+            client, self._connected = self._connected, None
+        if client is not None:
+            client.close()
+
+    def _put(self, client: Any, each: BlockObject, is_there: bool) -> PutOutcome:
+        if each.num_bytes > self._object_bytes:
+            return PutOutcome.TOO_LARGE
+        if is_there and not each.generation:  # its generation is not known without reading it
+            return PutOutcome.ALREADY_THERE
+        code = _required(client.upsert_parts(_name(each.key), *each.pieces()), 0, _NO_ROOM)
+        return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM
+
+    def _client(self) -> Any:
+        with self._lock:
+            if self._connected is None:
+                self._connected = self._connect()
+            return self._connected
+
+    def _connect(self) -> Any:
+        try:  # the client would try for a minute and a half
+            with socket.create_connection(self._master, _PROBE_S) as probe:
+                host = probe.getsockname()[0]
+        except OSError as error:
+            reason = f"{self._master[0]}:{self._master[1]}: {error.strerror or error}"
+            raise StoreUnavailable(f"tiers.mooncake_master: expected a master, got {reason}") from error
+        client = MooncakeDistributedStore()
+        master = f"{self._master[0]}:{self._master[1]}"
+        code = client.setup(host, "P2PHANDSHAKE", self._lent_bytes, self._buffer_bytes, "tcp", "", master)
+        if code:
+            raise StoreUnavailable(f"tiers.mooncake_master: expected a connection, got Mooncake's code {code}")
+        return client
+
+
+def _required(code: int, *expected: int) -> int:
+    if code not in expected:
+        raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got Mooncake's code {code}")
+    return code
+
+
+def _name(key: bytes) -> str:
+    return _PREFIX + key.hex()

@@ -1,0 +1,142 @@
+"""Backends that can be chosen by name: ours, and those of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from radixkv.config.needed_package import require_package
+from radixkv.errors import ConfigError
+from radixkv.kernels.native.copies import NativeCopies
+from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.tiers.block_store import StoreBackend
+from radixkv.offload.tiers.host import HostStore, map_memory
+
+ENTRY_POINTS = "radixkv.stores"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """All that a backend is told.
+
+    Attributes:
+        block_format: format of the blocks.
+        object_bytes: size of the largest object.
+        max_bytes: the bound; None where the place has its own.
+        place: a directory, a URL or an address; empty for none.
+        native: copies in C++, for our own backends; None for none, and for those of other packages.
+        map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is
+            not as much.
+    """
+
+    block_format: BlockFormat
+    object_bytes: int
+    max_bytes: int | None = None
+    place: str = ""
+    native: NativeCopies | None = None
+    map_memory: Callable[[int], memoryview] = map_memory
+
+
+OpenBackend = Callable[[StoreOptions], StoreBackend]
+
+
+def open_backend(name: str, options: StoreOptions) -> StoreBackend:
+    """Open a backend.
+
+    Args:
+        name: `host`, `disk`, `redis`, `mooncake`, or an entry point of the group `radixkv.stores`, which is called
+            with the options.
+        options: see `StoreOptions`.
+
+    Raises:
+        ConfigError: there is none of this name, it lacks a package, or the options make no sense.
+        StoreUnavailable: the store can't be used now.
+    """
+    require_backend(name)
+    try:
+        opened: OpenBackend = _OURS[name] if name in _OURS else _entry_points(name)[0].load()
+        return opened(options)
+    except ImportError as error:
+        raise ConfigError(f"{_key_of(name)}: expected its packages, got: {error}") from error
+
+
+def require_backend(name: str) -> None:
+    """Refuse the name of no backend, and one whose package is missing. Nothing is imported.
+
+    Raises:
+        ConfigError: the message names the key of the configuration.
+    """
+    if name in _EXTRAS:
+        require_package(_key_of(name), *_EXTRAS[name])
+    elif name not in _OURS and not _entry_points(name):
+        known = ", ".join(sorted(entry_points(group=ENTRY_POINTS).names)) or "none"
+        raise ConfigError(
+            f"{_key_of(name)}: expected the name of an installed package's entry point in the group {ENTRY_POINTS} "
+            f"({known}; our own stores are keys of tiers), got {name!r}"
+        )
+
+
+def require_redis_url(url: str) -> None:
+    """Refuse a URL of no Redis, without connecting.
+
+    Raises:
+        ConfigError: it is none, or the package is missing.
+    """
+    require_backend("redis")
+    from radixkv.offload.tiers.redis import RedisStore  # the package is an extra
+
+    RedisStore(url, object_bytes=1).close()
+
+
+def _key_of(name: str) -> str:
+    """Return the key of the configuration that asks for a backend."""
+    return _KEYS.get(name, f"stores.{name}")
+
+
+def _entry_points(name: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINTS, name=name))
+
+
+def _host(options: StoreOptions) -> StoreBackend:
+    num_bytes = options.max_bytes or 0
+    try:
+        arena = options.map_memory(num_bytes)
+    except MemoryError as error:
+        raise ConfigError(f"tiers.host_bytes: expected memory for {num_bytes} bytes, got none") from error
+    return HostStore(arena, options.object_bytes, options.native)
+
+
+def _disk(options: StoreOptions) -> StoreBackend:
+    from radixkv.offload.tiers.disk import DiskStore
+
+    return DiskStore(
+        Path(options.place), options.block_format, options.object_bytes, options.max_bytes, native=options.native
+    )
+
+
+def _redis(options: StoreOptions) -> StoreBackend:
+    from radixkv.offload.tiers.redis import RedisStore  # the package is an extra
+
+    return RedisStore(options.place, options.object_bytes)
+
+
+def _mooncake(options: StoreOptions) -> StoreBackend:
+    from radixkv.offload.tiers.mooncake import MooncakeStore  # the package is an extra
+
+    return MooncakeStore(options.place, options.object_bytes, lent_bytes=options.max_bytes or 0)
+
+
+_OURS: dict[str, OpenBackend] = {"host": _host, "disk": _disk, "redis": _redis, "mooncake": _mooncake}
+_KEYS = {
+    "host": "tiers.host_bytes",
+    "disk": "tiers.disk_path",
+    "redis": "tiers.redis_url",
+    "mooncake": "tiers.mooncake_master",
+}
+# What each is imported as, the package, and the extra that installs it.
+_EXTRAS = {
+    "redis": ("redis", "redis", "redis"),
+    "mooncake": ("mooncake", "mooncake-transfer-engine-non-cuda", "mooncake"),
+}

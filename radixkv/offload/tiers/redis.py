@@ -1,0 +1,150 @@
+"""Store in Redis or Valkey, which several servers of one model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import OutOfMemoryError, RedisError
+from redis.retry import Retry
+
+from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.offload.block_keys import KeyScope
+from radixkv.offload.tiers.block_object import HEAD_BYTES, BlockObject, read_head
+from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
+
+_T = TypeVar("_T")
+_BATCH_BYTES = 16 << 20  # of one pipeline: what the server has to keep of answers, and this process of a put
+_SCANNED_KEYS = 1000
+_PREFIX = b"radixkv:1:"
+DEFAULT_TTL_S = 86_400.0
+
+
+class RedisStore(StoreBackend):
+    """Objects under `radixkv:1:KEY` with a time to live, which each use begins again.
+
+    The server bounds the memory and evicts: `maxmemory` with `maxmemory-policy allkeys-lru`. Nothing is connected
+    before the first call, and each call after a failure connects again; nothing is tried twice.
+
+    Args:
+        url: `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` for TLS, or `unix://PATH`.
+        object_bytes: size of the largest object.
+        ttl_s: time for which an object stays that nobody uses.
+        timeout_s: for connecting, and for each answer.
+
+    Raises:
+        ConfigError: the URL is not one.
+    """
+
+    def __init__(self, url: str, object_bytes: int, *, ttl_s: float = DEFAULT_TTL_S, timeout_s: float = 2.0) -> None:
+        self._ttl_ms = max(1, round(ttl_s * 1000))
+        self._batch = max(1, _BATCH_BYTES // object_bytes)
+        self._object_bytes = object_bytes
+        try:
+            self._client: Any = redis.Redis.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+            )
+        except ValueError as error:  # its words may hold the password
+            raise ConfigError("tiers.redis_url: expected redis://HOST:PORT/DB, got something else") from error
+
+    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
+        """Store objects, in pipelines; those that another server stored are not sent. The server evicts by itself."""
+        outcomes: list[PutOutcome] = []
+        for batch in self._batches(objects):
+            outcomes += self._answered(partial(self._put, batch))
+        return PutResult(tuple(outcomes))
+
+    def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
+        """Return objects. Their time to live begins again."""
+        found: list[bytes | None] = []
+        for batch in self._batches(keys):
+            found += self._answered(partial(self._get, batch))
+        return [None if data is None else Loan(memoryview(data)) for data in found]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether there is an object under each key; it is no use of it."""
+        return [bool(answer) for answer in self._answered(lambda: self._pipelined("EXISTS", keys))]
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forget objects, for all servers."""
+        return sum(self._answered(lambda: self._pipelined("UNLINK", keys)))
+
+    def purge(self, scope: KeyScope) -> int:
+        """Forget the objects that have such keys, for all servers.
+
+        Complexity: O(keys in the whole database), a thousand at a time, between which the server does other work.
+        """
+        pattern, cursor, num_deleted = _PREFIX + scope.hex_pattern("?").encode() + b"*", 0, 0
+        while True:
+            scan = partial(self._client.execute_command, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCANNED_KEYS)
+            cursor, names = self._answered(scan)
+            if names:
+                num_deleted += self._answered(partial(self._client.execute_command, "UNLINK", *names))
+            if not int(cursor):
+                return num_deleted
+
+    def size(self) -> StoreSize:
+        """Return nothing: only the server knows."""
+        return StoreSize(None, None, None)
+
+    def close(self) -> None:
+        """End the connections."""
+        self._client.close()
+
+    def _put(self, objects: Sequence[BlockObject]) -> list[PutOutcome]:
+        heads = self._pipelined("GETRANGE", [each.key for each in objects], 0, HEAD_BYTES - 1)
+        pipeline = self._client.pipeline(transaction=False)
+        is_sent = []
+        for each, data in zip(objects, heads, strict=True):
+            head = read_head(data)
+            is_there = head is not None and head.key == each.key and head.generation >= each.generation
+            is_sent.append(not is_there and each.num_bytes <= self._object_bytes)
+            if is_there:
+                pipeline.execute_command("PEXPIRE", _name(each.key), self._ttl_ms)
+            elif each.num_bytes <= self._object_bytes:
+                pipeline.execute_command("SET", _name(each.key), b"".join(each.pieces()), "PX", self._ttl_ms)
+            else:
+                pipeline.execute_command("EXISTS", _name(each.key))
+        answers = pipeline.execute(raise_on_error=False)
+        return [self._outcome(*each) for each in zip(objects, is_sent, answers, strict=True)]
+
+    def _outcome(self, each: BlockObject, is_sent: bool, answer: object) -> PutOutcome:
+        if isinstance(answer, OutOfMemoryError):
+            return PutOutcome.NO_ROOM
+        if isinstance(answer, RedisError):
+            raise answer
+        if is_sent:
+            return PutOutcome.STORED
+        return PutOutcome.TOO_LARGE if each.num_bytes > self._object_bytes else PutOutcome.ALREADY_THERE
+
+    def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        found: list[bytes | None] = self._client.execute_command("MGET", *map(_name, keys))
+        there = [key for key, data in zip(keys, found, strict=True) if data is not None]
+        if there:
+            self._pipelined("PEXPIRE", there, self._ttl_ms)
+        return found
+
+    def _pipelined(self, command: str, keys: Sequence[bytes], *arguments: int) -> list[Any]:
+        if not keys:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.execute_command(command, _name(key), *arguments)
+        answers: list[Any] = pipeline.execute()
+        return answers
+
+    def _batches(self, items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+        return (items[start : start + self._batch] for start in range(0, len(items), self._batch))
+
+    def _answered(self, call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        except (RedisError, OSError) as error:  # words of some errors hold the URL
+            raise StoreUnavailable(f"tiers.redis_url: expected an answer, got {type(error).__name__}") from error
+
+
+def _name(key: bytes) -> bytes:
+    return _PREFIX + key.hex().encode()

@@ -1,0 +1,300 @@
+"""Three files: heads and bodies of objects, each in slots of whole pages, and an index with a line for each slot.
+
+    heads    [ first bytes of an object, its checksum, zeros )[ ...
+    blocks   [ the rest of the object, zeros or older bytes  )[ ...
+    index    [ key 32 | generation 8 | serial 8 | bytes 8 | 8 )[ ...        serial 0: the slot is free
+
+So K and V begin at a page, and lie in large ones of the system if they have their size. Objects are written in place,
+then their line. Whatever a process that dies leaves half written, an object's checksum or its key tells when it is
+read. So only deletions wait for the disk, and nothing is repaired. Of two lines with one key, which a power failure may
+leave, the earlier one is cleared at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128
+
+from radixkv.kernels.native.copies import NativeCopies, ObjectFiles
+from radixkv.offload.block_keys import KEY_BYTES
+from radixkv.offload.tiers.block_object import CHECKSUM_BYTES, HEAD_BYTES, BlockObject, checksum_of
+
+PAGE_BYTES = 4096
+_LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
+_PACKED = Struct(f"<{KEY_BYTES}sQQQ8x")  # the same, of one line
+_GROWTH_BYTES = 64 << 20
+_WRITE_BYTES = 2 << 20  # of one object in one write: every call takes time
+_STRIPE_BYTES = 64  # heads are whole ones, which checksums are taken by
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+Lines = npt.NDArray[Any]
+
+
+class Line(NamedTuple):
+    """The line of a slot with an object.
+
+    Attributes:
+        slot: its number.
+        key, generation: see `ObjectHead`.
+        serial: larger than those of all lines before.
+        num_bytes: bytes of the object.
+    """
+
+    slot: int
+    key: bytes
+    generation: int
+    serial: int
+    num_bytes: int
+
+
+class SlotSizes(NamedTuple):
+    """The parts of a slot, and of an object in it.
+
+    Attributes:
+        head_bytes: of an object's first bytes, whole stripes.
+        head_room, body_room: whole pages, for these with the checksum, and for the rest.
+    """
+
+    head_bytes: int
+    head_room: int
+    body_room: int
+
+    @classmethod
+    def of(cls, object_bytes: int, payload_bytes: int) -> SlotSizes:
+        """Return the sizes for objects up to a size, that of `payload_bytes` of K and V.
+
+        >>> SlotSizes.of(1_048_976, 1_048_576)
+        SlotSizes(head_bytes=384, head_room=4096, body_room=1048576)
+        """
+        num_bytes = object_bytes - CHECKSUM_BYTES
+        is_short = payload_bytes < _STRIPE_BYTES  # less than a head may gain
+        head_bytes = HEAD_BYTES if is_short else _whole(num_bytes - payload_bytes, _STRIPE_BYTES)
+        return cls(head_bytes, _whole(head_bytes + CHECKSUM_BYTES), _whole(num_bytes - head_bytes))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.head_room + self.body_room
+
+    @property
+    def object_bytes(self) -> range:
+        """Sizes of objects that a slot has room for."""
+        least = self.head_bytes + CHECKSUM_BYTES
+        return range(least, least + self.body_room + 1)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of a buffer for an object, whose body begins at a page in it."""
+        return self.slot_bytes + PAGE_BYTES
+
+
+class SlotFile:
+    """Slots on a disk. Reads and writes of different slots may run at a time; growing and lines are the caller's turn.
+
+    Attributes:
+        num_slots: slots that have room on the disk.
+
+    Args:
+        directory: has the files, or will have them.
+        sizes: of a slot.
+        max_slots: the bound; longer files are cut.
+        native: reads and writes in C++, which is faster; None for none.
+
+    Raises:
+        OSError: the files can't be opened.
+    """
+
+    def __init__(self, directory: Path, sizes: SlotSizes, max_slots: int, native: NativeCopies | None = None) -> None:
+        self._sizes, self._max_slots, self._native = sizes, max_slots, native
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        with contextlib.ExitStack() as opened:
+            files = []
+            for name in ("index", "heads", "blocks"):
+                files.append(os.open(directory / name, flags, 0o600))
+                opened.callback(os.close, files[-1])
+            self._index, self._heads, self._blocks = files
+            self._rooms = dict(zip(files, (_LINE.itemsize, sizes.head_room, sizes.body_room), strict=True))
+            self.num_slots = min(max_slots, *(os.fstat(each).st_size // self._rooms[each] for each in files[1:]))
+            self._cut()
+            opened.pop_all()  # all are open
+        self._object_files = ObjectFiles(self._heads, self._blocks, sizes.head_bytes)
+
+    def close(self) -> None:
+        """Write everything to the disk, and close the files."""
+        for file in self._rooms:
+            os.fsync(file)
+            os.close(file)
+
+    def lines(self) -> Lines:
+        """Read the index: one read of 64 bytes a slot."""
+        size = self.num_slots * _LINE.itemsize
+        data = bytearray(size)
+        _read_all(self._index, memoryview(data), 0)
+        return np.frombuffer(data, _LINE)
+
+    def grow(self) -> range:
+        """Take more room on the disk. Return the new slots; none at the bound, or if the disk is full.
+
+        Room is taken before anything is written, so that a full disk is no surprise in the middle of an object.
+
+        Raises:
+            OSError: the disk fails otherwise.
+        """
+        wanted = min(max(1, _GROWTH_BYTES // self._sizes.slot_bytes), self._max_slots - self.num_slots)
+        while wanted > 0:
+            try:
+                for file, room in self._rooms.items():
+                    os.posix_fallocate(file, self.num_slots * room, wanted * room)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._cut()
+                wanted //= 2
+                continue
+            new = range(self.num_slots, self.num_slots + wanted)
+            self.num_slots += wanted
+            return new
+        return range(0)
+
+    def _cut(self) -> None:
+        """Give back what is beyond the last slot."""
+        for file, room in self._rooms.items():
+            os.ftruncate(file, self.num_slots * room)
+
+    def write_objects(self, objects: Sequence[tuple[int, BlockObject]]) -> None:
+        """Write objects, each into its slot, and zeros up to the ends of their last pages.
+
+        Whole pages alone are written: of a page that is written in part the rest would first be read from the disk.
+
+        Raises:
+            OSError: the disk fails, or is full although room was taken.
+        """
+        parts = [_split(*each.parts(), self._sizes.head_bytes) for _, each in objects]
+        positions = [self._positions(slot) for slot, _ in objects]
+        if self._native is not None and self._native.write_checked(self._object_files, positions, parts):
+            return
+        for (of_head, of_body), (head, body) in zip(positions, parts, strict=True):
+            digest = xxh3_128(head)
+            for start in range(0, len(body), _WRITE_BYTES):
+                piece = body[start : start + _WRITE_BYTES]
+                digest.update(piece)
+                self._write(self._blocks, piece, of_body + start)
+            self._write(self._heads, memoryview(head + digest.digest()), of_head)
+
+    def _write(self, file: int, data: memoryview, position: int) -> None:
+        padding, done = bytes(-len(data) % PAGE_BYTES), 0
+        while done < len(data) + len(padding):
+            done += os.pwritev(file, [data[done:], padding[max(0, done - len(data)) :]], position + done)
+
+    def write_lines(self, lines: Sequence[Line]) -> None:
+        """Write lines, those of neighbors in one write."""
+        start = 0
+        for end in range(1, len(lines) + 1):
+            if end == len(lines) or lines[end].slot != lines[end - 1].slot + 1:
+                packed = b"".join([_PACKED.pack(*line[1:]) for line in lines[start:end]])
+                os.pwrite(self._index, packed, lines[start].slot * _LINE.itemsize)
+                start = end
+
+    def number_lines(self, slots: Sequence[int], first_serial: int) -> None:
+        """Give the lines of slots serials in this order. Complexity: a read and a write of 64 bytes a slot."""
+        lines = self.lines()
+        lines["serial"][list(slots)] = np.arange(first_serial, first_serial + len(slots), dtype=np.uint64)
+        data, done = memoryview(lines.tobytes()), 0
+        while done < len(data):
+            done += os.pwrite(self._index, data[done:], done)
+
+    def clear_lines(self, slots: Iterable[int]) -> None:
+        """Make slots free; after a power failure perhaps."""
+        for slot in slots:
+            os.pwrite(self._index, bytes(_LINE.itemsize), slot * _LINE.itemsize)
+
+    def sync_lines(self) -> None:
+        """Wait until the disk has all lines, also for after a power failure."""
+        os.fdatasync(self._index)
+
+    def read(
+        self, wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
+    ) -> list[tuple[memoryview, bytes | None]]:
+        """Read objects into buffers, in the order of the disk.
+
+        The system reads ahead. It is told of strangers, so that the disk has them in its queue; of neighbors it is not,
+        since what it is told of is read into single pages, which takes three times as long.
+
+        Args:
+            wanted: slots and bytes of the objects; see `SlotSizes.object_bytes`.
+            buffers: one for each, of `SlotSizes.buffer_bytes`, at the start of a page.
+
+        Returns:
+            What there is of each, and `checksum_of` it while it is in the processor's cache; None if it is cut.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        order = sorted(range(len(wanted)), key=lambda each: wanted[each])
+        for run in _runs(wanted[each][0] for each in order)[1:]:
+            for file in (self._heads, self._blocks):
+                room = self._rooms[file]
+                os.posix_fadvise(file, run.start * room, len(run) * room, os.POSIX_FADV_WILLNEED)
+        start = self._sizes.head_room - self._sizes.head_bytes
+        places = [(*self._positions(wanted[each][0]), wanted[each][1]) for each in order]
+        targets = [buffers[each][start:] for each in order]
+        found = None if self._native is None else self._native.read_checked(self._object_files, places, targets)
+        if found is None:
+            found = [self._read(*place, target) for place, target in zip(places, targets, strict=True)]
+        by_index = dict(zip(order, found, strict=True))
+        return [(buffer[start:][: by_index[index][0]], by_index[index][1]) for index, buffer in enumerate(buffers)]
+
+    def _read(self, of_head: int, of_body: int, num_bytes: int, target: memoryview) -> tuple[int, bytes | None]:
+        """Return the bytes that there were of an object, and its checksum if it is whole."""
+        size, end = self._sizes.head_bytes, num_bytes - CHECKSUM_BYTES
+        head = bytearray(size + CHECKSUM_BYTES)
+        count = _read_all(self._heads, memoryview(head), of_head)
+        target[:size] = head[:size]
+        if count < len(head):
+            return min(count, size), None
+        count = size + _read_all(self._blocks, target[size:end], of_body)
+        if count < end:
+            return count, None
+        target[end:num_bytes] = head[size:]
+        return num_bytes, checksum_of(target[:num_bytes])
+
+    def _positions(self, slot: int) -> tuple[int, int]:
+        return slot * self._sizes.head_room, slot * self._sizes.body_room
+
+
+def _whole(num_bytes: int, unit: int = PAGE_BYTES) -> int:
+    return -(-num_bytes // unit) * unit
+
+
+def _split(first: bytes, rest: memoryview, size: int) -> tuple[bytes, memoryview]:
+    """Move the border between two parts of an object, so that the first has this size."""
+    more = size - len(first)
+    return (first + rest[:more], rest[more:]) if more >= 0 else (first[:size], memoryview(first[size:] + rest))
+
+
+def _runs(slots: Iterable[int]) -> list[range]:
+    """Join neighbors among slots in order."""
+    runs: list[range] = []
+    for slot in slots:
+        if runs and runs[-1].stop == slot:
+            runs[-1] = range(runs[-1].start, slot + 1)
+        else:
+            runs.append(range(slot, slot + 1))
+    return runs
+
+
+def _read_all(file: int, target: memoryview, position: int) -> int:
+    """Read until the target is full or the file ends. Return the bytes that were read."""
+    done = 0
+    while done < len(target) and (count := os.preadv(file, [target[done:]], position + done)):
+        done += count
+    return done

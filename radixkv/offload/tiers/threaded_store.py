@@ -1,0 +1,135 @@
+"""Runs a store's calls on threads of its own, in bounded queues."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreUnavailable
+from radixkv.offload.block_keys import KeyScope
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import Loan, PutResult, StoreBackend, StoreSize
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_CLOSE_PATIENCE_S = 10.0  # a call that hangs longer is left behind
+
+
+class ThreadedStore:
+    """A backend behind futures: the `BlockStore` of every backend.
+
+    Loads have threads of their own, so that no write makes them wait. Writes and deletions run one after the other, in
+    the order in which they were given: a deletion also reaches the writes before it.
+
+    Args:
+        backend: what does the work, in as many calls at a time as it says. It is closed with this store.
+        max_waiting: calls that may wait for a reader, and as many for the writer.
+        name: of the threads.
+    """
+
+    def __init__(self, backend: StoreBackend, *, max_waiting: int = 64, name: str = "store") -> None:
+        self._backend = backend
+        self._reads = _Lane(f"{name}-read", backend.num_readers, max_waiting)
+        self._writes = _Lane(f"{name}-write", 1, max_waiting)
+        self._is_closed = False
+
+    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult]:
+        """Store objects; see `BlockStore`."""
+        return self._writes.submit(lambda: self._backend.put(objects, give_up))
+
+    def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
+        """Return the object under each key, or None."""
+        return self._reads.submit(lambda: self._backend.get(keys))
+
+    def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Return whether there is an object under each key."""
+        return self._reads.submit(lambda: self._backend.exists(keys))
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int]:
+        """Forget objects. Return the number of those that were there."""
+        return self._writes.submit(lambda: self._backend.delete(keys))
+
+    def purge(self, scope: KeyScope) -> Future[int]:
+        """Forget the objects that have such keys."""
+        return self._writes.submit(lambda: self._backend.purge(scope))
+
+    def size(self) -> StoreSize:
+        """Return what the store holds, without waiting."""
+        return self._backend.size()
+
+    def close(self) -> None:
+        """End the store; see `BlockStore`. A call that hangs keeps its thread, and the backend open."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        is_idle = [lane.close() for lane in (self._reads, self._writes)]
+        if all(is_idle):
+            self._backend.close()
+        else:
+            _log.warning("store: a call hangs, so it is left open")
+
+
+class _Lane:
+    """Threads that take calls from one queue."""
+
+    def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_waiting, self._max_waiting = 0, max_waiting
+        self._is_closed = False
+        # Daemons, so that a store that hangs does not keep the process.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True) for n in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[[], _T]) -> Future[_T]:
+        """Queue a call. Its future ends at once with `StoreBusy` if the queue is full."""
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._is_closed:
+                future.set_exception(StoreClosed("store: expected an open one, got a closed one"))
+            elif self._num_waiting >= self._max_waiting:  # cancelled calls count until a thread has seen them
+                future.set_exception(StoreBusy(f"store: expected less than {self._max_waiting} calls in line, got all"))
+            else:
+                self._num_waiting += 1
+                self._calls.put(lambda: self._answer(future, call))
+        return future
+
+    def close(self) -> bool:
+        """Fail what waits and end the threads. Return whether all have ended."""
+        with self._lock:
+            self._is_closed = True
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSE_PATIENCE_S)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (answer := self._calls.get()) is not None:
+            answer()
+            del answer  # holds the result, or the objects of a put, until the next call comes
+
+    def _answer(self, future: Future[_T], call: Callable[[], _T]) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+            is_closed = self._is_closed
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if is_closed:
+                raise StoreClosed("store: expected an open one, got a closed one")
+            result = call()
+        except StoreError as error:
+            future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and must not end the thread
+            _log.exception("store: expected an answer or a StoreError")
+            future.set_exception(StoreUnavailable(f"store: expected an answer, got {type(error).__name__}"))
+        else:
+            future.set_result(result)

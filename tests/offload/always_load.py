@@ -1,0 +1,19 @@
+"""A choice that measures nothing, for tests of what is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from radixkv.offload.load_or_compute import LoadDecision, LoadOrCompute
+
+
+class AlwaysLoad(LoadOrCompute):
+    """Loads what is stored, and asks for what may be, however long that takes."""
+
+    def choose(self, start_token: int, stores: Sequence[str]) -> LoadDecision:
+        """Choose all."""
+        return LoadDecision(len(stores), None, None)
+
+    def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
+        """Ask always."""
+        return True

@@ -1,0 +1,45 @@
+import random
+
+from radixkv.offload.index.tier_index import EvictionOrder, EvictionRank
+
+
+def test_lower_levels_go_first_and_earlier_turns_within_one() -> None:
+    order = EvictionOrder()
+    for turn, (key, level) in enumerate([(b"a", 90), (b"b", 50), (b"c", -1), (b"d", 50)]):
+        order.put_last(key, level, turn)
+    assert [place.key for place in order] == [b"c", b"b", b"d", b"a"]
+    assert order.first == EvictionRank(-1, 2, b"c")
+
+
+def test_a_key_that_is_put_again_leaves_its_old_place() -> None:
+    order = EvictionOrder()
+    order.put_last(b"a", 50, 0)
+    order.put_last(b"b", 50, 1)
+    order.put_last(b"a", 20, 2)
+    assert list(order) == [EvictionRank(20, 2, b"a"), EvictionRank(50, 1, b"b")]
+    order.put_first(b"a", 50, -1)
+    assert [place.key for place in order] == [b"a", b"b"]
+    order.remove(b"a")
+    order.remove(b"a")
+    assert [place.key for place in order] == [b"b"]
+    order.remove(b"b")
+    assert order.first is None
+
+
+def test_random_walk_agrees_with_a_sorted_list() -> None:
+    random_ = random.Random(5)
+    order, expected = EvictionOrder(), {}
+    for turn in range(2000):
+        key, level = bytes([random_.randrange(30)]), random_.choice([-1, 20, 50, 90])
+        match random_.randrange(4):
+            case 0:
+                order.remove(key)
+                expected.pop(key, None)
+            case 1:
+                order.put_first(key, level, -turn - 1)
+                expected[key] = EvictionRank(level, -turn - 1, key)
+            case _:
+                order.put_last(key, level, turn)
+                expected[key] = EvictionRank(level, turn, key)
+        assert list(order) == sorted(expected.values())
+        assert all(order.level_of(key) == place.level for key, place in expected.items())

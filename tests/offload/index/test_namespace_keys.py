@@ -1,0 +1,58 @@
+import pytest
+
+from radixkv.api.segments import StoredNamespace
+from radixkv.namespace import Namespace
+from radixkv.offload.index import namespace_keys
+from radixkv.offload.index.namespace_keys import NamespaceKeys
+
+ACME, SALTED, OTHER = Namespace("m", "acme"), Namespace("m", "acme", "", "salt"), Namespace("m", "other")
+
+
+def owned_of(**keys: Namespace) -> NamespaceKeys:
+    owned = NamespaceKeys()
+    for key, namespace in keys.items():
+        owned.add(key.encode(), namespace)
+    return owned
+
+
+def test_keys_are_counted_by_tenant_and_found_by_namespace() -> None:
+    owned = owned_of(a=ACME, b=SALTED, c=ACME, d=OTHER)
+    assert owned.num_by_tenant == {"acme": 3, "other": 1}
+    assert (sorted(owned.keys_of(ACME)), owned.keys_of(Namespace("m", "nobody"))) == ([b"a", b"c"], [])
+    assert (owned.num_of(ACME), owned.num_of(Namespace("m", "nobody"))) == (2, 0)
+    assert (len(owned), owned[b"b"], b"e" in owned) == (4, SALTED, False)
+
+
+def test_a_namespace_without_keys_is_forgotten() -> None:
+    owned = owned_of(a=ACME, d=OTHER)
+    owned.remove(b"a")
+    assert list(owned) == [OTHER]
+    assert owned.num_by_tenant == {"other": 1}
+    assert owned.page(0, None, 10).namespaces == (StoredNamespace(OTHER, 1),)
+
+
+def test_pages_have_each_namespace_once_also_while_others_come_and_go() -> None:
+    owned = owned_of(a=ACME, b=SALTED, c=ACME, d=OTHER)
+    first = owned.page(0, None, 2)
+    assert first.namespaces == (StoredNamespace(ACME, 2), StoredNamespace(SALTED, 1))
+    owned.remove(b"b")
+    owned.add(b"b", SALTED)
+    assert first.next_place is not None
+    second = owned.page(first.next_place, None, 2)
+    assert second.namespaces == (StoredNamespace(OTHER, 1), StoredNamespace(SALTED, 1)), "it went, and came again"
+    assert (second.next_place, second.num_namespaces) == (None, 3)
+
+
+def test_a_page_of_a_tenant_passes_others_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespace_keys, "MAX_PASSED", 2)
+    owned = owned_of(a=ACME, b=SALTED, d=OTHER)
+    page = owned.page(0, "other", 10)
+    assert (page.namespaces, page.num_compared) == ((), 0), "those of others are not told"
+    assert page.next_place is not None
+    assert owned.page(page.next_place, "other", 10).namespaces == (StoredNamespace(OTHER, 1),)
+
+
+def test_a_page_has_no_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespace_keys, "MAX_LISTED", 1)
+    page = owned_of(a=ACME, d=OTHER).page(0, None, 10)
+    assert (len(page.namespaces), page.next_place) == (1, 1)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.namespace import Namespace
+from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex, TierShares
+
+ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
+
+
+def shelf_of(*keys: bytes, num_blocks: int = 3) -> TierIndex:
+    tier_index = TierIndex("host", num_blocks)
+    for key in keys:
+        assert tier_index.add(key, ACME) is None
+    return tier_index
+
+
+def test_what_left_the_device_longest_ago_goes_first() -> None:
+    tier_index = shelf_of(b"a", b"b", b"c")
+    assert tier_index.add(b"d", ACME) == b"a"
+    assert list(tier_index) == [b"b", b"c", b"d"]
+    assert b"a" not in tier_index
+
+
+def test_what_leaves_again_goes_last() -> None:
+    tier_index = shelf_of(b"a", b"b", b"c")
+    tier_index.note_left(b"a")
+    assert tier_index.add(b"d", ACME) == b"b"
+
+
+def test_what_is_on_the_device_as_well_goes_before_all_else() -> None:
+    tier_index = shelf_of(b"a", b"b", b"c")
+    tier_index.note_loaded(b"c")
+    tier_index.note_loaded(b"b")
+    assert list(tier_index) == [b"c", b"b", b"a"]
+    assert tier_index.add(b"d", ACME) == b"c"
+
+
+def test_what_left_the_device_again_is_no_spare() -> None:
+    tier_index = shelf_of(b"a", b"b", b"c")
+    tier_index.note_loaded(b"c")
+    tier_index.note_left(b"c")
+    assert list(tier_index) == [b"a", b"b", b"c"]
+
+
+def test_blocks_of_an_earlier_process_go_before_those_of_this_one() -> None:
+    tier_index = shelf_of(b"new", num_blocks=4)
+    assert tier_index.add_found([(b"old", OTHER), (b"new", OTHER)]) == []
+    assert tier_index.add_found([(b"older", OTHER), (b"oldest", OTHER)]) == []
+    assert list(tier_index) == [b"oldest", b"older", b"old", b"new"]
+    assert tier_index.remove_all(ACME) == [b"new"]
+
+
+def test_of_too_many_found_blocks_those_that_go_last_are_kept() -> None:
+    tier_index = shelf_of(b"new", num_blocks=2)
+    assert tier_index.add_found([(b"old", OTHER), (b"older", OTHER)]) == [b"older"]
+    assert list(tier_index) == [b"old", b"new"]
+
+
+def test_a_namespace_is_forgotten_as_a_whole() -> None:
+    tier_index = shelf_of(b"a", b"b")
+    tier_index.add(b"c", OTHER)
+    assert sorted(tier_index.remove_all(ACME)) == [b"a", b"b"]
+    assert list(tier_index.owned) == [OTHER]
+    assert tier_index.remove_all(ACME) == []
+    assert list(tier_index) == [b"c"]
+
+
+def test_a_store_may_have_an_earlier_object_of_what_is_written_once_more() -> None:
+    tier_index = TierIndex("host", 4)
+    tier_index.add(b"a", ACME)
+    assert not tier_index.may_have(b"a"), "it is on its way"
+    tier_index.note_stored(b"a")
+    assert tier_index.may_have(b"a")
+    tier_index.expect(b"a")
+    assert (tier_index.holds(b"a"), tier_index.may_have(b"a")) == (False, True)
+    tier_index.remove(b"a")
+    tier_index.add(b"a", ACME)
+    assert not tier_index.may_have(b"a")
+
+
+def test_what_is_not_there_is_forgotten_without_effect() -> None:
+    tier_index = shelf_of(b"a")
+    tier_index.remove(b"b")
+    tier_index.remove(b"a")
+    assert len(tier_index) == 0
+    assert list(tier_index.owned) == []
+
+
+def test_a_tenant_with_its_share_gives_up_its_own() -> None:
+    tier_index = TierIndex("host", 6, shares_of=lambda tenant: TierShares(ceiling=0.5 if tenant == "acme" else None))
+    for key in (b"o", b"p"):
+        tier_index.add(key, OTHER)
+    assert [tier_index.add(key, ACME) for key in (b"a", b"b", b"c")] == [None] * 3
+    tier_index.note_loaded(b"b")
+    assert tier_index.add(b"d", ACME) == b"b", "it is on the device as well"
+    assert tier_index.add(b"e", ACME) == b"a"
+    assert tier_index.owned.num_by_tenant == {"acme": 3, "other": 2}
+    assert tier_index.add(b"q", OTHER) is None
+    assert tier_index.add(b"r", OTHER) == b"o", "without a share the oldest of all goes"
+    tier_index.remove_all(ACME)
+    assert tier_index.owned.num_by_tenant == {"other": 3}
+
+
+def test_of_an_earlier_process_a_tenant_gets_no_more_than_its_share() -> None:
+    tier_index = TierIndex("disk", 4, shares_of=lambda tenant: TierShares(ceiling=0.5))
+    assert tier_index.add_found([(b"o", OTHER), (b"c", ACME), (b"b", ACME), (b"a", ACME)]) == [b"a"]
+    assert list(tier_index) == [b"b", b"c", b"o"]
+    assert tier_index.add(b"d", ACME) == b"b"
+
+
+def test_a_share_of_less_than_a_block_is_a_block() -> None:
+    tier_index = TierIndex("host", 4, shares_of=lambda tenant: TierShares(ceiling=0.1))
+    assert [tier_index.add(key, ACME) for key in (b"a", b"b")] == [None, b"a"]
+
+
+def test_what_callers_asked_to_keep_goes_last_and_what_they_need_less_first() -> None:
+    tier_index = TierIndex("host", 4)
+    for key, priority in ((b"kept", 90), (b"low", 20), (b"a", 50), (b"b", 50)):
+        tier_index.add(key, ACME, priority)
+    assert list(tier_index) == [b"low", b"a", b"b", b"kept"]
+    assert [tier_index.add(key, ACME) for key in (b"c", b"d", b"e", b"f")] == [b"low", b"a", b"b", b"c"]
+    assert b"kept" in tier_index
+
+
+def test_nothing_goes_for_what_is_worth_less() -> None:
+    tier_index = TierIndex("host", 1)
+    tier_index.add(b"a", ACME)
+    assert not tier_index.has_room_for("acme", 49)
+    assert tier_index.has_room_for("acme", 50)
+    tier_index.note_left(b"a", 90)
+    assert not tier_index.has_room_for("acme", 50)
+    assert tier_index.has_room_for("acme", 90)
+
+
+def test_no_more_may_be_kept_than_a_part_of_the_room() -> None:
+    tier_index = TierIndex("host", 4, retained_share=0.5)
+    for key in (b"a", b"b", b"c"):
+        tier_index.add(key, ACME, 90)
+    assert list(tier_index) == [b"a", b"b", b"c"]
+    assert [tier_index.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90], "the oldest has the default"
+    tier_index.add(b"d", ACME, 80)
+    assert tier_index.priority_of(b"d") == 50, "those that are there have more"
+    tier_index.remove(b"b")
+    tier_index.note_left(b"d", 80)
+    assert tier_index.priority_of(b"d") == 80
+
+
+def test_a_tenant_without_kept_blocks_takes_no_place_of_another() -> None:
+    tier_index = TierIndex("host", 4, retained_share=0.25)
+    tier_index.add(b"a", ACME, 90)
+    tier_index.add(b"o", OTHER, 95)
+    assert [tier_index.priority_of(key) for key in (b"a", b"o")] == [90, 50]
+
+
+def test_no_more_of_a_tenant_may_be_kept_than_its_part() -> None:
+    tier_index = TierIndex("host", 4, shares_of=lambda tenant: TierShares(retained=0.25 if tenant == "acme" else 1.0))
+    for key, namespace in ((b"a", ACME), (b"b", ACME), (b"c", OTHER)):
+        tier_index.add(key, namespace, 90)
+    assert [tier_index.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90]
+    tier_index.note_loaded(b"b")
+    tier_index.note_left(b"a", 90)
+    assert tier_index.priority_of(b"a") == 90, "what is on the device is not counted here"
+
+
+def floored() -> TierIndex:
+    """Room for four blocks, half of it acme's; acme has three, the oldest ones."""
+    tier_index = TierIndex("host", 4, shares_of=lambda tenant: TierShares(floor=0.5 if tenant == "acme" else 0.0))
+    for key in (b"a", b"b", b"c"):
+        tier_index.add(key, ACME)
+    tier_index.add(b"o", OTHER)
+    return tier_index
+
+
+def test_others_take_what_a_tenant_has_above_its_floor_and_no_more() -> None:
+    tier_index = floored()
+    assert list(tier_index) == [b"a", b"b", b"c", b"o"]
+    assert [tier_index.add(key, OTHER) for key in (b"p", b"q", b"r")] == [b"a", b"o", b"p"]
+    assert tier_index.owned.num_by_tenant == {"acme": 2, "other": 2}
+
+
+def test_a_tenant_below_its_floor_takes_from_others_and_else_the_oldest_of_all() -> None:
+    tier_index = floored()
+    tier_index.remove(b"a")
+    tier_index.remove(b"b")
+    tier_index.add(b"p", OTHER)
+    tier_index.add(b"q", OTHER)
+    assert tier_index.add(b"d", ACME) == b"c", "its own was the oldest of all"
+    assert tier_index.add(b"e", ACME) == b"o"
+    assert tier_index.owned.num_by_tenant == {"acme": 2, "other": 2}
+
+
+def test_where_floors_take_all_the_room_others_have_none() -> None:
+    tier_index = TierIndex("host", 2, shares_of=lambda tenant: TierShares(floor=1.0 if tenant == "acme" else 0.0))
+    for key in (b"a", b"b"):
+        tier_index.add(key, ACME)
+    assert not tier_index.has_room_for("other")
+    assert tier_index.add(b"c", ACME) == b"a"
+    tier_index.remove_all(ACME)
+    assert tier_index.add(b"o", OTHER) is None
+
+
+def test_a_page_tells_what_is_retained_of_each_namespace() -> None:
+    tier_index = shelf_of(b"a", num_blocks=9)
+    for key, namespace, priority in ((b"b", ACME, 90), (b"c", ACME, 60), (b"d", ACME, 50), (b"e", OTHER, 51)):
+        tier_index.add(key, namespace, priority)
+    assert [(each.num_blocks, each.num_retained_blocks) for each in tier_index.page(0, None, 9).namespaces] == [
+        (4, 2),
+        (1, 1),
+    ]
+    tier_index.note_loaded(b"b")
+    tier_index.remove(b"e")
+    assert [(each.num_blocks, each.num_retained_blocks) for each in tier_index.page(0, None, 9).namespaces] == [(4, 1)]
+
+
+WALK_SHARES = {
+    "free": TierShares(),
+    "floored": TierShares(floor=0.4),
+    "capped": TierShares(ceiling=0.3, retained=0.2),
+    "both": TierShares(floor=0.2, ceiling=0.5),
+}
+
+
+def goes_for(tier_index: TierIndex, tenant: str) -> bytes | None:
+    """Return what may go for a block of a tenant, found by looking at every block; None if there is room."""
+    counts, parts = tier_index.owned.num_by_tenant, WALK_SHARES[tenant]
+    has_its_share = parts.ceiling is not None and counts[tenant] >= parts.ceiling * tier_index.num_blocks
+    if not has_its_share and len(tier_index) < tier_index.num_blocks:
+        return None
+    spared = {
+        name for name, each in WALK_SHARES.items() if each.floor and counts[name] <= each.floor * tier_index.num_blocks
+    }
+    owners = {tenant} if has_its_share else {tenant, *WALK_SHARES} - (spared - {tenant})
+    return next((key for key in tier_index if tier_index.owned[key].tenant in owners), b"")
+
+
+def require_bounds(tier_index: TierIndex) -> None:
+    """Count what is retained, and compare it with the books and their bounds."""
+    retained = [
+        key for key in tier_index if not tier_index.is_on_device(key) and tier_index.priority_of(key) > DEFAULT_PRIORITY
+    ]
+    assert {each.namespace.tenant: each.num_retained_blocks for each in tier_index.page(0, None, 9).namespaces} == {
+        tenant: sum(tier_index.owned[key].tenant == tenant for key in retained)
+        for tenant in tier_index.owned.num_by_tenant
+    }
+    assert len(retained) <= math.ceil(tier_index.retained_share * tier_index.num_blocks)
+    for tenant, parts in WALK_SHARES.items():
+        most = math.ceil(parts.retained * tier_index.num_blocks)
+        assert sum(tier_index.owned[key].tenant == tenant for key in retained) <= most
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
+    rng = random.Random(seed)
+    tier_index = TierIndex("host", 10, shares_of=WALK_SHARES.__getitem__, retained_share=0.5)
+    num_given_up = num_refused = 0
+    for number in range(400):
+        tenant, priority = rng.choice(list(WALK_SHARES)), rng.choice([20, 50, 50, 50, 70, 90])
+        there = list(tier_index)
+        choice = rng.random()
+        if choice < 0.7:
+            key, victim = number.to_bytes(2, "big"), goes_for(tier_index, tenant)
+            may_come = victim is None or (
+                victim != b"" and (tier_index.is_on_device(victim) or tier_index.priority_of(victim) <= priority)
+            )
+            assert tier_index.has_room_for(tenant, priority) == may_come
+            if may_come:
+                assert tier_index.add(key, Namespace("model", tenant), priority) == victim
+                assert set(tier_index) == {*there, key} - {victim}
+            num_given_up += may_come and victim is not None
+            num_refused += not may_come
+        elif there and choice < 0.8:
+            tier_index.note_loaded(rng.choice(there))
+        elif there and choice < 0.9:
+            tier_index.note_left(rng.choice(there), priority)
+        elif there:
+            tier_index.remove(rng.choice(there))
+        require_bounds(tier_index)
+    assert num_given_up
+    assert num_refused
+
+
+def test_a_block_that_is_written_once_more_can_not_be_loaded_meanwhile() -> None:
+    tier_index = shelf_of(b"a")
+    tier_index.note_stored(b"a")
+    tier_index.partless.add(b"a")
+    tier_index.expect(b"a")
+    assert not tier_index.holds(b"a")
+    assert b"a" in tier_index
+    tier_index.note_stored(b"a")
+    assert tier_index.holds(b"a")
+    assert tier_index.partless == set()
+
+
+NAMESPACE = Namespace("m")
+
+
+def test_it_forgets_what_was_used_longest_ago_and_the_store_does_not() -> None:
+    tier_index = SharedTierIndex("redis", 2)
+    for key in (b"a", b"b"):
+        assert tier_index.add(key, NAMESPACE) is None
+    tier_index.note_left(b"a")
+    assert tier_index.add(b"c", NAMESPACE) is None, "the store is told nothing"
+    assert [key in tier_index for key in (b"a", b"b", b"c")] == [True, False, True]

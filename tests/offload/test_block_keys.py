@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from radixkv.errors import ConfigError, InvariantViolation
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.offload.block_keys import BlockKeys
+
+from .tiers.blocks import FORMAT, KEYS, tokens_of
+
+NAMESPACE = Namespace("model", "alice", "adapter", "salt")
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(FORMAT), ids=lambda field: field.name)
+def test_each_field_of_a_format_makes_other_keys(field: dataclasses.Field[object]) -> None:
+    value = getattr(FORMAT, field.name)
+    other = dataclasses.replace(FORMAT, **{field.name: value + 1 if isinstance(value, int) else f"{value}x"})
+    assert other.fingerprint != FORMAT.fingerprint
+    assert BlockKeys(other, b"secret").root(NAMESPACE) != KEYS.root(NAMESPACE)
+
+
+@pytest.mark.parametrize("field", ["model", "tenant", "adapter", "salt"])
+def test_each_field_of_a_namespace_makes_other_keys(field: str) -> None:
+    assert KEYS.root(NAMESPACE._replace(**{field: "other"})) != KEYS.root(NAMESPACE)
+
+
+def test_fields_are_not_joined() -> None:
+    assert KEYS.root(Namespace("m", "a", "bc")) != KEYS.root(Namespace("m", "ab", "c"))
+    assert KEYS.root(Namespace("m", "", "a")) != KEYS.root(Namespace("m", "a", ""))
+
+
+def test_a_chain_is_parents_and_tokens() -> None:
+    root = KEYS.root(NAMESPACE)
+    first, second = KEYS.chain(root, tokens_of(1) + tokens_of(2) + tokens_of(3)[:-4])
+    assert first == KEYS.child(root, tokens_of(1))
+    assert second == KEYS.child(first, tokens_of(2))
+    assert second not in (KEYS.child(root, tokens_of(2)), KEYS.child(KEYS.child(root, tokens_of(3)), tokens_of(2)))
+
+
+def test_a_part_of_a_block_has_a_key_of_its_own() -> None:
+    assert KEYS.child(bytes(32), tokens_of(1)[:-4]) != KEYS.child(bytes(32), tokens_of(1))
+
+
+def test_keys_begin_with_the_names_of_their_namespace() -> None:
+    def is_among(namespace: Namespace, *names: str | None) -> bool:
+        key, scope = KEYS.child(KEYS.root(namespace), tokens_of(1)), KEYS.scope(*names)
+        is_matched = re.match(scope.hex_pattern("."), key.hex()) is not None
+        assert scope.has(key) is is_matched
+        return is_matched
+
+    for names in (("alice", "adapter", "salt"), (None, None, None), (None, "adapter", None), (None, None, "salt")):
+        assert is_among(NAMESPACE, *names)
+    for names in (("bob", None, None), (None, "", None), (None, None, "s"), ("alice", "adapter", "")):
+        assert not is_among(NAMESPACE, *names)
+    assert not is_among(Namespace("model", PUBLIC_TENANT, salt="1"), None, None, None)
+
+
+def test_what_an_invoked_adapter_computes_begins_with_its_name() -> None:
+    base, invoked = NAMESPACE._replace(adapter=""), NAMESPACE
+    parent = KEYS.child(KEYS.root(base), tokens_of(1))
+    key = KEYS.child(KEYS.of_owner(parent, invoked), tokens_of(2))
+    assert key[:10] == KEYS.root(invoked)[:10] != parent[:10]
+    assert key[10:] != KEYS.child(KEYS.root(invoked), tokens_of(2))[10:]
+
+
+def test_another_secret_makes_other_keys() -> None:
+    assert BlockKeys(FORMAT, b"other").root(NAMESPACE) != KEYS.root(NAMESPACE) != BlockKeys(FORMAT).root(NAMESPACE)
+
+
+def test_keys_are_the_same_tomorrow() -> None:
+    """Whatever changes this loses what every shared and every persistent store holds."""
+    key = KEYS.child(KEYS.root(NAMESPACE), tokens_of(1))
+    assert key.hex() == "a87496d0d5617f08bb54197f046c6f3c57266d71bac4a6cba156ea42cfe8dcdb"
+
+
+def test_a_public_prefix_is_known_by_its_tokens_and_not_by_its_serial() -> None:
+    trunk = tokens_of(1)
+    first, again = NAMESPACE._replace(trunk="1:16"), NAMESPACE._replace(trunk="7:16")
+    assert KEYS.root(first, trunk) == KEYS.root(again, trunk) != KEYS.root(first, tokens_of(2))
+    assert KEYS.root(first, trunk) != KEYS.root(NAMESPACE)
+    assert KEYS.root(Namespace("m", PUBLIC_TENANT, salt="1")) == KEYS.root(Namespace("m", PUBLIC_TENANT, salt="7"))
+
+
+def test_a_trunk_of_another_length_is_refused() -> None:
+    with pytest.raises(InvariantViolation, match="trunk: expected 16 tokens, got 60 bytes"):
+        KEYS.root(NAMESPACE._replace(trunk="1:16"), tokens_of(1)[:-4])
+
+
+def test_a_long_secret_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected at most 64 bytes, got 65"):
+        BlockKeys(FORMAT, bytes(65))

@@ -1,0 +1,91 @@
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+from radixkv.namespace import Namespace
+from radixkv.offload.deleter import Deleter
+from radixkv.offload.index.tier_index import TierIndex
+from tests.patience import PATIENCE_S
+
+
+class Store:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Sequence[bytes], Future[int | None]]] = []
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
+        self.told.append((keys, Future()))
+        return self.told[-1][1]
+
+
+def test_what_could_not_be_asked_is_asked_again() -> None:
+    store, tier_index = Store(), TierIndex("disk", 10)
+    deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
+    deleter.delete("disk", [b"a", b"b"])
+    deleter.delete("disk", [b"c", b"a"])
+    deleter.retry()
+    assert len(store.told) == 2
+    for _, told in store.told:
+        told.set_result(None)
+    tier_index.add(b"b", Namespace("model"))
+    tier_index.note_stored(b"b")  # again, meanwhile
+    assert deleter.has_failed
+    deleter.retry()
+    assert store.told[2][0] == [b"a", b"c"], "one call for all"
+    store.told[2][1].set_result(1)
+    assert not deleter.has_failed
+    deleter.retry()
+    assert len(store.told) == 3
+
+
+def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_does_not_take_it() -> None:
+    store, tier_index = Store(), TierIndex("disk", 10)
+    deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
+    deleter.delete("disk", [b"a", b"b"]).set_result(None)
+    for key in (b"a", b"b"):
+        tier_index.add(key, Namespace("model"))
+    deleter.retry()
+    assert len(store.told) == 1
+    assert deleter.has_failed, "nobody knows yet whether they are useless"
+    tier_index.note_stored(b"a")
+    tier_index.remove(b"b")
+    deleter.retry()
+    assert store.told[1][0] == [b"b"]
+
+
+def test_of_what_a_store_should_not_have_nothing_is_deleted_that_it_has_again() -> None:
+    store, tier_index = Store(), TierIndex("disk", 10)
+    deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
+    for key in (b"a", b"b"):
+        tier_index.add(key, Namespace("model"))
+    tier_index.note_stored(b"a")
+    deleter.delete_unknown("disk", [b"a", b"b", b"c"])
+    assert [keys for keys, _ in store.told] == [[b"c"]]
+    tier_index.remove(b"b")
+    deleter.retry()
+    assert [keys for keys, _ in store.told] == [[b"c"], [b"b"]]
+
+
+def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
+    store, tier_index, woken = Store(), TierIndex("disk", 10), list[bool]()
+    offload_index = SimpleNamespace(tiers={"disk": tier_index})
+    deleter = Deleter(offload_index, {"disk": store}, lambda: woken.append(deleter.has_failed))  # type: ignore[arg-type, dict-item]
+    deleter.delete("disk", [b"a"]).set_result(1)
+    assert woken == []
+    deleter.delete("disk", [b"a"]).set_result(None)
+    assert woken == [True]
+
+
+def test_the_end_waits_for_what_is_not_deleted_yet() -> None:
+    store, tier_index = Store(), TierIndex("disk", 10)
+    deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
+    assert deleter.finish(0.0)
+    deleter.delete("disk", [b"a"]).set_result(None)
+    assert not deleter.finish(0.0), "it was asked again, and has not answered"
+    threading.Timer(0.01, store.told[1][1].set_result, [1]).start()
+    assert deleter.finish(PATIENCE_S)
+    deleter.delete("disk", [b"b"])
+    threading.Timer(0.01, store.told[2][1].set_result, [None]).start()
+    assert not deleter.finish(PATIENCE_S)

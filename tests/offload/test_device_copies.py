@@ -1,0 +1,126 @@
+"""Copies between a GPU's pool and host memory, in streams that do everything as late as they may."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.offload.block_mover import BlockMover, GpuCopies, payload_sizes
+from radixkv.offload.device_copies import CopyStream
+from radixkv.offload.pinned_memory import StagingSlots, staging_stride
+from radixkv.offload.tiers.host import map_memory
+
+from .fake_cuda import COPY_MS, FakeCuda
+
+NUM_SLOTS = 4
+
+
+class Gpu(NamedTuple):
+    cuda: FakeCuda
+    pool: KVPool
+    parts: KVPool
+    slots: StagingSlots
+    mover: BlockMover
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    pool, parts = (
+        KVPool.allocate(6, num_layers, num_kv_heads=3, block_size=4, head_dim=6, dtype=torch.int8)
+        for num_layers in (2, 1)
+    )
+    _, payload_bytes = payload_sizes([pool], [parts])
+    slots = StagingSlots(map_memory(NUM_SLOTS * staging_stride(payload_bytes)), payload_bytes)
+    cuda = FakeCuda()
+    stream = CopyStream(torch.device("cpu"), cuda)
+    with cuda:
+        yield Gpu(cuda, pool, parts, slots, BlockMover([pool], [parts], gpu=GpuCopies(stream, slots)))
+
+
+def test_blocks_are_read_after_the_step_before_and_before_the_step_after(gpu: Gpu) -> None:
+    gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(1))
+    gpu.cuda.launch(lambda: gpu.parts.blocks.fill_(2))
+    read = gpu.mover.read([3, 1], [None, 5])
+    gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(3))
+    assert not read.copy.is_complete()
+    gpu.cuda.compute.synchronize()
+    assert read.copy.is_complete(), "the step after waits for the copy"
+    without_part, with_part = (np.frombuffer(each, np.uint8) for each in read.payloads)
+    assert (without_part.nbytes, with_part.nbytes) == (gpu.mover.block_bytes, gpu.mover.payload_bytes)
+    assert set(without_part) == set(with_part[: gpu.mover.block_bytes]) == {1}
+    assert set(with_part[gpu.mover.block_bytes :]) == {2}
+    assert read.copy.seconds() == COPY_MS / 1000
+    assert gpu.cuda.num_blocking_copies == 0
+
+
+def test_a_thread_that_waits_for_a_copy_waits_for_nothing_behind_it(gpu: Gpu) -> None:
+    gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(1))
+    read = gpu.mover.read([3])
+    gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(2))
+    read.copy.wait()
+    assert set(bytes(read.payloads[0])) == {1}
+    assert set(gpu.pool.blocks.flatten().tolist()) == {1}
+
+
+def test_blocks_are_filled_before_the_step_after_reads_them_and_after_the_step_before(gpu: Gpu) -> None:
+    payloads = [memoryview(np.full(size, fill, np.uint8)).toreadonly() for fill, size in enumerate(gpu.mover.sizes, 1)]
+    seen: list[object] = []
+    gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(9))
+    copy = gpu.mover.write([2, 4], payloads)
+    parts = gpu.mover.write_parts([0], payloads[:1])
+    gpu.cuda.launch(lambda: seen.extend([gpu.pool.blocks[:, 0].tolist(), gpu.parts.blocks[:2, 0].tolist()]))
+    assert not gpu.pool.blocks.any()
+    gpu.cuda.compute.synchronize()
+    assert seen == [[9, 9, 1, 9, 2, 9], [1, 0]]
+    assert copy.is_complete()
+    assert parts.is_complete()
+    assert gpu.cuda.num_blocking_copies == 0
+
+
+def test_a_block_is_saved_before_what_is_loaded_in_its_place(gpu: Gpu) -> None:
+    gpu.pool.blocks.fill_(1)
+    read = gpu.mover.read([3])
+    copy = gpu.mover.write([3], [memoryview(bytes([2]) * gpu.mover.payload_bytes)])
+    copy.wait()
+    assert set(bytes(read.payloads[0])) == {1}
+    assert set(gpu.pool.blocks[3].tolist()) == {2}
+
+
+def test_a_slot_is_not_used_again_before_the_copy_that_uses_it_is_complete(gpu: Gpu) -> None:
+    for start in (lambda: gpu.mover.read([0, 1]).copy, lambda: gpu.mover.write([0], [staged(gpu), staged(gpu)][:1])):
+        copy = start()  # the caller keeps no payload
+        gc.collect()
+        assert gpu.slots.num_free < NUM_SLOTS
+        copy.wait()
+        with pytest.raises(MemoryError):  # releases what is complete, and fails
+            gpu.mover.read(range(NUM_SLOTS + 1))
+        gc.collect()
+        assert gpu.slots.num_free == NUM_SLOTS
+
+
+def test_without_free_slots_nothing_is_read_or_staged(gpu: Gpu) -> None:
+    read = gpu.mover.read([0, 1, 2, 3])
+    with pytest.raises(MemoryError, match="no staging slots for 1 blocks"):
+        gpu.mover.read([4])
+    assert gpu.mover.stage(memoryview(bytes(100))) is None
+    assert len(read.payloads) == NUM_SLOTS
+
+
+def test_a_staged_payload_has_the_same_bytes_in_a_slot(gpu: Gpu) -> None:
+    payload = memoryview(np.random.default_rng(0).bytes(gpu.mover.block_bytes))
+    staged = gpu.mover.stage(payload)
+    assert staged is not None
+    assert (staged, gpu.slots.num_free) == (payload, NUM_SLOTS - 1)
+    assert BlockMover([gpu.pool]).stage(payload) is None, "on a CPU no payload needs to be staged"
+
+
+def staged(gpu: Gpu) -> memoryview:
+    payload = gpu.mover.stage(memoryview(bytes(gpu.mover.payload_bytes)))
+    assert payload is not None
+    return payload

@@ -1,0 +1,268 @@
+"""The next process finds whose blocks are on a disk, and none that it can't name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import StoreUnavailable
+from radixkv.namespace import Namespace
+from radixkv.offload import disk_record
+from radixkv.offload.block_keys import BlockKeys
+from radixkv.offload.disk_record import DiskRecord, FoundOnDisk, KeptPriority, PriorityFile
+from radixkv.offload.index.namespace_keys import NamespaceKeys
+from radixkv.offload.index.retention import RetentionHint
+from radixkv.offload.restart import DiskScan, ShutdownSave
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.disk import DiskStore
+from tests.fake_runner import tokens
+from tests.patience import PATIENCE_S
+
+from .tiered_bench import FORMAT, OBJECT_BYTES, PAYLOAD_BYTES, TieredBench
+
+KEYS = BlockKeys(FORMAT)
+ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other", salt="s")
+
+
+def disk_at(path: Path) -> DiskStore:
+    return DiskStore(path, FORMAT, OBJECT_BYTES, 1 << 20)
+
+
+def blocks_of(namespace: Namespace, ids: range) -> list[BlockObject]:
+    prompt, parent, blocks = tokens(ids), KEYS.root(namespace), []
+    for index, key in enumerate(KEYS.chain(parent, prompt)):
+        own = prompt[16 * index : 16 * index + 16]
+        blocks.append(BlockObject(key, parent, 0, own, memoryview(bytes(PAYLOAD_BYTES))))
+        parent = key
+    return blocks
+
+
+def store(path: Path, blocks: Sequence[BlockObject], noted: Sequence[Namespace]) -> None:
+    disk = disk_at(path)
+    record = DiskRecord(disk, KEYS)
+    for namespace in noted:
+        record.note(namespace)
+    disk.put(blocks)
+    disk.close()
+
+
+def read(path: Path) -> tuple[Sequence[tuple[bytes, Namespace]], int | None]:
+    """Return what a new process finds, and how many blocks the disk has then."""
+    disk = disk_at(path)
+    found, _ = DiskRecord(disk, KEYS).read()
+    left = disk.size().num_objects
+    disk.close()
+    return found, left
+
+
+def test_blocks_are_found_with_their_owners_in_the_order_in_which_they_go(tmp_path: Path) -> None:
+    ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
+    written = [ours[2], theirs[1], theirs[0], ours[1], ours[0]]
+    store(tmp_path, written, [ACME, OTHER])
+    owners = {each.key: ACME for each in ours} | {each.key: OTHER for each in theirs}
+    assert read(tmp_path) == ([(each.key, owners[each.key]) for each in written], 5)
+
+
+def test_what_nobody_can_purge_is_deleted(tmp_path: Path) -> None:
+    """Its owner is not known."""
+    ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
+    store(tmp_path, [*ours, *theirs], [ACME])
+    assert read(tmp_path) == ([(each.key, ACME) for each in ours], 3)
+
+
+def test_a_block_is_found_although_those_before_it_are_gone(tmp_path: Path) -> None:
+    """Ends of prompts leave the device before their beginnings, which a process that is killed takes with it."""
+    ours = blocks_of(ACME, range(12))
+    store(tmp_path, ours[1:], [ACME])
+    assert read(tmp_path) == ([(each.key, ACME) for each in ours[1:]], 2)
+
+
+def test_blocks_of_invoked_adapters_are_found(tmp_path: Path) -> None:
+    first, second = blocks_of(ACME, range(8))
+    invoked = ACME._replace(adapter="digest")
+    key = KEYS.child(KEYS.of_owner(first.key, invoked), second.tokens + b"content")
+    store(tmp_path, [first, second._replace(key=key)], [ACME, invoked])
+    assert read(tmp_path) == ([(first.key, ACME), (key, invoked)], 2)
+
+
+def test_blocks_of_namespaces_that_their_keys_do_not_tell_apart_are_deleted(tmp_path: Path) -> None:
+    """A namespace of another model has the same tags."""
+    blocks = blocks_of(ACME, range(8))
+    store(tmp_path, [*blocks, *blocks_of(OTHER, range(8))], [ACME, ACME._replace(model="another"), OTHER, OTHER])
+    assert read(tmp_path) == ([(each.key, OTHER) for each in blocks_of(OTHER, range(8))], 2)
+
+
+def test_what_was_stored_with_another_secret_is_deleted(tmp_path: Path) -> None:
+    store(tmp_path, blocks_of(ACME, range(8)), [ACME])
+    disk = disk_at(tmp_path)
+    assert DiskRecord(disk, BlockKeys(FORMAT, b"another")).read() == ([], [])
+    assert disk.size().num_objects == 0
+    disk.close()
+
+
+def test_the_next_process_finds_blocks_in_the_order_that_was_noted(tmp_path: Path) -> None:
+    first, second, third = blocks_of(ACME, range(12))
+    disk = disk_at(tmp_path)
+    record = DiskRecord(disk, KEYS)
+    record.note(ACME)
+    disk.put([first, second, third])
+    record.arrange([second.key, first.key])
+    disk.close()
+    assert [key for key, _ in read(tmp_path)[0]] == [third.key, second.key, first.key]
+
+
+def test_priorities_end_at_the_same_time_of_day_whatever_the_clocks_begin_with(tmp_path: Path) -> None:
+    kept = [
+        (b"a" * 32, RetentionHint(80, None)),
+        (b"b" * 32, RetentionHint(10, 1060.0)),
+        (b"c" * 32, RetentionHint(90, 1030.0)),
+    ]
+    disk = disk_at(tmp_path)
+    DiskRecord(disk, KEYS, clock=lambda: 1000.0, time_of_day=lambda: 5000.0).keep(kept)
+    disk.close()
+    for hints in ([kept[0], (b"b" * 32, RetentionHint(10, 27.0))], []):  # the second process ended by a kill
+        disk = disk_at(tmp_path)
+        record = DiskRecord(disk, KEYS, clock=lambda: 7.0, time_of_day=lambda: 5040.0)
+        assert record.read().hints == hints
+        disk.close()
+
+
+def test_priorities_that_nobody_may_have_are_left_out(tmp_path: Path) -> None:
+    disk = disk_at(tmp_path)
+    PriorityFile(disk.path / "priorities").write(
+        [KeptPriority(b"a" * 32, 101, None), KeptPriority(b"b" * 32, 80, float("nan"))]
+    )
+    assert DiskRecord(disk, KEYS).read().hints == []
+    disk.close()
+
+
+def test_a_disk_that_fails_keeps_no_priorities(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = disk_at(tmp_path)
+    (tmp_path / FORMAT.fingerprint / "priorities").mkdir()
+    record = DiskRecord(disk, KEYS)
+    record.keep([(b"a" * 32, RetentionHint(80, None))])
+    assert "tier disk: expected to note 1 priorities, got: " in caplog.text
+    assert record.read().hints == []
+    assert "tier disk: expected to read the priorities that it notes, got: " in caplog.text
+    disk.close()
+
+
+def test_an_empty_disk_is_read(tmp_path: Path) -> None:
+    assert read(tmp_path) == ([], 0)
+
+
+@pytest.mark.parametrize("noted", [[], [OTHER]])
+def test_without_names_nothing_is_found(noted: list[Namespace], tmp_path: Path) -> None:
+    store(tmp_path, blocks_of(ACME, range(8)), noted)
+    assert read(tmp_path) == ([], 0)
+
+
+def test_blocks_are_found_although_others_can_not_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
+    store(tmp_path, [*ours, *theirs], [ACME])
+    disk = disk_at(tmp_path)
+    monkeypatch.setattr(disk, "delete", _fail)
+    assert DiskRecord(disk, KEYS).read().blocks == [(each.key, ACME) for each in ours]
+    assert "tier disk: expected to delete 2 blocks that nobody can purge, got: gone" in caplog.text
+    disk.close()
+
+
+def _fail(_: Sequence[bytes]) -> int:
+    raise StoreUnavailable("gone")
+
+
+def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_record, "_FEW", 10)
+    disk, owned = disk_at(tmp_path), NamespaceKeys()
+    record = DiskRecord(disk, KEYS)
+    for number in range(100):
+        record.note(ACME._replace(salt=str(number)))
+        owned.add(bytes([number]) * 32, ACME._replace(salt=str(number)))
+        if number > 4:
+            owned.remove(bytes([number - 1]) * 32)
+        record.tidy(owned)
+        assert len(disk.names) <= 2 * 5 + 10
+    kept = {KEYS.root(each): each for each in owned}
+    assert kept.items() <= disk.names.known().items()
+    disk.put([])
+    disk.close()
+    again = disk_at(tmp_path)
+    assert again.names.known().keys() >= kept.keys()
+    again.close()
+
+
+def test_what_is_stored_while_a_disk_is_read_is_no_block_of_an_earlier_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tmp_path, blocks_of(ACME, range(8)), [ACME])
+    disk = disk_at(tmp_path)
+    record, real_known = DiskRecord(disk, KEYS), disk.names.known
+
+    def known() -> dict[bytes, Namespace]:
+        found = real_known()
+        record.note(OTHER)
+        disk.put(blocks_of(OTHER, range(8)))
+        return found
+
+    monkeypatch.setattr(disk.names, "known", known)
+    assert len(record.read().blocks) == 2
+    assert disk.size().num_objects == 4
+    disk.close()
+
+
+def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tmp_path: Path) -> None:
+    ours, may_list = blocks_of(ACME, range(12)), threading.Event()
+    store(tmp_path, ours, [ACME])
+    disk = disk_at(tmp_path)
+    DiskRecord(disk, KEYS).keep([(each.key, RetentionHint(90, None)) for each in ours])
+    disk.close()
+
+    class SlowRecord(DiskRecord):
+        def read(self) -> FoundOnDisk:
+            assert may_list.wait(PATIENCE_S)
+            return super().read()
+
+    disk = disk_at(tmp_path)
+    record, bench = SlowRecord(disk, KEYS), TieredBench(disk=8)
+    offload, tier_index = bench.offload, bench.index.tiers["disk"]
+    offload._earlier = DiskScan(record, tier_index, bench.index.retention, lambda keys: None)
+    offload._last_save = ShutdownSave(bench.cache, bench.index, offload._saver, record)
+    threading.Timer(0.05, may_list.set).start()
+    offload.close()
+    disk.close()
+    disk = disk_at(tmp_path)
+    assert sorted(DiskRecord(disk, KEYS).read().hints) == sorted((each.key, RetentionHint(90, None)) for each in ours)
+    disk.close()
+
+
+ROWS = [KeptPriority(bytes(32), 100, None), KeptPriority(b"\xff" * 32, 0, 1234.5)]
+
+
+def test_what_was_written_is_read_once(tmp_path: Path) -> None:
+    PriorityFile(tmp_path / "priorities").write(ROWS[1:])
+    PriorityFile(tmp_path / "priorities").write(ROWS)
+    assert PriorityFile(tmp_path / "priorities").take() == ROWS
+    assert PriorityFile(tmp_path / "priorities").take() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    PriorityFile(tmp_path / "priorities").write([])
+    assert (tmp_path / "priorities").stat().st_mode & 0o777 == 0o600
+    assert PriorityFile(tmp_path / "priorities").take() == []
+
+
+def test_a_file_that_is_cut_holds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "priorities"
+    PriorityFile(path).write(ROWS)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert PriorityFile(path).take() == []
+    assert "expected whole lines, got 95 bytes" in caplog.text
+    assert not path.exists()

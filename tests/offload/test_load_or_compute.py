@@ -1,0 +1,127 @@
+import pytest
+
+from radixkv.offload.load_or_compute import LoadDecision, LoadOrCompute
+
+BLOCK = 64
+
+
+def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None = None) -> LoadOrCompute:
+    """Make one that knows the time of a token, and of loads: seconds of a call, and seconds a block."""
+    choice = LoadOrCompute(BLOCK)
+    choice.note_step(token_s * 512, [(0, 512)])
+    for store, (call_s, block_s) in (loads or {}).items():
+        for num_blocks in (1, 10, 4):
+            choice.note_start(store, num_blocks)
+            choice.note_end(store, num_blocks, call_s + block_s * num_blocks)
+    return choice
+
+
+def test_what_was_never_measured_is_loaded() -> None:
+    assert LoadOrCompute(BLOCK).choose(0, ["host"] * 3) == LoadDecision(3, None, None)
+    assert measured().choose(0, ["host"] * 3).num_blocks == 3
+
+
+def test_a_fast_store_is_read() -> None:
+    num_blocks, load_s, compute_s = measured(loads={"host": (1e-3, 1e-4)}).choose(0, ["host"] * 5)
+    assert num_blocks == 5
+    assert load_s == pytest.approx(1e-3 + 5e-4)
+    assert compute_s == pytest.approx(5 * 0.064)
+
+
+def test_a_slow_store_is_not_read() -> None:
+    assert measured(loads={"disk": (0.0, 0.1)}).choose(0, ["disk"] * 5).num_blocks == 0
+
+
+def test_a_call_that_takes_long_is_worth_it_for_many_blocks_only() -> None:
+    choice = measured(loads={"remote": (0.5, 1e-3)})
+    assert choice.choose(0, ["remote"] * 5).num_blocks == 0
+    assert choice.choose(0, ["remote"] * 20).num_blocks == 20
+
+
+def test_the_fast_part_of_a_run_is_loaded() -> None:
+    choice = measured(loads={"host": (1e-3, 1e-4), "disk": (1.0, 0.1)})
+    assert choice.choose(0, ["host"] * 3 + ["disk"] * 4).num_blocks == 3
+
+
+def test_the_time_to_fill_the_pool_counts() -> None:
+    choice = measured(loads={"host": (1e-3, 1e-4)})
+    choice.note_fill(4, 4 * 0.05)
+    num_blocks, load_s, _ = choice.choose(0, ["host"] * 5)
+    assert num_blocks == 5
+    assert load_s == pytest.approx(1e-3 + 5 * (1e-4 + 0.05))
+    choice.note_fill(4, 4 * 0.5)
+    assert choice.choose(0, ["host"] * 5).num_blocks == 0
+
+
+def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
+    choice = measured(loads={"host": (0.0, 1e-4)})
+    choice.note_fill(4, 4 * 0.1)
+    num_left_out = 0
+    while not choice.choose(0, ["host"]).num_blocks:
+        choice.doubt(["host"])
+        num_left_out += 1
+    assert 10 < num_left_out < 100
+
+
+def test_blocks_in_line_make_a_store_slower() -> None:
+    choice = measured(loads={"host": (0.0, 0.05)})
+    assert choice.choose(0, ["host"] * 2).num_blocks == 2
+    choice.note_start("host", 10)
+    assert choice.choose(0, ["host"] * 2).num_blocks == 0
+    choice.note_end("host", 10, None)
+    assert choice.choose(0, ["host"] * 2).num_blocks == 2
+
+
+def test_late_tokens_take_longer_than_early_ones() -> None:
+    choice = measured(loads={"host": (0.0, 0.1)})  # a block takes 0.064 s to compute at the start
+    choice.note_step(512 * 2e-3, [(8192, 8704)])
+    assert choice.choose(0, ["host"]).num_blocks == 0
+    assert choice.choose(8192, ["host"]).num_blocks == 1
+    assert choice.choose(100_000, ["host"]).num_blocks == 1
+
+
+def test_new_measurements_replace_old_ones() -> None:
+    choice = measured(loads={"host": (0.0, 0.1)})
+    assert choice.choose(0, ["host"]).num_blocks == 0
+    for _ in range(200):
+        choice.note_start("host", 4)
+        choice.note_end("host", 4, 4 * 0.01)
+    assert choice.choose(0, ["host"]).num_blocks == 1
+
+
+def test_steps_that_decode_tell_nothing_of_prompts() -> None:
+    choice = measured(loads={"host": (0.0, 0.1)})
+    for _ in range(200):
+        choice.note_step(1.0, [(100, 101), (200, 201)])
+    assert choice.choose(0, ["host"]).num_blocks == 0
+
+
+def test_a_step_counts_by_its_tokens() -> None:
+    few, many = (measured(loads={"host": (0.0, 0.1)}) for _ in range(2))
+    for _ in range(10):
+        few.note_step(2 * 3e-3, [(0, 2)])
+        many.note_step(512 * 3e-3, [(0, 512)])
+    assert few.choose(0, ["host"]).num_blocks == 0
+    assert many.choose(0, ["host"]).num_blocks == 1
+
+
+def test_nothing_to_load_is_nothing_loaded() -> None:
+    assert measured().choose(0, []) == LoadDecision(0, None, None)
+
+
+def test_a_shared_store_is_asked_for_what_takes_longer_to_compute_than_its_answer() -> None:
+    choice = measured()
+    assert choice.is_worth_asking("redis", 0, 1)
+    choice.note_answer("redis", 0.1)
+    assert not choice.is_worth_asking("redis", 0, 64)
+    assert choice.is_worth_asking("redis", 0, 128)
+
+
+def test_what_is_left_out_is_tried_again_after_a_while() -> None:
+    choice = measured(loads={"disk": (0.0, 0.1)})
+    choice.note_answer("redis", 0.1)
+    assert not choice.choose(0, ["disk"]).num_blocks
+    for _ in range(40):
+        choice.doubt(["disk", "redis", "host"])
+    assert choice.choose(0, ["disk"]).num_blocks
+    assert choice.is_worth_asking("redis", 0, 64)

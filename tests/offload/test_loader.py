@@ -1,0 +1,116 @@
+"""Blocks that are loaded for a model whose windowed layers have parts: a hit ends where its window has its own."""
+
+from __future__ import annotations
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.result import PrefillResult
+from radixkv.cache.window_pool import NO_PART
+from radixkv.namespace import Namespace
+from radixkv.offload.tiers.block_store import PutOutcome
+from tests.fake_runner import next_token, tokens
+
+from .tiered_bench import TieredBench
+
+NAMESPACE = Namespace("fake")
+PROMPT = range(41)  # ten whole blocks and a token; a hit needs the parts of the last two blocks
+
+
+def bench_of(num_blocks: int = 30, **stores: int) -> TieredBench:
+    """The last eight blocks of a long prompt have parts."""
+    return TieredBench(num_blocks, num_parts=8, **stores)
+
+
+def loaded(result: PrefillResult) -> tuple[int, int]:
+    """Tokens from the device and from the store."""
+    return result.usage.device_tokens, result.usage.host_tokens
+
+
+def parts_of(bench: TieredBench, ids: range) -> list[bool]:
+    """Whether each block that the device has of a prompt has its part."""
+    (pool,) = bench.cache.windows.pools
+    return [pool.part_of(each) != NO_PART for each in bench.cache.found_blocks(NAMESPACE, tokens(ids))]
+
+
+def test_a_prompt_is_loaded_also_where_blocks_before_its_window_have_no_parts() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    assert parts_of(bench, PROMPT) == [False] * 3 + [True] * 7  # and that of the last token
+    bench.evict(11)
+    assert len(bench.index.tiers["host"].partless) == 3
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 40)
+    assert result.next_token_id == next_token(tokens(PROMPT))
+    assert len(bench.mover.written_parts) == 2
+    assert parts_of(bench, PROMPT) == [False] * 8 + [True] * 2
+
+
+def test_a_prompt_that_ends_where_parts_are_gone_is_computed_and_nothing_is_loaded() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(11)
+    result = bench.prefill(range(15))
+    assert (loaded(result), result.miss_reason) == ((0, 0), MissReason.EVICTED)
+    assert bench.offload.stats()[0].loaded_blocks == 0
+
+
+def test_what_is_left_on_the_device_is_used_with_the_end_that_is_loaded() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(8)
+    assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
+    before = bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 40
+    assert loaded(bench.prefill(PROMPT)) == (12, 28)
+    assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()[:3] == before
+
+
+def test_what_is_left_on_the_device_without_parts_is_of_no_use_where_the_store_has_lost_the_end() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(8)
+    (store,) = bench.stores.values()
+    store.memory.delete(list(bench.index.tiers["host"]))
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 0)
+    assert result.next_token_id == next_token(tokens(PROMPT))
+
+
+def test_others_leave_a_full_device_for_a_prompt_whose_end_is_loaded() -> None:
+    bench = bench_of(num_blocks=24)
+    bench.prefill(PROMPT)
+    bench.clock.now += 1
+    bench.prefill(range(100, 184))  # 21 blocks of 24
+    assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).size == 3
+    assert loaded(bench.prefill(PROMPT)) == (12, 28)
+
+
+def test_a_request_that_may_not_write_uses_nothing_that_is_left_without_parts() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(8)
+    assert loaded(bench.prefill(PROMPT, write_cache=False)) == (0, 0)
+
+
+def test_parts_are_loaded_again_of_blocks_that_the_device_has_without() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(11)
+    bench.prefill(PROMPT)
+    shorter = range(26)
+    assert parts_of(bench, shorter) == [False] * 6
+    assert loaded(bench.prefill(shorter)) == (12, 12)
+    assert parts_of(bench, shorter)[-2:] == [True, True]
+
+
+def test_a_store_learns_from_a_load_that_a_block_came_without_its_part() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(11)
+    tier_index = bench.index.tiers["host"]
+    lacking, tier_index.partless = tier_index.partless, set()  # as after a restart
+    assert loaded(bench.prefill(range(13))) == (0, 0)
+    assert tier_index.partless == lacking
+    bench.evict(30)
+    assert tier_index.partless == set(), "they were computed, and left with their parts"
+    assert bench.offload.tiers["host"].counts().saved[PutOutcome.STORED] == 13
+    assert loaded(bench.prefill(range(13))) == (0, 12)

@@ -1,0 +1,688 @@
+"""Blocks that leave the device come back exactly, whatever the stores do meanwhile."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.api.retention import Grant, Retention
+from radixkv.api.segments import StoredNamespace
+from radixkv.compute.forward import Chunk
+from radixkv.compute.runner import StepResult
+from radixkv.errors import DeadlineExceeded, InvalidRequest, StoreLate, StorePaused, StoreUnavailable
+from radixkv.namespace import Namespace
+from radixkv.offload import offload
+from radixkv.offload.device_copies import CompleteCopy
+from radixkv.offload.index.prompt_blocks import FetchedBlocks
+from radixkv.offload.offload import stats_of, stats_of_closed
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import PutOutcome, PutResult
+from radixkv.offload.tiers.tier import Tier
+from radixkv.scheduling.request import Request
+from tests.core_bench import purge_at_once
+from tests.fake_runner import next_token, tokens
+from tests.patience import PATIENCE_S
+
+from .tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, FakeMover, SteppedStore, TieredBench
+
+NAMESPACE = Namespace("fake")
+WITHOUT_LOADS = (5, 10)  # seeds of small stores
+PROMPT, FLOOD = range(13), range(100, 115)  # three whole blocks and a token; all four blocks of the device
+
+
+def loaded(result: PrefillResult) -> tuple[int, int, int]:
+    """Tokens from the device, host memory and disk."""
+    usage = result.usage
+    assert usage.device_tokens + usage.host_tokens + usage.disk_tokens == usage.cached_tokens
+    assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+    return usage.device_tokens, usage.host_tokens, usage.disk_tokens
+
+
+def emptied(bench: TieredBench) -> TieredBench:
+    """A bench whose prompt was computed and evicted."""
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    return bench
+
+
+def test_an_evicted_prompt_is_loaded_and_not_computed() -> None:
+    bench = emptied(TieredBench())
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 12, 0)
+    assert result.miss_reason is MissReason.NONE
+    assert bench.runner.steps[-1] == [(12, 13)]
+    assert result.next_token_id == next_token(tokens(PROMPT))
+    assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 12
+
+
+@pytest.mark.parametrize(("is_asynchronous", "calls"), [(True, [1, 1, 1]), (False, [0, 0, 1])])
+def test_stores_do_not_work_while_a_step_keeps_the_host_busy(
+    is_asynchronous: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get what left when the step has been started, or when its answers were given if the host computes it."""
+    bench = TieredBench()
+    monkeypatch.setattr(bench.runner, "is_asynchronous", is_asynchronous)
+    bench.prefill(PROMPT)
+    seen: list[int] = []
+    compute = bench.runner.run
+
+    def run(chunks: Sequence[Chunk]) -> StepResult:
+        seen.append(len(bench.stores["host"].calls))
+        return compute(chunks)
+
+    monkeypatch.setattr(bench.runner, "run", run)
+    answer = bench.submit(FLOOD)
+    answer.add_done_callback(lambda _: seen.append(len(bench.stores["host"].calls)))
+    bench.core.step()
+    assert [*seen, len(bench.stores["host"].calls)] == calls
+
+
+def test_a_probe_tells_what_is_stored() -> None:
+    bench = TieredBench(num_blocks=6)
+    bench.prefill(PROMPT)
+    bench.evict(3)  # of four blocks
+    result = bench.core.probe(NAMESPACE, tokens(PROMPT))
+    assert (result.cached_tokens, result.stored_tokens, result.miss_reason) == (4, 8, MissReason.EVICTED)
+    assert bench.core.probe(NAMESPACE, tokens(range(6))).stored_tokens == 0
+
+
+def at_rest() -> TieredBench:
+    """A bench whose store has taken a prompt's blocks since the engine has come to rest."""
+    bench = TieredBench()
+    bench.prefill(PROMPT)
+    bench.submit(FLOOD)
+    while bench.core.has_work:
+        bench.core.step()
+    (store,) = bench.stores.values()
+    store.run()
+    return bench
+
+
+def test_the_first_request_after_a_rest_loads_what_was_stored_meanwhile() -> None:
+    assert loaded(at_rest().prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_a_probe_after_a_rest_tells_what_was_stored_meanwhile() -> None:
+    assert at_rest().core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 12
+
+
+def flood(bench: TieredBench, num_prompts: int) -> None:
+    """Let other prompts pass through the device and the stores."""
+    for seed in range(1, num_prompts + 1):
+        bench.prefill(range(1000 * seed, 1000 * seed + 15))
+        bench.evict(4)
+
+
+def test_a_stored_prompt_that_is_retained_outlives_others() -> None:
+    bench = emptied(TieredBench(host=8))
+    retained = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90, ttl_s=100.0))
+    assert retained.grant == Grant(12, 0, 1, bench.clock() + 100.0), "three whole blocks are stored"
+    flood(bench, 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 12
+    bench.clock.now += 101.0
+    flood(bench, 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
+
+
+def test_a_prompt_that_is_retained_no_more_goes_with_the_others() -> None:
+    bench = emptied(TieredBench(host=8))
+    bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90))
+    bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(50))
+    flood(bench, 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
+
+
+def test_a_prompt_that_is_nowhere_is_not_retained_when_it_comes() -> None:
+    bench = TieredBench(host=8)
+    assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
+    flood(emptied(bench), 4)
+    assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
+
+
+def test_what_a_store_holds_is_listed_by_namespace() -> None:
+    bench = emptied(TieredBench(host=100))
+    page = bench.offload.stored("host", 0, None, 10)
+    assert page.namespaces == (StoredNamespace(NAMESPACE, 3),)
+    bench.core.retain(NAMESPACE, tokens(range(8)), Retention(90))
+    assert bench.offload.stored("host", 0, None, 10).namespaces == (StoredNamespace(NAMESPACE, 3, 2),)
+    with pytest.raises(InvalidRequest, match="store: expected one of host, got 'attic'"):
+        bench.offload.stored("attic", 0, None, 10)
+
+
+def fetched_from(bench: TieredBench, first_block: int = 0) -> FetchedBlocks:
+    """The prompt's blocks, as they come from another server."""
+    bench.prefill(PROMPT)
+    blocks = list(bench.index.key_blocks(NAMESPACE, tokens(PROMPT)))[first_block:]
+    block_ids = bench.cache.match(NAMESPACE, tokens(PROMPT)).block_ids.tolist()
+    return FetchedBlocks(first_block, blocks, FakeMover(bench.runner).read(block_ids[first_block:3]).payloads)
+
+
+def submitted(bench: TieredBench, fetched: FetchedBlocks, **params: bool) -> PrefillResult:
+    future: Future[PrefillResult] = Future()
+    bench.core.submit(Request(PrefillParams(tokens(PROMPT), **params), NAMESPACE, future, 0.0, fetched=fetched))
+    bench.run()
+    return future.result(0)
+
+
+def test_blocks_that_come_with_a_request_are_not_computed_and_stay() -> None:
+    bench = TieredBench()
+    result = submitted(bench, fetched_from(TieredBench()))
+    assert (result.usage.remote_tokens, result.usage.computed_tokens) == (12, 1)
+    assert result.miss_reason is MissReason.NONE
+    assert result.next_token_id == next_token(tokens(PROMPT))
+    assert loaded(bench.prefill(PROMPT)) == (12, 0, 0)
+
+
+def test_fetched_blocks_are_there_until_the_engine_copied_them() -> None:
+    """Whoever fetched them counts their bytes as long."""
+    bench, fetched = TieredBench(num_blocks=4), fetched_from(TieredBench())
+    busy, future, kept = bench.generate(range(100, 106), 9), Future(), weakref.ref(fetched)
+    bench.core.step()
+    bench.core.submit(Request(PrefillParams(tokens(PROMPT)), NAMESPACE, future, 0.0, fetched=fetched))
+    del fetched
+    bench.core.step()
+    assert not future.done(), "it waits for blocks"
+    assert kept() is not None
+    bench.run()
+    assert busy.done()
+    assert future.result(0).usage.remote_tokens == 12
+    assert kept() is None
+
+
+def test_blocks_behind_others_that_are_gone_meanwhile_are_of_no_use() -> None:
+    result = submitted(TieredBench(), fetched_from(TieredBench(), first_block=1))
+    assert (result.usage.remote_tokens, result.usage.computed_tokens) == (0, 13)
+
+
+def test_a_request_that_may_not_read_uses_no_blocks_that_come_with_it() -> None:
+    result = submitted(TieredBench(), fetched_from(TieredBench()), read_cache=False)
+    assert (result.usage.remote_tokens, result.usage.computed_tokens) == (0, 13)
+
+
+def test_a_purge_takes_the_blocks_that_came_with_a_waiting_request() -> None:
+    bench = TieredBench()
+    future: Future[PrefillResult] = Future()
+    fetched = fetched_from(TieredBench())
+    bench.core.submit(Request(PrefillParams(tokens(PROMPT)), NAMESPACE, future, 0.0, fetched=fetched))
+    purge_at_once(bench.core, tenant="")
+    bench.run()
+    assert future.result(0).usage.computed_tokens == 13
+
+
+def test_without_stores_it_is_computed() -> None:
+    bench = emptied(TieredBench(host=100))
+    bench.index.purge(None, None, None)
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+
+
+def test_the_part_on_the_device_is_not_loaded() -> None:
+    bench = TieredBench(num_blocks=6)
+    bench.prefill(PROMPT)
+    bench.evict(3)  # of four blocks
+    assert loaded(bench.prefill(PROMPT)) == (4, 8, 0)
+
+
+def test_a_partly_shared_block_is_replaced_by_the_whole_one() -> None:
+    bench = TieredBench(num_blocks=8)
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    bench.prefill(range(6))  # a block and a half of the same
+    assert loaded(bench.prefill(PROMPT)) == (6, 6, 0)
+    bench.cache.check()
+
+
+def test_a_partly_shared_block_is_replaced_also_for_a_request_that_writes_nothing() -> None:
+    """The copy of the shared part would come after what was loaded, and over it."""
+    bench = TieredBench(num_blocks=8)
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    bench.prefill(range(6))
+    assert loaded(bench.prefill(PROMPT, write_cache=False)) == (6, 6, 0)
+
+
+def test_blocks_that_leave_for_a_loaded_prompt_are_saved_before_they_are_written_over() -> None:
+    bench = emptied(TieredBench())
+    bench.prefill(FLOOD)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+    assert loaded(bench.prefill(FLOOD)) == (0, 12, 0)  # the fake device compares what it has
+
+
+def test_each_block_comes_from_the_fastest_store_that_has_it() -> None:
+    bench = emptied(TieredBench(host=2, disk=100))
+    tier_index = bench.index.tiers["host"]
+    assert len(tier_index) == 2
+    assert loaded(bench.prefill(PROMPT)) == (0, 8, 4)
+
+
+def test_a_block_stored_once_is_not_written_again() -> None:
+    bench = TieredBench()
+    for _ in range(3):
+        emptied(bench)
+    assert sum(bench.offload.tiers["host"].counts().saved.values()) == 3
+
+
+def test_tenants_load_nothing_of_each_other() -> None:
+    bench = TieredBench()
+    bench.prefill(PROMPT, tenant="acme")
+    bench.prefill(FLOOD, tenant="acme")
+    assert loaded(bench.prefill(PROMPT, tenant="other")) == (0, 0, 0)
+    bench.prefill(FLOOD, tenant="other")
+    assert loaded(bench.prefill(PROMPT, tenant="acme")) == (0, 12, 0)
+
+
+def test_adapters_load_nothing_of_each_other() -> None:
+    bench = TieredBench()
+    bench.prefill(PROMPT, adapter="law")
+    bench.prefill(FLOOD)
+    assert loaded(bench.prefill(PROMPT, adapter="tax")) == (0, 0, 0)
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    assert loaded(bench.prefill(PROMPT, adapter="law")) == (0, 12, 0)
+
+
+def test_other_requests_go_on_while_blocks_are_loaded() -> None:
+    bench = emptied(TieredBench(num_blocks=5))
+    waiting = bench.submit(PROMPT)
+    assert not bench.core.has_work  # nothing to compute until the store answers
+    other = bench.submit(range(50, 54))
+    bench.core.step()
+    assert other.done()
+    assert not waiting.done()
+    bench.run()
+    assert loaded(waiting.result(0))[1] > 0
+
+
+def test_requests_for_the_same_blocks_share_a_load() -> None:
+    bench = emptied(TieredBench(num_blocks=12))
+    futures = [bench.submit(PROMPT) for _ in range(3)]
+    (store,) = bench.stores.values()
+    assert len(store.calls) == 1
+    bench.run()
+    assert [future.result(0).usage.cached_tokens for future in futures] == [12, 12, 12]
+    assert bench.offload.tiers["host"].counts().loaded == 3
+
+
+@pytest.mark.parametrize("error", [StoreLate("late"), StoreUnavailable("gone")])
+def test_what_a_store_does_not_answer_is_computed(error: Exception) -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    store.error = error
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 0, 0)
+    assert result.miss_reason is MissReason.NOT_LOADED
+    assert result.next_token_id == next_token(tokens(PROMPT))
+
+
+def test_a_store_that_works_again_has_what_it_had() -> None:
+    bench = emptied(TieredBench(num_blocks=4))
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    store.error = None
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_what_a_store_has_lost_is_computed_and_stored_again() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    keys = list(bench.index.tiers["host"])
+    store.memory.delete(keys)
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    bench.evict(4)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_what_a_store_gave_up_and_took_in_one_call_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows which came first, so it is deleted."""
+    bench = TieredBench()
+    (store,) = bench.stores.values()
+    put = store.memory.put
+    monkeypatch.setattr(
+        store.memory, "put", lambda objects, _: PutResult(put(objects).outcomes, evicted=(objects[0].key,))
+    )
+    emptied(bench)
+    bench.run()
+    assert len(bench.index.tiers["host"]) == store.memory.size().num_objects == 2
+
+
+def test_after_a_gap_nothing_is_used() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    found = bench.index.find(NAMESPACE, tokens(PROMPT), 0)
+    store.memory.delete([found[1].block.key])
+    assert loaded(bench.prefill(PROMPT)) == (0, 4, 0)
+
+
+def test_a_request_that_is_cancelled_gives_its_load_back() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    bench.submit(PROMPT).cancel()
+    bench.run()
+    assert store.memory.size().num_objects == 3
+    assert all(not entry.num_readers for _, entry in store.memory._table)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def test_a_deadline_ends_a_request_that_waits_for_a_store() -> None:
+    bench = emptied(TieredBench())
+    future = bench.submit(PROMPT, deadline_s=5.0)
+    bench.clock.now = 6.0
+    bench.core.step()
+    with pytest.raises(DeadlineExceeded):
+        future.result(0)
+    bench.run()
+
+
+def test_what_a_paused_generation_lost_is_loaded_and_not_computed_again() -> None:
+    bench = TieredBench(num_blocks=8)
+    futures = [bench.generate(range(first, first + 9), 16) for first in (0, 100)]
+    bench.run()
+    pauses = bench.core.stats.load().requests.pauses
+    assert pauses
+    for first, future in zip((0, 100), futures, strict=True):
+        result = future.result(0)
+        ids = [*range(first, first + 9), *result.token_ids]
+        assert all(ids[end] == next_token(tokens(ids[:end])) for end in range(9, len(ids)))
+        assert result.usage.recomputed_tokens <= pauses * BLOCK_SIZE, "the last block, which is filled in part"
+        assert result.usage.host_tokens == 0, "nothing of its prompt was cached when it began"
+    assert bench.offload.tiers["host"].counts().loaded
+
+
+def test_a_generation_may_be_cancelled_while_it_waits_again() -> None:
+    bench = TieredBench(num_blocks=8)
+    futures = [bench.generate(range(first, first + 9), 16) for first in (0, 100)]
+    while not bench.offload._loader._pending:
+        for store in bench.stores.values():
+            store.run()
+        bench.core.step()
+    futures[1].cancel()
+    bench.run()
+    assert futures[0].result(0).usage.generated_tokens == 16
+    assert not bench.offload._resuming
+    assert not bench.offload._loader._pending
+
+
+def test_a_request_that_may_not_read_loads_nothing() -> None:
+    bench = emptied(TieredBench())
+    assert loaded(bench.prefill(PROMPT, read_cache=False)) == (0, 0, 0)
+
+
+def test_a_request_that_may_not_write_publishes_nothing_of_what_it_loads() -> None:
+    bench = emptied(TieredBench())
+    assert loaded(bench.prefill(PROMPT, write_cache=False)) == (0, 12, 0)
+    assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
+
+
+def test_nothing_of_a_purged_namespace_is_loaded() -> None:
+    bench = emptied(TieredBench())
+    purge_at_once(bench.core, tenant="")
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    (store,) = bench.stores.values()
+    assert store.memory.size().num_objects == 0
+
+
+def test_what_a_store_could_not_delete_is_deleted_later_also_if_no_request_comes() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    purge_at_once(bench.core, tenant="")
+    store.run()
+    assert bench.core.seconds_to_rest() == 1.0
+    store.error = None
+    bench.run()
+    assert store.memory.size().num_objects == 0
+    assert bench.core.seconds_to_rest() is None
+
+
+def test_deletions_that_fail_are_tried_once_in_a_second_and_in_one_call() -> None:
+    bench = TieredBench(host=3)
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    for first in range(0, 1000, 100):
+        bench.submit(range(first, first + 13))
+        while bench.core.has_work or store.calls:
+            bench.core.step()
+            store.run()
+    bench.core.step()
+    store.run()  # what the last call gave up is deleted, which fails, too
+    for _ in range(10):
+        bench.core.step()
+        assert not store.calls
+    bench.clock.now += 1.0
+    bench.core.step()
+    assert len(store.calls) == 1
+
+
+def test_what_is_purged_and_leaves_again_before_the_store_works_is_deleted() -> None:
+    bench = emptied(TieredBench())
+    (store,) = bench.stores.values()
+    store.error = StorePaused("paused")
+    purge_at_once(bench.core, tenant="")
+    store.run()
+    bench.submit(PROMPT)
+    bench.core.step()
+    bench.cache.evict(4)
+    bench.clock.now += 2.0
+    bench.core.step()  # asks again, while the blocks are on their way to the store
+    store.run()
+    store.error = None
+    bench.run()
+    assert store.memory.size().num_objects == len(bench.index.tiers["host"]) == 0
+
+
+def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
+    bench = TieredBench()
+    (store,) = bench.stores.values()
+    store.error = StorePaused("paused")
+    emptied(bench)
+    assert len(bench.index.tiers["host"]) == 0
+    assert not store.calls
+    assert bench.core.seconds_to_rest() is None
+    assert bench.offload.stats()[0].refused_blocks == 3
+
+
+def test_a_deletion_that_failed_is_tried_once_more_before_the_stores_are_closed() -> None:
+    bench = emptied(TieredBench(disk=100))
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    purge_at_once(bench.core, tenant="")
+    store.run()
+    store.error = None
+    done: Future[int | None] = Future()
+    store._later = lambda call: done.set_result(call()) or done  # type: ignore[method-assign, func-returns-value]
+    bench.offload.close()
+    assert store.memory.size().num_objects == 0
+    assert not bench.offload._deleter.has_failed
+
+
+def test_a_purge_tells_that_a_disk_could_not_be_read() -> None:
+    bench = emptied(TieredBench(disk=100))
+    bench.offload._earlier = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
+    (ours, unknown) = bench.offload.purge("", None, None)
+    bench.run()
+    assert (ours.store, ours.num_deleted.result(0)) == ("disk", 3)
+    assert (unknown.store, unknown.num_deleted.result(0)) == ("disk", None)
+
+
+class SlowCopy(CompleteCopy):
+    """A copy to the device that is complete when a test says so."""
+
+    is_over = False
+
+    def is_complete(self) -> bool:
+        return self.is_over
+
+
+def test_what_a_store_lent_is_kept_until_the_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, copy = emptied(TieredBench(host=3)), SlowCopy(seconds=7.0)
+    write, memory = bench.mover.write, bench.stores["host"].memory
+    monkeypatch.setattr(bench.mover, "write", lambda *arguments: (write(*arguments), copy)[1])
+    future = bench.submit(PROMPT)
+    while not future.done():
+        bench.stores["host"].run()
+        bench.core.step()
+    assert loaded(future.result(0)) == (0, 12, 0)
+    other = BlockObject(bytes(32), bytes(32), 0, bytes(BLOCK_SIZE * 4), memoryview(bytes(PAYLOAD_BYTES)))
+    assert memory.put([other]).outcomes == (PutOutcome.NO_ROOM,)
+    assert bench.offload.seconds_to_rest() == 1.0
+    assert bench.choice.choose(0, ["host"] * 3).num_blocks == 3
+    copy.is_over = True
+    bench.core.step()
+    assert memory.put([other]).outcomes == (PutOutcome.STORED,)
+    assert bench.offload.seconds_to_rest() is None
+    assert bench.choice.choose(0, ["host"] * 3).num_blocks == 0, "the copy took longer than computing the blocks"
+
+
+def test_evicted_blocks_are_lost_if_there_is_no_memory_to_copy_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = TieredBench()
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.mover, "read", _no_memory)
+        emptied(bench)
+    assert bench.offload.stats()[0].dropped_blocks == 3
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+    bench.evict(4)
+    assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
+
+
+def _no_memory(*_: object) -> list[memoryview]:
+    raise MemoryError
+
+
+def test_a_load_that_ends_while_steps_are_started_ahead_is_taken_up() -> None:
+    """Its wake-up may be over before the next step is looked at."""
+    bench = emptied(TieredBench(num_blocks=16))
+    (store,) = bench.stores.values()
+    long = bench.generate(range(100, 104), 40)
+    for _ in range(3):
+        bench.core.step()
+    short = bench.submit(PROMPT)
+    bench.core.step()
+    store.run()
+    for _ in range(6):
+        bench.core.step()
+    assert loaded(short.result(0)) == (0, 12, 0)
+    assert not long.done()
+
+
+def test_a_purge_while_blocks_are_loaded_leaves_nothing_of_them() -> None:
+    bench = emptied(TieredBench())
+    future = bench.submit(PROMPT)
+    purge_at_once(bench.core, tenant="")
+    bench.run()
+    assert loaded(future.result(0)) == (0, 0, 0)
+    assert future.result(0).miss_reason is MissReason.EVICTED
+    assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
+
+
+def test_a_purge_reaches_what_is_still_being_saved() -> None:
+    bench = TieredBench()
+    bench.prefill(PROMPT)
+    bench.submit(FLOOD)
+    bench.core.step()  # the store has been told, and has done nothing
+    purge_at_once(bench.core, tenant="")
+    bench.run()
+    (store,) = bench.stores.values()
+    assert store.memory.size().num_objects == 0
+    assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
+
+
+def test_what_waits_to_be_stored_is_bounded() -> None:
+    bench = TieredBench(max_bytes=2 * 4096)
+    bench.prefill(PROMPT)
+    bench.submit(FLOOD)
+    while bench.core.has_work:
+        bench.core.step()
+    assert bench.offload.stats()[0].dropped_blocks == 1
+    bench.run()
+    assert loaded(bench.prefill(PROMPT)) == (0, 8, 0), "the end was dropped"
+
+
+def test_what_is_loaded_at_a_time_is_bounded() -> None:
+    bench = emptied(TieredBench(max_bytes=4 * 4096))
+    bench.offload._loader._num_free_blocks = 2
+    result = bench.prefill(PROMPT)
+    assert loaded(result) == (0, 8, 0)
+    assert result.miss_reason is MissReason.NOT_LOADED
+    assert bench.offload._loader._num_free_blocks == 2
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake device raises where a position holds anything but K and V of this prefix."""
+    monkeypatch.setattr(offload, "_RETRY_PERIOD_S", 0.0)
+    rng = random.Random(seed)
+    bench = TieredBench(num_blocks=rng.choice([4, 6, 9]), host=rng.choice([1, 3, 8]), disk=rng.choice([8, 20]))
+    futures, generations = [], []
+    num_loaded = 0
+    for _ in range(200):
+        for store in bench.stores.values():
+            if rng.random() < 0.5:
+                store.error = rng.choice([None, None, None, StoreUnavailable("gone")])
+                store.run()
+        choice = rng.random()
+        if choice < 0.4:
+            ids = [*range(rng.choice([0, 4, 8])), *(rng.randrange(3) for _ in range(rng.randrange(1, 6)))]
+            future = bench.submit(ids, tenant=rng.choice("ab"), read_cache=rng.random() < 0.9)
+            futures.append((ids, future))
+        elif choice < 0.45 and futures:
+            rng.choice(futures)[1].cancel()
+        elif choice < 0.5:
+            purge_at_once(bench.core, tenant=rng.choice(["a", "b", None]))
+        elif choice < 0.55:
+            bench.cache.evict(rng.randrange(4))
+        elif choice < 0.65:
+            ids = [*range(rng.choice([0, 4, 8])), rng.randrange(3)]
+            generations.append((ids, bench.generate(ids, rng.randrange(1, 10), tenant=rng.choice("ab"))))
+        bench.core.step()
+        bench.cache.check()
+    for store in bench.stores.values():
+        store.error = None
+    bench.run()
+    for ids, future in futures:
+        assert future.done()
+        if not future.cancelled() and future.exception() is None:
+            assert future.result(0).next_token_id == next_token(tokens(ids))
+            num_loaded += sum(loaded(future.result(0))[1:])
+    for ids, future in generations:
+        answer = [*ids, *future.result(0).token_ids] if future.exception(0) is None else ids
+        assert all(answer[end] == next_token(tokens(answer[:end])) for end in range(len(ids), len(answer)))
+    assert num_loaded or seed in WITHOUT_LOADS
+    purge_at_once(bench.core, tenant=None)
+    bench.run()
+    assert bench.cache.pool.num_free == bench.cache.pool.num_blocks
+    assert [store.memory.size().num_objects for store in bench.stores.values()] == [0, 0]
+
+
+def test_what_a_store_did_not_take_is_refused_whatever_the_reason() -> None:
+    bench = TieredBench(num_blocks=12, host=2)
+    bench.prefill(range(13))
+    (store,) = bench.stores.values()
+    store.error = StoreUnavailable("gone")
+    bench.evict(12)
+    told = stats_of(bench.offload.tiers["host"], 5, 7)
+    assert (told.saved_blocks, told.refused_blocks) == (0, 3)
+    assert (told.computed_blocks, told.dropped_blocks) == (5, 7)
+
+
+def test_a_store_that_did_nothing_has_room() -> None:
+    store = SteppedStore(3)
+    tier = Tier("host", store, PAYLOAD_BYTES)
+    told = stats_of(tier, 0, 0)
+    assert (told.tier, told.is_working, told.blocks, told.missed_blocks) == ("host", True, 0, 0)
+    looking = tier.exists([bytes(32)])
+    store.run()
+    assert looking.result(PATIENCE_S) == [False]
+
+
+def test_a_store_that_could_not_be_opened_does_not_work_and_holds_nothing() -> None:
+    told = stats_of_closed("disk")
+    assert (told.tier, told.is_working, told.blocks, told.capacity_bytes, told.saved_blocks) == ("disk", False, 0, 0, 0)

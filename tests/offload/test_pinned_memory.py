@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import gc
+import mmap
+
+import numpy as np
+import pytest
+
+from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
+from radixkv.offload.tiers.host import map_memory
+
+from .fake_cuda import FakeCudaRuntime
+
+NUM_BYTES = 5 * mmap.PAGESIZE + 1  # neither a power of two nor whole pages
+
+
+def test_exactly_the_requested_bytes_are_pinned_until_they_are_unmapped() -> None:
+    cudart = FakeCudaRuntime()
+    memory = map_pinned_memory(NUM_BYTES, cudart)
+    part = np.frombuffer(memory, np.uint8)[:1]
+    part[0] = 7
+    assert (list(cudart.pinned.values()), memory.nbytes) == ([NUM_BYTES], NUM_BYTES)
+    del memory
+    gc.collect()
+    assert cudart.pinned, "a part is still in use"
+    del part
+    gc.collect()
+    assert (cudart.pinned, cudart.unpinned) == ({}, [7])
+
+
+def test_memory_that_cuda_refuses_to_pin_is_used_pageable(caplog: pytest.LogCaptureFixture) -> None:
+    cudart = FakeCudaRuntime(error=2)
+    memory = map_pinned_memory(NUM_BYTES, cudart)
+    memory[-1] = 7
+    assert "CUDA refused to pin 20481 bytes of host memory (error 2)" in caplog.text
+    del memory
+    gc.collect()
+    assert cudart.unpinned == []
+
+
+def test_memory_that_is_not_there_is_refused() -> None:
+    for mapped in (map_memory, lambda num_bytes: map_pinned_memory(num_bytes, FakeCudaRuntime())):
+        with pytest.raises(MemoryError, match="can't be mapped"):
+            mapped(1 << 60)
+
+
+def test_a_slot_is_free_again_when_its_last_view_goes() -> None:
+    slots = StagingSlots(map_memory(2 * staging_stride(5000)), 5000)
+    first, second = slots.take(), slots.take()
+    assert first is not None
+    assert second is not None
+    assert (first.nbytes, slots.num_free, slots.take()) == (5000, 0, None)
+    assert not np.shares_memory(first, second)
+    view = first[:10].data
+    del first
+    gc.collect()
+    assert slots.num_free == 0
+    view.release()
+    del view
+    gc.collect()
+    assert slots.num_free == 1

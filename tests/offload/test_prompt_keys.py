@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from radixkv.invocation import InvocationMarks
+from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockKeys, PromptKeys
+from tests.fake_runner import tokens
+
+from .tiered_bench import FORMAT
+
+NAMESPACE = Namespace("model", "acme", "", "salt")
+PROMPT = tokens(range(13))
+
+
+def keys_of(prompt: bytes, namespace: Namespace = NAMESPACE, marks: InvocationMarks | None = None) -> list[bytes]:
+    return [each.key for each in PromptKeys(BlockKeys(FORMAT), marks or InvocationMarks()).blocks(namespace, prompt)]
+
+
+def invoked(marks: InvocationMarks, digest: str, start: int, prompt: bytes = PROMPT) -> bytes:
+    marks.add(digest)
+    return marks.invocation(digest, start).marked(prompt)
+
+
+def test_each_whole_block_has_the_key_of_its_chain() -> None:
+    keys = BlockKeys(FORMAT)
+    assert keys_of(PROMPT) == list(keys.chain(keys.root(NAMESPACE), PROMPT))
+    assert len(keys_of(PROMPT)) == 3
+
+
+def test_a_block_names_its_parent_tokens_and_owner() -> None:
+    first, second, _ = PromptKeys(BlockKeys(FORMAT), InvocationMarks()).blocks(NAMESPACE, PROMPT)
+    assert first.parent == BlockKeys(FORMAT).root(NAMESPACE)
+    assert second.parent == first.key
+    assert second.tokens == PROMPT[16:32]
+    assert second.namespace == NAMESPACE
+
+
+@pytest.mark.parametrize("digest", ["", "law"])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_keys_go_on_after_a_block_as_from_the_start(digest: str, num_blocks: int) -> None:
+    marks = InvocationMarks()
+    prompt = invoked(marks, digest, 6) if digest else PROMPT
+    keys = PromptKeys(BlockKeys(FORMAT), marks)
+    blocks = list(keys.blocks(NAMESPACE, prompt))
+    assert list(keys.blocks(NAMESPACE, prompt[16 * num_blocks :], blocks[num_blocks - 1].key)) == blocks[num_blocks:]
+
+
+@pytest.mark.parametrize("field", ["model", "tenant", "adapter", "salt"])
+def test_namespaces_share_no_key(field: str) -> None:
+    assert not set(keys_of(PROMPT)) & set(keys_of(PROMPT, NAMESPACE._replace(**{field: "another"})))
+
+
+def test_before_an_invocation_keys_are_the_base_models() -> None:
+    marks = InvocationMarks()
+    assert keys_of(invoked(marks, "law", 8), marks=marks)[:2] == keys_of(PROMPT)[:2]
+    assert keys_of(invoked(marks, "law", 8), marks=marks)[2] != keys_of(PROMPT)[2]
+
+
+def test_from_an_invocation_on_keys_hold_the_content_of_the_adapter_and_its_place() -> None:
+    marks = InvocationMarks()
+    prompts = [
+        PROMPT,
+        *(invoked(marks, digest, start) for digest in ("law", "tax") for start in (5, 6, 8)),
+    ]
+    last = [keys_of(prompt, marks=marks)[1:] for prompt in prompts]
+    assert len({key for keys in last for key in keys}) == 2 * len(prompts) - 2  # what begins at 8 shares one block
+
+
+def test_keys_are_the_same_whatever_mark_an_adapter_has() -> None:
+    """Marks are given in the order in which adapters come, which differs between processes."""
+    first, second = InvocationMarks(), InvocationMarks()
+    second.add("another")
+    ours, theirs = invoked(first, "law", 6), invoked(second, "law", 6)
+    assert ours != theirs
+    assert keys_of(ours, marks=first) == keys_of(theirs, marks=second)
+
+
+def test_what_an_invoked_adapter_computed_has_its_name_and_plain_tokens() -> None:
+    marks = InvocationMarks()
+    blocks = list(PromptKeys(BlockKeys(FORMAT), marks).blocks(NAMESPACE, invoked(marks, "law", 6)))
+    assert [each.namespace.adapter for each in blocks] == ["", "law", "law"]
+    law = re.compile(BlockKeys(FORMAT).scope(None, "law", None).hex_pattern("."))
+    assert [bool(law.match(each.key.hex())) for each in blocks] == [False, True, True], "a purge finds them"
+    assert b"".join(each.tokens for each in blocks) == PROMPT[:48]

@@ -1,0 +1,51 @@
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.cache.purge import Purged
+from radixkv.errors import Draining
+from radixkv.offload.purge import Deletion, PendingPurge, when_deleted
+
+
+def begun(*stores: str) -> tuple[Future[PendingPurge], list[Future[int | None]]]:
+    futures: list[Future[int | None]] = [Future() for _ in stores]
+    purge: Future[PendingPurge] = Future()
+    purge.set_result(PendingPurge(Purged(2, 1), [Deletion(*each) for each in zip(stores, futures, strict=True)]))
+    return purge, futures
+
+
+def test_without_stores_a_purge_is_over_at_once() -> None:
+    assert when_deleted(begun()[0]).result(0) == Purged(2, 1, {})
+
+
+def test_a_purge_is_over_when_the_last_store_has_answered() -> None:
+    purge, (first, second, third) = begun("host", "disk", "host")
+    whole = when_deleted(purge)
+    third.set_result(3)
+    first.set_result(4)
+    assert not whole.done()
+    second.set_result(0)
+    assert whole.result(0) == Purged(2, 1, {"host": 7, "disk": 0})
+
+
+def test_a_store_that_could_not_be_asked_is_told() -> None:
+    purge, (first, second, third) = begun("host", "host", "disk")
+    whole = when_deleted(purge)
+    first.set_result(None)
+    second.set_result(5)
+    third.cancel()
+    assert whole.result(0).stored_blocks == {"host": None, "disk": None}
+
+
+def test_a_purge_that_fails_fails() -> None:
+    purge: Future[PendingPurge] = Future()
+    purge.set_exception(Draining("engine: stopped"))
+    with pytest.raises(Draining):
+        when_deleted(purge).result(0)
+
+
+def test_a_purge_that_is_cancelled_is_cancelled() -> None:
+    purge: Future[PendingPurge] = Future()
+    whole = when_deleted(purge)
+    purge.cancel()
+    assert whole.cancelled()

@@ -1,0 +1,116 @@
+"""A purge of one server reaches what all servers stored, however late the store answers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from radixkv.api.params import PrefillParams
+from radixkv.errors import StoreLate, StoreUnavailable
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.scheduling.request import Request
+from tests.core_bench import purge_at_once
+from tests.fake_runner import tokens
+
+from .test_lookups import NAMESPACE, PROMPT, remote, two_servers
+from .tiered_bench import SteppedStore, TieredBench
+
+
+def test_a_purge_reaches_what_another_server_stored() -> None:
+    first, second, store = two_servers()
+    first.prefill(PROMPT, tenant="acme")
+    first.prefill(PROMPT, tenant="other")
+    first.run()
+    purge_at_once(second.core, tenant="acme")
+    second.run()
+    assert store.memory.size().num_objects == 3
+    assert remote(second.prefill(PROMPT, tenant="acme")) == 0
+    assert remote(second.prefill(PROMPT, tenant="other")) == 12
+
+
+def test_nothing_is_loaded_before_the_store_has_purged() -> None:
+    first, second, _ = two_servers()
+    first.prefill(PROMPT)
+    purge_at_once(second.core, tenant="")
+    future = second.submit(PROMPT)
+    while second.core.has_work:
+        second.core.step()
+    assert remote(future.result(0)) == 0
+    second.run()
+    assert not second.offload.purger.is_purging("redis", Namespace("fake"))
+
+
+def test_an_answer_that_is_older_than_a_purge_is_not_believed() -> None:
+    first, second, store = two_servers()
+    first.prefill(PROMPT)
+    future = second.submit(PROMPT)
+    ask, store.calls = store.calls, []
+    purge_at_once(second.core, tenant="")
+    purge, store.calls = store.calls, ask
+    store.run()
+    second.core.step()
+    assert future.done(), "it waits for no load"
+    assert remote(future.result(0)) == 0
+    store.calls = purge + store.calls
+    second.run()
+
+
+@pytest.mark.parametrize("error", [StoreLate("late"), StoreUnavailable("gone")])
+def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
+    first, second, store = two_servers()
+    first.prefill(PROMPT, tenant="acme")
+    first.prefill(PROMPT, tenant="other")
+    store.error = error
+    purge_at_once(second.core, tenant="acme")
+    store.run()
+    assert second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
+    assert not second.offload.purger.is_purging("redis", Namespace("fake", "other"))
+    assert not second.offload.purger.is_purging("redis", Namespace("fake", PUBLIC_TENANT))
+    assert second.core.seconds_to_rest() == 1.0, "also if no request comes"
+    store.error = None
+    assert remote(second.prefill(PROMPT, tenant="acme")) == 0
+    second.run()
+    assert second.core.seconds_to_rest() is None
+    assert not second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
+    assert remote(second.prefill(PROMPT, tenant="other")) == 12
+
+
+def test_what_an_invoked_adapter_computed_is_neither_asked_for_nor_believed_before_the_store_has_purged_it() -> None:
+    bench, _, store = two_servers()
+    marks, lookups = bench.cache.marks, bench.offload._lookups
+    marks.add("law")
+    invocation = marks.invocation("law", 6)  # in the second block
+    older, newer = (
+        Request(PrefillParams(tokens(PROMPT)), NAMESPACE, Future(), 0.0, invocation=invocation) for _ in range(2)
+    )
+    blocks = list(bench.index.key_blocks(NAMESPACE, older.prompt_tokens))
+    store.memory.put([BlockObject(each.key, each.parent, 0, each.tokens, memoryview(bytes(64))) for each in blocks])
+    assert lookups.begin(older, 0)
+    ask, store.calls = store.calls, []
+    bench.offload.purge(None, "law", None)
+    assert not lookups.begin(newer, 0)
+    purge, store.calls = store.calls, ask
+    store.run()
+    assert lookups.ended() == [older]
+    assert bench.index.find(NAMESPACE, older.prompt_tokens, 0) == []
+    store.calls = purge
+    store.run()
+    assert lookups.begin(newer, 0)
+    store.run()
+    lookups.ended()
+    found = bench.index.find(NAMESPACE, newer.prompt_tokens, 0)
+    assert [each.block for each in found] == blocks[:1], "the base model's"
+
+
+def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
+    store, woken = SteppedStore(100), list[bool]()
+    first = TieredBench(redis=store, wake=lambda: woken.append(first.offload.purger.has_failed))
+    purge_at_once(first.core, tenant="acme")
+    store.run()
+    assert woken == []
+    store.error = StoreUnavailable("gone")
+    purge_at_once(first.core, tenant="acme")
+    store.run()
+    assert woken[0]

@@ -1,0 +1,163 @@
+"""Before the process ends the disk gets what was used last, and gives it up last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from radixkv.api.retention import Retention
+from radixkv.namespace import Namespace
+from radixkv.offload import restart
+from radixkv.offload.index.retention import RetentionHint
+from tests.fake_runner import tokens
+
+from .tiered_bench import PAYLOAD_BYTES, SteppedStore, TieredBench
+
+NAMESPACE = Namespace("fake")
+
+
+class PromptStore(SteppedStore):
+    """A store that does at once what it is told, `num_calls` times."""
+
+    def __init__(self, num_blocks: int, num_calls: int = 1000) -> None:
+        super().__init__(num_blocks)
+        self.num_calls = num_calls
+
+    def _later(self, call: Callable[[], Any]) -> Future[Any]:
+        future = super()._later(call)
+        if self.num_calls:
+            self.num_calls -= 1
+            self.run()
+        return future
+
+
+class FakeRecord:
+    """Notes the order and the priorities that it is told."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.hints: list[tuple[bytes, RetentionHint]] = []
+
+    def note(self, namespace: Namespace) -> None:
+        pass
+
+    def arrange(self, keys: Sequence[bytes]) -> None:
+        self.keys = list(keys)
+
+    def keep(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
+        self.hints = list(hints)
+
+
+def saved_last(bench: TieredBench, limit_s: float = 60.0) -> tuple[bool, list[bytes]]:
+    """Return whether all was saved, and the own tokens of what is on the disk then, what goes first at first."""
+    record: Any = FakeRecord()
+    save = restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, record)
+    is_whole = save.run(limit_s)
+    assert record.keys == list(bench.index.tiers.get("disk", ()))
+    found = bench.stores["disk"].memory.get(record.keys)
+    return is_whole, [bytes(loan.data[128:144]) for loan in found if loan is not None]
+
+
+def used(bench: TieredBench, *firsts: int, num_tokens: int = 13) -> None:
+    for first in firsts:
+        bench.clock.now += 1.0
+        bench.prefill(range(first, first + num_tokens))
+
+
+def blocks_of(*starts: int) -> list[bytes]:
+    return [tokens(range(start, start + 4)) for start in starts]
+
+
+def test_what_was_used_last_goes_last_and_ends_before_beginnings() -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100, 200, 300, 200)
+    assert saved_last(bench) == (True, blocks_of(108, 104, 100, 308, 304, 300, 208, 204, 200))
+
+
+def test_a_long_prompt_goes_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "_SAVED_AT_ONCE", 2)
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100, num_tokens=21)
+    assert saved_last(bench) == (True, blocks_of(116, 112, 108, 104, 100))
+
+
+def test_what_had_left_before_goes_first() -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100)
+    bench.evict(4)
+    used(bench, 200)
+    assert saved_last(bench)[1] == blocks_of(108, 104, 100, 208, 204, 200)
+
+
+def test_what_is_retained_goes_after_all_others() -> None:
+    """A fifth of the blocks may be: two of these three."""
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100, 200)
+    bench.core.retain(NAMESPACE, tokens(range(100, 112)), Retention(90))
+    assert saved_last(bench)[1] == blocks_of(108, 208, 204, 200, 104, 100)
+
+
+def test_the_next_process_is_told_what_is_retained() -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100, 200)
+    bench.core.retain(NAMESPACE, tokens(range(100, 108)), Retention(90, ttl_s=60.0))
+    record: Any = FakeRecord()
+    restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, record).run(60.0)
+    assert record.hints == [(key, RetentionHint(90, bench.clock() + 60.0)) for key in record.keys[-2:]]
+
+
+def test_priorities_on_a_disk_that_is_not_known_yet_are_left_as_they_are() -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100)
+    bench.core.retain(NAMESPACE, tokens(range(100, 108)), Retention(90))
+    record: Any = FakeRecord()
+    record.hints = [(b"earlier", RetentionHint(90, None))]
+    save = restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, record)
+    assert save.run(60.0, knows_disk=False)
+    assert record.hints == [(b"earlier", RetentionHint(90, None))]
+    assert len(record.keys) == 3
+
+
+def test_a_small_disk_gets_what_was_used_last() -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(4))
+    used(bench, 100, 200)
+    assert saved_last(bench)[1] == blocks_of(100, 208, 204, 200)
+
+
+def test_what_there_was_no_time_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "_SAVED_AT_ONCE", 2)
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100, num_calls=2))
+    used(bench, 100, 200)
+    assert saved_last(bench, limit_s=0.0) == (False, blocks_of(208, 204, 200)), "of 100 to 108 nothing was written"
+
+
+def test_few_copies_that_may_wait_cut_no_prompt() -> None:
+    bench = TieredBench(num_blocks=12, max_bytes=2 * PAYLOAD_BYTES, disk=PromptStore(100))
+    used(bench, 100)
+    assert saved_last(bench) == (True, blocks_of(108, 104, 100))
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_blocks_that_were_dropped_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = TieredBench(num_blocks=12, disk=PromptStore(100))
+    used(bench, 100)
+    monkeypatch.setattr(bench.mover, "read", _no_memory)
+    assert saved_last(bench) == (False, [])
+
+
+def test_without_a_disk_only_what_has_left_is_saved() -> None:
+    bench = TieredBench(num_blocks=12, host=PromptStore(100))
+    used(bench, 100)
+    bench.cache.evict(1)
+    save = restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, None)
+    assert save.run(60.0)
+    assert bench.stores["host"].memory.size().num_objects == 0, "the evicted block was filled in part"
+    bench.cache.evict(1)
+    assert save.run(60.0)
+    assert bench.stores["host"].memory.size().num_objects == 1

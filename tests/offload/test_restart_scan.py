@@ -1,0 +1,225 @@
+"""Blocks of a disk are known when its index was read, and a disk that fails holds none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from radixkv.api.retention import DEFAULT_PRIORITY
+from radixkv.errors import StoreUnavailable
+from radixkv.namespace import Namespace
+from radixkv.offload import restart
+from radixkv.offload.disk_record import FoundOnDisk
+from radixkv.offload.index.namespace_keys import NamespaceKeys
+from radixkv.offload.index.retention import RetentionHint, StoredRetention
+from radixkv.offload.index.tier_index import TierIndex
+from radixkv.offload.restart import DiskScan
+from tests.patience import PATIENCE_S
+
+ACME = Namespace("model", "acme")
+
+
+class FakeRecord:
+    """Tells what it has when it is let."""
+
+    def __init__(self, error: Exception | None = None, *, has_wishes: bool = False) -> None:
+        self.may_answer = threading.Event()
+        self.deleted: list[bytes] = []
+        self.tidied: list[list[Namespace]] = []
+        self._error = error
+        self._has_wishes = has_wishes
+
+    def tidy(self, stored: NamespaceKeys) -> None:
+        self.tidied.append(list(stored))
+
+    def read(self) -> FoundOnDisk:
+        assert self.may_answer.wait(PATIENCE_S)
+        if self._error is not None:
+            raise self._error
+        hints = [(b"a", RetentionHint(90, None)), (b"gone", RetentionHint(90, None))]
+        return FoundOnDisk([(b"a", ACME), (b"b", ACME)], hints if self._has_wishes else [])
+
+
+def earlier(record: Any, num_blocks: int = 10) -> tuple[DiskScan, TierIndex]:
+    tier_index = TierIndex("disk", num_blocks)
+    return DiskScan(record, tier_index, StoredRetention({"disk": tier_index}), deleted_by(record)), tier_index
+
+
+def deleted_by(record: FakeRecord) -> Callable[[Sequence[bytes]], None]:
+    return record.deleted.extend
+
+
+def test_blocks_are_known_once_they_are_read_and_taken() -> None:
+    record = FakeRecord()
+    blocks, tier_index = earlier(record)
+    reading = blocks.reading()
+    assert next(reading) is None
+    blocks.take()
+    assert list(tier_index) == []
+    record.may_answer.set()
+    assert set(reading) <= {None}
+    assert not blocks.has_more
+    assert list(tier_index) == [b"a", b"b"]
+    assert tier_index.holds(b"a")
+
+
+def test_what_is_stored_meanwhile_goes_after_what_was_there() -> None:
+    record = FakeRecord()
+    blocks, tier_index = earlier(record)
+    tier_index.add(b"new", ACME)
+    record.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    blocks.take()
+    assert list(tier_index) == [b"a", b"b", b"new"]
+
+
+def test_what_was_retained_goes_after_the_rest() -> None:
+    record = FakeRecord(has_wishes=True)
+    blocks, tier_index = earlier(record)
+    record.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    blocks.take()
+    assert list(tier_index) == [b"b", b"a"]
+    assert tier_index.priority_of(b"a") == 90
+
+
+def test_a_disk_that_fails_is_told_and_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    record = FakeRecord(StoreUnavailable("gone"))
+    with caplog.at_level(logging.ERROR):
+        blocks, tier_index = earlier(record)
+        record.may_answer.set()
+        assert set(blocks.reading()) <= {None}
+    assert list(tier_index) == []
+    assert blocks.has_failed
+    assert "tier disk: expected to read what it holds" in caplog.text
+
+
+def test_names_are_forgotten_only_once_all_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    record = FakeRecord()
+    blocks, _ = earlier(record)
+    blocks.take()
+    assert record.tidied == []
+    record.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    blocks.take()
+    assert record.tidied == [[ACME]]
+    broken = FakeRecord(StoreUnavailable("gone"))
+    blocks, _ = earlier(broken)
+    broken.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    blocks.take()
+    assert broken.tidied == []
+
+
+def test_names_are_kept_of_what_is_found_while_it_is_looked_at() -> None:
+    record = FakeRecord()
+    blocks, _ = earlier(record)
+    is_alive = blocks._reader.is_alive
+
+    def ends_now() -> bool:
+        record.may_answer.set()
+        blocks._reader.join(PATIENCE_S)
+        return is_alive()
+
+    blocks._reader.is_alive = ends_now  # type: ignore[method-assign]
+    blocks.take()
+    assert record.tidied == []
+    while blocks.has_more:
+        blocks.take()
+    blocks.take()
+    assert record.tidied == [[ACME]]
+
+
+def test_the_end_waits_for_what_is_found() -> None:
+    record = FakeRecord()
+    blocks, tier_index = earlier(record)
+    assert not blocks.finish(0.0)
+    assert list(tier_index) == []
+    threading.Timer(0.01, record.may_answer.set).start()
+    assert blocks.finish(PATIENCE_S)
+    assert list(tier_index) == [b"a", b"b"]
+
+
+def test_the_end_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taking(*_: object) -> Iterator[None]:
+        for _ in range(100):
+            time.sleep(0.01)
+            yield
+
+    monkeypatch.setattr(DiskScan, "_taking", taking)
+    record = FakeRecord()
+    blocks, _ = earlier(record)
+    record.may_answer.set()
+    blocks._reader.join(PATIENCE_S)
+    assert not blocks.finish(0.05)
+    assert blocks.has_more
+
+
+def refusing(record: FakeRecord) -> DiskScan:
+    """Return what was read and can't be taken."""
+
+    def delete(_: object) -> None:
+        raise StoreUnavailable("gone")
+
+    tier_index = TierIndex("disk", 1)
+    blocks = DiskScan(record, tier_index, StoredRetention({"disk": tier_index}), delete)  # type: ignore[arg-type]
+    record.may_answer.set()
+    blocks._reader.join(PATIENCE_S)
+    return blocks
+
+
+def test_what_can_not_be_taken_is_told_once_and_nothing_is_forgotten() -> None:
+    record = FakeRecord()
+    blocks = refusing(record)
+    with pytest.raises(StoreUnavailable):
+        blocks.take()
+    assert (blocks.has_more, blocks.has_failed) == (False, True)
+    blocks.take()
+    assert record.tidied == []
+    assert list(blocks.reading()) == []
+    assert not blocks.finish(PATIENCE_S)
+
+
+def test_the_end_tells_what_can_not_be_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        blocks = refusing(FakeRecord())
+        assert not blocks.finish(PATIENCE_S)
+    assert not blocks.has_more
+    assert "tier disk: expected to take what it holds" in caplog.text
+
+
+def test_what_has_no_room_is_deleted() -> None:
+    record = FakeRecord()
+    blocks, tier_index = earlier(record, num_blocks=1)
+    record.may_answer.set()
+    assert set(blocks.reading()) <= {None}
+    assert list(tier_index) == [b"b"]
+    assert record.deleted == [b"a"]
+
+
+def test_blocks_and_priorities_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "_TAKEN_AT_ONCE", 1)
+    record = FakeRecord(has_wishes=True)
+    blocks, tier_index = earlier(record)
+    record.may_answer.set()
+    blocks._reader.join(PATIENCE_S)
+    seen = []
+    while blocks.has_more:
+        blocks.take()
+        seen.append((list(tier_index), b"a" in tier_index and tier_index.priority_of(b"a")))
+    assert seen[:3] == [([b"b"], False), ([b"a", b"b"], DEFAULT_PRIORITY), ([b"b", b"a"], 90)]
+    assert not blocks.has_failed
+
+
+def test_the_engine_is_woken_when_there_is_something_to_take() -> None:
+    record, woken, tier_index = FakeRecord(), threading.Event(), TierIndex("disk", 10)
+    retention = StoredRetention({"disk": tier_index})
+    blocks = DiskScan(record, tier_index, retention, record.deleted.extend, woken.set)  # type: ignore[arg-type]
+    record.may_answer.set()
+    assert woken.wait(PATIENCE_S)
+    assert blocks.has_more

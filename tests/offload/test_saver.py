@@ -1,0 +1,160 @@
+"""EvictedCopies of what leaves the device, and what stores make of them: they keep nothing that nobody knows of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from radixkv.errors import StoreLate, StorePaused, StoreUnavailable
+from radixkv.offload.saver import Saver
+from tests.core_bench import purge_at_once
+
+from .tiered_bench import PAYLOAD_BYTES, TieredBench
+
+PROMPT = range(13)  # three whole blocks and a token
+OTHER = range(100, 113)
+
+
+def compute(bench: TieredBench, ids: range) -> None:
+    """Compute a prompt while the store does nothing, and let it leave the device."""
+    bench.submit(ids)
+    while bench.core.has_work:
+        bench.core.step()
+    bench.cache.evict(4)
+    bench.offload._saver.flush()
+
+
+def test_a_block_that_leaves_again_before_the_store_gave_it_up_is_there_in_the_end() -> None:
+    bench = TieredBench(host=3)
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    compute(bench, OTHER)  # is to take the place of the first
+    compute(bench, PROMPT)  # and goes for it
+    bench.run()
+    assert bench.stores["host"].memory.size().num_objects == len(bench.index.tiers["host"]) == 3
+    assert bench.prefill(PROMPT).usage.host_tokens == 12
+
+
+def stored_without_parts(room_blocks: int = 100) -> TieredBench:
+    """A bench whose store has a prompt's blocks without their parts, and whose device has them with their parts.
+
+    The device has a block of another prompt as well, which leaves first.
+    """
+    bench = TieredBench(12, num_parts=8, host=room_blocks)
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    bench.index.came_without_parts("host", list(bench.index.tiers["host"]))
+    for ids in (range(100, 104), PROMPT):
+        bench.clock.now += 1.0
+        bench.prefill(ids, read_cache=False)
+    return bench
+
+
+def num_stored(bench: TieredBench) -> int:
+    """Count the blocks that stores have, of each of which the books know: a purge reaches no others."""
+    for name, store in bench.stores.items():
+        assert set(store.memory._table._entries) == set(bench.index.tiers[name])
+    return sum(map(len, bench.index.tiers.values()))
+
+
+def test_a_block_is_stored_once_more_with_its_part() -> None:
+    bench = stored_without_parts()
+    bench.evict(5)
+    assert num_stored(bench) == 4
+    assert bench.index.tiers["host"].partless == set()
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def without_room(saver: Saver, patch: Callable[..., None]) -> None:
+    patch(saver, "_num_free_blocks", 0)
+
+
+def without_memory(saver: Saver, patch: Callable[..., None]) -> None:
+    patch(saver._mover, "read", no_memory)
+
+
+@pytest.mark.parametrize("trouble", [without_room, without_memory])
+def test_a_store_keeps_nothing_of_a_block_whose_copy_was_dropped(
+    trouble: Callable[[Saver, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = stored_without_parts()
+    with monkeypatch.context() as patched:
+        trouble(bench.offload._saver, patched.setattr)
+        bench.cache.evict(5)
+        bench.offload._saver.flush()
+    bench.run()
+    assert bench.offload.stats()[0].dropped_blocks == 4
+    assert num_stored(bench) == 0
+
+
+def test_a_store_keeps_nothing_of_a_block_whose_call_never_reached_it() -> None:
+    bench = stored_without_parts()
+    (store,) = bench.stores.values()
+    store.error = StorePaused("paused")
+    bench.evict(5)
+    store.error = None
+    bench.run()
+    assert bench.offload.stats()[0].refused_blocks == 4
+    assert num_stored(bench) == 0
+
+
+def test_nor_of_one_that_was_given_up_and_came_back_before_the_store_was_told() -> None:
+    bench = stored_without_parts(room_blocks=3)
+    (store,) = bench.stores.values()
+    bench.cache.evict(1)
+    assert bench.index._given_up["host"]
+    store.error = StorePaused("paused")
+    bench.evict(4)
+    store.error = None
+    bench.run()
+    assert num_stored(bench) == 0
+
+
+def test_what_a_store_was_not_given_is_not_deleted() -> None:
+    bench = TieredBench()
+    (store,) = bench.stores.values()
+    bench.prefill(PROMPT)
+    bench.offload._saver._num_free_blocks = 0
+    bench.cache.evict(4)
+    bench.offload._saver.flush()
+    assert bench.offload.stats()[0].dropped_blocks == 3
+    assert store.calls == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stores_have_what_the_books_say_whatever_fails(seed: int) -> None:
+    rng = random.Random(seed)
+    num_parts = rng.choice([0, rng.randint(7, 12)])
+    num_blocks, max_bytes = rng.choice([12, 16, 24]), rng.choice([2, 8, 256]) * PAYLOAD_BYTES
+    bench = TieredBench(num_blocks, max_bytes, num_parts, host=rng.choice([3, 8, 40]), disk=rng.choice([6, 60]))
+    bench.runner.is_asynchronous = False
+    prompts = [[rng.randrange(200) for _ in range(30)] for _ in range(3)]
+    for _ in range(120):
+        bench.clock.now += rng.choice([0.0, 0.1, 3.0])
+        choice = rng.random()
+        if choice < 0.6:
+            ids = [*rng.choice(prompts)[: rng.randint(1, 30)], *range(rng.choice([0, 0, 3]))]
+            bench.submit(ids, tenant=rng.choice("ab"), read_cache=rng.random() < 0.8)
+        elif choice < 0.7:
+            purge_at_once(bench.core, tenant=rng.choice(["a", "b", None]))
+        elif choice < 0.8:
+            bench.cache.evict(rng.randrange(12))
+        for store in bench.stores.values():
+            if rng.random() < 0.05:
+                store.error = rng.choice([None, StoreUnavailable("gone"), StoreLate("late"), StorePaused("paused")])
+            if rng.random() < 0.6:
+                store.run()
+        bench.core.step()
+    for store in bench.stores.values():
+        store.error = None
+    bench.run()
+    num_stored(bench)
+    purge_at_once(bench.core, tenant=None)
+    bench.run()
+    assert num_stored(bench) == 0

@@ -1,0 +1,209 @@
+"""An engine core with stores below a fake device, whose answers come when the test wants them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.window_pool import Reach, WindowPool
+from radixkv.cache.windowed_layers import WindowedLayers
+from radixkv.config import EngineConfig
+from radixkv.engine.core import EngineCore
+from radixkv.invocation import InvocationMarks
+from radixkv.offload.block_keys import BlockFormat, BlockKeys, KeyScope, PromptKeys
+from radixkv.offload.block_mover import ReadBlocks
+from radixkv.offload.device_copies import CompleteCopy, Copy
+from radixkv.offload.index.offload_index import OffloadIndex
+from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex
+from radixkv.offload.load_or_compute import LoadOrCompute
+from radixkv.offload.offload import Offload, do_nothing
+from radixkv.offload.tiers.block_object import BlockObject, object_bytes
+from radixkv.offload.tiers.block_store import Loan, PutResult, StoreSize
+from radixkv.offload.tiers.host import HostStore, map_memory
+from radixkv.offload.tiers.tier import Tier
+from tests.core_bench import BLOCK_SIZE, Bench, Clock
+from tests.fake_runner import FakeRunner
+
+PAYLOAD_BYTES, BYTES_WITHOUT_PART = 4096, 4032
+WINDOW, STEP_TOKENS = 7, 8  # of a bench with parts
+SHARED = ("redis", "mooncake")
+FORMAT = BlockFormat("fake", "float32", "fp32", "fake", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
+OBJECT_BYTES = object_bytes(BLOCK_SIZE, PAYLOAD_BYTES)
+
+
+class FakeMover:
+    """Moves what a fake runner has in its blocks, and remembers which parts were written."""
+
+    payload_bytes = PAYLOAD_BYTES
+
+    def __init__(self, runner: FakeRunner, *, has_parts: bool = False) -> None:
+        self.has_parts = has_parts
+        self._runner = runner
+        self.written_parts: list[int] = []
+
+    def has_part(self, payload: memoryview) -> bool:
+        return payload.nbytes == PAYLOAD_BYTES
+
+    def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
+        assert all(self.has_part(payload) for payload in payloads)
+        self.written_parts += part_ids
+        return CompleteCopy()
+
+    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> ReadBlocks:
+        slots = [
+            [each and (each[0], each[1].hex()) for each in self._runner.content[block_id]] for block_id in block_ids
+        ]
+        payloads = [memoryview(json.dumps(each).encode().ljust(PAYLOAD_BYTES)) for each in slots]
+        if part_ids is None or not self.has_parts:
+            return ReadBlocks(payloads, CompleteCopy())
+        payloads = [
+            each if part_id is not None else each[:BYTES_WITHOUT_PART]
+            for each, part_id in zip(payloads, part_ids, strict=True)
+        ]
+        return ReadBlocks(payloads, CompleteCopy())
+
+    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
+        for block_id, payload in zip(block_ids, payloads, strict=True):
+            slots = json.loads(bytes(payload))
+            self._runner.content[block_id] = [each and (each[0], bytes.fromhex(each[1])) for each in slots]
+        return CompleteCopy()
+
+
+class SteppedStore:
+    """Host memory that does what it is told when the test says so.
+
+    Attributes:
+        num_blocks: blocks that it has room for.
+        calls: what it was told and has not done.
+        error: raised by calls; None while it works.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        slot_bytes = -(-OBJECT_BYTES // 64) * 64
+        self.num_blocks = num_blocks
+        self.memory = HostStore(map_memory(num_blocks * slot_bytes), OBJECT_BYTES)
+        self.calls: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Do all that it was told."""
+        calls, self.calls = self.calls, []
+        for future, call in calls:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if self.error is not None:
+                future.set_exception(self.error)
+            else:
+                future.set_result(call())
+
+    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult]:
+        return self._later(lambda: self.memory.put(objects, give_up))
+
+    def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
+        return self._later(lambda: self.memory.get(keys))
+
+    def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        return self._later(lambda: self.memory.exists(keys))
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int]:
+        return self._later(lambda: self.memory.delete(keys))
+
+    def purge(self, scope: KeyScope) -> Future[int]:
+        return self._later(lambda: self.memory.delete(self._keys_of(scope)))
+
+    def size(self) -> StoreSize:
+        return self.memory.size()
+
+    def close(self) -> None:
+        self.run()
+
+    def _keys_of(self, scope: KeyScope) -> list[bytes]:
+        pattern = re.compile(scope.hex_pattern("."))
+        return [key for key in self.memory._table._entries if pattern.match(key.hex())]
+
+    def _later(self, call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.calls.append((future, call))
+        return future
+
+
+class TieredBench(Bench):
+    """A bench with stores by name, the fastest first: room for a number of blocks, or the store of another bench."""
+
+    def __init__(
+        self,
+        num_blocks: int = 4,
+        max_bytes: int = 1 << 20,
+        num_parts: int = 0,
+        retained_share: float = 1.0,
+        wake: Callable[[], None] = do_nothing,
+        **stores: int | SteppedStore,
+    ) -> None:
+        self.clock = Clock()
+        self.has_pending_calls = False
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        stores = stores or {"host": 100}
+        self.stores = {
+            name: store if isinstance(store, SteppedStore) else SteppedStore(store) for name, store in stores.items()
+        }
+        marks = InvocationMarks()
+        tier_indexes = [
+            SharedTierIndex(name)
+            if name in SHARED
+            else TierIndex(name, store.num_blocks, retained_share=retained_share)
+            for name, store in self.stores.items()
+        ]
+        keys = BlockKeys(FORMAT)
+        pools = (
+            [WindowPool(num_blocks, num_parts, BLOCK_SIZE, Reach.of_window(WINDOW), STEP_TOKENS)] if num_parts else []
+        )
+        part_of = pools[0].part_of if pools else (lambda block_id: None)
+        self.index = OffloadIndex(tier_indexes, PromptKeys(keys, marks).blocks, BLOCK_SIZE, part_of)
+        self.cache = PrefixCache(
+            num_blocks,
+            BLOCK_SIZE,
+            clock=self.clock,
+            marks=marks,
+            listeners=[self.index],
+            windows=WindowedLayers(pools),
+        )
+        self.index.read_public_prefixes(self.cache.public.trunk_of)
+        sizes = (PAYLOAD_BYTES, BYTES_WITHOUT_PART) if num_parts else (PAYLOAD_BYTES,)
+        tiers = [Tier(name, store, sizes) for name, store in self.stores.items()]
+        self.choice = LoadOrCompute(BLOCK_SIZE)
+        self.mover = mover = FakeMover(self.runner, has_parts=num_parts > 0)
+        self.offload = Offload(
+            self.cache, self.index, tiers, mover, max_bytes, keys, self.choice, clock=self.clock, wake=wake
+        )
+        limits = EngineConfig(max_step_tokens=STEP_TOKENS) if num_parts else EngineConfig()
+        self.core = EngineCore.build(
+            self.runner, self.cache, limits, clock=self.clock, work_clock=self.clock,
+            has_pending_calls=lambda: self.has_pending_calls, offload=self.offload,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def evict(self, num_blocks: int) -> None:
+        """Evict, and let the stores have what leaves."""
+        self.cache.evict(num_blocks)
+        self.offload._saver.flush()
+        for store in self.stores.values():
+            store.run()
+        self.offload._saver.flush()
+
+    def run(self) -> None:
+        """Run all requests, with stores that answer at once."""
+        num_quiet = 0
+        while num_quiet < 2:  # a step that was started ahead takes up no answers of stores
+            for store in self.stores.values():
+                store.run()
+            self.core.step()
+            self.cache.check()
+            has_calls = any(store.calls for store in self.stores.values())
+            rest_s = self.offload.seconds_to_rest()
+            is_idle = not self.core.has_work and not has_calls
+            num_quiet = num_quiet + 1 if is_idle and rest_s is None else 0
+            if is_idle:
+                self.clock.now += rest_s or 0.0

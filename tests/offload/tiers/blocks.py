@@ -1,0 +1,44 @@
+"""Small blocks for tests of stores: their content follows from a number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.tiers.block_object import BlockObject, Wanted
+from radixkv.offload.tiers.sealing import BlockCipher
+
+BLOCK_SIZE = 16
+PAYLOAD_BYTES = 3000  # no multiple of anything
+FORMAT = BlockFormat("model", "float32", "fp32", "by block", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
+KEYS = BlockKeys(FORMAT, b"secret")
+ROOT = bytes(32)
+
+
+def tokens_of(number: int) -> bytes:
+    return np.random.default_rng(number).integers(0, 50_000, BLOCK_SIZE).astype("<u4").tobytes()
+
+
+def key_of(number: int) -> bytes:
+    return KEYS.child(ROOT, tokens_of(number))
+
+
+def payload_of(number: int) -> bytes:
+    return np.random.default_rng((number, 1)).bytes(PAYLOAD_BYTES)
+
+
+def block(number: int, generation: int = 0, cipher: BlockCipher | None = None) -> BlockObject:
+    payload = memoryview(payload_of(number))
+    return BlockObject(key_of(number), ROOT, generation, tokens_of(number), payload, cipher)
+
+
+def wanted(number: int, cipher: BlockCipher | None = None) -> Wanted:
+    return Wanted(key_of(number), tokens_of(number), cipher)
+
+
+def stored(number: int, generation: int = 0, cipher: BlockCipher | None = None) -> bytes:
+    """The whole object of a block."""
+    return b"".join(block(number, generation, cipher).pieces())
+
+
+OBJECT_BYTES = block(0).num_bytes

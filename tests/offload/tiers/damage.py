@@ -1,0 +1,181 @@
+"""Hostile runs: damaged objects, and writers that are killed. Nothing wrong may be served.
+
+python -m tests.offload.tiers.damage --cases 100000
+python -m tests.offload.tiers.damage --kills 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from radixkv.config.cache_directory import cache_directory
+from radixkv.kernels.native.compiler import NotCompiled
+from radixkv.kernels.native.library import load_library
+from radixkv.model.on_cpu import native_copies
+from radixkv.offload.tiers.block_object import ObjectFault, open_object
+from radixkv.offload.tiers.block_store import StoreBackend
+from radixkv.offload.tiers.sealing import BlockCipher
+from radixkv.offload.tiers.threaded_store import ThreadedStore
+from radixkv.offload.tiers.tier import Absence, LoadedBlock, Tier
+from tests.patience import PATIENCE_S
+
+from .blocks import PAYLOAD_BYTES, block, payload_of, stored, wanted
+from .disks import PAGE_BYTES, disk_at
+from .writer import NUM_BLOCKS
+
+ROOT_FOLDER = Path(__file__).parents[3]
+CIPHER = BlockCipher(bytes(range(32)))
+NUM_SLOTS = 24
+
+
+def flip_bits(data: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(data)
+    for position in chance.sample(range(len(data)), chance.choice((1, 1, 2, 3))):
+        changed[position] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def cut(data: bytes, chance: random.Random) -> bytes:
+    return data[: chance.randrange(len(data))]
+
+
+def tear(data: bytes, chance: random.Random) -> bytes:
+    """The object up to somewhere, and from there on an older one that was in the slot."""
+    place = chance.randrange(1, len(data))
+    other = stored(NUM_BLOCKS + 1, 0, CIPHER if len(data) != len(stored(0)) else None)
+    torn = data[:place] + other[place:]
+    return torn if torn != data else flip_bits(data, chance)
+
+
+def zero(data: bytes, chance: random.Random) -> bytes:
+    """A page that was never written: zeros up to the end."""
+    place = chance.randrange(len(data) - 16)
+    return data[:place] + bytes(len(data) - place)
+
+
+def swap(data: bytes, chance: random.Random) -> bytes:
+    return stored(NUM_BLOCKS + chance.randrange(1, 9), 0, CIPHER if len(data) != len(stored(0)) else None)
+
+
+DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (flip_bits, cut, tear, zero, swap)
+
+
+def damaged_objects(num_cases: int, seed: int) -> Counter[str]:
+    """Open damaged objects; returns how many were served, and how many were found for which reason."""
+    chance = random.Random(seed)
+    ciphers = (None, CIPHER)
+    sound = {(number, cipher): stored(number, 0, cipher) for number in range(NUM_BLOCKS) for cipher in ciphers}
+    told: Counter[str] = Counter()
+    for case in range(num_cases):
+        number, cipher = chance.randrange(NUM_BLOCKS), chance.choice(ciphers)
+        data = DAMAGES[case % len(DAMAGES)](sound[number, cipher], chance)
+        result = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
+        told[result.value if isinstance(result, ObjectFault) else "served"] += 1
+    return told
+
+
+def damaged_files(num_cases: int, seed: int) -> Counter[str]:
+    """Change the files of a closed disk store in places; returns what the next process says of its blocks.
+
+    A block that is served must be right, which most are: a case changes a few places.
+    """
+    chance = random.Random(seed)
+    told: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(num_cases):
+            store = disk_at(Path(folder), NUM_SLOTS, native_copies())
+            _fill(store)
+            store.close()
+            damage_files(Path(folder), chance)
+            told.update(served_by(disk_at(Path(folder), NUM_SLOTS, native_copies())))
+    return told
+
+
+def damage_files(folder: Path, chance: random.Random) -> None:
+    (directory,) = folder.iterdir()
+    for name in ("heads", "blocks", "index"):
+        data = bytearray((directory / name).read_bytes())
+        pages = NUM_SLOTS * (64 if name == "index" else PAGE_BYTES)
+        for _ in range(chance.randrange(4)):
+            data[chance.randrange(pages)] ^= 1 << chance.randrange(8)
+        if chance.random() < 0.2:  # two slots, or two lines, in each other's place
+            size = pages // NUM_SLOTS
+            one, two = (chance.randrange(NUM_SLOTS) * size for _ in range(2))
+            data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
+        if chance.random() < 0.2:
+            del data[chance.randrange(pages) :]
+        (directory / name).write_bytes(data)
+
+
+def _fill(store: StoreBackend) -> None:
+    store.put([block(number) for number in range(NUM_SLOTS)])
+
+
+def served_by(store: StoreBackend) -> Counter[str]:
+    """Ask a store for every block of every generation, and close it; counts what came, and what was wrong."""
+    told: Counter[str] = Counter()
+    tier = Tier("disk", ThreadedStore(store), PAYLOAD_BYTES)
+    found = tier.load([wanted(number) for number in range(NUM_BLOCKS)]).result(PATIENCE_S)
+    for number, each in enumerate(found):
+        if isinstance(each, LoadedBlock):
+            told["right" if each.payload == payload_of(number) else "wrong"] += 1
+        else:
+            told["absent" if each is Absence.ABSENT else each.value] += 1
+    tier.close()
+    return told
+
+
+def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Counter[str]:
+    """Kill writers at random moments, one after the other in one directory; returns what the next process found.
+
+    Every other one writes in C++, where there is a compiler.
+    """
+    chance = random.Random(seed)
+    told: Counter[str] = Counter()
+    library = _library_file()
+    with tempfile.TemporaryDirectory() as folder:
+        for kill in range(num_kills):
+            command = [sys.executable, "-m", "tests.offload.tiers.writer", folder, str(num_slots), str(seed + kill)]
+            command += library if kill % 2 else ()
+            with subprocess.Popen(command, cwd=ROOT_FOLDER, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"ready\n"
+                time.sleep(chance.random() * 0.02)  # the random moment, nothing is waited for
+                process.kill()
+            told.update(served_by(disk_at(Path(folder), num_slots, native_copies())))
+            told["restarts"] += 1
+    return told
+
+
+def _library_file() -> list[str]:
+    """Return the file of the compiled library, which processes that are soon killed load; none where there is none."""
+    try:
+        return [str(load_library(cache_directory())._name)]
+    except NotCompiled:
+        return []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.offload.tiers.damage", description=__doc__)
+    parser.add_argument("--cases", type=int, default=0, help="damaged objects, and a hundredth of it damaged files")
+    parser.add_argument("--kills", type=int, default=0, help="writers that are killed")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)  # what is found is counted
+    objects, files = damaged_objects(args.cases, args.seed), damaged_files(args.cases // 100, args.seed)
+    kills = killed_writers(args.kills, args.seed)
+    print(f"damaged objects: {dict(objects)}\ndamaged files: {dict(files)}\nkilled writers: {dict(kills)}")
+    return 1 if objects["served"] or files["wrong"] or kills["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from radixkv.offload.tiers.block_object import (
+    HEAD_BYTES,
+    ObjectFault,
+    checksum_of,
+    object_bytes,
+    open_object,
+    read_head,
+)
+from radixkv.offload.tiers.sealing import BlockCipher
+
+from .backends import native_or_skip
+from .blocks import BLOCK_SIZE, PAYLOAD_BYTES, ROOT, block, key_of, payload_of, stored, tokens_of, wanted
+
+CIPHER = BlockCipher(bytes(range(32)))
+
+
+def opened(data: bytes, number: int = 1, cipher: BlockCipher | None = None) -> object:
+    payload = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
+    return payload if isinstance(payload, ObjectFault) else bytes(payload)
+
+
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
+def test_what_was_packed_is_opened(cipher: BlockCipher | None) -> None:
+    data = stored(1, 3, cipher)
+    assert opened(data, 1, cipher) == payload_of(1)
+    assert len(data) == block(1, 3, cipher).num_bytes == object_bytes(BLOCK_SIZE, PAYLOAD_BYTES, is_sealed=bool(cipher))
+    head = read_head(data)
+    assert head is not None
+    assert (head.key, head.parent, head.generation, head.num_tokens) == (key_of(1), ROOT, 3, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
+def test_what_was_written_at_once_is_what_pieces_are(cipher: BlockCipher | None) -> None:
+    memory = np.zeros(block(1, 3, cipher).num_bytes, np.uint8)
+    block(1, 3, cipher).write_to(memory)
+    assert opened(memory.tobytes(), 1, cipher) == payload_of(1)
+    if cipher is None:  # else each has a salt of its own
+        assert memory.tobytes() == stored(1, 3)
+
+
+@pytest.mark.parametrize("offset", [0, 16])
+def test_copies_in_cpp_write_the_same_object_wherever_it_is(offset: int) -> None:
+    room = np.zeros(block(1, 3).num_bytes + 128, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    memory = room[start : start + block(1, 3).num_bytes]
+    block(1, 3).write_to(memory, native_or_skip())
+    assert memory.tobytes() == stored(1, 3)
+
+
+def test_a_payload_is_a_view_of_the_object_and_aligned() -> None:
+    data = memoryview(stored(1))
+    payload = open_object(data, wanted(1), PAYLOAD_BYTES)
+    assert isinstance(payload, memoryview)
+    assert payload.obj is data.obj
+    start = HEAD_BYTES + -(-BLOCK_SIZE * 4 // 64) * 64
+    assert start % 64 == 0
+    assert payload == data[start : start + PAYLOAD_BYTES]
+
+
+@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
+def test_an_object_of_another_block_is_foreign(cipher: BlockCipher | None) -> None:
+    assert opened(stored(2, 0, cipher), 1, cipher) is ObjectFault.FOREIGN
+
+
+def test_a_payload_that_changes_while_it_is_moved_is_found() -> None:
+    payload = bytearray(PAYLOAD_BYTES)
+    moving = block(1)._replace(payload=memoryview(payload))
+    moved = []
+    for piece in moving.pieces():
+        if len(piece) == PAYLOAD_BYTES:
+            payload[7] ^= 1
+        moved.append(bytes(piece))
+    assert opened(b"".join(moved)) is ObjectFault.DAMAGED
+
+
+def test_a_checksum_that_is_known_decides() -> None:
+    data = memoryview(stored(1))
+    assert open_object(data, wanted(1), PAYLOAD_BYTES, checksum=checksum_of(data)) == payload_of(1)
+    assert open_object(data, wanted(1), PAYLOAD_BYTES, checksum=bytes(16)) is ObjectFault.DAMAGED
+
+
+def test_an_object_may_have_one_of_several_sizes() -> None:
+    assert open_object(memoryview(stored(1)), wanted(1), PAYLOAD_BYTES + 1, PAYLOAD_BYTES) == payload_of(1)
+
+
+def test_an_object_of_another_size_is_foreign() -> None:
+    assert open_object(memoryview(stored(1)), wanted(1), PAYLOAD_BYTES + 1) is ObjectFault.FOREIGN
+
+
+@pytest.mark.parametrize("data", [bytes(5000), b"RKVBLOCK" + bytes(5000), b"\x00" * HEAD_BYTES, b"x" * 144])
+def test_other_bytes_are_foreign(data: bytes) -> None:
+    assert opened(data) is ObjectFault.FOREIGN
+
+
+@pytest.mark.parametrize("length", [0, 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 70, -17, -16, -1])
+def test_a_cut_object_is_found(length: int) -> None:
+    assert opened(stored(1)[:length]) is ObjectFault.CUT
+
+
+def test_a_longer_object_is_no_object() -> None:
+    assert opened(stored(1) + b"x") is ObjectFault.CUT
+
+
+def test_other_tokens_under_the_same_key_are_found() -> None:
+    """Not by any known means can there be such an object."""
+    impostor = wanted(1)
+    other = type(impostor)(impostor.key, tokens_of(2))
+    assert open_object(memoryview(stored(1)), other, PAYLOAD_BYTES) is ObjectFault.OTHER_TOKENS
+    shorter = type(impostor)(impostor.key, tokens_of(1)[:-4])
+    assert open_object(memoryview(stored(1)), shorter, PAYLOAD_BYTES) is ObjectFault.OTHER_TOKENS
+
+
+def test_a_changed_byte_is_found_wherever_it_is() -> None:
+    data = stored(1)
+    for position in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[position] ^= 1 << position % 8
+        assert isinstance(opened(bytes(changed)), ObjectFault), position
+
+
+def test_another_tenants_key_opens_nothing() -> None:
+    other = BlockCipher(bytes(32))
+    assert opened(stored(1, 0, CIPHER), 1, other) is ObjectFault.UNSEALED
+    assert opened(stored(1, 0, CIPHER)) is ObjectFault.UNSEALED
+    assert opened(stored(1), 1, CIPHER) is ObjectFault.UNSEALED

@@ -1,0 +1,160 @@
+"""Behavior that every store must have: the same tests for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.offload.block_keys import BlockKeys
+from radixkv.offload.tiers.block_object import open_object
+from radixkv.offload.tiers.block_store import BlockStore, Loan, PutOutcome
+from radixkv.offload.tiers.threaded_store import ThreadedStore
+from tests.patience import PATIENCE_S
+
+from .backends import BACKENDS, SHARED
+from .blocks import FORMAT, KEYS, PAYLOAD_BYTES, block, key_of, payload_of, stored, tokens_of, wanted
+
+STORED, ALREADY_THERE = PutOutcome.STORED, PutOutcome.ALREADY_THERE
+
+
+@pytest.fixture(params=BACKENDS)
+def store(request: pytest.FixtureRequest) -> Iterator[BlockStore]:
+    with BACKENDS[request.param](64) as backend:
+        store = ThreadedStore(backend)
+        yield store
+        store.close()
+
+
+def put(store: BlockStore, *numbers: int, generation: int = 0) -> tuple[PutOutcome, ...]:
+    return store.put([block(number, generation) for number in numbers]).result(PATIENCE_S).outcomes
+
+
+def get(store: BlockStore, *numbers: int) -> list[bytes | None]:
+    loans: list[Loan | None] = store.get([key_of(number) for number in numbers]).result(PATIENCE_S)
+    return [loan and bytes(loan.data) for loan in loans]
+
+
+def test_what_was_put_is_got_in_the_order_of_the_keys(store: BlockStore) -> None:
+    assert put(store, 1, 2, 3) == (STORED,) * 3
+    assert get(store, 3, 9, 1, 3) == [stored(3), None, stored(1), stored(3)]
+
+
+def test_a_loan_opens_as_what_it_is(store: BlockStore) -> None:
+    put(store, 1)
+    (loan,) = store.get([key_of(1)]).result(PATIENCE_S)
+    assert loan is not None
+    with loan:
+        assert loan.data.readonly
+        assert open_object(loan.data, wanted(1), PAYLOAD_BYTES) == payload_of(1)
+    loan.release()
+
+
+def test_an_empty_store_has_nothing(store: BlockStore) -> None:
+    keys = [key_of(1), key_of(2)]
+    assert store.exists(keys).result(PATIENCE_S) == [False, False]
+    assert store.delete(keys).result(PATIENCE_S) == 0
+    assert get(store, 1, 2) == [None, None]
+
+
+def test_empty_batches_are_answered(store: BlockStore) -> None:
+    assert put(store) == ()
+    assert get(store) == []
+    assert store.exists([]).result(PATIENCE_S) == []
+    assert store.delete([]).result(PATIENCE_S) == 0
+
+
+def test_what_was_deleted_is_gone(store: BlockStore) -> None:
+    put(store, 1, 2)
+    assert store.delete([key_of(1), key_of(7)]).result(PATIENCE_S) == 1
+    assert store.exists([key_of(1), key_of(2)]).result(PATIENCE_S) == [False, True]
+    assert get(store, 1) == [None]
+
+
+def test_a_later_generation_replaces_an_earlier_one(store: BlockStore) -> None:
+    put(store, 1, generation=4)
+    assert put(store, 1, generation=5) == (STORED,)
+    assert get(store, 1) == [stored(1, 5)]
+
+
+def test_the_same_object_again_changes_nothing(store: BlockStore) -> None:
+    put(store, 1)
+    assert put(store, 1) in ((STORED,), (ALREADY_THERE,))
+    assert get(store, 1) == [stored(1)]
+
+
+def test_a_loan_stays_as_it_is(store: BlockStore) -> None:
+    put(store, 1)
+    (loan,) = store.get([key_of(1)]).result(PATIENCE_S)
+    store.delete([key_of(1)]).result(PATIENCE_S)
+    put(store, *range(2, 200))
+    assert loan is not None
+    assert loan.data == stored(1)
+
+
+def test_a_batch_is_as_large_as_it_is(store: BlockStore) -> None:
+    assert set(put(store, *range(60))) == {STORED}
+    assert get(store, *range(60)) == [stored(number) for number in range(60)]
+
+
+def test_threads_that_write_and_read_the_same_blocks_see_whole_ones(store: BlockStore) -> None:
+    wrong: list[bytes] = []
+    objects = {number: stored(number) for number in range(8)}
+
+    def work(first: int) -> None:
+        for turn in range(20):
+            number = (first + turn) % 8
+            put(store, number)
+            wrong.extend(each for each in get(store, number) if each not in (None, objects[number]))
+            if turn % 3 == 0:
+                store.delete([key_of(number)]).result(PATIENCE_S)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert wrong == []
+
+
+def test_sizes_are_those_of_what_is_there(store: BlockStore) -> None:
+    before = store.size()
+    put(store, 1, 2)
+    after = store.size()
+    assert after.capacity_bytes == before.capacity_bytes
+    if after.num_objects is not None:
+        assert (before.num_objects, after.num_objects) == (0, 2)
+    if after.used_bytes is not None:
+        assert before.used_bytes == 0
+        assert after.used_bytes >= 2 * len(stored(1))
+
+
+def test_a_store_is_closed_once_and_again(store: BlockStore) -> None:
+    put(store, 1)
+    store.close()
+    store.close()
+    assert isinstance(store.get([key_of(1)]).exception(PATIENCE_S), Exception)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_purge_forgets_what_is_stored_under_some_names(name: str) -> None:
+    """Two tenants, two adapters, with and without a salt; and a public prefix, which no purge has."""
+    namespaces = [
+        Namespace("model", tenant, adapter, salt) for tenant in "ab" for adapter in ("", "x") for salt in ("", "s")
+    ]
+    public = Namespace("model", PUBLIC_TENANT, salt="1")
+    keys = {each: KEYS.child(KEYS.root(each), tokens_of(1)) for each in [*namespaces, public]}
+    objects = [block(1)._replace(key=key) for key in keys.values()]
+    with BACKENDS[name](64) as backend:
+        store = ThreadedStore(backend)
+        for names in (("a", None, None), (None, "x", None), (None, None, "s"), ("b", "", "s"), (None, None, None)):
+            store.put(objects).result(PATIENCE_S)
+            other = BlockKeys(FORMAT, b"other").scope(*names)
+            assert store.purge(other).result(PATIENCE_S) == 0
+            gone = {each for each in namespaces if each.is_among(*names)}
+            assert store.purge(KEYS.scope(*names)).result(PATIENCE_S) == len(gone)
+            are_there = store.exists(list(keys.values())).result(PATIENCE_S)
+            assert dict(zip(keys, are_there, strict=True)) == {each: each not in gone for each in keys}
+        store.close()

@@ -1,0 +1,542 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from radixkv.errors import StoreUnavailable
+from radixkv.namespace import Namespace
+from radixkv.offload.tiers import slot_file
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import PutOutcome
+from radixkv.offload.tiers.disk import DiskStore
+from radixkv.offload.tiers.namespace_file import NamespaceFile
+from tests.patience import PATIENCE_S
+
+from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, key_of, stored, tokens_of
+from .damage import damaged_files, damaged_objects, killed_writers
+from .disks import PAGE_BYTES, SLOT_BYTES, disk_at
+
+
+def got(store: DiskStore, *numbers: int) -> list[bytes | None]:
+    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
+
+
+def directory_of(path: Path) -> Path:
+    (directory,) = path.iterdir()
+    return directory
+
+
+def room_of(path: Path) -> list[int]:
+    return [(directory_of(path) / name).stat().st_size for name in ("heads", "blocks")]
+
+
+class Power:
+    """Power of a machine, whose disk has the index as it was when it was last waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self._path, self._sync, self._synced = path, os.fdatasync, b""
+        monkeypatch.setattr(os, "fdatasync", self._wait)
+
+    @property
+    def index(self) -> Path:
+        return directory_of(self._path) / "index"
+
+    def _wait(self, file: int) -> None:
+        self._sync(file)
+        self._synced = self.index.read_bytes()
+
+    def fail(self, store: DiskStore, first_lines: bytes = b"") -> None:
+        """End a store, and lose what the disk did not have; of the index it had the given lines, if any."""
+        index = self.index.read_bytes() if first_lines else self._synced
+        store.close()
+        self.index.write_bytes(first_lines + index[len(first_lines) :])
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_next_process_finds_what_was_written(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(number) for number in range(5)])
+    store.delete([key_of(2)])
+    store.close()
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert got(again, 0, 1, 2, 3, 4) == [stored(0), stored(1), None, stored(3), stored(4)]
+    assert again.size().num_objects == 4
+    again.close()
+
+
+def test_the_next_process_evicts_what_was_written_first(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 3)
+    store.put([block(number) for number in (1, 2, 3)])
+    store.put([block(4)])  # into the slot of 1
+    store.close()
+    again = disk_at(tmp_path, 3)
+    assert again.put([block(5)]).evicted == (key_of(2),)
+    again.close()
+
+
+def test_a_deleted_block_does_not_come_back_in_an_earlier_generation(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(1, generation=1)])
+    loading = store._table.find(key_of(1))
+    assert loading is not None
+    store._table.start_reading(loading)  # so that the next generation has to be written offload_index
+    store.put([block(1, generation=2)])
+    store._table.end_reading(loading)
+    store.delete([key_of(1)])
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert again.exists([key_of(1)]) == [False]
+    again.close()
+
+
+def test_a_deleted_block_does_not_come_back_after_a_power_failure_left_it_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    power = Power(monkeypatch, tmp_path)
+    store = disk_at(tmp_path, 8)
+    store.put([block(1, generation=1)])
+    before = power.index.read_bytes()[:64]
+    loading = store._table.find(key_of(1))
+    assert loading is not None
+    store._table.start_reading(loading)  # so that the next generation has to be written offload_index
+    store.put([block(1, generation=2)])
+    power.fail(store, first_lines=before)
+    store = disk_at(tmp_path, 8)
+    assert got(store, 1) == [stored(1, 2)]
+    assert store.delete([key_of(1)]) == 1
+    power.fail(store)
+    store = disk_at(tmp_path, 8)
+    assert store.exists([key_of(1)]) == [False]
+    store.close()
+
+
+def test_an_evicted_block_does_not_come_back_once_it_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_at(tmp_path, 1).close()
+    power = Power(monkeypatch, tmp_path)
+    store = disk_at(tmp_path, 1)
+    store.put([block(1)])
+    store.delete([])
+    assert store.put([block(2)]).evicted == (key_of(1),)
+    assert store.delete([key_of(1)]) == 0
+    power.fail(store)
+    store = disk_at(tmp_path, 1)
+    assert store.exists([key_of(1)]) == [False]
+    store.close()
+
+
+def test_the_bound_holds_and_the_directory_shrinks_with_it(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(number) for number in range(20)])
+    assert room_of(tmp_path) == [8 * PAGE_BYTES] * 2
+    assert store.size().used_bytes == store.size().capacity_bytes == 8 * SLOT_BYTES
+    store.close()
+    smaller = disk_at(tmp_path, 3)
+    assert room_of(tmp_path) == [3 * PAGE_BYTES] * 2
+    assert smaller.size().num_objects == 3
+    assert set(got(smaller, *range(20))) <= {None, *(stored(number) for number in range(20))}
+    smaller.close()
+
+
+def test_neighbors_and_strangers_are_read_in_one_batch(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 200)
+    store.put([block(number) for number in range(150)])
+    numbers = [*range(10), 149, 70, 71, 20, *range(100, 30, -1)]
+    assert got(store, *numbers) == [stored(number) for number in numbers]
+    store.close()
+
+
+def test_a_buffer_is_used_again_after_its_loan_and_not_before(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(1), block(2), block(3)])
+    first, second = store.get([key_of(1), key_of(2)])
+    assert first is not None
+    assert second is not None
+    memory = first.data.obj
+    first.release()
+    (third,) = store.get([key_of(3)])
+    assert third is not None
+    assert third.data.obj is memory
+    assert (second.data, third.data) == (stored(2), stored(3))
+    store.close()
+
+
+def test_keys_are_listed_in_the_order_in_which_objects_go(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(number) for number in (2, 1, 3)])
+    got(store, 1)
+    assert list(store) == [key_of(2), key_of(3), key_of(1)]
+    store.close()
+
+
+def test_the_next_process_evicts_in_the_order_of_use(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 3)
+    store.put([block(number) for number in (1, 2, 3)])
+    got(store, 1)
+    store.close()
+    again = disk_at(tmp_path, 3)
+    assert again.put([block(4), block(5)]).evicted == (key_of(2), key_of(3))
+    again.close()
+
+
+def test_the_next_process_evicts_in_the_order_that_was_told(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 4)
+    store.put([block(number) for number in (1, 2, 3, 4)])
+    store.arrange([key_of(number) for number in (9, 3, 1, 2)])
+    store.delete([key_of(1)])
+    store.close()
+    again = disk_at(tmp_path, 4)
+    assert list(again) == [key_of(4), key_of(3), key_of(2)]
+    again.put([block(5), block(6)])
+    again.close()
+    third = disk_at(tmp_path, 4)
+    assert list(third) == [key_of(3), key_of(2), key_of(5), key_of(6)], "what comes later goes later"
+    assert got(third, 2, 3, 5) == [stored(2), stored(3), stored(5)]
+    third.close()
+
+
+def test_a_disk_that_fails_at_the_end_keeps_its_order_and_lets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(1), block(2)])
+    store.arrange([key_of(2), key_of(1)])
+
+    def fail(slots: object, first_serial: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "number_lines", fail)
+        with pytest.raises(StoreUnavailable, match=r"expected a disk that works, got .*: Input/output error"):
+            store.close()
+    again = disk_at(tmp_path, 8)
+    assert list(again) == [key_of(1), key_of(2)]
+    again.close()
+
+
+def test_a_second_process_is_refused_and_comes_in_after_the_first(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    code = f"from tests.offload.tiers.disks import disk_at, Path\ndisk_at(Path({str(tmp_path)!r}), 8).close()"
+    command = [sys.executable, "-c", code]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert refused.returncode == 1
+    assert "StoreUnavailable" in refused.stderr
+    assert "expected to be alone, got another process that uses it" in refused.stderr
+    store.close()
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
+
+
+def test_another_model_has_another_directory(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(1)])
+    other = DiskStore(tmp_path, dataclasses.replace(FORMAT, model="other"), OBJECT_BYTES, 8 * SLOT_BYTES)
+    assert other.exists([key_of(1)]) == [False]
+    other.close()
+    store.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_directory_that_was_moved_here_from_another_model_is_refused(tmp_path: Path) -> None:
+    disk_at(tmp_path, 8).close()
+    other = dataclasses.replace(FORMAT, model="other")
+    directory_of(tmp_path).rename(tmp_path / other.fingerprint)
+    with pytest.raises(StoreUnavailable, match=r"format.json: expected this model's format, got another"):
+        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * SLOT_BYTES)
+    (tmp_path / other.fingerprint / "format.json").write_text("{")
+    with pytest.raises(StoreUnavailable, match="got something unreadable"):
+        DiskStore(tmp_path, other, OBJECT_BYTES, 8 * SLOT_BYTES)
+
+
+def test_a_label_says_what_a_directory_holds(tmp_path: Path) -> None:
+    disk_at(tmp_path, 8).close()
+    label = json.loads((directory_of(tmp_path) / "format.json").read_text())
+    assert (label["model"], label["block_size"]) == ("model", 16)
+    assert directory_of(tmp_path).stat().st_mode & 0o77 == 0
+    assert all((directory_of(tmp_path) / name).stat().st_mode & 0o77 == 0 for name in ("heads", "blocks"))
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreUnavailable, match=r"tiers.disk_path: expected a directory to write to, got .*file"):
+        disk_at(tmp_path / "file", 8)
+
+
+def test_a_bound_below_one_object_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"tiers.disk_bytes: expected at least 8192, got 8191"):
+        DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 8191)
+
+
+def test_without_a_bound_half_of_what_is_free_is_taken(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "new", FORMAT, OBJECT_BYTES, None)
+    free = shutil.disk_usage(tmp_path).free
+    assert store.size().capacity_bytes == pytest.approx(free / 2, rel=0.1)
+    store.close()
+
+
+def test_a_path_without_room_is_named_and_not_a_bound_that_nobody_set() -> None:
+    message = (
+        r"^tiers\.disk_path: expected a disk with 16384 bytes free, half of them for blocks, got less: /proc/nope$"
+    )
+    with pytest.raises(StoreUnavailable, match=message):
+        DiskStore(Path("/proc/nope"), FORMAT, OBJECT_BYTES, None)
+
+
+def test_an_object_that_fits_no_slot_is_refused(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 2)
+    large = block(1)._replace(payload=memoryview(bytes(5000)))
+    without_tokens = block(3)._replace(tokens=b"", payload=memoryview(b""))
+    outcomes = store.put([large, block(2), without_tokens]).outcomes
+    assert outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED, PutOutcome.TOO_LARGE)
+    store.close()
+
+
+@pytest.fixture
+def limit() -> Iterator[None]:
+    """Files of at most six slots, as on a disk that is full."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 * PAGE_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("limit")
+def test_a_full_disk_is_a_smaller_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    store = DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 64 * SLOT_BYTES, clock)
+    for number in range(20):
+        assert store.put([block(number)]).outcomes == (PutOutcome.STORED,)
+    assert store.size().num_objects == 6
+    assert got(store, *range(14, 20)) == [stored(number) for number in range(14, 20)]
+    assert caplog.text.count("the disk is full") == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    store.put([block(30)])
+    assert store.size().num_objects == 6  # it is asked again later
+    clock.now_s += 60
+    assert store.put([block(31), block(32)]).evicted == ()
+    assert store.size().num_objects == 8
+    store.close()
+
+
+def test_a_disk_without_any_room_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 8)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert store.put([block(1)]).outcomes == (PutOutcome.NO_ROOM,)
+    assert store.exists([key_of(1)]) == [False]
+    store.close()
+
+
+def test_a_disk_that_fails_is_an_error_that_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk_at(tmp_path, 2)
+    store.put([block(1)])
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for call in ("pwritev", "preadv"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, fails)
+            with pytest.raises(StoreUnavailable, match=r"expected a disk that works, got .*: Input/output error"):
+                _ = store.put([block(2)]) if call == "pwritev" else store.get([key_of(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "read", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            store.get([key_of(1)])
+    assert len(store._buffers._idle) == 1, "the buffer that both had"
+    assert store.exists([key_of(1), key_of(2)]) == [True, False]
+    assert store.put([block(2), block(3)]).evicted == (key_of(1),)
+    store.close()
+
+
+def test_no_block_is_written_before_the_name_of_its_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 4)
+    store.names.add(ROOT, Namespace("model", "acme"))
+    with monkeypatch.context() as patched:
+        patched.setattr(store.names, "_append", _full)
+        with pytest.raises(StoreUnavailable, match=r"expected a disk that works, got .*: No space left"):
+            store.put([block(1)])
+    assert store.exists([key_of(1)]) == [False]
+    assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
+    store.close()
+    again = disk_at(tmp_path, 4)
+    assert again.names.known() == {ROOT: Namespace("model", "acme")}
+    again.close()
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("slow_call", ["fdatasync", "posix_fallocate"])
+def test_nothing_that_a_writer_waits_for_makes_loads_wait(
+    slow_call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_file, "_GROWTH_BYTES", 4 * SLOT_BYTES)
+    store = disk_at(tmp_path, 8)
+    store.put([block(number) for number in range(4)])
+    loaded, real_call = [], getattr(os, slow_call)
+
+    def call(*arguments: int) -> None:
+        reader = threading.Thread(target=lambda: loaded.append(got(store, 1)), daemon=True)
+        reader.start()
+        reader.join(PATIENCE_S)
+        real_call(*arguments)
+
+    monkeypatch.setattr(os, slow_call, call)
+    assert store.delete([key_of(0)]) == 1
+    store.put([block(4), block(5)])
+    assert loaded
+    assert all(each == [stored(1)] for each in loaded)
+    store.close()
+
+
+def test_a_load_without_memory_keeps_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 1)
+    store.put([block(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(store._buffers, "take", _no_memory)
+        with pytest.raises(MemoryError):
+            store.get([key_of(1)])
+    assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
+    store.close()
+
+
+def _no_memory() -> memoryview:
+    raise MemoryError
+
+
+def test_a_store_that_can_not_begin_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(NamespaceFile, "__init__", _full)
+    with pytest.raises(StoreUnavailable, match="No space left"):
+        disk_at(tmp_path, 4)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: pwritev(file, [next(filter(len, parts))[:100]], at))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: preadv(file, [parts[0][:100]], at))
+    store = disk_at(tmp_path, 4)
+    store.put([block(1), block(2)])
+    assert got(store, 1, 2) == [stored(1), stored(2)]
+    store.close()
+
+
+def test_of_a_batch_that_is_larger_than_the_store_the_last_ones_stay(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 4)
+    result = store.put([block(number) for number in range(10)])
+    assert set(result.outcomes) == {PutOutcome.STORED}
+    assert result.evicted == tuple(key_of(number) for number in range(6))
+    assert got(store, *range(10)) == [None] * 6 + [stored(number) for number in range(6, 10)]
+    store.close()
+
+
+def test_of_equal_keys_in_a_batch_the_latest_generation_stays(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(8), block(9)])
+    generations = (1, 2, 2, 1)
+    outcomes = store.put([block(0), *(block(1, generation) for generation in generations), block(2)]).outcomes
+    kept, known = PutOutcome.STORED, PutOutcome.ALREADY_THERE
+    assert outcomes == (kept, kept, kept, known, known, kept)
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert got(again, 0, 1, 2, 8, 9) == [stored(0), stored(1, 2), stored(2), stored(8), stored(9)]
+    again.close()
+
+
+def test_what_is_deleted_while_its_batch_is_written_is_gone_and_its_slot_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(0)])
+    write = store._file.write_objects
+
+    def deleting(objects: Sequence[tuple[int, BlockObject]]) -> None:
+        write(objects)
+        store.delete([key_of(2)])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "write_objects", deleting)
+        store.put([block(number) for number in (1, 2, 3)])
+    assert got(store, 0, 1, 2, 3) == [stored(0), stored(1), None, stored(3)]
+    store.close()
+    again = disk_at(tmp_path, 8)
+    assert again.exists([key_of(number) for number in range(4)]) == [True, True, False, True]
+    assert again.put([block(number) for number in range(4, 9)]).evicted == ()
+    again.close()
+
+
+def test_a_batch_that_fails_leaves_all_of_its_slots_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = disk_at(tmp_path, 8)
+    store.put([block(0), block(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file, "write_objects", _full)
+        with pytest.raises(StoreUnavailable, match="No space left"):
+            store.put([block(number) for number in (2, 3, 4)])
+    assert store.exists([key_of(number) for number in range(5)]) == [True, True, False, False, False]
+    assert store.put([block(number) for number in range(2, 8)]).evicted == ()
+    store.close()
+
+
+def test_an_object_that_can_not_be_packed_leaves_its_slot_free(tmp_path: Path) -> None:
+    store = disk_at(tmp_path, 1)
+    broken = BlockObject(None, ROOT, 0, tokens_of(1), memoryview(b""))  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="must be a bytes object"):
+        store.put([broken])
+    assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
+    store.close()
+
+
+def test_no_damaged_object_is_served() -> None:
+    told = damaged_objects(2_000, seed=1)
+    assert told["served"] == 0
+    assert told.total() == 2_000
+    assert {"cut", "foreign", "damaged"} <= set(told)
+
+
+def test_no_damaged_file_serves_anything_wrong() -> None:
+    told = damaged_files(60, seed=1)
+    assert told["wrong"] == 0
+    assert told["right"] > 60
+    assert told["damaged"] > 0
+    assert told["foreign"] > 0
+
+
+def test_a_writer_that_is_killed_leaves_nothing_wrong() -> None:
+    told = killed_writers(20, seed=1)
+    assert (told["wrong"], told["restarts"]) == (0, 20)
+    assert told["right"] > 0
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_damages_and_many_kills_serve_nothing_wrong() -> None:
+    assert damaged_objects(100_000, seed=2)["served"] == 0
+    assert damaged_files(1_000, seed=2)["wrong"] == 0
+    assert killed_writers(200, seed=2)["wrong"] == 0

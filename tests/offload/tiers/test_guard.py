@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from radixkv.errors import StoreBusy, StoreLate, StorePaused, StoreUnavailable
+from radixkv.offload.tiers.block_store import Loan, StoreSize
+from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore
+from radixkv.offload.tiers.tier import Absence, Tier
+from tests.patience import PATIENCE_S
+
+from .blocks import PAYLOAD_BYTES, wanted
+
+LIMIT_S, WRITE_LIMIT_S = 0.5, 10.0
+
+
+class StandingClock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+        self._due: list[tuple[float, list[Callable[[], None]]]] = []
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> Callable[[], None]:
+        holder = [function]
+        self._due.append((self.time_s + delay_s, holder))
+        return holder.clear
+
+    def advance(self, delay_s: float) -> None:
+        self.time_s += delay_s
+        due = [holder for at_s, holder in self._due if at_s <= self.time_s]
+        self._due = [each for each in self._due if each[0] > self.time_s]
+        for holder in due:
+            for function in tuple(holder):
+                function()
+
+
+class SilentStore:
+    """Answers when the test does."""
+
+    def __init__(self) -> None:
+        self.calls: list[Future[Any]] = []
+        self.is_closed = False
+
+    def put(self, *_: object) -> Future[Any]:
+        self.calls.append(Future())
+        return self.calls[-1]
+
+    get = exists = delete = put
+
+    def size(self) -> StoreSize:
+        return StoreSize(1, 2, 3)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Guarded:
+    def __init__(self) -> None:
+        self.clock, self.inner = StandingClock(), SilentStore()
+        circuit = CircuitBreaker(self.clock.now_s, max_failures=3, first_pause_s=1.0, max_pause_s=60.0)
+        limits = {"limit_s": LIMIT_S, "write_limit_s": WRITE_LIMIT_S}
+        self.store = GuardedStore("shared", self.inner, self.clock, circuit, **limits)
+
+    def hang(self, num_calls: int) -> None:
+        for _ in range(num_calls):
+            self.store.get([b"key"])
+        self.clock.advance(LIMIT_S)
+
+
+@pytest.fixture
+def guarded() -> Guarded:
+    return Guarded()
+
+
+def test_an_answer_in_time_is_the_answer(guarded: Guarded) -> None:
+    calls = [guarded.store.get([]), guarded.store.exists([]), guarded.store.put([]), guarded.store.delete([])]
+    for number, call in enumerate(guarded.inner.calls):
+        call.set_result(number)
+    assert [call.result(0) for call in calls] == [0, 1, 2, 3]
+    guarded.clock.advance(100)
+    assert guarded.store.counts().answered == 4
+    assert guarded.store.counts().late == 0
+    assert guarded.store.size() == StoreSize(1, 2, 3)
+    guarded.store.close()
+    assert guarded.inner.is_closed
+
+
+def test_a_call_without_answer_ends_at_its_limit(guarded: Guarded) -> None:
+    loading, saving = guarded.store.get([]), guarded.store.put([])
+    guarded.clock.advance(LIMIT_S - 0.01)
+    assert not loading.done()
+    guarded.clock.advance(0.01)
+    error = loading.exception(0)
+    assert isinstance(error, StoreLate)
+    assert str(error) == "store: expected an answer within 0.5 s, got none"
+    assert guarded.inner.calls[0].cancelled()
+    assert not saving.done()
+    guarded.clock.advance(WRITE_LIMIT_S)
+    assert isinstance(saving.exception(0), StoreLate)
+    assert guarded.store.counts().late == 2
+
+
+def test_a_late_answer_gives_back_what_it_lent(guarded: Guarded) -> None:
+    loading, released = guarded.store.get([]), []
+    (call,) = guarded.inner.calls
+    call.set_running_or_notify_cancel()
+    guarded.clock.advance(LIMIT_S)
+    assert isinstance(loading.exception(0), StoreLate)
+    call.set_result([None, Loan(memoryview(b"x"), lambda: released.append(1))])
+    assert released == [1]
+    assert guarded.store.counts().answered == 0
+
+
+def test_an_error_is_the_answer_and_counted(guarded: Guarded) -> None:
+    error = StoreUnavailable("down")
+    loading = guarded.store.get([])
+    guarded.inner.calls[0].set_exception(error)
+    assert loading.exception(0) is error
+    assert guarded.store.counts().failed == 1
+
+
+def test_a_store_that_fails_again_and_again_is_left_alone(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    guarded.hang(3)
+    assert isinstance(guarded.store.get([]).exception(0), StorePaused)
+    assert len(guarded.inner.calls) == 3
+    counts = guarded.store.counts()
+    assert (counts.late, counts.refused, counts.opened, counts.state) == (3, 1, 1, CircuitState.OPEN)
+    assert caplog.text.count("store shared: switched off for a while after failures") == 1
+
+
+def test_a_greeting_tells_at_once_that_a_store_is_away(guarded: Guarded) -> None:
+    circuit = CircuitBreaker(guarded.clock.now_s, is_known=False)
+    store = GuardedStore("shared", guarded.inner, guarded.clock, circuit)
+    store.greet()
+    assert circuit.state is CircuitState.CLOSED
+    guarded.inner.calls[0].set_exception(StoreUnavailable("down"))
+    assert circuit.state is CircuitState.OPEN
+    guarded.clock.advance(1.0)
+    store.get([])
+    guarded.inner.calls[1].set_result([])
+    assert circuit.state is CircuitState.CLOSED
+
+
+def test_it_is_tried_with_one_call_after_each_pause_and_pauses_grow(guarded: Guarded) -> None:
+    guarded.hang(3)
+    for pause_s in (1.0, 2.0, 4.0):
+        num_before = len(guarded.inner.calls)
+        guarded.clock.advance(pause_s - 0.125)
+        guarded.store.get([])
+        assert len(guarded.inner.calls) == num_before
+        guarded.clock.advance(0.125)
+        guarded.hang(5)
+        assert len(guarded.inner.calls) == num_before + 1
+
+
+def test_it_is_used_again_when_it_answers(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    guarded.hang(3)
+    guarded.clock.advance(1.0)
+    guarded.store.get([])
+    guarded.inner.calls[-1].set_result([])
+    assert guarded.store.counts().state is CircuitState.CLOSED
+    guarded.store.get([])
+    guarded.store.get([])
+    assert len(guarded.inner.calls) == 6
+    assert "store shared: works again" in caplog.text
+
+
+def test_a_full_queue_is_no_failure_of_the_store(guarded: Guarded) -> None:
+    for _ in range(10):
+        guarded.store.get([])
+        guarded.inner.calls[-1].set_exception(StoreBusy("full"))
+    assert guarded.store.counts().busy == 10
+    assert guarded.store.counts().state is CircuitState.CLOSED
+
+
+def test_a_cancelled_call_cancels_the_stores_and_says_nothing_about_it(guarded: Guarded) -> None:
+    for _ in range(10):
+        assert guarded.store.get([]).cancel()
+    assert all(call.cancelled() for call in guarded.inner.calls)
+    guarded.clock.advance(100)
+    assert guarded.store.counts().cancelled == 10
+    assert guarded.store.counts().state is CircuitState.CLOSED
+
+
+def test_a_cancelled_trial_is_followed_by_another(guarded: Guarded) -> None:
+    guarded.hang(3)
+    guarded.clock.advance(1.0)
+    guarded.store.get([]).cancel()
+    guarded.store.get([])
+    guarded.inner.calls[-1].set_result([])
+    assert guarded.store.counts().state is CircuitState.CLOSED
+
+
+def test_a_tier_over_a_store_that_hangs_misses_after_the_limit_and_then_at_once(guarded: Guarded) -> None:
+    tier = Tier("shared", guarded.store, PAYLOAD_BYTES)
+    loads = [tier.load([wanted(1)]) for _ in range(3)]
+    guarded.clock.advance(LIMIT_S)
+    assert [load.result(0) for load in loads] == [[Absence.LATE]] * 3
+    assert tier.load([wanted(1)]).result(PATIENCE_S) == [Absence.UNAVAILABLE]
+
+
+def test_calls_leave_the_collector_no_circle(guarded: Guarded) -> None:
+    tier = Tier("shared", guarded.store, PAYLOAD_BYTES)
+    gc.disable()
+    try:
+        loading = tier.load([wanted(1)])
+        call = guarded.inner.calls.pop()
+        call.set_result([None])
+        gone = [weakref.ref(loading), weakref.ref(call)]
+        assert loading.result(0) == [Absence.ABSENT]
+        del loading, call
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def circuit(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker(clock, max_failures=3, first_pause_s=1.0, max_pause_s=5.0)
+
+
+def open_it(circuit: CircuitBreaker) -> None:
+    assert [circuit.fail() for _ in range(3)] == [False, False, True]
+
+
+def test_failures_in_a_row_open_it(circuit: CircuitBreaker) -> None:
+    circuit.fail()
+    circuit.fail()
+    circuit.succeed()
+    circuit.fail()
+    circuit.fail()
+    assert circuit.lets_through()
+    assert circuit.fail()
+    assert not circuit.lets_through()
+    assert (circuit.state, circuit.num_opened) == (CircuitState.OPEN, 1)
+
+
+def test_after_a_pause_one_call_goes_through(circuit: CircuitBreaker, clock: Clock) -> None:
+    open_it(circuit)
+    clock.now_s = 0.99
+    assert not circuit.lets_through()
+    clock.now_s = 1.0
+    assert [circuit.lets_through() for _ in range(3)] == [True, False, False]
+    assert circuit.state is CircuitState.TRYING
+    assert circuit.succeed()
+    assert [circuit.lets_through() for _ in range(3)] == [True, True, True]
+
+
+def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(circuit: CircuitBreaker, clock: Clock) -> None:
+    open_it(circuit)
+    for pause_s in (1.0, 2.0, 4.0, 5.0, 5.0):
+        clock.now_s += pause_s - 0.25
+        assert not circuit.lets_through()
+        clock.now_s += 0.25
+        assert circuit.lets_through()
+        assert not circuit.fail()
+    clock.now_s += 5.0
+    assert circuit.lets_through()
+    circuit.succeed()
+    open_it(circuit)
+    clock.now_s += 1.0
+    assert circuit.lets_through()
+    assert circuit.num_opened == 2
+
+
+def test_a_call_that_says_nothing_lets_the_next_one_try(circuit: CircuitBreaker, clock: Clock) -> None:
+    open_it(circuit)
+    clock.now_s = 1.0
+    assert circuit.lets_through()
+    circuit.give_back()
+    assert circuit.lets_through()
+    assert not circuit.lets_through()
+
+
+def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: CircuitBreaker) -> None:
+    open_it(circuit)
+    assert not circuit.succeed()
+    assert not circuit.fail()
+    circuit.give_back()
+    assert not circuit.lets_through()
+    assert circuit.num_opened == 1
+
+
+def test_an_unknown_store_is_left_alone_after_one_failure_until_it_has_answered(clock: Clock) -> None:
+    circuit = CircuitBreaker(clock, is_known=False)
+    assert circuit.fail()
+    clock.now_s = 1.0
+    assert circuit.lets_through()
+    assert circuit.succeed()
+    assert [circuit.fail() for _ in range(3)] == [False, False, True]

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.offload.tiers.block_store import PutOutcome
+
+from .blocks import OBJECT_BYTES, block, key_of, stored
+from .mooncake_master import WHY_NOT, free_port, mooncake_master
+
+if WHY_NOT is not None:
+    pytest.skip(WHY_NOT, allow_module_level=True)
+
+from radixkv.offload.tiers.mooncake import MooncakeStore
+
+SIZES = {"lent_bytes": 16 << 20, "buffer_bytes": 16 << 20}
+
+
+def got(store: MooncakeStore, *numbers: int) -> list[bytes | None]:
+    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
+
+
+def test_what_one_server_wrote_another_finds() -> None:
+    with mooncake_master(free_port()) as master:
+        first, second = MooncakeStore(master, OBJECT_BYTES, **SIZES), MooncakeStore(master, OBJECT_BYTES, **SIZES)
+        large = block(9)._replace(payload=memoryview(bytes(5000)))
+        outcomes = first.put([block(1), block(2), large]).outcomes
+        assert outcomes == (PutOutcome.STORED, PutOutcome.STORED, PutOutcome.TOO_LARGE)
+        assert got(second, 2, 3, 1) == [stored(2), None, stored(1)]
+        assert second.put([block(1)]).outcomes == (PutOutcome.ALREADY_THERE,)
+        assert second.delete([key_of(1), key_of(3)]) == 1
+        assert first.exists([key_of(1), key_of(2)]) == [False, True]
+        first.close()
+        second.close()
+
+
+def test_a_master_that_goes_is_an_error() -> None:
+    with mooncake_master(free_port()) as master:
+        store = MooncakeStore(master, OBJECT_BYTES, **SIZES)
+        store.put([block(1)])
+    with pytest.raises(StoreUnavailable, match="expected an answer, got Mooncake's code"):
+        store.get([key_of(1)])
+    store.close()
+
+
+def test_a_master_that_comes_later_is_used() -> None:
+    port = free_port()
+    store = MooncakeStore(f"127.0.0.1:{port}", OBJECT_BYTES, **SIZES)
+    with pytest.raises(
+        StoreUnavailable, match=r"tiers.mooncake_master: expected a master, got 127.0.0.1:\d+: Connection refused"
+    ):
+        store.exists([key_of(1)])
+    with mooncake_master(port):
+        assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
+        store.close()
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:port"])
+def test_an_address_of_something_else_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"tiers.mooncake_master: expected HOST:PORT, got"):
+        MooncakeStore(address, OBJECT_BYTES)

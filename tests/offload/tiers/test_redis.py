@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.offload.tiers.block_store import PutOutcome
+from radixkv.offload.tiers.redis import RedisStore
+
+from .blocks import OBJECT_BYTES, block, key_of, stored
+from .redis_server import SERVER, WHY_NOT, RedisServer, redis_server
+
+pytestmark = pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        yield client
+
+
+def store_of(server: RedisServer, **options: float) -> RedisStore:
+    return RedisStore(server.url, OBJECT_BYTES, **{"timeout_s": 60.0, **options})
+
+
+def got(store: RedisStore, *numbers: int) -> list[bytes | None]:
+    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
+
+
+@pytest.mark.usefixtures("client")
+def test_what_one_server_wrote_another_finds(server: RedisServer) -> None:
+    first, second = store_of(server), store_of(server)
+    first.put([block(1), block(2)])
+    assert got(second, 2, 3, 1) == [stored(2), None, stored(1)]
+    assert second.delete([key_of(1), key_of(3)]) == 1
+    assert first.exists([key_of(1), key_of(2)]) == [False, True]
+
+
+def test_what_is_there_is_not_sent_again(server: RedisServer, client: redis.Redis) -> None:
+    store_of(server).put([block(1, generation=3)])
+    (name,) = client.keys()
+    client.append(name, b"mark")
+    assert store_of(server).put([block(1, generation=2), block(2)]).outcomes == (
+        PutOutcome.ALREADY_THERE,
+        PutOutcome.STORED,
+    )
+    assert client.get(name) == stored(1, 3) + b"mark"
+    assert store_of(server).put([block(1, generation=4)]).outcomes == (PutOutcome.STORED,)
+    assert client.get(name) == stored(1, 4)
+
+
+def test_what_lies_under_a_key_and_is_no_object_is_replaced(server: RedisServer, client: redis.Redis) -> None:
+    store = store_of(server)
+    store.put([block(1)])
+    (name,) = client.keys()
+    client.set(name, b"something else")
+    assert got(store, 1) == [b"something else"]
+    assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
+    assert got(store, 1) == [stored(1)]
+
+
+def test_objects_have_a_time_to_live_that_each_use_begins_again(server: RedisServer, client: redis.Redis) -> None:
+    store = store_of(server, ttl_s=1000.0)
+    store.put([block(1)])
+    (name,) = client.keys()
+    assert 0 < client.pttl(name) <= 1_000_000
+    for use in (lambda: store.get([key_of(1)]), lambda: store.put([block(1)])):
+        client.pexpire(name, 500_000)
+        use()
+        assert client.pttl(name) > 500_000
+    client.pexpire(name, 500_000)
+    store.exists([key_of(1)])
+    assert client.pttl(name) <= 500_000
+
+
+@pytest.mark.usefixtures("client")
+def test_batches_larger_than_a_pipeline_are_cut(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.offload.tiers.redis._BATCH_BYTES", 3 * OBJECT_BYTES)
+    store = store_of(server)
+    assert store.put([block(number) for number in range(8)]).outcomes == (PutOutcome.STORED,) * 8
+    assert got(store, *range(9)) == [*(stored(number) for number in range(8)), None]
+
+
+@pytest.mark.usefixtures("client")
+def test_an_object_larger_than_any_is_refused(server: RedisServer) -> None:
+    large = block(1)._replace(payload=memoryview(bytes(5000)))
+    assert store_of(server).put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
+
+
+def test_a_server_without_memory_has_no_room(server: RedisServer, client: redis.Redis) -> None:
+    store = store_of(server)
+    store.put([block(1)])
+    client.config_set("maxmemory", 1)
+    assert store.put([block(1), block(2)]).outcomes == (PutOutcome.ALREADY_THERE, PutOutcome.NO_ROOM)
+    assert got(store, 1) == [stored(1)]
+    client.config_set("maxmemory", 0)
+    assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
+
+
+def test_a_wrong_password_is_told_without_it(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--requirepass", "correct") as server:
+        for login, error in ((":wrong@", "AuthenticationError"), ("", "AuthenticationError")):
+            store = RedisStore(f"redis://{login}127.0.0.1:{server.port}/0", OBJECT_BYTES, timeout_s=60.0)
+            with pytest.raises(StoreUnavailable, match=f"redis_url: expected an answer, got {error}") as told:
+                store.get([key_of(1)])
+            assert "wrong" not in str(told.value)
+        right = RedisStore(f"redis://:correct@127.0.0.1:{server.port}/0", OBJECT_BYTES, timeout_s=60.0)
+        assert right.put([block(1)]).outcomes == (PutOutcome.STORED,)
+
+
+def test_a_server_that_comes_later_goes_and_comes_again_is_used(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        server.stop()
+        store = store_of(server)
+        for call in (store.get, store.exists, store.delete):
+            with pytest.raises(StoreUnavailable, match="got ConnectionError"):
+                call([key_of(1)])
+        server.start()
+        assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
+        server.stop()
+        with pytest.raises(StoreUnavailable):
+            store.put([block(1)])
+        server.start()
+        assert got(store, 1) == [None]
+        assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
+
+
+def test_a_server_that_does_not_answer_is_given_up(server: RedisServer) -> None:
+    store = store_of(server, timeout_s=0.2)
+    store.exists([key_of(1)])
+    server.pause()
+    try:
+        with pytest.raises(StoreUnavailable, match="got TimeoutError"):
+            store.get([key_of(1)])
+    finally:
+        server.resume()
+    assert store_of(server).exists([key_of(9)]) == [False]
+
+
+def test_a_connection_that_ends_in_the_middle_of_an_object_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def cut_off() -> None:
+            with contextlib.suppress(OSError):  # the test is over
+                for _ in range(2):  # redis-py asks for its version of the protocol first
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        connection.sendall(b"*1\r\n$3200\r\n" + stored(1)[:1000])
+
+        threading.Thread(target=cut_off, daemon=True).start()
+        store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", OBJECT_BYTES, timeout_s=60.0)
+        with contextlib.closing(store), pytest.raises(StoreUnavailable, match="got ConnectionError"):
+            store.get([key_of(1)])
+
+
+def test_a_url_of_something_else_is_refused_without_its_words() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tiers.redis_url: expected redis://HOST:PORT/DB, got something else"
+    ) as told:
+        RedisStore("http://user:password@host", OBJECT_BYTES)
+    assert "password" not in str(told.value)

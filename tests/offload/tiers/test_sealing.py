@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+from xxhash import xxh3_128
+
+from radixkv.errors import ConfigError
+from radixkv.offload.tiers.block_object import ObjectFault, open_object
+from radixkv.offload.tiers.sealing import BlockCipher, NotSealedByUs, TenantCiphers
+
+from .blocks import PAYLOAD_BYTES, payload_of, stored, tokens_of, wanted
+
+CIPHER = BlockCipher(bytes(range(32)))
+
+
+def test_nothing_of_a_sealed_object_is_readable() -> None:
+    data = stored(1, 0, CIPHER)
+    assert tokens_of(1)[:8] not in data
+    assert payload_of(1)[:8] not in data
+
+
+def test_the_same_block_is_never_sealed_alike() -> None:
+    assert len({stored(1, 0, CIPHER)[128:] for _ in range(100)}) == 100
+
+
+def test_a_head_is_bound_to_what_it_heads() -> None:
+    """Somebody who can write into the store, and computes a new checksum, lifts the generation of an object."""
+    data = bytearray(stored(1, 4, CIPHER))
+    data[24] = 9
+    data[-16:] = xxh3_128(data[:-16]).digest()
+    assert open_object(memoryview(data), wanted(1, CIPHER), PAYLOAD_BYTES) is ObjectFault.UNSEALED
+
+
+def test_another_key_opens_nothing() -> None:
+    salt = CIPHER.new_salt()
+    sealed = CIPHER.seal(salt, b"head", b"toke", memoryview(b"payload"))
+    assert CIPHER.open(salt, memoryview(b"head"), memoryview(sealed)) == b"tokepayload"
+    with pytest.raises(NotSealedByUs):
+        BlockCipher(bytes(32)).open(salt, memoryview(b"head"), memoryview(sealed))
+    with pytest.raises(NotSealedByUs):
+        CIPHER.open(CIPHER.new_salt(), memoryview(b"head"), memoryview(sealed))
+
+
+def test_a_key_has_32_bytes() -> None:
+    with pytest.raises(ConfigError, match="expected 32 bytes, got 16"):
+        BlockCipher(bytes(16))
+
+
+def test_without_the_package_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(
+        ConfigError, match=r"^tiers\.encryption_key_file: the package cryptography is missing; .*\[encryption\]"
+    ):
+        BlockCipher(bytes(32))
+
+
+def test_each_tenant_has_a_key_of_its_own() -> None:
+    ciphers = TenantCiphers(bytes(32))
+    salt = bytes(24)
+    sealed = {ciphers.of(tenant).seal(salt, b"", b"", memoryview(b"payload")) for tenant in ("", "a", "b")}
+    assert len(sealed) == 3
+    again = TenantCiphers(bytes(32)).of("a").seal(salt, b"", b"", memoryview(b"payload"))
+    assert again in sealed
+    with pytest.raises(ConfigError, match="expected 32 bytes, got 31"):
+        TenantCiphers(bytes(31))

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.offload.tiers.block_object import BlockObject, object_bytes, open_object, read_head
+from radixkv.offload.tiers.sealing import BlockCipher
+from radixkv.offload.tiers.slot_file import PAGE_BYTES, Line, SlotFile, SlotSizes
+
+from .backends import native_or_skip
+from .blocks import OBJECT_BYTES, PAYLOAD_BYTES, ROOT, block, payload_of, stored, tokens_of, wanted
+
+MIB = 1 << 20
+SIZES = SlotSizes.of(128 + 64 + MIB + 16, MIB)
+SMALL = SlotSizes.of(OBJECT_BYTES + 16, PAYLOAD_BYTES)  # also for sealed ones
+CIPHER = BlockCipher(bytes(range(32)))
+
+
+def buffer_for(sizes: SlotSizes) -> memoryview:
+    return memoryview(mmap.mmap(-1, sizes.buffer_bytes))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SlotFile]:
+    file = SlotFile(tmp_path, SIZES, 8)
+    while len(file.grow()):
+        pass
+    yield file
+    file.close()
+
+
+def numbered(number: int, payload_bytes: int = 3) -> BlockObject:
+    payload = np.random.default_rng(number).bytes(payload_bytes)
+    return BlockObject(bytes([number]) * 32, ROOT, 0, tokens_of(number), memoryview(payload))
+
+
+def read(file: SlotFile, *slots: int) -> list[int]:
+    """Return the first byte of the key in each slot."""
+    buffers = [buffer_for(SIZES) for _ in slots]
+    found = file.read([(slot, numbered(0).num_bytes) for slot in slots], buffers)
+    return [head.key[0] if (head := read_head(data)) else 0 for data, _ in found]
+
+
+@pytest.mark.parametrize("payload_bytes", [1, 63, 64, 4095, 4096, 4097, MIB])
+def test_slots_have_room_for_plain_and_sealed_objects(payload_bytes: int) -> None:
+    for num_tokens in range(1, 1100):
+        plain, sealed = (object_bytes(num_tokens, payload_bytes, is_sealed=each) for each in (False, True))
+        sizes = SlotSizes.of(max(plain, sealed), payload_bytes)
+        assert plain in sizes.object_bytes
+        assert sealed in sizes.object_bytes
+        assert sizes.object_bytes[0] <= sizes.head_room
+        assert not sizes.head_bytes % 64
+        assert not sizes.slot_bytes % PAGE_BYTES
+
+
+def test_objects_are_read_in_the_order_of_the_disk_and_come_as_they_were_asked_for(
+    file: SlotFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_objects([(slot, numbered(slot + 1)) for slot in range(4)])
+    positions: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, buffers: Any, position: int) -> int:
+        room = SIZES.head_room if descriptor == file._heads else SIZES.body_room
+        positions.append((descriptor, position // room))
+        return preadv(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    assert read(file, 3, 1, 2) == [4, 2, 3]
+    assert positions == [(descriptor, slot) for slot in (1, 2, 3) for descriptor in (file._heads, file._blocks)]
+
+
+@pytest.mark.parametrize("payload_bytes", [0, 32, 48, 49, 64])  # C++ takes more than 240 bytes without the checksum
+def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path, payload_bytes: int) -> None:
+    each = numbered(1, payload_bytes)
+    data, sizes = b"".join(each.pieces()), SlotSizes.of(each.num_bytes, payload_bytes)
+    for native in (None, native_or_skip()):
+        (directory := tmp_path / str(native is None)).mkdir()
+        file = SlotFile(directory, sizes, 1, native)
+        file.grow()
+        file.write_objects([(0, each)])
+        for reader in (None, native_or_skip()):
+            file._native = reader
+            assert file.read([(0, len(data))], [buffer_for(sizes)]) == [(data, data[-16:])]
+        file.close()
+    one, other = ([(directory / name).read_bytes() for name in ("heads", "blocks")] for directory in tmp_path.iterdir())
+    assert one == other
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize(
+    ("name", "num_left", "num_there"),
+    [
+        ("blocks", 700, SMALL.head_bytes + 700),
+        ("blocks", 0, SMALL.head_bytes),
+        ("heads", SMALL.head_bytes + 3, SMALL.head_bytes),
+        ("heads", 100, 100),
+    ],
+)
+def test_a_cut_object_has_no_checksum(
+    tmp_path: Path, name: str, num_left: int, num_there: int, *, is_native: bool
+) -> None:
+    file = SlotFile(tmp_path, SMALL, 2, native_or_skip() if is_native else None)
+    file.grow()
+    objects = [block(number) for number in range(2)]
+    file.write_objects(list(enumerate(objects)))
+    os.truncate(tmp_path / name, {"heads": SMALL.head_room, "blocks": SMALL.body_room}[name] + num_left)
+    places = [(slot, objects[slot].num_bytes) for slot in (1, 0)]
+    cut, whole = file.read(places, [buffer_for(SMALL) for _ in places])
+    assert cut == (stored(1)[:num_there], None)
+    assert whole == (stored(0), stored(0)[-16:])
+    file.close()
+
+
+def test_the_disk_is_told_of_strangers_and_not_of_neighbors(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+
+    rooms = {file._heads: SIZES.head_room, file._blocks: SIZES.body_room}
+
+    def advise(descriptor: int, start: int, size: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        told.append((start // rooms[descriptor], size // rooms[descriptor]))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    read(file, 2, 1, 3)
+    assert told == []
+    read(file, 6, 0, 1, 3, 4)
+    assert told == [(3, 2), (3, 2), (6, 1), (6, 1)]
+
+
+@pytest.mark.parametrize("payload_bytes", [1, 4096, MIB - 1, 2 * MIB, 5 * MIB + 7])
+def test_whole_pages_are_written_in_as_few_calls_as_possible(
+    payload_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = numbered(1, payload_bytes)
+    sizes = SlotSizes.of(each.num_bytes, payload_bytes)
+    file = SlotFile(tmp_path, sizes, 2)
+    file.grow()
+    written: list[tuple[int, int]] = []
+    pwritev = os.pwritev
+
+    def noted(descriptor: int, views: Any, position: int) -> int:
+        written.append((position, count := pwritev(descriptor, views, position)))
+        return count
+
+    monkeypatch.setattr(os, "pwritev", noted)
+    file.write_objects([(1, each)])
+    assert len(written) == 1 + -(-payload_bytes // (2 * MIB))
+    assert all(position % PAGE_BYTES == count % PAGE_BYTES == 0 for position, count in written)
+    ((found, _),) = file.read([(1, each.num_bytes)], [buffer_for(sizes)])
+    assert found == b"".join(each.pieces())
+    file.close()
+
+
+@pytest.mark.parametrize("has_cipher", [False, True])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_objects_are_those_that_their_pieces_make(tmp_path: Path, *, is_native: bool, has_cipher: bool) -> None:
+    cipher = CIPHER if has_cipher else None
+    file = SlotFile(tmp_path, SMALL, 8, native_or_skip() if is_native else None)
+    file.grow()
+    objects = [(slot, block(slot, generation=3, cipher=cipher)) for slot in (4, 0, 5)]
+    file.write_objects(objects)
+    buffers = [buffer_for(SMALL) for _ in objects]
+    found = file.read([(slot, each.num_bytes) for slot, each in objects], buffers)
+    for (data, checksum), (slot, each) in zip(found, objects, strict=True):
+        assert checksum == data[-16:]
+        assert cipher is not None or data == b"".join(each.pieces())
+        assert open_object(data, wanted(slot, cipher), PAYLOAD_BYTES) == payload_of(slot)
+    file.close()
+
+
+def test_lines_of_neighbors_are_written_together(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [Line(slot, bytes([slot]) * 32, slot + 1, slot + 2, slot + 3) for slot in (3, 4, 5, 1, 0, 7)]
+    written: list[int] = []
+    pwrite = os.pwrite
+
+    def noted(descriptor: int, data: bytes, position: int) -> int:
+        written.append(len(data) // 64)
+        return pwrite(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    file.write_lines(lines)
+    assert written == [3, 1, 1, 1]
+    found = file.lines()
+    for line in lines:
+        row = found[line.slot]
+        assert (bytes(row["key"]), *(int(row[name]) for name in ("generation", "serial", "bytes"))) == line[1:]
+    assert {slot for slot in range(8) if found["serial"][slot]} == {line.slot for line in lines}
+    file.write_lines([])

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
+
+
+def fill(table: SlotTable, *keys: bytes, give_up: tuple[bytes, ...] = ()) -> list[bytes]:
+    """Put keys one by one; returns what left for them."""
+    gone, left = [], iter(give_up)
+    for key in keys:
+        slot, evicted = table.claim(key, left)
+        gone += evicted
+        if slot is not None:
+            table.publish(key, SlotEntry(slot, 0, 1))
+    return gone
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    table = SlotTable(3)
+    assert fill(table, b"a", b"b", b"c") == []
+    table.find(b"a")
+    table.find(b"b", is_use=False)
+    assert fill(table, b"d", b"e") == [b"b", b"c"]
+
+
+def test_the_first_free_slot_is_taken() -> None:
+    table = SlotTable(4)
+    fill(table, b"a", b"b", b"c", b"d")
+    for key in (b"b", b"d", b"a"):
+        table.remove(key)
+    assert [table.claim(key, iter(()))[0] for key in (b"e", b"f", b"g")] == [0, 1, 3]
+
+
+def test_what_is_put_last_goes_last() -> None:
+    table = SlotTable(3)
+    fill(table, b"a", b"b", b"c")
+    table.put_last([b"b", b"nothing", b"a"])
+    assert fill(table, b"d", b"e", b"f") == [b"c", b"b", b"a"]
+
+
+def test_what_the_caller_gives_up_goes_before() -> None:
+    table = SlotTable(3)
+    fill(table, b"a", b"b", b"c")
+    assert fill(table, b"d", b"e", b"f", give_up=(b"nothing", b"c", b"b")) == [b"c", b"b", b"a"]
+
+
+def test_no_more_is_given_up_than_is_needed() -> None:
+    table = SlotTable(3)
+    fill(table, b"a", b"b")
+    assert fill(table, b"c", b"d", give_up=(b"b", b"a")) == [b"b"]
+
+
+def test_what_is_read_stays_and_its_slot_too() -> None:
+    table = SlotTable(1)
+    fill(table, b"a")
+    entry = table.find(b"a")
+    assert entry is not None
+    table.start_reading(entry)
+    assert fill(table, b"b", give_up=(b"a",)) == []
+    assert table.remove(b"a") is entry
+    assert table.num_free == 0
+    table.end_reading(entry)
+    assert table.num_free == 1
+
+
+def test_nothing_else_goes_instead_of_what_is_given_up_and_read() -> None:
+    table = SlotTable(3)
+    fill(table, b"a", b"b", b"c")
+    entry = table.find(b"b")
+    assert entry is not None
+    table.start_reading(entry)
+    assert table.claim(b"d", iter((b"b", b"c"))) == (None, [])
+    assert fill(table, b"d", b"e", give_up=(b"b", b"c")) == [b"c"]
+    assert [key for key, _ in table] == [b"a", b"b", b"e"]
+
+
+def test_what_is_removed_while_it_is_written_is_not_found_later() -> None:
+    table = SlotTable(1)
+    slot, _ = table.claim(b"a", iter(()))
+    assert slot is not None
+    table.remove(b"a")
+    table.publish(b"a", SlotEntry(slot, 0, 1))
+    assert table.find(b"a") is None
+    assert table.num_free == 1
+
+
+def test_a_claim_that_is_abandoned_frees_its_slot() -> None:
+    table = SlotTable(1)
+    slot, _ = table.claim(b"a", iter(()))
+    assert slot is not None
+    assert table.has(b"a", 9)
+    table.abandon(b"a", slot)
+    assert not table.has(b"a", 0)
+    assert table.num_free == 1
+
+
+def test_an_earlier_generation_makes_room_for_a_later_one() -> None:
+    table = SlotTable(1)
+    fill(table, b"a")
+    assert table.has(b"a", 0)
+    assert not table.has(b"a", 1)
+    slot, evicted = table.claim(b"a", iter(()))
+    assert (slot, evicted) == (0, [])

@@ -1,0 +1,42 @@
+"""A process that writes, replaces and deletes blocks on a disk until it is killed.
+
+python -m tests.offload.tiers.writer PATH NUM_SLOTS SEED [LIBRARY]
+
+With the file of the compiled library it writes in C++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from pathlib import Path
+
+from radixkv.kernels.native.copies import NativeCopies
+
+from .blocks import block, key_of
+from .disks import disk_at
+
+NUM_BLOCKS = 40
+
+
+def main() -> None:
+    path, num_slots, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    chance = random.Random(seed)
+    store = disk_at(path, num_slots, _loaded(sys.argv[4]) if sys.argv[4:] else None)
+    objects = [[block(number, generation) for number in range(NUM_BLOCKS)] for generation in range(3)]
+    print("ready", flush=True)
+    while True:
+        store.put([chance.choice(objects[chance.randrange(3)]) for _ in range(chance.randrange(1, 8))])
+        if chance.random() < 0.2:
+            store.delete([key_of(chance.randrange(NUM_BLOCKS))])
+
+
+def _loaded(library: str) -> NativeCopies:
+    """Load the library without torch, which takes seconds, but has OpenMP."""
+    ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
+    return NativeCopies(ctypes.CDLL(library))
+
+
+if __name__ == "__main__":
+    main()
