@@ -13,7 +13,7 @@ MAX_SNAPKV_WINDOW = 256
 
 
 class CompressionPolicy(enum.StrEnum):
-    """Rule by which K/V entries are dropped.
+    """The rule that selects the K/V entries to drop.
 
     The papers: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2023); Zhang et al., H2O:
     Heavy-Hitter Oracle (2023); Li et al., SnapKV (2024).
@@ -26,7 +26,8 @@ class CompressionPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Bound on the K/V entries of a generation, and the rule that keeps it. Answers are not those of the whole K/V.
+    """A bound on the K/V entries of a generation, and the rule that enforces it. Results differ from those with all
+    K/V.
 
     The prompt is computed and cached as always. What follows is computed from the entries that are kept, and nobody
     else ever reads it.
@@ -69,7 +70,7 @@ class Compression:
         return self.policy is not CompressionPolicy.SNAPKV
 
     def most_entries(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
-        """Return the entries that a generation holds at most. K/V of the last token are never computed.
+        """Return the maximum number of entries of a generation. The K/V of the last token are never computed.
 
         >>> Compression(CompressionPolicy.H2O, 8).most_entries(100, 20)
         8
@@ -81,7 +82,7 @@ class Compression:
         return min(self.max_tokens, num_prompt_tokens) + max_new_tokens - 1
 
     def validate(self) -> None:
-        """Refuse fields out of their range, and those that the policy does not have.
+        """Reject fields that are out of range, or that the policy does not have.
 
         Raises:
             InvalidRequest: the message names the field, what was expected and what came.

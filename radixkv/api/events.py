@@ -1,7 +1,8 @@
-"""Values of the event log: the blocks of tokens that became matchable, and those that left the cache or a store.
+"""K/V cache events: blocks of tokens that were stored in the cache or a tier, and blocks that were removed.
 
-An event block is a run of `events.block_size` tokens at a multiple of that depth in the tree, whatever blocks the pool
-has. Its hash stands for all tokens up to its end. Hashes and tokens are packed, so no event holds an object a token.
+An event block is a run of `events.block_size` tokens at a multiple of that depth in the tree, independent of the block
+size of the pool. Its hash covers all tokens up to its end. Hashes and tokens are packed, so an event needs no object
+per token.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ DEVICE = "device"
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks that can be matched now, or blocks that a store below the device has now, in any order.
+    """Consecutive blocks that can be matched now, or blocks that a tier has now, in any order.
 
     Attributes:
-        parent_hash: hash of the block before the first of them; None at the beginning of a prompt, and of a store.
+        parent_hash: hash of the block before the first one; None at the beginning of a prompt, and for a tier.
         block_hashes: little-endian uint64 hashes, in order.
-        tokens: little-endian uint32 token ids of all of them; of a store, none.
-        block_size: tokens a block.
+        tokens: little-endian uint32 token ids of all blocks; empty for a tier.
+        block_size: tokens per block.
         cache_salt: opaque name of the namespace, for readers that isolate by it. Empty for the only namespace whose
             blocks may be matched by tokens alone.
-        tier: where they are: `DEVICE`, or the name of a store, such as `host`.
+        tier: where the blocks are: `DEVICE`, or the name of a tier, such as `host`.
     """
 
     parent_hash: int | None
@@ -41,7 +42,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks of one namespace that can't be matched any more, or that a store has no longer.
+    """Blocks of one namespace that can no longer be matched, or that a tier no longer has.
 
     Attributes:
         block_hashes: little-endian uint64 hashes.

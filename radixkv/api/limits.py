@@ -1,4 +1,4 @@
-"""Bounds on what an engine serves, and the checks of requests against them."""
+"""The limits of an engine, and the validation of requests against them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 def longest_sequence(pool_tokens: int, max_model_tokens: int | None) -> int:
-    """Return the tokens of the longest sequence that fits into `pool_tokens` and that the model computes.
+    """Return the length of the longest sequence that fits into `pool_tokens` and that the model supports.
 
     >>> longest_sequence(1024, None), longest_sequence(1024, 512)
     (1024, 512)
@@ -28,22 +28,22 @@ def longest_sequence(pool_tokens: int, max_model_tokens: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds that an engine keeps from its start to its end. Refuses requests that it could never serve.
+    """The limits of an engine, which do not change while it runs. Rejects requests that it could never serve.
 
     Attributes:
         model: name of the model.
         device: where it runs.
         vocab_size: token ids are below it.
         max_prompt_tokens: the longest prompt of a prefill.
-        max_sequence_tokens: the most tokens of a generation, prompt included.
-        block_size: tokens a block.
-        epoch: random number of this block pool. A block id means nothing in another epoch.
-        ceiling_tokens: the most tokens that a tenant may hold, by tenant; None for no bound.
-        default_ceiling_tokens: the same, of a tenant that is not there.
-        pool_tokens: tokens that the block pool holds.
-        model_fingerprint: digest of all that K and V depend on besides tokens and the adapter.
-        max_model_tokens: the longest sequence that the model computes; None for any length.
-        compression_refusal: why generations can't drop K/V; empty if they can.
+        max_sequence_tokens: maximum length of a generation, prompt included.
+        block_size: tokens per block.
+        epoch: random number of this block pool. Block ids are only valid in their epoch.
+        ceiling_tokens: maximum number of tokens of a tenant, by tenant; None for no bound.
+        default_ceiling_tokens: the same for all other tenants.
+        pool_tokens: tokens that fit into the block pool.
+        model_fingerprint: digest of everything that K/V depend on besides tokens and the adapter.
+        max_model_tokens: the longest sequence that the model supports; None for any length.
+        compression_refusal: why generations cannot drop K/V; empty if they can.
     """
 
     model: str
@@ -75,18 +75,18 @@ class Limits:
         model_fingerprint: str = "",
         compression_refusal: str = "",
     ) -> Limits:
-        """Work out the limits of a model over a new block pool.
+        """Return the limits of a model with a new block pool.
 
         Args:
             model, device, vocab_size: see the attributes.
-            max_model_tokens: the longest sequence that the model computes; None for any length.
+            max_model_tokens: the longest sequence that the model supports; None for any length.
             num_blocks: blocks of the pool.
-            block_size: tokens a block.
-            ceiling_blocks: the most blocks that a tenant may hold, by tenant; None for no bound.
-            default_ceiling_blocks: the same, of a tenant that is not there.
+            block_size: tokens per block.
+            ceiling_blocks: maximum number of blocks of a tenant, by tenant; None for no bound.
+            default_ceiling_blocks: the same for all other tenants.
             model_fingerprint, compression_refusal: see the attributes.
         """
-        # A generation goes on in a copy of the block in which its prompt ends.
+        # A generation continues in a copy of the block in which its prompt ends.
         return cls(
             model=model,
             device=device,
@@ -106,20 +106,20 @@ class Limits:
         )
 
     def require_retention(self, tokens: bytes, retention: Retention) -> None:
-        """Refuse a prompt that can't be computed, as `require_tokens` does, and a range that is not within it."""
+        """Reject a prompt that cannot be computed, like `require_tokens`, and a range that is not within it."""
         self.require_tokens(tokens)
         retention.range_in(len(tokens) // TOKEN_BYTES)
 
     def require_tokens(self, tokens: bytes, field: str = "token_ids") -> None:
-        """Refuse a prompt that can't be computed.
+        """Reject a prompt that cannot be computed.
 
         Args:
             tokens: little-endian uint32 ids.
-            field: the caller's name for them, for messages.
+            field: the name of the field, for messages.
 
         Raises:
             InvalidRequest: there are no tokens, or ids beyond the vocabulary.
-            PromptTooLong: the model or the pool could never hold it.
+            PromptTooLong: it exceeds the model or the pool.
         """
         if len(tokens) % TOKEN_BYTES:
             raise InvalidRequest(f"{field}: expected little-endian uint32 ids, got {len(tokens)} bytes")
@@ -141,7 +141,7 @@ class Limits:
         return min(self.max_sequence_tokens, self.max_sequence_tokens if most is None else most + 1) - num_tokens
 
     def require_prefill(self, params: PrefillParams) -> None:
-        """Refuse a prefill that is wrong, or could never be served.
+        """Reject a prefill that is invalid or could never be served.
 
         Raises:
             InvalidRequest, PromptTooLong, BeyondCeiling: the message names the field.

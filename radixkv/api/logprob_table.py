@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, as arrays: as objects of Python they would take fifteen times the memory."""
+"""Log probabilities of tokens as arrays, which take a fifteenth of the memory of Python objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.api.result import TokenLogprobs
 
 
 class LogprobRows(NamedTuple):
-    """Log probabilities of tokens that follow each other.
+    """Log probabilities of consecutive tokens.
 
     Attributes:
         logprobs: of each token, and then of the most likely ones there, float32 `[num_tokens, 1 + num_top]`.
@@ -34,7 +34,7 @@ class LogprobRows(NamedTuple):
 
 
 class LogprobTable(Sequence[TokenLogprobs]):
-    """Log probabilities of tokens that follow each other, from the first one on as far as they are told.
+    """A growing table of log probabilities of consecutive tokens.
 
     Equal to any sequence of the same items, which are made when they are asked for.
 
@@ -49,7 +49,7 @@ class LogprobTable(Sequence[TokenLogprobs]):
         self._num_told = 0
 
     def put(self, start: int, rows: LogprobRows) -> None:
-        """Copy rows to the places from `start` on, of which some may have been told before. All are equally wide.
+        """Copy rows to the positions from `start` on, some of which may exist already. All rows have the same width.
 
         Complexity: a copy of the rows, and now and then one of all.
         """
@@ -61,12 +61,12 @@ class LogprobTable(Sequence[TokenLogprobs]):
         self._num_told = max(self._num_told, end)
 
     def extend(self, told: Sequence[TokenLogprobs]) -> None:
-        """Copy items behind those that were told."""
+        """Append items."""
         if told:
             self.put(self._num_told, LogprobRows.of(told))
 
     def truncate(self, num_told: int) -> None:
-        """Forget what was told beyond the first `num_told` tokens."""
+        """Truncate the table to the first `num_told` tokens."""
         self._num_told = min(self._num_told, num_told)
 
     def rows(self, run: slice) -> LogprobRows:
@@ -98,7 +98,7 @@ class LogprobTable(Sequence[TokenLogprobs]):
         return len(self) == len(other) and all(own == each for own, each in zip(self, other, strict=True))
 
     def _grow(self, num_rows: int, like: LogprobRows) -> None:
-        """Take memory for `num_rows`, and beyond the capacity for half as many more, for rows as wide as `like`."""
+        """Reserve memory for `num_rows` rows of the width of `like`, and for half as many more when it has to grow."""
         if num_rows > self._capacity:
             self._capacity = num_rows + num_rows // 2
         before = self.rows(slice(None))

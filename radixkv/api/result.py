@@ -1,4 +1,4 @@
-"""Answers of the engine."""
+"""Results of the engine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Usage:
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens that were reused.
         computed_tokens: prompt tokens that were computed.
-        written_tokens: tokens made matchable for others.
+        written_tokens: tokens that were published to the cache.
         generated_tokens: tokens sampled so far; none of them is part of the prompt.
-        recomputed_tokens: tokens computed again after a pause, because their block was not full or was evicted.
+        recomputed_tokens: tokens computed again after a preemption, because their block was not full or was evicted.
         public_tokens: tokens of `cached_tokens` that came from a public prefix.
-        host_tokens, disk_tokens, remote_tokens: tokens of `cached_tokens` that were loaded from the store of that tier.
+        host_tokens, disk_tokens, remote_tokens: tokens of `cached_tokens` that were loaded from that tier.
     """
 
     prompt_tokens: int
@@ -48,13 +48,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The time that the phases of one request took, in microseconds.
+    """The durations of the phases of a request, in microseconds.
 
     Attributes:
-        queue_us: from its arrival until it had its blocks.
+        queue_us: from its arrival until its blocks were allocated.
         prefill_us: from then until its first token.
         decode_us: from its first token until its last one; 0 for a prefill.
-        total_us: from its arrival until its answer.
+        total_us: from its arrival until its response.
     """
 
     queue_us: int
@@ -65,11 +65,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """The receipt for blocks that are kept after the answer.
+    """A lease that outlives its request.
 
     Attributes:
-        lease_id: names the lease in `Engine.release`.
-        expires_at_s: Unix time at which the engine releases the lease.
+        lease_id: identifies the lease in `Engine.release`.
+        expires_at_s: Unix time at which the lease expires.
         block_table: physical block ids of the prompt, int32 `[num_blocks]`.
     """
 
@@ -80,11 +80,11 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """The answer to a retention.
+    """The result of a retention.
 
     Attributes:
         grant: tokens that were granted, refused and not cached.
-        expires_at_s: Unix time at which the first part of it ends; None if no part does.
+        expires_at_s: Unix time at which the first part of the range expires; None if no part expires.
     """
 
     grant: Grant
@@ -93,7 +93,7 @@ class Retained:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities where a token stands, by the model's own logits: without penalties or temperature.
+    """Log probabilities at the position of a token, from the model's raw logits: without penalties or temperature.
 
     Attributes:
         logprob: of the token, generated or of the prompt.
@@ -106,18 +106,18 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """The answer to one prefill.
+    """The result of a prefill.
 
     Attributes:
-        request_id: the caller's, or a random one.
+        request_id: given by the caller, or random.
         usage: its tokens.
         next_token_id: the most likely next token.
         top_logprobs: `(token_id, logprob)`, most likely first.
-        logits: float32 `[vocab_size]`; None unless asked for.
-        miss_reason: why it did not reuse more.
-        timing: its phases.
-        held_lease: None unless asked for.
-        retained: None unless asked for.
+        logits: float32 `[vocab_size]`; None unless requested.
+        miss_reason: why no more tokens were reused.
+        timing: durations of its phases.
+        held_lease: the held lease; None unless requested.
+        retained: the result of the retention; None unless requested.
     """
 
     request_id: str
@@ -132,26 +132,26 @@ class PrefillResult:
 
 
 class FinishReason(enum.Enum):
-    """Why a generation ended. Values are those of the wire."""
+    """Why a generation ended. Values are those of the protocol."""
 
-    STOP = 1  # at a stop token, which is the last token, or because the caller had it finished
+    STOP = 1  # at a stop token, which is the last token, or because the caller finished it
     LENGTH = 2  # after `max_new_tokens`
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """The answer to one generation, after all its tokens.
+    """The result of a generation, with all its tokens.
 
     Attributes:
-        request_id: the caller's, or a random one.
+        request_id: given by the caller, or random.
         usage: its tokens.
         token_ids: all generated tokens, in order; a stop token is the last of them.
         finish_reason: why it ended.
-        miss_reason: why its prompt did not reuse more.
-        timing: its phases.
-        retained: None unless asked for.
-        logprobs: one for each token that was not told before it; empty unless asked for.
-        prompt_logprobs: one for each token of the prompt but the first; empty unless asked for.
+        miss_reason: why no more tokens of its prompt were reused.
+        timing: durations of its phases.
+        retained: the result of the retention; None unless requested.
+        logprobs: one for each token that was not reported in a `GeneratedTokens` before; empty unless requested.
+        prompt_logprobs: one for each token of the prompt but the first; empty unless requested.
     """
 
     request_id: str
@@ -167,13 +167,13 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """New tokens of a generation that goes on.
+    """New tokens of an unfinished generation.
 
     Attributes:
         token_ids: the new tokens, in order.
         usage: all its tokens so far.
-        logprobs: one for each new token; empty unless asked for.
-        prompt_logprobs: with the first token, one for each token of the prompt but the first; empty unless asked for.
+        logprobs: one for each new token; empty unless requested.
+        prompt_logprobs: with the first token, one for each token of the prompt but the first; empty unless requested.
     """
 
     token_ids: tuple[int, ...]
@@ -186,34 +186,34 @@ OnTokens = Callable[[GeneratedTokens], None]
 
 
 class GenerationFuture(Future[GenerateResult]):
-    """The answer to a generation. Cancelling it throws the answer away; `finish` ends it early and keeps the answer."""
+    """The future of a generation. `cancel` discards the result; `finish` ends the generation early and keeps it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._on_finish: Callable[[], None] | None = None
 
     def finish(self) -> None:
-        """Let the generation end with the tokens that it has, with `FinishReason.STOP`, after the step under way.
+        """End the generation after the current step, with the tokens that it has, as `FinishReason.STOP`.
 
-        From any thread, once it has told a token; before that, and when it is over, it does nothing.
+        Can be called from any thread. Does nothing before the first token was reported, or after the end.
         """
         if self._on_finish is not None:
             self._on_finish()
 
     def watch_finish(self, on_finish: Callable[[], None]) -> None:
-        """Have `on_finish` called at each `finish`, on the thread of its caller. For the engine."""
+        """Register a function that each `finish` calls, on the thread of its caller. For the engine."""
         self._on_finish = on_finish
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Says what a prefill of the same prompt would reuse now, and why not more.
+    """What a prefill of the same prompt would reuse now, and why not more.
 
     Attributes:
-        cached_tokens: those on the device.
-        prompt_tokens: all.
-        miss_reason: of what is not on the device.
-        stored_tokens: those after them that stores below the device are known to have. Shared stores are not asked.
+        cached_tokens: tokens on the device that would be reused.
+        prompt_tokens: tokens of the prompt.
+        miss_reason: why the other tokens are not on the device.
+        stored_tokens: tokens after the cached ones that tiers are known to have. Shared stores are not queried.
     """
 
     cached_tokens: int

@@ -1,4 +1,4 @@
-"""The choice of next tokens, and the end of a generation."""
+"""Sampling parameters: how next tokens are selected, and when a generation ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUM_SEEDS = 2**64
 
 
 def random_seed() -> int:
-    """Draw a seed for a caller who gives none: 0 to 2**64 - 1."""
+    """Return a random seed for a request without one: 0 to 2**64 - 1."""
     return secrets.randbits(64)
 
 
@@ -80,7 +80,7 @@ class Sampling:
     compression: Compression | None = None
 
     def of_answer(self, index: int) -> Sampling:
-        """Return the options of one of several answers to a prompt: each draws with a seed of its own.
+        """Return the options of one of several completions of a prompt: each has a seed of its own.
 
         The first one alone tells what they would all tell of the prompt.
         """
@@ -94,17 +94,17 @@ class Sampling:
 
     @property
     def takes_most_likely(self) -> bool:
-        """Whether the token with the largest logit of the model is always chosen."""
+        """Whether decoding is greedy: always the token with the largest logit of the model."""
         return self.temperature == 0 and not self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
-        """Whether other tokens may become the most likely ones."""
+        """Whether options change which token is the most likely one."""
         has_penalty = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return has_penalty or self.min_tokens > 0 or bool(self.logit_bias) or self.constraint is not None
 
     def validate(self, vocab_size: int) -> None:
-        """Refuse options out of their range.
+        """Reject options that are out of range.
 
         Raises:
             InvalidRequest: the message names the field, what was expected and what came.

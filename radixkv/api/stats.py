@@ -1,4 +1,4 @@
-"""Counts of an engine at one moment, as operators see them."""
+"""Statistics of an engine, as operators see them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from radixkv.api.result import Usage
 
-DEFAULT_MAX_TENANTS = 100  # told by statistics, unless more or fewer are asked for
+DEFAULT_MAX_TENANTS = 100  # in statistics, unless the caller requests another number
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class BlockStats:
 
     Attributes:
         total: blocks of the pool.
-        free: blocks that hold nothing.
-        leased: blocks that only leases hold.
+        free: blocks without an owner.
+        leased: blocks that belong to leases only.
         published: blocks that can be matched.
         pinned: published blocks that leases keep from eviction.
         retained: published blocks with a retention priority above the default.
-        retainable: the most blocks that may be retained.
-        on_probation: blocks of prompts that came once and that no lease uses, while there is a probation.
+        retainable: maximum number of retained blocks.
+        on_probation: blocks of prompts that were used only once and that no lease uses, if there is a probation.
     """
 
     total: int
@@ -36,21 +36,21 @@ class BlockStats:
 
     @property
     def in_use(self) -> int:
-        """Blocks that can't be evicted now: those of running requests and held leases."""
+        """Blocks that cannot be evicted now: those of running requests and held leases."""
         return self.leased + self.pinned
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Requests by state: four counts of now, and four totals since the start.
+    """Requests by state: four current counts, and four totals since the start.
 
     Attributes:
-        waiting: requests that wait for tokens of a step or for blocks.
-        running: requests that hold blocks.
-        following: requests that wait for what a running one computes.
-        paused: the part of the waiting and following ones that ran before and gave their blocks back.
-        finished, failed, cancelled: requests that are over.
-        pauses: number of times that a running request gave its blocks back.
+        waiting: requests that wait for a place in a step or for blocks.
+        running: requests with blocks.
+        following: requests that wait for tokens that a running request computes.
+        paused: waiting and following requests that were preempted.
+        finished, failed, cancelled: requests that have ended.
+        pauses: number of preemptions.
     """
 
     waiting: int
@@ -88,12 +88,12 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True)
 class TimeStats:
-    """Times counted in buckets, since the start.
+    """A histogram of durations since the start.
 
     Attributes:
-        bounds_s: the largest time of each bucket but the last, which has none; ascending.
-        counts: times in each bucket.
-        sum_s: all times together.
+        bounds_s: upper bounds of all buckets but the last, which has none; ascending.
+        counts: durations in each bucket.
+        sum_s: sum of all durations.
     """
 
     bounds_s: tuple[float, ...] = ()
@@ -101,12 +101,12 @@ class TimeStats:
     sum_s: float = 0.0
 
     def since(self, before: TimeStats) -> TimeStats:
-        """Return what came after an earlier reading of the same times."""
+        """Return the difference to an earlier reading of the same histogram."""
         counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
         return TimeStats(self.bounds_s, counts, self.sum_s - before.sum_s)
 
     def quantile_s(self, share: float) -> float | None:
-        """Estimate the time that this share of the times did not exceed, evenly spread in each bucket; None of none.
+        """Estimate a quantile, assuming an even distribution in each bucket; None if there are no durations.
 
         >>> TimeStats((1.0, 2.0), (1, 2, 0)).quantile_s(2 / 3)
         1.5
@@ -125,7 +125,7 @@ class TimeStats:
 class TenantStats:
     """The blocks of one tenant, its totals and its bounds; see `TenantUsage` and `Quota`.
 
-    `stored_blocks` are those in each store below the device, of shared ones those that are known.
+    `stored_blocks` counts the blocks in each tier; in shared stores, only those that are known to this server.
     """
 
     tenant: str
@@ -143,13 +143,13 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class StateStats:
-    """Snapshots of the states of a model that keeps some for each sequence: two counts of now, two totals.
+    """Snapshots of recurrent states: two current counts, and two totals.
 
     Attributes:
-        snapshots: snapshots that are kept.
-        max_snapshots: the most that may be kept.
-        given_up_snapshots: those that were given up for others.
-        recomputed_tokens: cached tokens that were computed again, since the last snapshot was before them.
+        snapshots: number of snapshots.
+        max_snapshots: maximum number of snapshots.
+        given_up_snapshots: snapshots that were evicted.
+        recomputed_tokens: cached tokens that were computed again, because the last snapshot was before them.
     """
 
     snapshots: int = 0
@@ -160,15 +160,15 @@ class StateStats:
 
 @dataclass(frozen=True, slots=True)
 class PartStats:
-    """Parts of blocks, for windowed layers with a pool of their own: three counts of now, three totals.
+    """Parts of blocks in the pool of windowed layers: three current counts, and three totals.
 
     Attributes:
-        free: parts that no block has.
+        free: parts without a block.
         needed: parts that running requests, held leases or public prefixes need.
-        kept: parts that nobody needs, and that stay for other prompts.
-        given_up: kept parts that were taken for others.
-        shortened_hits: leases that could reuse less than the device has, since parts within reach were gone.
-        lost_tokens: the tokens that they could not reuse.
+        kept: parts that are cached for other prompts.
+        given_up: cached parts that were evicted.
+        shortened_hits: requests that could reuse less than is cached on the device, because parts were evicted.
+        lost_tokens: cached tokens that these requests could not reuse.
     """
 
     free: int = 0
@@ -181,17 +181,17 @@ class PartStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of the engine: the counts that need no walk through the trees.
+    """The load of the engine: all statistics that need no traversal of the trees.
 
     Attributes:
         blocks: blocks by state.
         requests: requests by state.
         namespaces: namespaces with at least one cached token.
-        held_leases: leases that outlive their request.
+        held_leases: held leases.
         evicted_blocks: total since the start.
-        evicted_probation_blocks: those of them that were on probation.
-        states: snapshots of states; None for a model without.
-        parts: of blocks; None where all layers are in one pool.
+        evicted_probation_blocks: evicted blocks that were on probation.
+        states: snapshots of recurrent states; None for a model without them.
+        parts: parts of blocks of windowed layers; None if all layers are in one pool.
     """
 
     blocks: BlockStats
@@ -206,21 +206,21 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counts of one store below the device: what it holds, and totals since the start.
+    """Statistics of one tier: its contents, and totals since the start.
 
     Attributes:
         tier: its name.
-        is_working: False while it is left alone after failures, and if it could not be opened.
-        blocks, used_bytes, capacity_bytes: None where only the store's own server knows.
-        loaded_blocks: blocks that it gave, whole and verified.
-        loaded_bytes: their K and V.
-        load_s: seconds from the calls for blocks to the answers: with `loaded_bytes`, its bandwidth.
-        missed_blocks: blocks that it was asked for and did not give: gone, late, damaged.
-        computed_blocks: blocks that it has and that were computed again, because that was supposed to be faster.
-        saved_blocks: blocks that it took.
-        refused_blocks: blocks that it was given and did not take.
-        dropped_blocks: blocks that it was not given because too many waited for it.
-        evicted_blocks: blocks that it gave up for others.
+        is_working: False while it is not used after failures, and if it could not be opened.
+        blocks, used_bytes, capacity_bytes: None if only the server of the store knows.
+        loaded_blocks: blocks that were loaded completely and verified.
+        loaded_bytes: bytes of their K/V.
+        load_s: seconds from the requests for blocks to the responses; with `loaded_bytes`, the bandwidth.
+        missed_blocks: blocks that were requested and not loaded, because they were evicted, late or damaged.
+        computed_blocks: stored blocks that were computed again, because that was estimated to be faster.
+        saved_blocks: blocks that were saved.
+        refused_blocks: blocks that the tier refused.
+        dropped_blocks: blocks that were not sent to the tier because too many were waiting.
+        evicted_blocks: blocks that the tier evicted.
     """
 
     tier: str
@@ -241,18 +241,18 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """All counts of the engine at one moment.
+    """All statistics of the engine.
 
     Attributes:
-        load: how full it is.
+        load: its load.
         uptime_s: seconds since its start.
         tokens: totals over finished requests.
         segments: nodes of all radix trees.
         block_bytes: device bytes of one block, scales included.
         kv_dtype: how K and V are stored: fp32, bf16, fp16, fp8, int8 or int4.
-        tenants: the largest tenants, as many as were asked for; or the one that was.
-        known_tenants: number of tenants with a quota, and of others that hold something or were here lately.
-        first_tokens: from the arrival of a request to its first token; of all that had one, whatever their end.
+        tenants: the largest tenants, as many as requested, or the requested one.
+        known_tenants: number of tenants with a quota, and of others that have blocks or were active recently.
+        first_tokens: from the arrival of a request to its first token; of all requests with a token.
     """
 
     load: EngineLoad
