@@ -23,13 +23,13 @@ class LogprobRows(NamedTuple):
     token_ids: npt.NDArray[np.uint32]
 
     @classmethod
-    def of(cls, told: Sequence[TokenLogprobs]) -> LogprobRows:
+    def of(cls, items: Sequence[TokenLogprobs]) -> LogprobRows:
         """Return the rows of any sequence of at least one item; those of a table are views."""
-        if isinstance(told, LogprobTable):
-            return told.rows(slice(None))
+        if isinstance(items, LogprobTable):
+            return items.rows(slice(None))
         return cls(
-            np.array([[each.logprob, *(logprob for _, logprob in each.top)] for each in told], np.float32),
-            np.array([[token_id for token_id, _ in each.top] for each in told], np.uint32),
+            np.array([[each.logprob, *(logprob for _, logprob in each.top)] for each in items], np.float32),
+            np.array([[token_id for token_id, _ in each.top] for each in items], np.uint32),
         )
 
 
@@ -39,42 +39,42 @@ class LogprobTable(Sequence[TokenLogprobs]):
     Equal to any sequence of the same items, which are made when they are asked for.
 
     Args:
-        num_rows: tokens that there is memory for; more is taken when more are told.
+        num_rows: tokens for which memory is reserved at first.
     """
 
     def __init__(self, num_rows: int = 0) -> None:
         self._capacity = num_rows
         self._logprobs = np.empty((0, 1), np.float32)
         self._token_ids = np.empty((0, 0), np.uint32)
-        self._num_told = 0
+        self._length = 0
 
     def put(self, start: int, rows: LogprobRows) -> None:
         """Copy rows to the positions from `start` on, some of which may exist already. All rows have the same width.
 
         Complexity: a copy of the rows, and now and then one of all.
         """
-        assert start <= self._num_told, "tokens are told from their start on"
+        assert start <= self._length, "rows leave no gap"
         end = start + len(rows.logprobs)
         if end > len(self._logprobs):
             self._grow(end, rows)
         self._logprobs[start:end], self._token_ids[start:end] = rows
-        self._num_told = max(self._num_told, end)
+        self._length = max(self._length, end)
 
-    def extend(self, told: Sequence[TokenLogprobs]) -> None:
+    def extend(self, items: Sequence[TokenLogprobs]) -> None:
         """Append items."""
-        if told:
-            self.put(self._num_told, LogprobRows.of(told))
+        if items:
+            self.put(self._length, LogprobRows.of(items))
 
-    def truncate(self, num_told: int) -> None:
-        """Truncate the table to the first `num_told` tokens."""
-        self._num_told = min(self._num_told, num_told)
+    def truncate(self, length: int) -> None:
+        """Truncate the table to the first `length` tokens."""
+        self._length = min(self._length, length)
 
     def rows(self, run: slice) -> LogprobRows:
         """Return a run of items as arrays, which are views."""
-        return LogprobRows(self._logprobs[: self._num_told][run], self._token_ids[: self._num_told][run])
+        return LogprobRows(self._logprobs[: self._length][run], self._token_ids[: self._length][run])
 
     def __len__(self) -> int:
-        return self._num_told
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprobs: ...
@@ -84,7 +84,7 @@ class LogprobTable(Sequence[TokenLogprobs]):
 
     def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
         if not isinstance(index, slice):
-            place = range(self._num_told)[index]
+            place = range(self._length)[index]
             return self[place : place + 1][0]
         logprobs, token_ids = (each.tolist() for each in self.rows(index))
         return [
@@ -104,5 +104,5 @@ class LogprobTable(Sequence[TokenLogprobs]):
         before = self.rows(slice(None))
         self._logprobs = np.empty((self._capacity, like.logprobs.shape[1]), np.float32)
         self._token_ids = np.empty((self._capacity, like.token_ids.shape[1]), np.uint32)
-        if self._num_told:
-            self._logprobs[: self._num_told], self._token_ids[: self._num_told] = before
+        if self._length:
+            self._logprobs[: self._length], self._token_ids[: self._length] = before

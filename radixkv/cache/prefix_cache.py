@@ -393,7 +393,8 @@ class PrefixCache:
         num_tokens = len(tokens) // TOKEN_BYTES
         most_tokens = max(num_expected_tokens, num_tokens)
         keeps_all = namespace.tenant == PUBLIC_TENANT
-        self.windows.require_room(most_tokens, keeps_all=keeps_all)
+        if self.windows.pools:
+            self.windows.require_room(most_tokens, keeps_all=keeps_all)
         found = self._find(namespace, tokens, read)
         _, cached_tokens, root_tokens, root_run, prefix, node, found_bytes, packed, num_nodes = found
         found_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES

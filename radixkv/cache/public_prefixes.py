@@ -124,10 +124,12 @@ class PublicPrefixes:
 
     Attributes:
         max_blocks: see above.
+        are_any_computed: whether prompts can match any public prefix.
     """
 
     def __init__(self, state: CacheState, leases: OpenLeases, max_blocks: int) -> None:
         self.max_blocks = max_blocks
+        self.are_any_computed = False
         self._state = state
         self._leases = leases
         self._block_size = state.block_size
@@ -135,7 +137,7 @@ class PublicPrefixes:
         self._serials = count(1)
         self._by_name: dict[str, PublicPrefix] = {}
         self._leaving: set[PublicPrefix] = set()
-        # Those that are computed, by model, adapter and the bytes of their first block; the first one first.
+        # Computed prefixes by model, adapter and the bytes of their first block, in the order of registration.
         self._computed: dict[tuple[str, str, bytes], list[PublicPrefix]] = {}
 
     def __iter__(self) -> Iterator[PublicPrefix]:
@@ -148,16 +150,11 @@ class PublicPrefixes:
 
     @property
     def num_kept_blocks(self) -> int:
-        """Blocks that those which are computed keep until they are unregistered."""
+        """Blocks of computed public prefixes, which are pinned until these are unregistered."""
         return sum(self._num_blocks(each.tokens) for each in self if each.lease is not None)
 
-    @property
-    def are_any_computed(self) -> bool:
-        """Whether prompts may find any."""
-        return bool(self._computed)
-
-    def holds(self, prefix: PublicPrefix) -> bool:
-        """Whether a prefix is registered."""
+    def is_registered(self, prefix: PublicPrefix) -> bool:
+        """Return whether a prefix is registered."""
         return self._by_name.get(prefix.name) is prefix
 
     def num_blocks_of(self, prefix: PublicPrefix) -> int:
@@ -165,25 +162,27 @@ class PublicPrefixes:
         return self._num_blocks(prefix.tokens)
 
     def register(self, name: str, model: str, adapter: str, tokens: bytes, *, invoked: str = "") -> PublicPrefix:
-        """Register a prefix, which is to be computed in its namespace; `keep` it then.
+        """Register a prefix. The caller computes it in its namespace, and then calls `activate`.
 
         Args:
-            name: not given to another one.
+            name: must be unique.
             model, adapter: as in `Namespace`.
             tokens: little-endian uint32 bytes, as the cache knows them.
             invoked: digest of the adapter that is invoked in it; empty for none.
 
         Raises:
-            SwitchedOff: the model keeps states.
+            SwitchedOff: the model has recurrent states.
             InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
             OutOfBlocks: public prefixes would take too many blocks, or too many parts of windowed layers.
         """
         if self._state.snapshots is not None:
-            raise SwitchedOff("public prefixes: expected a model without states, got one whose requests each need one")
+            raise SwitchedOff(
+                "public prefixes: expected a model without recurrent states, got one whose requests each need one"
+            )
         if not name:
             raise InvalidRequest("name: expected at least 1 character, got 0")
         if name in self._by_name:
-            raise InvalidRequest("name: expected one that no public prefix has, got one that is registered")
+            raise InvalidRequest("name: expected a new name, got that of a registered public prefix")
         if len(tokens) < self._block_bytes:
             raise InvalidRequest(
                 f"token_ids: expected at least {self._block_size}, a block, got {len(tokens) // TOKEN_BYTES}"
@@ -199,21 +198,21 @@ class PublicPrefixes:
         self._by_name[name] = PublicPrefix(name, namespace, tokens, invoked or adapter)
         return self._by_name[name]
 
-    def keep(self, prefix: PublicPrefix) -> None:
-        """Keep the blocks of a prefix that was computed just now, and let prompts find it.
+    def activate(self, prefix: PublicPrefix) -> None:
+        """Pin the blocks of a prefix that was just computed, and let prompts match it.
 
         Raises:
-            UnknownPublicPrefix: it was unregistered meanwhile. Its blocks are free.
-            OutOfBlocks: what windowed layers need of it has no room. `give_up` frees it.
-            InvariantViolation: it is not cached as a whole; `give_up` frees what is.
+            UnknownPublicPrefix: it was unregistered in the meantime. Its blocks are free.
+            OutOfBlocks: the pools of windowed layers have no room for it. Call `abandon` to free it.
+            InvariantViolation: it is not completely cached. Call `abandon` to free what is.
         """
-        if not self.holds(prefix):
-            self.give_up(prefix)
-            raise UnknownPublicPrefix("name: expected a registered public prefix, got one that is not any more")
+        if not self.is_registered(prefix):
+            self.abandon(prefix)
+            raise UnknownPublicPrefix("name: expected a registered public prefix, got one that was unregistered")
         tree = self._state.trees.get(prefix.namespace)
         node, num_bytes, packed, num_nodes = (None, 0, b"", 0) if tree is None else tree.match(prefix.tokens)
         if node is None or num_bytes < len(prefix.tokens):
-            raise InvariantViolation("public prefix: expected it to be cached, got less of it")
+            raise InvariantViolation("public prefix: expected all of its tokens to be cached, got fewer")
         block_ids = np.frombuffer(packed, np.int32)
         windows = self._state.windows.open(block_ids, prefix.num_tokens, prefix.num_tokens, keeps_all=True)
         for window in windows:
@@ -235,23 +234,24 @@ class PublicPrefixes:
             windows=windows,
         )
         self._computed.setdefault(self._key(prefix.namespace, prefix.tokens), []).append(prefix)
+        self.are_any_computed = True
 
-    def give_up(self, prefix: PublicPrefix) -> None:
-        """Unregister a prefix that was not computed, and free what was. Call it when its request is over."""
+    def abandon(self, prefix: PublicPrefix) -> None:
+        """Unregister a prefix whose computation failed, and free its blocks. Call it after its request has ended."""
         prefix.is_computing = False
-        if self.holds(prefix):
+        if self.is_registered(prefix):
             self.unregister(prefix.name)
         elif prefix in self._leaving:
             self._free(prefix)
 
     def unregister(self, name: str) -> PublicPrefix:
-        """Let no more prompts find a prefix. Its blocks are free when the last lease that uses them is closed.
+        """Stop prompts from matching a prefix. Its blocks are freed when the last lease that uses them is closed.
 
-        One that is being computed takes its blocks, and counts, until that is over. The trees that hang below are left:
-        nothing finds them any more.
+        A prefix that is being computed keeps its blocks until the computation ends. Trees below the prefix stay until
+        they are evicted, and are never matched again.
 
         Raises:
-            UnknownPublicPrefix: there is none of this name.
+            UnknownPublicPrefix: no prefix has this name.
         """
         prefix = self._by_name.pop(name, None)
         if prefix is None:
@@ -261,6 +261,7 @@ class PublicPrefixes:
             self._computed[key].remove(prefix)
             if not self._computed[key]:
                 del self._computed[key]
+        self.are_any_computed = bool(self._computed)
         self._leaving.add(prefix)
         if not prefix.num_users and not prefix.is_computing:
             self._free(prefix)
@@ -337,7 +338,7 @@ class PublicPrefixes:
         return None
 
     def unregister_all(self, adapter: str) -> None:
-        """Unregister those of an adapter, of which this is the digest."""
+        """Unregister the prefixes of an adapter, given by its digest."""
         for prefix in self:
             if prefix.adapter == adapter:
                 self.unregister(prefix.name)
@@ -358,7 +359,7 @@ class PublicPrefixes:
         require_invariant(
             "public prefix",
             all(each.num_users or each.is_computing for each in self._leaving),
-            "one stays that nobody uses or computes",
+            "an unregistered one stays that no lease uses and no request computes",
         )
 
     def _free(self, prefix: PublicPrefix) -> None:

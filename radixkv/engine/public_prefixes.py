@@ -95,7 +95,7 @@ class PublicPrefixRegistry:
             self._submit(request)
         except BaseException:
             if prefix is not None:
-                self._public.give_up(prefix)
+                self._public.abandon(prefix)
             self._adapters.release(prompt.adapter)
             raise
 
@@ -119,12 +119,12 @@ class PublicPrefixRegistry:
             _complete(done, error)
             return
         try:
-            self._public.keep(prefix)
+            self._public.activate(prefix)
         except UnknownPublicPrefix as unregistered:
             _complete(done, unregistered)
             return
         except RadixKVError as failure:
-            self._public.give_up(prefix)
+            self._public.abandon(prefix)
             _complete(done, StepFailed(f"public prefix: {failure}"))
             return
         _log.info("public prefix %s: %d tokens", prefix.name, prefix.num_tokens)
@@ -133,7 +133,7 @@ class PublicPrefixRegistry:
     def _abandon(self, prefix: PublicPrefix, request: Request) -> None:
         """Abandon a prefix when the request that computes it has ended; until then a step may write to its blocks."""
         if request.is_over:
-            self._public.give_up(prefix)
+            self._public.abandon(prefix)
         else:
             self._thread.put(lambda: self._abandon(prefix, request))
 

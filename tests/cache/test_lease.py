@@ -445,7 +445,7 @@ def test_an_unused_lease_counts_neither_as_hit_nor_as_miss_with_or_without_a_pub
     prefix = cache.public.register("p", "model", "", spell("abcdefgh"))
     with cache.lease(prefix.namespace, prefix.tokens) as lease:
         lease.commit(8)
-        cache.public.keep(prefix)
+        cache.public.activate(prefix)
     publish(cache, "abcdefghijkl")
     publish(cache, "stuvwx")
     usage = cache.tenants[MODEL.tenant]

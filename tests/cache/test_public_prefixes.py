@@ -33,7 +33,7 @@ def _make_public(cache: PrefixCache, tokens: bytes, name: str = "p", adapter: st
     prefix = cache.public.register(name, "model", adapter, tokens)
     with cache.lease(prefix.namespace, tokens) as lease:
         lease.commit(lease.num_tokens)
-    cache.public.keep(prefix)
+    cache.public.activate(prefix)
     return prefix
 
 
@@ -142,7 +142,7 @@ def test_a_prefix_in_which_an_adapter_is_invoked_serves_the_model_up_to_there() 
     prefix = cache.public.register("invoked", "model", "", tokens, invoked="c0ffee")
     with cache.lease(prefix.namespace, tokens) as lease:
         lease.commit(10)
-    cache.public.keep(prefix)
+    cache.public.activate(prefix)
     assert _serve(cache, _ACME, spell("abcdefghijk")) == (6, 6)
     assert _serve(cache, _OTHER, cache.marks.invocation("c0ffee", 6).marked(spell("abcdefghijk"))) == (10, 10)
     all_slices(cache.draining("c0ffee"))
@@ -337,7 +337,7 @@ class _Walk:
             with self.cache.lease(prefix.namespace, tokens) as lease:
                 self.write(lease, Namespace("operator"), lease.cached_tokens, lease.num_tokens)
                 lease.commit(lease.num_tokens)
-            self.cache.public.keep(prefix)
+            self.cache.public.activate(prefix)
         except OutOfBlocks:
             if name in {each.name for each in self.cache.public}:
                 self.cache.public.unregister(name)
@@ -377,7 +377,7 @@ def test_a_prefix_takes_its_blocks_until_nobody_computes_it(cache: PrefixCache) 
         cache.public.register("q", "model", "", spell("abcdefgh"))
     lease.close()
     cache.check()
-    cache.public.give_up(prefix)
+    cache.public.abandon(prefix)
     assert cache.public.num_blocks == 0
     assert cache.pool.num_free == 16
     cache.check()
@@ -389,7 +389,7 @@ def test_a_prefix_that_was_unregistered_is_not_kept(cache: PrefixCache) -> None:
         lease.commit(12)
     cache.public.unregister("p")
     with pytest.raises(UnknownPublicPrefix, match=r"^name: expected a registered public prefix"):
-        cache.public.keep(prefix)
+        cache.public.activate(prefix)
     assert cache.pool.num_free == 16
     cache.check()
 
@@ -398,7 +398,7 @@ def test_a_prefix_that_can_not_be_computed_is_unregistered(cache: PrefixCache) -
     prefix = cache.public.register("p", "model", "", spell("abcdefgh"))
     with cache.lease(prefix.namespace, prefix.tokens) as lease:
         lease.commit(4)
-    cache.public.give_up(prefix)
+    cache.public.abandon(prefix)
     assert not list(cache.public)
     assert cache.pool.num_free == 16
     cache.check()

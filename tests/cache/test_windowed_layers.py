@@ -572,7 +572,7 @@ def test_a_public_prefix_keeps_all_its_parts() -> None:
     prefix = cache.public.register("system", "model", "", spell(ALPHABET))
     with cache.lease(prefix.namespace, prefix.tokens) as lease:
         compute(lease)
-    cache.public.keep(prefix)
+    cache.public.activate(prefix)
     cache.check()
     for text in "0123456":
         publish(cache, text * 60)

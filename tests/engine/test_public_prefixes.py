@@ -173,7 +173,7 @@ def test_invalid_public_prefixes_are_refused(
 
 def test_a_name_is_unique_and_can_be_reused_later(engine: Engine) -> None:
     register(engine)
-    with pytest.raises(InvalidRequest, match=r"^name: expected one that no public prefix has"):
+    with pytest.raises(InvalidRequest, match=r"^name: expected a new name, got that of a registered public prefix"):
         register(engine)
     engine.public.unregister("p").result(PATIENCE_S)
     with pytest.raises(UnknownPublicPrefix):

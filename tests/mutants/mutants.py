@@ -145,7 +145,7 @@ CACHE_MUTANTS = (
         "        if not prefix.num_users and not prefix.is_computing:\n",
         "        if not prefix.num_users:\n",
     ),
-    Mutant("cache/public_prefixes.py", "        if not self.holds(prefix):\n", "        if False:\n"),
+    Mutant("cache/public_prefixes.py", "        if not self.is_registered(prefix):\n", "        if False:\n"),
     Mutant("namespace.py", "self.tenant != PUBLIC_TENANT", "True"),
     Mutant("cache/tenants.py", "Quota() if tenant == TRIAL_TENANT else self.default_quota", "self.default_quota"),
     Mutant("namespace.py", "namespace if namespace.trunk else namespace[:-1]", "namespace[:-1]"),

@@ -86,7 +86,7 @@ def test_what_can_not_be_done_with_states_is_refused_by_name(engine: Engine) -> 
         engine.generate(
             params(PROMPT), Sampling(10, compression=Compression(CompressionPolicy.STREAMING_LLM, 64)), _ignore
         )
-    with pytest.raises(SwitchedOff, match="public prefixes: expected a model without states"):
+    with pytest.raises(SwitchedOff, match="public prefixes: expected a model without recurrent states"):
         engine.public.register("system", PROMPT.tobytes()).result(60)
 
 

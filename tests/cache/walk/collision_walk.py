@@ -271,10 +271,10 @@ class CollisionWalk:
             fate = "failed"
         self.events[f"public prefixes {fate}"] += 1
         if fate == "failed":
-            self.cache.public.give_up(prefix)
+            self.cache.public.abandon(prefix)
             return
         with contextlib.suppress(UnknownPublicPrefix):
-            self.cache.public.keep(prefix)
+            self.cache.public.activate(prefix)
             self.public[name] = prefix
 
     def _unregister(self, name: str | None = None) -> None:

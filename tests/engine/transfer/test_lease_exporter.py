@@ -40,7 +40,7 @@ class Exporting:
         future: Future[PrefillResult] = Future()
         self.bench.core.submit(Request(PrefillParams(prefix.tokens), prefix.namespace, future, 0.0))
         self.bench.run()
-        cache.public.keep(prefix)
+        cache.public.activate(prefix)
 
     def payloads(self, lease_id: str, tenant: str) -> list[bytes]:
         """All that a tenant gets of its lease."""

@@ -208,7 +208,7 @@ def test_what_all_leaves_of_a_tree_follow_is_hashed_once(store: TierIndex) -> No
     prefix = counted.cache.public.register("system", "model", "", tokens(range(LONG * BLOCK)))
     with counted.cache.lease(prefix.namespace, prefix.tokens) as lease:
         lease.commit(lease.num_tokens)
-    counted.cache.public.keep(prefix)
+    counted.cache.public.activate(prefix)
     assert counted.hashed() == 0
     for first in range(1000, 1000 + LONG):
         prompt = prefix.tokens + tokens(range(first, first + 2 * BLOCK))

@@ -167,7 +167,7 @@ def test_what_hangs_below_a_public_prefix_is_found_by_the_whole_prompt() -> None
     prefix = cached.cache.public.register("system", "model", "", tokens(range(8)))
     with cached.cache.lease(prefix.namespace, prefix.tokens) as lease:
         lease.commit(8)
-    cached.cache.public.keep(prefix)
+    cached.cache.public.activate(prefix)
     cached.put(range(16))
     assert cached.cache.evict(8) == 2  # what is public stays
     assert [own for _, own in cached.departed()] == [tokens(range(12, 16)), tokens(range(8, 12))]
@@ -181,7 +181,7 @@ def test_what_hangs_below_a_prefix_that_is_gone_is_lost() -> None:
     prefix = cached.cache.public.register("system", "model", "", tokens(range(8)))
     with cached.cache.lease(prefix.namespace, prefix.tokens) as lease:
         lease.commit(8)
-    cached.cache.public.keep(prefix)
+    cached.cache.public.activate(prefix)
     cached.put(range(16))
     cached.cache.public.unregister("system")
     cached.cache.evict(8)
