@@ -1,4 +1,4 @@
-"""The definition of a compressed generation: transformers' own model and cache, of which entries are left out."""
+"""The reference for compressed generations: the model and cache of transformers, with entries left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hint of a full engine after how many seconds to come back."""
+"""Admission control: when a full queue tells callers to retry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 def retry_after_s(clock: FakeClock, seconds_each: float, num_ended: int) -> float:
-    """Return the hint of a full gate after some requests have ended, one in every `seconds_each`."""
+    """Return `retry_after_s` of a full queue after some requests have ended, one every `seconds_each`."""
     gate = AdmissionControl(EngineConfig(max_running_requests=2, max_waiting_requests=6))
     requests = [Request(PrefillParams(tokens([1])), MODEL, Future(), 0.0) for _ in range(num_ended + 9)]
     for request in requests[:num_ended]:

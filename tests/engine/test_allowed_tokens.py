@@ -22,7 +22,7 @@ SAMPLED = {"temperature": 5.0, "seed": 3}
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RisingMatcher]]:
-    """Note every matcher that is started."""
+    """Record every matcher that is started."""
     matchers: list[RisingMatcher] = []
     start = Rising.start
 
@@ -81,7 +81,7 @@ def test_the_minimum_length_holds_while_any_other_token_is_allowed() -> None:
     future = bench.generate(range(9), 20, **sampling)
     bench.run()
     assert future.result(0).token_ids[:5] == (0, 1, 2, 3, 4)
-    assert future.result(0).token_ids[5] in (5, 200), "nothing but stop tokens may come there"
+    assert future.result(0).token_ids[5] in (5, 200), "only stop tokens are allowed there"
     assert len(future.result(0).token_ids) == 6
 
 

@@ -1,4 +1,4 @@
-"""Waiting calls by tenant."""
+"""The fair queue of calls."""
 
 from __future__ import annotations
 

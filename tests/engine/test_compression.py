@@ -1,4 +1,4 @@
-"""Generations that keep only some of their K/V: what they answer, what they hold, and what others see of them."""
+"""Compressed generations: their output, the blocks that they hold, and their isolation from other requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(directory: Path) -> Model:
 
 
 def result_of(future: GenerationFuture) -> GenerateResult:
-    """Return the answer with the log probabilities of all its tokens."""
+    """Return the result with the log probabilities of all its tokens."""
     result, told = future.result(0), future.told_logprobs  # type: ignore[attr-defined]
     return dataclasses.replace(result, logprobs=(*told, *result.logprobs))
 

@@ -59,7 +59,7 @@ def runner() -> GatedRunner:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """The clock of the engine's watchdog, so that a step takes long when the test says so."""
+    """The clock of the engine's watchdog, which lets the test decide how long a step takes."""
     clock = FakeClock()
     monkeypatch.setattr("radixkv.engine.watchdog.time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr("radixkv.engine.watchdog._MAX_PERIOD_S", 0.005)
@@ -519,10 +519,10 @@ def test_steps_that_fail_in_a_row_make_it_unhealthy_until_one_works(
             engine.prefill(params(range(num_failed, 8))).result(PATIENCE_S)
     tries.clear()
     wait_until(lambda: len(tries) > 3)
-    assert not engine.is_healthy, "its own tries fail as well"
+    assert not engine.is_healthy, "its own trial steps fail as well"
     assert engine.can_recover
     clock.now_s += 31
-    assert not engine.can_recover, "the tries have failed for too long"
+    assert not engine.can_recover, "the trial steps have failed for too long"
     is_broken = False
     wait_until(lambda: engine.is_healthy)
     assert engine.can_recover

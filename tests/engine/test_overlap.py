@@ -78,9 +78,11 @@ def test_the_device_has_its_next_step_before_a_token_is_streamed() -> None:
     future, diary = decoding(bench)
     for _ in range(27):
         assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
-    assert diary.of_next_step() == ["wait"], "how long it will be is known before"
+    assert diary.of_next_step() == ["wait"], "its length is known before"
     assert future.result(0).token_ids == expected(30)
-    assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], "and none is computed in vain"
+    assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], (
+        "and no token is computed without need"
+    )
 
 
 def test_the_blocks_of_requests_that_end_are_free_before_the_next_step() -> None:
@@ -129,7 +131,7 @@ def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
 
 
 class TestAStepIsPreparedInVain:
-    """Something comes while the step before it is computed."""
+    """Something happens while the step before it is computed."""
 
     def while_it_is_computed(self, bench: Bench, happens: Callable[[], object]) -> None:
         run = bench.runner.run
@@ -313,7 +315,7 @@ class TestAllPlacesAreTaken:
             assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
         assert diary.of_next_step() == ["wait"]
         assert future.result(0).token_ids == expected(30)
-        assert diary.of_next_step() == ["start", "wait"], "the prompt of the one that waited"
+        assert diary.of_next_step() == ["start", "wait"], "the prompt of the request that waited"
         bench.run()
         assert waiting.done()
 
@@ -458,7 +460,7 @@ def test_no_step_is_started_ahead_of_one_that_is_finished() -> None:
     bench = Bench()
     future, diary = decoding(bench)
     future.finish()
-    assert "start" not in diary.of_next_step(), "the step that is under way is the last one"
+    assert "start" not in diary.of_next_step(), "the running step is the last one"
     bench.run()
     assert future.result(0).token_ids == expected(3)
     assert bench.cache.pool.num_leased == 0

@@ -168,7 +168,7 @@ def test_the_minimum_length_is_ignored_if_only_a_stop_token_has_a_logit() -> Non
 
 
 def test_the_minimum_length_is_ignored_if_every_token_is_a_stop_token() -> None:
-    """The model reads more tokens than it writes, so that its vocabulary has others."""
+    """The model has more input tokens than logits, so its vocabulary has other tokens."""
     logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
     assert torch.equal(penalize(logits, Sampling(min_tokens=3), np.arange(0), [], set(range(30))), logits)
 
@@ -191,7 +191,7 @@ def test_the_models_logits_are_left_as_they_are() -> None:
 
 
 class _Calls(TorchDispatchMode):
-    """Notes which functions are called on tensors."""
+    """Records which functions are called on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("narrowed", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}])
 def test_a_draw_does_not_wait_for_the_device(narrowed: dict[str, Any]) -> None:
-    """A tensor whose shape depends on values has to wait for them, and so has reading a value."""
+    """Making a tensor whose shape depends on values waits for the device, and so does reading a value."""
     with _Calls() as calls:
         draw(PROBABILITIES.log(), Sampling(temperature=1.0, **narrowed, seed=1), 0)
     assert len(calls.names) > 5

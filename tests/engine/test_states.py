@@ -1,4 +1,4 @@
-"""Requests of a model that keeps states. The fake runner sees every state that is read or written wrongly."""
+"""Requests of a model with recurrent states. The fake runner detects every state that is read or written wrongly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def states_of(bench: Bench) -> StateSlots:
 
 
 def snapshots(bench: Bench) -> list[int]:
-    """Return how many tokens each snapshot stands for."""
+    """Return the number of tokens of each snapshot."""
     states = states_of(bench)
     slots = [slot for slot in states.table.tolist() if slot >= 0]
     assert len(slots) == states.num_kept
@@ -70,7 +70,7 @@ def test_a_prompt_without_a_snapshot_is_computed_and_says_why() -> None:
     assert (again.usage.cached_tokens, again.miss_reason) == (0, MissReason.NO_STATE)
     assert bench.core.probe(*_key(PROMPT)).miss_reason is MissReason.NO_STATE
     assert states_of(bench).num_recomputed_tokens == 28
-    assert bench.cache.pool.num_published == 8, "the blocks of the second request are given back"
+    assert bench.cache.pool.num_published == 8, "the blocks of the second request are released"
 
 
 def test_a_probe_returns_what_a_request_would_reuse() -> None:
@@ -131,7 +131,7 @@ def test_the_next_turn_resumes_after_the_output() -> None:
     bench = Bench(num_snapshots=8)
     future = bench.generate(PROMPT, 13)
     bench.run()
-    assert snapshots(bench) == [16, 28, 40], "an answer keeps its newest snapshot alone"
+    assert snapshots(bench) == [16, 28, 40], "a generation keeps only its newest snapshot"
     turn = bench.prefill([*PROMPT, *future.result(0).token_ids, 7, 7])
     assert turn.usage.cached_tokens == 40
 

@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 def look(watchdog: Watchdog, times: int = 1) -> None:
-    """Let it look, on this thread instead of its own."""
+    """Run one check on this thread instead of the watchdog's own."""
     is_stopped = iter([False] * times + [True])
     watchdog._stopped = SimpleNamespace(wait=lambda _: next(is_stopped))  # type: ignore[assignment]
     watchdog._watch()

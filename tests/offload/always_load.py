@@ -1,4 +1,4 @@
-"""A choice that measures nothing, for tests of what is loaded."""
+"""A load-or-compute choice that always loads, for tests of loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from radixkv.offload.load_or_compute import LoadDecision, LoadOrCompute
 
 
 class AlwaysLoad(LoadOrCompute):
-    """Loads what is stored, and asks for what may be, however long that takes."""
+    """Always loads stored blocks, and looks up those that may be stored, however long that takes."""
 
     def choose(self, start_token: int, stores: Sequence[str]) -> LoadDecision:
         """Choose all."""

@@ -26,7 +26,7 @@ def test_a_preempted_request_that_waits_for_a_tier_counts_as_hit_or_miss_when_it
     for first in (0, 100):
         bench.generate(range(first, first + 9), 16)
     bench.run()
-    assert bench.offload.tiers["host"].counts().loaded, "somebody waited for the store"
+    assert bench.offload.tiers["host"].counts().loaded, "a request waited for the tier"
     usage = bench.cache.tenants[""]
     assert (usage.num_hit_tokens, usage.num_miss_tokens) == (sum(hits), sum(misses))
 

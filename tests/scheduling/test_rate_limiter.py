@@ -17,7 +17,7 @@ from tests.fakes import MODEL, FakeClock
 
 
 def retry_after_s(rates: RateLimiter, tenant: str = "a") -> float:
-    """Return when a refused tenant may come back."""
+    """Return when a refused tenant may retry."""
     with pytest.raises(RateExceeded) as refused:
         rates.enter(tenant)
     return refused.value.retry_after_s

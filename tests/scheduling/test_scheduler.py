@@ -1,4 +1,4 @@
-"""A short question does not wait for a long document, and the document is not forgotten over short questions."""
+"""A short prompt does not wait for a long document, and short prompts do not starve the document."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tenants share the steps by weight, and a tenant's requests share its part."""
+"""Tenants share the steps by weight, and the requests of a tenant share its part."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_within_a_tenant_later_requests_of_one_adapter_do_not_overtake_anothers(
 
 
 def test_idle_time_earns_no_share() -> None:
-    """A tenant that comes back again and again is not served before one that stays."""
+    """A tenant that returns repeatedly is not served before one that stays."""
     bench = Bench(num_blocks=8192, max_step_tokens=128)
     bench.submit([9] * 6000, tenant="stays")
     comes: list[Future[PrefillResult]] = []
@@ -92,7 +92,7 @@ def test_idle_time_earns_no_share() -> None:
 
 
 def test_a_tenant_that_returns_keeps_what_it_was_served_before() -> None:
-    """A tenant of little weight gets no more than its share by coming with one short request at a time."""
+    """A tenant of low weight gets no more than its share by sending one short request at a time."""
     bench = Bench(num_blocks=8192, max_step_tokens=64, weights={"comes": 0.1})
     bench.submit([9] * 6000, tenant="stays")
     comes: list[Future[PrefillResult]] = []
@@ -186,7 +186,7 @@ def test_urgency_has_no_effect_between_tenants() -> None:
 
 
 def test_a_leader_is_as_urgent_as_its_followers() -> None:
-    """A short request that follows a long one is not held up behind a shorter one than that."""
+    """A short request that follows a long one does not wait for requests shorter than the long one."""
     bench = Bench(num_blocks=4096, max_step_tokens=64)
     system = list(range(60))
     bench.submit([5000] * 2000)
@@ -232,7 +232,7 @@ def test_a_large_request_gets_its_blocks_although_small_generations_keep_arrivin
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_request_starves(seed: int) -> None:
-    """More comes than can be served, for ever; a request that is worth less than all others is answered."""
+    """More requests arrive than can be served; the least urgent one is answered nevertheless."""
     rng = random.Random(seed)
     bench = Bench(num_blocks=64, max_step_tokens=16, max_running_requests=6)
     waits = bench.submit(range(1000, 1100), tenant="a", urgency=20)

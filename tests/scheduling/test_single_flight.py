@@ -65,7 +65,7 @@ def test_trees_of_followers_compute_every_shared_token_once() -> None:
     prompts = [[*system, *documents[q % 3], 200 + q, 0] for q in range(30)]
     futures = [bench.submit(prompt) for prompt in prompts]
     bench.run()
-    # The last tokens of a prompt share no whole block with anybody.
+    # The last tokens of a prompt share no whole block with any other prompt.
     assert bench.runner.computed_tokens == 16 + 3 * 12 + 30 * 2
     assert all(
         future.result(0).next_token_id == next_token(tokens(p)) for future, p in zip(futures, prompts, strict=True)

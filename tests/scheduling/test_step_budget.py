@@ -16,7 +16,7 @@ from tests.fake_runner import next_token, tokens
 
 
 class SmallDevice:
-    """Lets a bench's runner compute at most `most_tokens` tokens at once."""
+    """Limits a bench's runner to `most_tokens` tokens per step."""
 
     def __init__(self, bench: Bench, most_tokens: int) -> None:
         self.most_tokens = most_tokens

@@ -95,7 +95,7 @@ class Desk:
         return request
 
     def refuse(self, refused: Request) -> None:
-        """Let a request be refused, and removed as an engine does, once it is tried."""
+        """Have a request refused, and removed as the engine does, as soon as it is tried."""
         admit = self.admitter.admit
         self.admitter.outcomes[refused] = Admission.ENDED
 
@@ -199,7 +199,7 @@ def test_the_longest_cached_prefix_is_admitted_first() -> None:
     first, hit = desk.wait(10), desk.wait(10)
     desk.admitter.cached_tokens[hit] = 8
     assert desk.plan() == [Slice(hit, 8, 10), Slice(first, 0, 8)]
-    assert desk.queues[""].num_passed_over == 0, "the first one came in as well"
+    assert desk.queues[""].num_passed_over == 0, "the first one was admitted as well"
 
 
 def test_no_request_is_looked_up_while_all_fit() -> None:

@@ -1,4 +1,4 @@
-"""The answer that each request to a simulated engine must get, from the request alone, without cache and blocks."""
+"""The result that each request to a simulated engine must get, derived from the request alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Asked:
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """Work out the tokens of a whole generation."""
+        """Compute the tokens of a whole generation."""
         return continuation(self.ask.namespace, self.ask.path, self.ask.sampling)
 
     @property
@@ -85,7 +85,7 @@ class Asked:
 
     @property
     def expected_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Work out the log probabilities of the prompt, if they were asked for."""
+        """Compute the log probabilities of the prompt if they were requested."""
         count, tokens = self.ask.sampling.prompt_logprobs, self.ask.tokens
         if count is None or len(tokens) == 4:
             return ()
@@ -96,7 +96,7 @@ class Asked:
         return tuple(table)
 
     def computed(self, chunk: Chunk) -> None:
-        """Note that a chunk of it is being computed."""
+        """Record that a chunk of it is being computed."""
         if self.upto is not None:
             self.num_recomputed += max(0, self.upto - chunk.start)
             self.num_skipped += max(0, chunk.start - self.upto)
@@ -119,7 +119,7 @@ class Asked:
         ]
 
     def judge(self, now_s: float, *, is_closed: bool) -> Counter[str]:
-        """Judge the finished future: whether it may be finished, and its result. Returns the kind of its end."""
+        """Check a finished future: whether it may be finished, and its result. Returns how it ended."""
         assert self.request.is_over or self.future.cancelled()
         if self.future.cancelled():
             assert self.is_cancelled
@@ -162,7 +162,7 @@ class Asked:
         return self.request.times.received_s + timing.total_us / 1e6
 
     def _judge_error(self, error: BaseException, now_s: float, is_closed: bool) -> None:
-        """Whether blocks were really out is judged when the engine reports it."""
+        """Whether blocks were really missing is checked when the engine reports it."""
         if isinstance(error, DeadlineExceeded):
             assert self.ask.deadline_s is not None
             assert self.ask.deadline_s <= now_s
@@ -179,7 +179,7 @@ class Asked:
         expected = logits_of(content_of(self.ask.namespace, self.ask.path))
         assert result.next_token_id == int(expected.argmax())
         if self.ask.tenant != PUBLIC_TENANT:
-            assert np.array_equal(result.logits, expected), "the answer is not the model's"
+            assert np.array_equal(result.logits, expected), "the output is not the model's"
             assert result.next_token_id == result.top_logprobs[0][0]
         is_held = result.held_lease is not None
         assert is_held == self.ask.holds or (not is_held and self.written_at_purge is not None)
@@ -187,7 +187,7 @@ class Asked:
 
     def _judge_generation(self, result: GenerateResult) -> None:
         num_tokens, told = len(result.token_ids), tuple(self.told)
-        assert result.token_ids == self.expected[:num_tokens], "the answer is not the model's"
+        assert result.token_ids == self.expected[:num_tokens], "the output is not the model's"
         is_early = self._is_early(result)
         if is_early:
             assert self.may_end_early, "a generation ended early without a reason"
@@ -196,7 +196,7 @@ class Asked:
             assert num_tokens == len(self.expected), "a generation ended early, and its last tokens were streamed late"
             assert not self.is_at_a_loss
         most_tokens = num_tokens if self.told_at_finish is None else self.told_at_finish + 1
-        assert num_tokens <= most_tokens, "an answer went on that was to be finished"
+        assert num_tokens <= most_tokens, "a generation continued that was to be stopped"
         is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids or self._has_risen(result)
         assert result.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         assert result.usage.generated_tokens == len(result.token_ids)

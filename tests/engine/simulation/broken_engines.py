@@ -50,7 +50,7 @@ def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_wait_for", publish_and_wait)
 
 
-def starts_ahead_what_has_ended(patch: pytest.MonkeyPatch) -> None:
+def starts_ahead_requests_that_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         overlap,
         "_continues_decoding",
@@ -58,7 +58,7 @@ def starts_ahead_what_has_ended(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def starts_ahead_whatever_has_come(patch: pytest.MonkeyPatch) -> None:
+def starts_ahead_whatever_is_due(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OverlapScheduler, "may_start", lambda _, prepared, results: bool(results))
 
 
@@ -72,7 +72,7 @@ def starts_two_steps_ahead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "_start_ahead", start_twice)
 
 
-def starts_ahead_with_the_tokens_of_others(patch: pytest.MonkeyPatch) -> None:
+def starts_ahead_with_the_tokens_of_other_requests(patch: pytest.MonkeyPatch) -> None:
     start = PreparedStep.start
     patch.setattr(PreparedStep, "start", lambda prepared, results, now_s: start(prepared, results[::-1], now_s))
 
@@ -102,7 +102,7 @@ def skips_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "chunk_of", without_copy)
 
 
-def makes_copies_again_and_again(patch: pytest.MonkeyPatch) -> None:
+def repeats_copies(patch: pytest.MonkeyPatch) -> None:
     chunk = step.chunk_of
     copies = {}
 
@@ -124,7 +124,7 @@ def leads_while_it_is_preempted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Preemptor, "preempt", preempt_and_lead)
 
 
-def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
+def ends_cancelled_requests_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
     submit = EngineCore.submit
 
     def submit_and_listen(core: EngineCore, request: Request) -> None:
@@ -138,7 +138,7 @@ def ends_who_is_cancelled_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "submit", submit_and_listen)
 
 
-def gives_the_blocks_of_the_cancelled_back_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
+def releases_the_blocks_of_cancelled_requests_while_a_step_runs(patch: pytest.MonkeyPatch) -> None:
     submit = EngineCore.submit
 
     def submit_and_listen(core: EngineCore, request: Request) -> None:
@@ -161,7 +161,7 @@ def counts_no_recomputed_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitter, "admit", admit_and_forget)
 
 
-def goes_on_after_a_preemption_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
+def resumes_after_a_preemption_as_if_nothing_was_evicted(patch: pytest.MonkeyPatch) -> None:
     admit = Admitter.admit
 
     def admit_and_go_on(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
@@ -173,12 +173,12 @@ def goes_on_after_a_preemption_as_if_nothing_was_evicted(patch: pytest.MonkeyPat
     patch.setattr(Admitter, "admit", admit_and_go_on)
 
 
-def believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
+def accepts_values_that_are_not_finite(patch: pytest.MonkeyPatch) -> None:
     wait = Step.wait
     patch.setattr(Step, "wait", lambda under_way: [each._replace(is_finite=True) for each in wait(under_way)])
 
 
-def tells_nobody_that_a_step_failed(patch: pytest.MonkeyPatch) -> None:
+def reports_no_failed_steps_to_callers(patch: pytest.MonkeyPatch) -> None:
     fail = RequestCompleter.fail
 
     def fail_silently(completer: RequestCompleter, request: Request, error: RadixKVError) -> None:
@@ -201,7 +201,7 @@ def shares_between_salts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "lease", lease_anywhere)
 
 
-def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
+def samples_by_the_position_in_the_batch(patch: pytest.MonkeyPatch) -> None:
     predict = step.predict
 
     def predict_by_place(
@@ -220,7 +220,7 @@ def draws_by_the_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "predict", predict_by_place)
 
 
-def asks_what_may_come_as_if_nothing_had(patch: pytest.MonkeyPatch) -> None:
+def restarts_matchers_at_each_token(patch: pytest.MonkeyPatch) -> None:
     allowed_tokens = step.allowed_tokens
 
     def allowed_at_first(requests: list[Request]) -> dict[int, Any]:
@@ -232,11 +232,11 @@ def asks_what_may_come_as_if_nothing_had(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "allowed_tokens", allowed_at_first)
 
 
-def goes_on_without_a_next_token(patch: pytest.MonkeyPatch) -> None:
+def continues_without_an_allowed_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SliceResult, "refusal", None)
 
 
-def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
+def resumes_no_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
     published = SingleFlight.published
 
     def publish_and_forget(flights: SingleFlight, leader: Request, upto_tokens: int) -> list[Request]:
@@ -246,15 +246,15 @@ def forgets_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SingleFlight, "published", publish_and_forget)
 
 
-def lets_followers_wait_until_their_leader_ends(patch: pytest.MonkeyPatch) -> None:
+def resumes_followers_only_when_their_leader_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SingleFlight, "published", lambda *_: [])
 
 
-def follows_nobody(patch: pytest.MonkeyPatch) -> None:
+def never_lets_requests_follow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SingleFlight, "follow", lambda *_: False)
 
 
-def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
+def continues_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
     extend = Lease.extend
 
     def extend_in_place(lease: Lease, tokens: bytes) -> None:
@@ -264,7 +264,7 @@ def goes_on_in_a_published_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lease, "extend", extend_in_place)
 
 
-def keeps_the_blocks_of_who_failed(patch: pytest.MonkeyPatch) -> None:
+def keeps_the_blocks_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
     end = RequestCompleter.end
 
     def end_and_keep(
@@ -289,7 +289,7 @@ def publishes_after_a_purge(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineCore, "purging", purging_and_going_on)
 
 
-def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
+def streams_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
     advance = RequestCompleter._advance
 
     def advance_and_tell(completer: RequestCompleter, result: SliceResult) -> None:
@@ -301,7 +301,7 @@ def tells_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestCompleter, "_advance", advance_and_tell)
 
 
-def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
+def ignores_deadlines(patch: pytest.MonkeyPatch) -> None:
     complete = RequestCompleter._complete
 
     def complete_late(completer: RequestCompleter, request: Request, *args: Any) -> None:
@@ -312,7 +312,7 @@ def knows_no_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestCompleter, "_complete", complete_late)
 
 
-def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
+def admits_no_request_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
     remove = Scheduler.remove
 
     def remove_and_stay_blocked(scheduler: Scheduler, request: Request) -> None:
@@ -323,15 +323,15 @@ def admits_nobody_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "remove", remove_and_stay_blocked)
 
 
-def refuses_who_might_fit_into_a_smaller_step(patch: pytest.MonkeyPatch) -> None:
+def fails_requests_that_fit_into_a_smaller_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepBudget, "shrink", lambda *_: False)
 
 
-def tries_as_much_again_when_there_is_no_memory(patch: pytest.MonkeyPatch) -> None:
+def retries_steps_without_memory_at_the_same_size(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepBudget, "shrink", lambda _, num_tokens: num_tokens > 1)
 
 
-def refuses_who_only_has_to_wait(patch: pytest.MonkeyPatch) -> None:
+def refuses_requests_that_only_have_to_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitter, "_can_fit", lambda *_: False)
 
 
@@ -345,7 +345,7 @@ def lets_all_tenants_hang_in_one_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PublicPrefixes, "roots", shared_roots)
 
 
-def shows_public_prefixes_to_who_opted_out(patch: pytest.MonkeyPatch) -> None:
+def uses_public_prefixes_for_tenants_that_opted_out(patch: pytest.MonkeyPatch) -> None:
     quota_of = Tenants.quota_of
     patch.setattr(
         Tenants,
@@ -374,7 +374,7 @@ def frees_public_prefixes_that_are_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PublicPrefixes, "unregister", unregister_and_free)
 
 
-def keeps_public_prefixes_that_nobody_uses(patch: pytest.MonkeyPatch) -> None:
+def keeps_unused_public_prefixes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PublicPrefixes, "_free", lambda *_: None)
 
 
@@ -422,42 +422,42 @@ def invokes_adapters_a_token_late(patch: pytest.MonkeyPatch) -> None:
 
 BREAKS: tuple[Breaks, ...] = (
     publishes_before_the_step,
-    starts_ahead_what_has_ended,
-    starts_ahead_whatever_has_come,
+    starts_ahead_requests_that_ended,
+    starts_ahead_whatever_is_due,
     starts_two_steps_ahead,
-    starts_ahead_with_the_tokens_of_others,
+    starts_ahead_with_the_tokens_of_other_requests,
     prepares_copies_again,
     prepares_without_blocks,
     skips_copies,
-    makes_copies_again_and_again,
+    repeats_copies,
     leads_while_it_is_preempted,
-    ends_who_is_cancelled_while_a_step_runs,
-    gives_the_blocks_of_the_cancelled_back_while_a_step_runs,
+    ends_cancelled_requests_while_a_step_runs,
+    releases_the_blocks_of_cancelled_requests_while_a_step_runs,
     counts_no_recomputed_tokens,
-    goes_on_after_a_preemption_as_if_nothing_was_evicted,
-    believes_what_is_not_finite,
-    tells_nobody_that_a_step_failed,
+    resumes_after_a_preemption_as_if_nothing_was_evicted,
+    accepts_values_that_are_not_finite,
+    reports_no_failed_steps_to_callers,
     shares_between_salts,
-    draws_by_the_place_in_the_batch,
-    asks_what_may_come_as_if_nothing_had,
-    goes_on_without_a_next_token,
-    forgets_followers_when_it_publishes,
-    lets_followers_wait_until_their_leader_ends,
-    follows_nobody,
-    goes_on_in_a_published_block,
-    keeps_the_blocks_of_who_failed,
+    samples_by_the_position_in_the_batch,
+    restarts_matchers_at_each_token,
+    continues_without_an_allowed_token,
+    resumes_no_followers_when_it_publishes,
+    resumes_followers_only_when_their_leader_ends,
+    never_lets_requests_follow,
+    continues_in_a_published_block,
+    keeps_the_blocks_of_failed_requests,
     publishes_after_a_purge,
-    tells_the_last_token_twice,
-    knows_no_deadline,
-    admits_nobody_after_a_refusal,
-    refuses_who_might_fit_into_a_smaller_step,
-    tries_as_much_again_when_there_is_no_memory,
-    refuses_who_only_has_to_wait,
+    streams_the_last_token_twice,
+    ignores_deadlines,
+    admits_no_request_after_a_refusal,
+    fails_requests_that_fit_into_a_smaller_step,
+    retries_steps_without_memory_at_the_same_size,
+    refuses_requests_that_only_have_to_wait,
     lets_all_tenants_hang_in_one_tree,
-    shows_public_prefixes_to_who_opted_out,
+    uses_public_prefixes_for_tenants_that_opted_out,
     uses_the_public_prefixes_of_other_adapters,
     frees_public_prefixes_that_are_used,
-    keeps_public_prefixes_that_nobody_uses,
+    keeps_unused_public_prefixes,
     counts_public_tokens_as_own,
     forgets_public_prefixes_that_are_computed_in_their_bound,
     computes_the_whole_prompt_with_an_invoked_adapter,

@@ -156,7 +156,7 @@ class Finish(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Release(_Value):
-    """A caller gives its held lease back."""
+    """A caller releases its held lease."""
 
     at_s: float
     key: int
@@ -180,7 +180,7 @@ class Purge(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Load(_Value):
-    """A name stands for the adapter with this digest from now on."""
+    """A name is mapped to the adapter with this digest."""
 
     at_s: float
     name: str
@@ -189,7 +189,7 @@ class Load(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Unload(_Value):
-    """A name stands for nothing from now on."""
+    """The adapter of a name is unloaded."""
 
     at_s: float
     name: str
@@ -207,7 +207,7 @@ class Register(_Value):
 
 @dataclass(frozen=True, repr=False)
 class Unregister(_Value):
-    """An operator takes a public prefix back."""
+    """An operator unregisters a public prefix."""
 
     at_s: float
     name: str

@@ -81,7 +81,7 @@ class EngineOracle(Observer):
                 assert cached_tokens == left.cached_tokens == left.public_tokens, "purged and found"
 
     def started(self, request: Request) -> None:
-        """Note what a request reuses that got its blocks."""
+        """Record what a request that got its blocks reuses."""
         asked, lease = self._asked[request], request.open_lease
         self.events["preemptions below public prefixes"] += asked.num_computed > 0 and bool(lease.root_run.tokens)
         if not asked.num_computed:
@@ -132,7 +132,7 @@ class EngineOracle(Observer):
         self._num_waits += 1
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
-        """Note a failed step, which may have been started ahead, during the step before."""
+        """Record a failed step, which may have been started ahead, during the step before."""
         self._num_waits += 1
 
     def request_preempted(self, request: Request) -> None:
@@ -141,7 +141,7 @@ class EngineOracle(Observer):
             self._runner.violations.append("a preempted request keeps its blocks")
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
-        """Assert that a request refused for want of blocks could not have had them. Errors of observers are kept."""
+        """Assert that a request refused because of missing blocks could not get them. Errors of observers are kept."""
         self._news += 1
         if isinstance(error, CapacityError) and (mistake := self._mistake_of_refusal(request, error)):
             self._runner.violations.append(mistake)
@@ -155,7 +155,7 @@ class EngineOracle(Observer):
         self._news_before = self._news
 
     def end_step(self) -> None:
-        """Judge a step."""
+        """Check a step."""
         assert not self._runner.violations, self._runner.violations[0]
         self._cache.check()
         self._verify_contents()
@@ -233,7 +233,7 @@ class EngineOracle(Observer):
             assert follower in flights._followers[leader]
 
     def _mistake_of_refusal(self, request: Request, error: CapacityError) -> str:
-        """Whether a request can't run: held leases and floors of others leave too few blocks."""
+        """Whether a request can't run because held leases and other tenants' floors leave too few blocks."""
         if isinstance(error, OutOfMemory):
             return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
         tenant, block_size = request.tenant, self._world.block_size

@@ -181,7 +181,7 @@ class _Author:
         return events
 
     def _change_of_adapters(self, ask: Ask) -> list[Event]:
-        """Change what a name stands for, or unload it, at any moment of the next seconds; then a prompt comes again."""
+        """Remap a name or unload it at any moment of the next seconds; then a prompt is sent again."""
         rng = self._adapters
         if not self._names or rng.random() > 0.25:
             return []

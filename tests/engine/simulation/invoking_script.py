@@ -1,4 +1,4 @@
-"""Invoked adapters in the scripts of a simulated engine: names that stand for some, and prompts that invoke them."""
+"""Invoked adapters in the scripts of a simulated engine: names of such adapters, and prompts that invoke them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knows the public prefixes of a simulated engine, and what each prompt must reuse, from what the trees hold."""
+"""An oracle of the public prefixes of a simulated engine, and of what each prompt must reuse according to the trees."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PublicOracle:
         self._known: dict[str, Known] = {}  # by serial
 
     def registered(self, name: str, namespace: Namespace, tokens: bytes) -> Known:
-        """Note a prefix that is being computed from now on."""
+        """Record that a prefix is being computed from now on."""
         known = self._known[namespace.salt] = Known(
             name, namespace.salt, namespace.adapter, self._cache.marks.digest_of(tokens), tokens
         )
@@ -70,12 +70,12 @@ class PublicOracle:
         return known
 
     def computed(self, known: Known) -> None:
-        """Note that prompts find a prefix, unless it was unregistered."""
+        """Record that prompts match a prefix, unless it was unregistered."""
         known.is_over, known.is_found = True, known.is_registered
         self._events["public prefixes computed"] += known.is_found
 
     def failed(self, known: Known) -> None:
-        """Note that a prefix is not registered any more, as it could not be computed."""
+        """Record that a prefix is no longer registered because it could not be computed."""
         self._events["public prefixes that failed"] += known.is_registered
         known.is_over, known.is_registered = True, False
 
@@ -93,14 +93,14 @@ class PublicOracle:
         return next((each for each in self._known.values() if each.is_registered and each.name == name), None)
 
     def unregistered(self, known: Known) -> None:
-        """Note that prompts find a prefix no more."""
+        """Record that prompts no longer match a prefix."""
         self._events["public prefixes unregistered"] += 1
         self._events["public prefixes unregistered while they are computed"] += not known.is_over
         self._events["public prefixes that drain"] += known.serial in set(self._used())
         known.is_found = known.is_registered = False
 
     def adapter_gone(self, adapter: str) -> None:
-        """Note that the prefixes of an adapter are unregistered with it."""
+        """Record that the prefixes of an adapter are unregistered with it."""
         for each in self._known.values():
             if each.is_registered and adapter in (each.adapter, each.invoked):
                 self._events["public prefixes gone with an adapter"] += 1
@@ -112,7 +112,7 @@ class PublicOracle:
         return self._known[serial].tokens[: int(num_tokens) * TOKEN_BYTES] if serial else b""
 
     def reuse(self, namespace: Namespace, tokens: bytes) -> Reuse:
-        """Work out what a prompt reuses, by looking at everything that is cached."""
+        """Compute what a prompt reuses, by looking at everything that is cached."""
         most = len(tokens) - TOKEN_BYTES
         found = [Reuse(self._in_tree(namespace, tokens, most), 0, 0)]
         for prefix in self._usable(namespace):

@@ -1,4 +1,4 @@
-"""Public prefixes in the scripts of a simulated engine: the beginnings of prompts that come, made public for a time."""
+"""Public prefixes in the scripts of a simulated engine: beginnings of later prompts, made public for some time."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _EVENT_BLOCK_SIZE = 3  # no part of a block, nor a multiple
 
 
 class CallerBroke(Exception):
-    """A caller's callback raised because the simulation wanted it to."""
+    """A caller's callback raised, as the script demands."""
 
 
 class SimulatedEngine:
@@ -232,7 +232,7 @@ class SimulatedEngine:
         return found.digest, invocation[0] if invocation else None
 
     def _register(self, register: Register) -> None:
-        """Make a prefix public. It may be refused for its name, its length, its adapter, or for want of room."""
+        """Register a public prefix. It may be refused because of its name, its length, its adapter, or missing room."""
         oracle, cache = self.oracle.public, self.cache
         try:
             digest, invoked_by = self._find(register.adapter)
@@ -272,7 +272,7 @@ class SimulatedEngine:
             self.oracle.public.computed(known)
 
     def _public_has_failed(self, known: Known, request: Request) -> None:
-        """Note a prefix that is not registered any more, as soon as nothing computes it."""
+        """Record that a prefix is no longer registered, as soon as no request computes it."""
         if request.is_over:
             self.oracle.public.failed(known)
         else:
@@ -302,7 +302,7 @@ class SimulatedEngine:
         return future
 
     def _leases(self) -> list[Lease]:
-        """List what the engine computes into: the leases of requests, and its own try."""
+        """List the leases into which the engine computes: those of requests, and of its trial step."""
         return [*(each.open_lease for each in self.core._scheduler.running), *self.cache.leases]
 
     def _ended(self, request: Request) -> None:
@@ -320,7 +320,7 @@ class SimulatedEngine:
             self.oracle.events["adapters unloaded"] += 1
 
     def _run_posted(self) -> None:
-        """Run what waits for the engine's thread, but not what that posts in turn: steps run in between."""
+        """Run the functions that wait for the engine's thread, but not those that they post: steps run in between."""
         for _ in range(len(self._posted)):
             self._posted.popleft()()
 
@@ -389,7 +389,7 @@ class SimulatedEngine:
 
 
 class _Device(FakeDevice):
-    """Tells what it forgets."""
+    """Reports the adapters that it removes."""
 
     def __init__(self, on_remove: Callable[[str], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model that is arithmetic: its K/V are digests of adapter and token path, and an answer depends on all of them."""
+"""An arithmetic model: its K/V are digests of the adapter and the token path, and its output depends on all of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def first_digest(namespace: Namespace) -> int:
 
 
 def writer_of(namespace: Namespace) -> int:
-    """Return a number for who writes in a namespace, without the cache's own comparison of namespaces."""
+    """Return a number for the writers of a namespace, without the cache's own comparison of namespaces."""
     return xxh3_64_intdigest(repr(tuple(namespace._replace(trunk=""))).encode())
 
 
@@ -107,7 +107,7 @@ def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tup
 
 
 class DeviceLost(Exception):
-    """A step failed because the simulation wanted it to."""
+    """A step failed, as the script demands."""
 
 
 class Part(NamedTuple):
@@ -177,7 +177,7 @@ class SimulatedRunner:
         self._prepared: list[Part] = []
 
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
-        """Note the present block tables. The step before may be under way."""
+        """Record the current block tables. The step before may still run."""
         is_ahead = self._is_under_way
         parts = []
         for chunk in chunks:

@@ -174,7 +174,7 @@ def test_the_oracle_detects_an_engine_that(breaks: Breaks, monkeypatch: pytest.M
     failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in seeds)
     failure = next(filter(None, failures), "")
     assert failure
-    assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as it was meant to be"
+    assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as intended"
 
 
 def test_a_failing_walk_is_shortened_and_printed_as_code() -> None:
