@@ -70,7 +70,7 @@ ENGINE_TESTS = (
     "tests/cache/test_lease.py",
     "tests/cache/test_probation.py",
     "tests/engine/test_sampler.py",
-    "tests/engine/test_allowed_tokens.py",
+    "tests/engine/test_constraints.py",
     "tests/engine/test_call_queue.py",
     "tests/engine/test_inbox.py",
     "tests/engine/test_core.py",
@@ -171,7 +171,7 @@ STATE_TESTS = (
     "tests/cache/test_recurrent_states.py",
     "tests/model/states/test_state_rows.py",
     "tests/model/states/test_state_step.py",
-    "tests/engine/test_states.py",
+    "tests/engine/test_recurrent_states.py",
 )
 PART_TESTS = (
     "tests/cache/test_window_pool.py",
