@@ -33,7 +33,7 @@ class Sampling:
     """Options of a generation.
 
     The draw of a token depends on the seed, the token's position and its logits alone. So the same seed gives the same
-    tokens in every batch, and after every pause.
+    tokens in every batch, and after every preemption.
 
     Attributes:
         max_new_tokens: most tokens to generate, at least 1.
