@@ -1,53 +1,49 @@
-"""Options of `radixkv` that say which service is called, and how."""
+"""The options of a connection to a running service, which all commands that call one share, and the client for them."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
-from radixkv.service.cli import argument_types
-from radixkv.service.client import Client
-from radixkv.service.client.connection import MAX_RETRIES
+from radixkv.service.cli.argument_types import name
+from radixkv.service.cli.options import Option, add_options, flag
+
+if TYPE_CHECKING:  # it imports gRPC, which --help and errors in arguments need not wait for
+    from radixkv.service.client import Client
 
 TOKEN_VARIABLE = "RADIXKV_TOKEN"
 
 _ADDRESS = f"{ServerConfig().host}:{ServerConfig().port}"
+_OPTIONS = (
+    Option("--address", "HOST:PORT", name, "address of the service", _ADDRESS),
+    Option("--timeout-s", "S", float, "deadline of a call in seconds (default: none)"),
+    Option("--retries", "N", int, "number of retries of a call that fails with UNAVAILABLE, 0 to 4", 0),
+    Option("--tls-ca", "FILE", None, "PEM file with the authority of the server's certificate (default: no TLS)"),
+    Option("--token-file", "FILE", None, f"file with your token (default: the variable {TOKEN_VARIABLE})"),
+    Option("--certificate", "FILE", None, "PEM file with your certificate (default: none)"),
+    Option("--key", "FILE", None, "PEM file with the private key of your certificate (default: none)"),
+    flag("--json", "print the whole response as JSON"),
+)
+_FILE_OPTIONS = ("tls_ca", "token_file", "certificate", "key")
 
 
 def add_connection(command: argparse.ArgumentParser) -> None:
-    """Add the options of a connection to a command, and the form of its answer."""
-    service = command.add_argument_group("the service")
-    service.add_argument(
-        "--address", metavar="HOST:PORT", type=argument_types.name, default=_ADDRESS, help="address of the service"
-    )
-    service.add_argument("--timeout-s", metavar="S", type=float, help="deadline of a call in seconds (default: none)")
-    service.add_argument(
-        "--retries",
-        metavar="N",
-        type=int,
-        default=0,
-        help=f"retries of a call that is UNAVAILABLE, at most {MAX_RETRIES}",
-    )
-    service.add_argument(
-        "--tls-ca", metavar="FILE", help="PEM file with the authority of its certificate (default: no TLS)"
-    )
-    service.add_argument(
-        "--token-file", metavar="FILE", help=f"file with your token (default: the variable {TOKEN_VARIABLE})"
-    )
-    service.add_argument("--certificate", metavar="FILE", help="PEM file with your certificate (default: none)")
-    service.add_argument("--key", metavar="FILE", help="PEM file with its private key (default: none)")
-    service.add_argument("--json", action="store_true", help="print the whole answer as JSON")
+    """Add the options of a connection to a command, and `--json`."""
+    add_options(command.add_argument_group("the service"), _OPTIONS)
 
 
 def client_of(arguments: argparse.Namespace) -> Client:
-    """Connect to the service.
+    """Return a client for the options of a connection.
 
     Raises:
-        ConfigError: an option makes no sense.
+        ConfigError: an option has a wrong value.
     """
+    from radixkv.service.client import Client
+
     try:
         return Client(
             arguments.address,
@@ -61,14 +57,13 @@ def client_of(arguments: argparse.Namespace) -> Client:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        options = ("tls_ca", "token_file", "certificate", "key")
-        named = (name for name in options if getattr(arguments, name) == error.filename)
+        named = (option for option in _FILE_OPTIONS if getattr(arguments, option) == error.filename)
         option = f"--{next(named, 'file').replace('_', '-')}"
         raise ConfigError(f"{option}: expected a readable file, got {error.filename}: {error.strerror}") from error
 
 
 def _token(arguments: argparse.Namespace) -> str | None:
-    """Return the caller's token; never from an argument, which others on the machine could read."""
+    """Return the token; it is never an argument, since other users of the machine can read those."""
     if arguments.token_file is not None:
         token = Path(arguments.token_file).read_text(encoding="ascii", errors="replace").strip()
         if not token:

@@ -1,4 +1,4 @@
-"""`radixkv fleet`: several engines behind one address, on Ray."""
+"""`radixkv fleet`: serves several engines behind one address, on Ray."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ import threading
 from radixkv.config import Config, ServerConfig
 from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError
-from radixkv.service.cli import argument_types
-from radixkv.service.client.connection import tls_credentials
-from radixkv.service.server.identity.requirements import is_on_this_machine, require_secure
+from radixkv.service.cli.argument_types import processors
+from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.server.listen_address import host_port, not_free, require_free
-from radixkv.service.server.transfer.kv_sources import require_sources
-from radixkv.telemetry.otlp import require_exportable
 
 _DEFAULT_REPLICAS = "2"
-# Keys of ports and sockets that a single server has, and a fleet has not.
-_OF_ONE_SERVER = (
+# Ports and sockets that a single server has, but not a fleet.
+_SINGLE_SERVER_KEYS = (
     ("server", "metrics_port"),
     ("server", "admin_port"),
     ("events", "zmq_endpoint"),
@@ -31,60 +28,58 @@ _OF_ONE_SERVER = (
 )
 
 
-def add_fleet_command(fleet: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fleet` to its parser."""
-    server = ServerConfig()
+_SERVER = ServerConfig()
+_OPTIONS = (
+    Option("--replicas", "N|N:M", None, "number of engines; N:M scales between N and M with the load (default: 2)"),
+    Option(
+        "--prefill-replicas",
+        "N",
+        int,
+        "number of engines that only prefill, instead of --replicas (default: none)",
+    ),
+    Option("--decode-replicas", "N", int, "number of engines that decode from their K/V (default: none)"),
+    Option("--model", "tiny|DIR", None, "the embedded model, or a directory (default: tiny)"),
+    Option("--host", "HOST", None, f"address to listen on (default: {_SERVER.host})"),
+    Option("--port", "PORT", int, f"port to listen on; 0 picks a free one (default: {_SERVER.port})"),
+    Option("--replica-host", "H", None, "address that engines listen on; node: that of their machine", "127.0.0.1"),
+    Option("--cpus", "N", processors, "CPUs per engine", 1.0),
+    Option("--gpus", "N", processors, "GPUs per engine", 0.0),
+    Option("--ray-address", "A", None, "address of a running Ray cluster (default: starts its own)"),
+    flag("--insecure", "listen beyond this machine without TLS or credentials"),
+    Option("--config", "FILE", None, "TOML file with the configuration (default: none)"),
+    Option(
+        "--set",
+        "a.b=v",
+        None,
+        "set one key of the configuration; may be repeated (default: none)",
+        [],
+        {"action": "append"},
+    ),
+)
+
+
+def add_arguments(fleet: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
     fleet.description = (
         "Serve a model with several engines on Ray until SIGTERM or SIGINT. Each request is routed to the engine "
         "where it costs least. Prints one line, listening on HOST:PORT, on stdout when ready."
     )
-    fleet.add_argument(
-        "--replicas", metavar="N|N:M", help="number of engines; N:M scales between N and M with the load (default: 2)"
-    )
-    fleet.add_argument(
-        "--prefill-replicas",
-        metavar="N",
-        type=int,
-        help="number of engines that only prefill, instead of --replicas (default: none)",
-    )
-    fleet.add_argument(
-        "--decode-replicas", metavar="N", type=int, help="number of engines that decode from their K/V (default: none)"
-    )
-    fleet.add_argument("--model", metavar="tiny|DIR", help="the embedded model, or a directory (default: tiny)")
-    fleet.add_argument("--host", metavar="HOST", help=f"address to listen on (default: {server.host})")
-    fleet.add_argument(
-        "--port", metavar="PORT", type=int, help=f"port to listen on; 0 picks a free one (default: {server.port})"
-    )
-    fleet.add_argument(
-        "--replica-host",
-        metavar="H",
-        default="127.0.0.1",
-        help="address that engines listen on; node: that of their machine",
-    )
-    fleet.add_argument("--cpus", metavar="N", type=argument_types.processors, default=1.0, help="CPUs per engine")
-    fleet.add_argument("--gpus", metavar="N", type=argument_types.processors, default=0.0, help="GPUs per engine")
-    fleet.add_argument("--ray-address", metavar="A", help="address of a running Ray cluster (default: starts its own)")
-    fleet.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS or credentials")
-    fleet.add_argument("--config", metavar="FILE", help="TOML file with the configuration (default: none)")
-    fleet.add_argument(
-        "--set",
-        metavar="a.b=v",
-        action="append",
-        default=[],
-        help="set one key of the configuration; may be repeated (default: none)",
-    )
+    add_options(fleet, _OPTIONS)
     fleet.set_defaults(command=_fleet)
 
 
 def _fleet(arguments: argparse.Namespace) -> None:
     from radixkv.service.fleet.ray_fleet import FleetPlan, running_fleet, with_port
+    from radixkv.service.server.identity.requirements import require_secure
+    from radixkv.service.server.transfer.kv_sources import require_sources
+    from radixkv.telemetry.otlp import require_exportable
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
     if config.fleet.has_roles and arguments.replicas is not None:
-        raise ConfigError("--replicas: expected none beside fleet.prefill_replicas and fleet.decode_replicas, got some")
-    least, most = _numbers(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
-    _require_of_a_fleet(config)
+        raise ConfigError("--replicas: can't be combined with fleet.prefill_replicas and fleet.decode_replicas")
+    least, most = _num_replicas(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
+    _require_fleet_keys(config)
     require_secure(config.server)
     require_free(config.server)
     _require_private(arguments.replica_host, config)
@@ -110,7 +105,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
         stop.wait()
 
 
-def _numbers(text: str) -> tuple[int, int]:
+def _num_replicas(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
@@ -118,9 +113,9 @@ def _numbers(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _require_of_a_fleet(config: Config) -> None:
-    """Refuse keys that nothing in a fleet would read, and one role for all replicas."""
-    for section, key in _OF_ONE_SERVER:
+def _require_fleet_keys(config: Config) -> None:
+    """Refuse keys that a fleet does not use, and one role for all replicas."""
+    for section, key in _SINGLE_SERVER_KEYS:
         value = getattr(getattr(config, section), key)
         if value is not None:
             raise ConfigError(f"{section}.{key}: expected none in a fleet, got {value}")
@@ -129,10 +124,14 @@ def _require_of_a_fleet(config: Config) -> None:
 
 
 def _require_private(host: str, config: Config) -> None:
-    """Refuse replicas that strangers could reach, and tokens that would go there in the clear."""
-    server, has_tls = config.server, config.fleet.tls_ca is not None
+    """Refuse replicas that other machines can reach without credentials, and tokens that would be sent unencrypted."""
+    from radixkv.service.client.connection import tls_credentials
+    from radixkv.service.server.identity.requirements import is_on_this_machine
+
+    server = config.server
+    has_tls = config.fleet.tls_ca is not None
     if has_tls and server.tls_certificate is None:
-        raise ConfigError("fleet.tls_ca: expected server.tls_certificate beside it, got none")
+        raise ConfigError("fleet.tls_ca: requires server.tls_certificate")
     if has_tls:
         try:
             tls_credentials(str(config.fleet.tls_ca))
@@ -147,17 +146,17 @@ def _require_private(host: str, config: Config) -> None:
     if not has_tls and server.tokens_file is not None:
         raise ConfigError(
             f"--replica-host: expected 127.0.0.1, ::1 or localhost without fleet.tls_ca, got {host!r}: tokens would "
-            "go to replicas in the clear"
+            "be sent to replicas unencrypted"
         )
     if server.tokens_file is None and not server.insecure:
         raise ConfigError(
             f"--replica-host: expected 127.0.0.1, ::1 or localhost without server.tokens_file and fleet.tls_ca, got "
-            f"{host!r}; --insecure takes a network of your own"
+            f"{host!r}; --insecure allows it in a private network"
         )
 
 
 def _free_port(host: str) -> int:
-    """Find a port that is free now. It must stay the same when Ray starts the ingress again."""
+    """Return a free port. It must not change when Ray restarts the ingress."""
     try:
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
             port: int = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`radixkv generate`: its options, and the answer as it comes."""
+"""`radixkv generate`: generates from a prompt, and prints the completion as it arrives."""
 
 from __future__ import annotations
 
@@ -8,126 +8,116 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.sampling import DEFAULT_MAX_NEW_TOKENS
-from radixkv.service.cli import argument_types
-from radixkv.service.cli.compression import add_compression, compression_of
+from radixkv.errors import ConfigError, InvalidRequest
+from radixkv.service.cli.argument_types import COUNTS, count, grammar, json_schema, name, positive, seed, token_ids
 from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.options import Option, add_choice, add_options, flag
 from radixkv.service.cli.output import generate_table, json_of
-from radixkv.service.cli.prompt import Prompt, add_chat, add_prompt, prompt_of, prompt_options
+from radixkv.service.cli.prompt import EncodedPrompt, add_chat, add_prompt, prompt_of, prompt_options
 from radixkv.service.cli.terminal import printable
 from radixkv.service.text.answer_text import AnswerText
 from radixkv.v1.prefill_pb2 import GenerateResponse
 
+_SAMPLING = (
+    Option("--max-new-tokens", "N", positive, "maximum number of tokens to generate", DEFAULT_MAX_NEW_TOKENS),
+    Option("--temperature", "T", float, "sampling temperature; 0 is greedy", 0.0),
+    Option(
+        "--top-p",
+        "P",
+        float,
+        "sample from the smallest set of tokens whose cumulative probability reaches P (default: 1)",
+    ),
+    Option("--top-k", "K", count, "sample from the K most likely tokens; 0 for all", 0),
+    Option("--min-p", "P", float, "sample from tokens at least P times as likely as the top one", 0.0),
+    Option(
+        "--repetition-penalty",
+        "X",
+        float,
+        "above 1, makes tokens of the prompt and the completion less likely (default: 1)",
+    ),
+    Option("--presence-penalty", "X", float, "subtracted from the logits of tokens in the completion", 0.0),
+    Option(
+        "--frequency-penalty",
+        "X",
+        float,
+        "subtracted from the logits of tokens in the completion once per occurrence",
+        0.0,
+    ),
+    Option("--min-tokens", "N", count, "minimum number of tokens to generate before a stop token", 0),
+    Option("--seed", "N", seed, "seed of the sampling (default: random)"),
+    Option("--stop-tokens", "1,2,3", token_ids, "token ids that end the completion (default: none)", []),
+    flag("--ignore-eos", "continue after the end-of-sequence token"),
+    Option(
+        "--stop",
+        "TEXT",
+        name,
+        "text that ends the completion and is not printed; may be repeated (default: none)",
+        [],
+        {"action": "append"},
+    ),
+)
+_GRAMMARS = (
+    Option("--json-schema", "FILE|TEXT", json_schema, "JSON schema that the completion follows (default: none)"),
+    flag("--json-object", "the completion is a JSON object"),
+    Option("--regex", "REGEX", name, "regular expression that the whole completion matches (default: none)"),
+    Option(
+        "--grammar",
+        "FILE|TEXT",
+        grammar,
+        "grammar that the completion follows, in the syntax of Lark or llama.cpp (default: none)",
+    ),
+)
+_COMPRESSION = (
+    Option(
+        "--compression",
+        "POLICY",
+        None,
+        f"keep only a part of the K/V after prefill: {', '.join(CompressionPolicy)} (default: keep all)",
+        more={"choices": [policy.value for policy in CompressionPolicy]},
+    ),
+    Option(
+        "--compression-tokens",
+        "N",
+        positive,
+        "K/V entries that each head keeps; required by --compression (default: none)",
+    ),
+    Option("--compression-sinks", "N", count, "first tokens that streaming_llm keeps (default: 4)"),
+    Option(
+        "--compression-window",
+        "N",
+        positive,
+        "last tokens that h2o and snapkv always keep (default: half of --compression-tokens, at most 32 for snapkv)",
+    ),
+)
 
-def add_generate_command(generate: argparse.ArgumentParser) -> None:
-    """Add the arguments of `generate` to its parser."""
+
+def add_arguments(generate: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
     generate.description = (
-        "Generate from a prompt. Prints the answer on stdout as it arrives, text for a prompt of text and token ids "
-        f"for a prompt of token ids, and then statistics on stderr. {argument_types.COUNTS}"
+        "Generate from a prompt. Prints the completion on stdout as it arrives, text for a prompt of text and token "
+        f"ids for a prompt of token ids, and then statistics on stderr. {COUNTS}"
     )
     add_prompt(generate)
     add_chat(generate)
-    sampling = generate.add_argument_group("the answer")
-    sampling.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=argument_types.positive,
-        default=DEFAULT_MAX_NEW_TOKENS,
-        help="maximum number of tokens to generate",
+    completion = generate.add_argument_group("the completion")
+    add_options(completion, _SAMPLING)
+    add_choice(completion, _GRAMMARS)
+    compression = generate.add_argument_group(
+        "lossy compression of the K/V", "Changes the completion, which is not cached."
     )
-    sampling.add_argument(
-        "--temperature", metavar="T", type=float, default=0.0, help="sampling temperature; 0 is greedy"
-    )
-    sampling.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        help="sample from the smallest set of tokens whose cumulative probability reaches P (default: 1)",
-    )
-    sampling.add_argument(
-        "--top-k",
-        metavar="K",
-        type=argument_types.count,
-        default=0,
-        help="sample from the K most likely tokens; 0 for all",
-    )
-    sampling.add_argument(
-        "--min-p",
-        metavar="P",
-        type=float,
-        default=0.0,
-        help="sample from tokens at least P times as likely as the top one",
-    )
-    sampling.add_argument(
-        "--repetition-penalty",
-        metavar="X",
-        type=float,
-        help="above 1, makes tokens of the prompt and the answer less likely (default: 1)",
-    )
-    for name, when in (("presence", "that are in the answer"), ("frequency", "for each time they are in the answer")):
-        sampling.add_argument(
-            f"--{name}-penalty",
-            metavar="X",
-            type=float,
-            default=0.0,
-            help=f"subtracted from the logits of tokens {when}",
-        )
-    sampling.add_argument(
-        "--min-tokens",
-        metavar="N",
-        type=argument_types.count,
-        default=0,
-        help="minimum number of tokens to generate before a stop token",
-    )
-    sampling.add_argument(
-        "--seed", metavar="N", type=argument_types.seed, help="seed of the sampling (default: random)"
-    )
-    sampling.add_argument(
-        "--stop-tokens",
-        metavar="1,2,3",
-        type=argument_types.token_ids,
-        default=[],
-        help="token ids that end the answer (default: none)",
-    )
-    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
-    sampling.add_argument(
-        "--stop",
-        metavar="TEXT",
-        type=argument_types.name,
-        action="append",
-        default=[],
-        help="text that ends the answer and is not printed; may be repeated (default: none)",
-    )
-    followed = sampling.add_mutually_exclusive_group()
-    followed.add_argument(
-        "--json-schema",
-        metavar="FILE|TEXT",
-        type=argument_types.json_schema,
-        help="JSON schema that the answer follows (default: none)",
-    )
-    followed.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
-    followed.add_argument(
-        "--regex",
-        metavar="REGEX",
-        type=argument_types.name,
-        help="regular expression that the whole answer matches (default: none)",
-    )
-    followed.add_argument(
-        "--grammar",
-        metavar="FILE|TEXT",
-        type=argument_types.grammar,
-        help="grammar that the answer follows, in the syntax of Lark or llama.cpp (default: none)",
-    )
-    add_compression(generate)
+    add_options(compression, _COMPRESSION)
     add_connection(generate)
     generate.set_defaults(command=_generate)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    answer, compression = GenerateResponse(), compression_of(arguments)
+    merged = GenerateResponse()
+    compression = _compression(arguments)
     with client_of(arguments) as client:
         prompt = prompt_of(arguments, client)
-        updates = client.generate(
+        responses = client.generate(
             prompt.token_ids,
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
@@ -150,30 +140,53 @@ def _generate(arguments: argparse.Namespace) -> None:
             **prompt_options(arguments, len(prompt.token_ids)),
         )
         with _Printer(prompt, arguments.stop, arguments.min_tokens, is_silent=arguments.json) as printer:
-            for update in updates:
-                answer.MergeFrom(update)  # which joins the tokens
-                printer.put(update)
+            for response in responses:
+                merged.MergeFrom(response)  # concatenates the token ids
+                printer.add(response)
     if arguments.json:
-        print(json_of(answer, text=printer.text))
+        print(json_of(merged, text=printer.text))
     else:
-        print(generate_table(answer), file=sys.stderr)
+        print(generate_table(merged), file=sys.stderr)
+
+
+def _compression(arguments: argparse.Namespace) -> Compression | None:
+    """Return the requested compression; None for none.
+
+    Raises:
+        ConfigError: an option is missing or out of range, or requires another one.
+    """
+    values = {each: getattr(arguments, f"compression_{each}") for each in ("tokens", "sinks", "window")}
+    if arguments.compression is None:
+        for each, value in values.items():
+            if value is not None:
+                raise ConfigError(f"--compression-{each}: requires --compression")
+        return None
+    if values["tokens"] is None:
+        raise ConfigError("--compression: requires --compression-tokens")
+    policy = CompressionPolicy(arguments.compression)
+    compression = Compression(policy, values["tokens"], values["sinks"], values["window"])
+    try:
+        compression.validate()
+    except InvalidRequest as error:
+        raise ConfigError(str(error)) from error
+    return compression
 
 
 class _Printer:
-    """Prints an answer on stdout as it comes: text if the prompt was text, otherwise token ids.
+    """Prints a completion on stdout as it arrives: text if the prompt was text, otherwise token ids.
 
-    The context ends the last line, also after an error or Ctrl-C in the middle of an answer, so that whatever is
-    printed next on the terminal starts on a line of its own.
+    Leaving the context ends the last line, also after an error or Ctrl-C in the middle of a completion, so that
+    whatever is printed next starts on a new line.
     """
 
-    def __init__(self, prompt: Prompt, stops: Sequence[str], min_tokens: int, *, is_silent: bool) -> None:
+    def __init__(self, prompt: EncodedPrompt, stops: Sequence[str], min_tokens: int, *, is_silent: bool) -> None:
         self._is_silent = is_silent
         self._is_terminal = sys.stdout.isatty()
         self._is_inside_line = False
         self._pieces: list[str] = []
-        self._answer: AnswerText | None = None
+        self._detokenizer: AnswerText | None = None
         if prompt.tokenizer is not None:
-            self._answer = AnswerText(prompt.tokenizer.stream(prompt.token_ids), stops, min_tokens)
+            self._detokenizer = AnswerText(prompt.tokenizer.stream(prompt.token_ids), stops, min_tokens)
 
     def __enter__(self) -> Self:
         return self
@@ -186,17 +199,17 @@ class _Printer:
 
     @property
     def text(self) -> str | None:
-        """The text so far; None if the prompt was no text."""
-        return None if self._answer is None else "".join(self._pieces)
+        """The text so far; None if the prompt was not text."""
+        return None if self._detokenizer is None else "".join(self._pieces)
 
-    def put(self, update: GenerateResponse) -> None:
-        """Print the next part of the answer."""
-        if self._answer is None:
-            ids = " ".join(map(str, update.token_ids))
-            # The space precedes the ids, because the last update may have none.
+    def add(self, response: GenerateResponse) -> None:
+        """Print the next part of the completion."""
+        if self._detokenizer is None:
+            ids = " ".join(map(str, response.token_ids))
+            # The space precedes the ids, because the last response may have none.
             self._print((" " if ids and self._is_inside_line else "") + ids)
             return
-        piece = self._answer.put(update.token_ids) + (self._answer.end() if update.finished else "")
+        piece = self._detokenizer.put(response.token_ids) + (self._detokenizer.end() if response.finished else "")
         self._pieces.append(piece)
         self._print(printable(piece, keep="\n\t") if self._is_terminal else piece)
 

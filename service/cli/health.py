@@ -1,4 +1,4 @@
-"""`radixkv health`: whether a service accepts requests, for scripts and for the health checks of containers."""
+"""`radixkv health`: checks whether a service accepts requests, for scripts and for the health checks of containers."""
 
 from __future__ import annotations
 
@@ -7,53 +7,59 @@ import json
 import socket
 import ssl
 import sys
-from typing import Any
-
-import grpc
-from google.protobuf.wrappers_pb2 import StringValue
+from typing import TYPE_CHECKING, Any
 
 from radixkv.service.cli.connection import add_connection, client_of
-from radixkv.service.client.address import is_on_this_machine
-from radixkv.service.client.calls import HEALTH_CHECK, ServingStatus
-from radixkv.service.client.connection import open_channel, server_name_options
+from radixkv.service.cli.options import Option, add_options
+
+if TYPE_CHECKING:  # it imports gRPC, which --help and errors in arguments need not wait for
+    from radixkv.service.client.calls import ServingStatus
 
 _TIMEOUT_S = 5.0
 
 
-def add_health_command(health: argparse.ArgumentParser) -> None:
-    """Add the arguments of `health` to its parser."""
+def add_arguments(health: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
     health.description = (
         "Check whether a service accepts requests. Prints SERVING and exits with 0 if it does; prints "
         "NOT_SERVING and exits with 1 if it does not, and exits with 1 if it can't be reached. Needs no credential. "
         "A service on this machine may have TLS: without --tls-ca its certificate is not verified."
     )
-    health.add_argument("--service", default="", help="name of one gRPC service (default: the whole server)")
+    add_options(health, [Option("--service", None, None, "name of one gRPC service (default: the whole server)", "")])
     add_connection(health)
     health.set_defaults(command=_health, timeout_s=_TIMEOUT_S)
 
 
 def _health(arguments: argparse.Namespace) -> None:
+    from radixkv.service.client import Unavailable
+    from radixkv.service.client.address import is_on_this_machine
+
     with client_of(arguments) as client:
         try:
             status = client.health(arguments.service)
-        except grpc.RpcError as error:
-            is_unreachable = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
-            if arguments.tls_ca is not None or not is_unreachable or not is_on_this_machine(arguments.address):
+        except Unavailable:
+            if arguments.tls_ca is not None or not is_on_this_machine(arguments.address):
                 raise
             unverified = _status_over_tls(arguments)
             if unverified is None:
                 raise
             status = unverified
     print(json.dumps({"status": status.name}) if arguments.json else status.name)
-    if status is not ServingStatus.SERVING:
+    if status.name != "SERVING":
         sys.exit(1)
 
 
 def _status_over_tls(arguments: argparse.Namespace) -> ServingStatus | None:
-    """Ask a server on this machine that has TLS, whatever its certificate; None if none with TLS is there.
+    """Ask a server with TLS on this machine, whatever its certificate is; None if there is no such server.
 
-    No credential is sent: the server is not known to be who it says.
+    No credential is sent, since the server is not authenticated.
     """
+    import grpc
+    from google.protobuf.wrappers_pb2 import StringValue
+
+    from radixkv.service.client.calls import HEALTH_CHECK, ServingStatus
+    from radixkv.service.client.connection import open_channel, server_name_options
+
     try:
         certificate, name = _certificate_at(arguments.address, arguments.timeout_s)
     except OSError:
@@ -72,14 +78,14 @@ def _certificate_at(address: str, timeout_s: float) -> tuple[str, str]:
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
-    place = (host.strip("[]"), int(port))
-    with socket.create_connection(place, timeout_s) as plain, context.wrap_socket(plain) as connection:
+    address_pair = (host.strip("[]"), int(port))
+    with socket.create_connection(address_pair, timeout_s) as plain, context.wrap_socket(plain) as connection:
         certificate = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
-    # Python reads the names only of a certificate that it has verified: here, against itself.
+    # Python returns the names only of a certificate that it has verified, so verify it against itself.
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=certificate)
-    with socket.create_connection(place, timeout_s) as plain, context.wrap_socket(plain) as connection:
+    with socket.create_connection(address_pair, timeout_s) as plain, context.wrap_socket(plain) as connection:
         fields: Any = connection.getpeercert() or {}
     names = [value for kind, value in fields.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
     names += [value for part in fields.get("subject", ()) for kind, value in part if kind == "commonName"]

@@ -1,4 +1,4 @@
-"""Options that tell the shape of a model's K/V: flags, a config.json, or both."""
+"""The options that determine the shape of a model's K/V: sizes, a config.json, or both."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from radixkv.errors import ConfigError
 from radixkv.model.tiny_files import CONFIG
 from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
 from radixkv.service.cli.argument_types import whole
+from radixkv.service.cli.options import Option, flag
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV, MixedKV
 
-# The flag and the name in config.json, for each field of a Checkpoint that a layout needs.
+# The option and the name in config.json of each field of a Checkpoint that a layout needs.
 _NAMES = {
     "num_layers": ("--layers", "num_hidden_layers"),
     "num_kv_heads": ("--kv-heads", "num_key_value_heads"),
@@ -23,48 +24,39 @@ _NAMES = {
 }
 
 
-def add_model_arguments(model: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the flags that a model's K/V follow from."""
-    model.add_argument(
+MODEL_OPTIONS = (
+    Option(
         "--model",
-        metavar="tiny|DIR|FILE",
-        help="the embedded model, a directory with a config.json, or a config.json (default: none)",
-    )
-    model.add_argument("--layers", metavar="N", type=whole, help="number of layers (default: that of --model)")
-    model.add_argument(
-        "--query-heads", metavar="N", type=whole, help="query heads per layer (default: that of --model)"
-    )
-    model.add_argument(
-        "--kv-heads",
-        metavar="N",
-        type=whole,
-        help="K/V heads per layer (default: that of --model, or --query-heads)",
-    )
-    model.add_argument("--head-dim", metavar="N", type=whole, help="dimension of a head (default: that of --model)")
-    model.add_argument(
-        "--mla-rank", metavar="N", type=whole, help="rank of the K/V latent of MLA (default: that of --model, or none)"
-    )
-    model.add_argument(
-        "--rope-dim", metavar="N", type=whole, help="dimension of the rotary key of MLA (default: that of --model)"
-    )
-    model.add_argument(
+        "tiny|DIR|FILE",
+        None,
+        "the embedded model, a directory with a config.json, or a config.json (default: none)",
+    ),
+    Option("--layers", "N", whole, "number of layers (default: that of --model)"),
+    Option("--query-heads", "N", whole, "query heads per layer (default: that of --model)"),
+    Option("--kv-heads", "N", whole, "K/V heads per layer (default: that of --model, or --query-heads)"),
+    Option("--head-dim", "N", whole, "dimension of a head (default: that of --model)"),
+    Option("--mla-rank", "N", whole, "rank of the K/V latent of MLA (default: that of --model, or none)"),
+    Option("--rope-dim", "N", whole, "dimension of the rotary key of MLA (default: that of --model)"),
+    Option(
         "--dtype",
-        metavar="D",
-        help="of the K/V: fp32, bf16, fp16, fp8, int8, fp4, int4 (default: that of --model, or bf16)",
-    )
-    model.add_argument("--scales", action="store_true", help="add a float32 scale for each vector")
+        "D",
+        None,
+        "K/V dtype: fp32, bf16, fp16, fp8, int8, fp4, int4 (default: that of --model, or bf16)",
+    ),
+    flag("--scales", "add a float32 scale for each vector"),
+)
 
 
 def model_of(arguments: argparse.Namespace) -> Checkpoint:
-    """Return the sizes in --model, replaced by those of the flags.
+    """Return the sizes of --model, overridden by those of the other options.
 
     Raises:
-        ConfigError: the model can't be read, or flags name one shape for layers that have two.
+        ConfigError: the model can't be read, or options set one shape for layers that have two.
     """
     model = Checkpoint(dtype="bf16") if arguments.model is None else _checkpoint(arguments.model)
     if model.sliding is not None and (arguments.layers or arguments.kv_heads or arguments.head_dim):
         raise ConfigError(
-            "--layers, --kv-heads, --head-dim: expected none beside a --model whose sliding layers store other K/V "
+            "--layers, --kv-heads, --head-dim: can't be combined with a --model whose sliding layers store other K/V "
             "than the others"
         )
     given = {
@@ -96,13 +88,13 @@ def _checkpoint(model: str) -> Checkpoint:
 
 
 def _tiny_weights_bytes() -> int:
-    """Return the size of the embedded weights as they are served: in float32, while their file has bfloat16."""
+    """Return the size of the embedded weights in float32, as they are served; their file has bfloat16."""
     with as_file(files("radixkv.model") / "tiny" / "weights.safetensors") as file:
         return 2 * file.stat().st_size
 
 
 def layout_of(model: Checkpoint, subject: str) -> KVLayout:
-    """Return what a model stores for a token.
+    """Return the K/V layout of a model.
 
     Raises:
         ConfigError: a size is missing. The message begins with `subject`.
@@ -113,7 +105,7 @@ def layout_of(model: Checkpoint, subject: str) -> KVLayout:
     missing = [_NAMES[name] for name, size in zip(needed, sizes, strict=True) if size is None]
     if missing:
         flags, fields = (", ".join(names) for names in zip(*missing, strict=True))
-        raise ConfigError(f"{subject}: expected {flags}, or a --model whose config.json has {fields}; got neither")
+        raise ConfigError(f"{subject}: requires {flags}, or a --model whose config.json has {fields}")
     if is_latent:
         return LatentKV(*sizes)
     num_layers, num_kv_heads, head_dim = sizes
@@ -124,11 +116,11 @@ def layout_of(model: Checkpoint, subject: str) -> KVLayout:
 
 
 def format_of(model: Checkpoint, arguments: argparse.Namespace) -> KVFormat:
-    """Return how a model's K/V are stored.
+    """Return the K/V format of a model.
 
     Raises:
-        ConfigError: nothing names a dtype, or it has no scales.
+        ConfigError: no dtype is given, or the dtype has no scales.
     """
     if model.dtype is None:
-        raise ConfigError("dtype: expected --dtype, or float32, bfloat16 or float16 in the config.json, got neither")
+        raise ConfigError("dtype: requires --dtype, or float32, bfloat16 or float16 in the config.json")
     return KVFormat(model.dtype, arguments.scales)

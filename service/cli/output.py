@@ -1,4 +1,4 @@
-"""Answers as a short table for people, or as JSON for scripts."""
+"""Responses as a short table to read, or as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -23,81 +23,81 @@ _64_BIT = frozenset(
         FieldDescriptor.TYPE_SFIXED64,
     }
 )
-# Numbers of all 64 bits: a reader that takes them for doubles, such as jq, would round them.
-_TEXTS = frozenset({"epoch"})
-# What `Stats` tells of all tenants, and not of one.
-_OF_ALL_TENANTS = frozenset(
+# Full 64-bit numbers: a reader that parses numbers as doubles, such as jq, would round them.
+_STRINGS = frozenset({"epoch"})
+# Fields of `StatsResponse` that a single tenant may not see.
+_GLOBAL_FIELDS = frozenset(
     {"namespaces", "segments", "held_leases", "evicted_blocks", "evicted_probation_blocks", "known_tenants", "tiers"}
 )
 
 
 def json_of(message: Message, *, indent: int | None = 2, **texts: str | None) -> str:
-    """Return a message as JSON: names as in the .proto files, every plain field present, numbers as numbers.
+    """Return a response as JSON, with the field names of the .proto files, all scalar fields, and numbers as numbers.
 
-    An `epoch` is a string. What a tenant is not told of all tenants' statistics is left out.
+    An `epoch` is a string. Statistics that a tenant may not see are left out.
 
     Args:
-        message: an answer.
-        indent: spaces for each level; None puts it all on one line.
-        texts: further fields; None leaves one out.
+        message: the response.
+        indent: spaces per level; None for a single line.
+        texts: further fields; one of None is left out.
     """
     tree = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     _make_numbers(tree, message.DESCRIPTOR)
     if isinstance(message, StatsResponse):
-        _leave_out_hidden(tree, message)
+        _remove_hidden(tree, message)
     tree.update({name: text for name, text in texts.items() if text is not None})
     return json.dumps(tree, indent=indent)
 
 
-def prefill_table(answer: PrefillResponse, next_token_text: str | None = None) -> str:
-    """Return a table of what was reused, what was computed, why, and how long it took."""
+def prefill_table(response: PrefillResponse, next_token_text: str | None = None) -> str:
+    """Return a table of what was reused and computed, the miss reason, and the times."""
     quoted = "" if next_token_text is None else " " + json.dumps(next_token_text, ensure_ascii=False)
-    usage, timing = answer.usage, answer.timing
+    usage, timing = response.usage, response.timing
     rows = [
-        ("request", answer.request_id),
-        ("next token", f"{answer.next_token_id}{quoted}"),
+        ("request", response.request_id),
+        ("next token", f"{response.next_token_id}{quoted}"),
         ("prompt", f"{usage.prompt_tokens} tokens"),
         ("  cached", _cached(usage)),
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("written", f"{usage.written_tokens} tokens"),
-        ("miss reason", MissReason.Name(answer.miss_reason)),
+        ("miss reason", MissReason.Name(response.miss_reason)),
         *_time_rows(timing),
     ]
-    if answer.HasField("retained"):
-        refused = f" ({answer.retained.refused_tokens} refused)" if answer.retained.refused_tokens else ""
-        rows += [("retained", f"{answer.retained.granted_tokens} tokens{refused}")]
-    rows += [(f"logprob of {top.token_id}", f"{top.logprob:.4f}") for top in answer.top_logprobs]
+    if response.HasField("retained"):
+        refused = f" ({response.retained.refused_tokens} refused)" if response.retained.refused_tokens else ""
+        rows += [("retained", f"{response.retained.granted_tokens} tokens{refused}")]
+    rows += [(f"logprob of {top.token_id}", f"{top.logprob:.4f}") for top in response.top_logprobs]
     return _table(rows)
 
 
-def generate_table(answer: GenerateResponse) -> str:
-    """Return a table of what was reused, computed and generated, why it ended, and how long it took."""
-    usage, timing = answer.usage, answer.timing
+def generate_table(response: GenerateResponse) -> str:
+    """Return a table of what was reused, computed and generated, the finish reason, and the times."""
+    usage, timing = response.usage, response.timing
     rows = [
-        ("request", answer.request_id),
+        ("request", response.request_id),
         ("prompt", f"{usage.prompt_tokens} tokens"),
         ("  cached", _cached(usage)),
         ("  computed", f"{usage.computed_tokens} tokens"),
-        ("generated", f"{usage.generated_tokens} tokens, {FinishReason.Name(answer.finish_reason)}"),
+        ("generated", f"{usage.generated_tokens} tokens, {FinishReason.Name(response.finish_reason)}"),
         ("written", f"{usage.written_tokens} tokens"),
-        ("miss reason", MissReason.Name(answer.miss_reason)),
+        ("miss reason", MissReason.Name(response.miss_reason)),
         *_time_rows(timing),
         ("  decode", f"{timing.decode_us / 1000:.2f} ms"),
     ]
     return _table(rows)
 
 
-def purge_table(answer: PurgeResponse) -> str:
+def purge_table(response: PurgeResponse) -> str:
     """Return a table of the blocks that a purge freed."""
-    rows = [("blocks freed", str(answer.freed_blocks)), ("  still in use", str(answer.pinned_blocks))]
-    for store in answer.stores:
-        deleted = f"{store.blocks} blocks" if store.HasField("blocks") else "could not be asked, and is asked again"
+    rows = [("blocks freed", str(response.freed_blocks)), ("  still in use", str(response.pinned_blocks))]
+    for store in response.stores:
+        deleted = f"{store.blocks} blocks" if store.HasField("blocks") else "not reachable; the purge will be retried"
         rows.append((f"deleted in {store.store}", deleted))
     return _table(rows)
 
 
 def stats_table(stats: StatsResponse) -> str:
-    """Return a table of what cache and tiers hold and what the service did; of one tenant if the answer has no more."""
+    """Return a table of the cache, the tiers and the counters, as far as the response has them."""
     blocks = stats.blocks
     rows = [
         ("model", f"{stats.model} on {stats.device}"),
@@ -105,8 +105,8 @@ def stats_table(stats: StatsResponse) -> str:
         ("uptime", f"{stats.uptime_s:.1f} s"),
         ("blocks", f"{blocks.total} of {stats.block_size} tokens, {stats.block_bytes} bytes each, {stats.kv_dtype}"),
     ]
-    if _is_of_all(stats):
-        rows += _whole_process_rows(stats)
+    if _is_global(stats):
+        rows += _global_rows(stats)
     for tier in stats.tiers:
         state = "" if tier.is_working else ", out of use"
         moved = f"{tier.loaded_blocks} loaded, {tier.missed_blocks} missed, {tier.saved_blocks} saved"
@@ -123,23 +123,23 @@ def stats_table(stats: StatsResponse) -> str:
 
 
 def _cached(usage: Usage) -> str:
-    """Return how many tokens were reused, and which of them were not on the device."""
+    """Return the number of reused tokens, and how many of them were loaded from each tier."""
     tiers = {"host memory": usage.host_tokens, "disk": usage.disk_tokens, "shared stores": usage.remote_tokens}
     loaded = "".join(f", {number} from {tier}" for tier, number in tiers.items() if number)
     return f"{usage.cached_tokens} tokens{percent(usage.cached_tokens, usage.prompt_tokens)}{loaded}"
 
 
-def _whole_process_rows(stats: StatsResponse) -> list[tuple[str, str]]:
+def _global_rows(stats: StatsResponse) -> list[tuple[str, str]]:
     blocks, requests, tokens = stats.blocks, stats.requests, stats.tokens
     return [
         ("  free", str(blocks.free)),
         ("  published", f"{blocks.published} ({blocks.pinned} pinned)"),
         ("  leased", str(blocks.leased)),
-        ("  retained", f"{blocks.retained} of {blocks.retainable} that may be"),
+        ("  retained", f"{blocks.retained} of at most {blocks.retainable}"),
         ("  on probation", str(blocks.on_probation)),
         ("  evicted", f"{stats.evicted_blocks} so far ({stats.evicted_probation_blocks} on probation)"),
         ("requests", f"{requests.running} running, {requests.following} following, {requests.waiting} waiting"),
-        ("  paused", f"{requests.paused} ({requests.pauses} so far)"),
+        ("  preempted", f"{requests.paused} ({requests.pauses} so far)"),
         ("  finished", str(requests.finished)),
         ("  failed", str(requests.failed)),
         ("  cancelled", str(requests.cancelled)),
@@ -147,7 +147,7 @@ def _whole_process_rows(stats: StatsResponse) -> list[tuple[str, str]]:
         ("  cached", f"{tokens.cached}{percent(tokens.cached, tokens.prompt)}"),
         ("  computed", str(tokens.computed)),
         ("  written", str(tokens.written)),
-        ("  computed again", str(tokens.recomputed)),
+        ("  recomputed", str(tokens.recomputed)),
         ("generated tokens", str(tokens.generated)),
         ("namespaces", str(stats.namespaces)),
         ("segments", str(stats.segments)),
@@ -162,9 +162,9 @@ def _state_rows(stats: StatsResponse) -> list[tuple[str, str]]:
     if not stats.HasField("states"):
         return []
     return [
-        ("snapshots of states", f"{states.snapshots} of {states.max_snapshots} that may be"),
-        ("  given up", str(states.given_up_snapshots)),
-        ("  tokens for want of one", str(states.recomputed_tokens)),
+        ("state snapshots", f"{states.snapshots} of at most {states.max_snapshots}"),
+        ("  dropped", str(states.given_up_snapshots)),
+        ("  tokens recomputed without one", str(states.recomputed_tokens)),
     ]
 
 
@@ -174,38 +174,38 @@ def _part_rows(stats: StatsResponse) -> list[tuple[str, str]]:
         return []
     return [
         ("parts for windowed layers", f"{parts.needed} needed, {parts.kept} kept, {parts.free} free"),
-        ("  given up", str(parts.given_up)),
+        ("  dropped", str(parts.given_up)),
         ("  hits shortened", f"{parts.shortened_hits}, by {parts.lost_tokens} tokens"),
     ]
 
 
-def _is_of_all(stats: StatsResponse) -> bool:
-    """Return whether these are the counts of all tenants, and not what one tenant may know."""
+def _is_global(stats: StatsResponse) -> bool:
+    """Return whether the response has the statistics of all tenants, not only those that one tenant may see."""
     return stats.HasField("requests")
 
 
-def _leave_out_hidden(tree: dict[str, Any], stats: StatsResponse) -> None:
-    """Take out of JSON what a tenant is not told: it would read as 0."""
-    if not _is_of_all(stats):
-        for name in _OF_ALL_TENANTS:
+def _remove_hidden(tree: dict[str, Any], stats: StatsResponse) -> None:
+    """Remove fields from JSON that a tenant may not see, which would otherwise read as 0."""
+    if not _is_global(stats):
+        for name in _GLOBAL_FIELDS:
             del tree[name]
         if stats.HasField("blocks"):
             tree["blocks"] = {"total": stats.blocks.total}
     for part, replica in zip(tree["replicas"], stats.replicas, strict=True):
         if replica.HasField("stats"):
-            _leave_out_hidden(part["stats"], replica.stats)
+            _remove_hidden(part["stats"], replica.stats)
 
 
-def _make_numbers(tree: dict[str, Any], descriptor: Any) -> None:  # a Descriptor of either implementation
+def _make_numbers(tree: dict[str, Any], descriptor: Any) -> None:  # a Descriptor of either protobuf implementation
     for field in descriptor.fields:
         value = tree.get(field.name)
         if value is None:
             continue
-        if field.type in _64_BIT and field.name not in _TEXTS:
+        if field.type in _64_BIT and field.name not in _STRINGS:
             tree[field.name] = [int(item) for item in value] if isinstance(value, list) else int(value)
         elif field.message_type is not None:
             for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, dict):  # a Timestamp is a string by now
+                if isinstance(item, dict):  # a Timestamp has become a string
                     _make_numbers(item, field.message_type)
 
 

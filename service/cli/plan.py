@@ -1,4 +1,4 @@
-"""`radixkv plan`: its options, and the groups of numbers that they ask for."""
+"""`radixkv plan`: computes memory and concurrency, and prints the sections of the report that the options request."""
 
 from __future__ import annotations
 
@@ -21,127 +21,104 @@ from radixkv.planning.plan import (
 )
 from radixkv.service.cli import plan_report
 from radixkv.service.cli.argument_types import COUNTS, number, positive_number, whole
-from radixkv.service.cli.model_options import add_model_arguments, format_of, layout_of, model_of
-from radixkv.service.cli.plan_report import Group
-from radixkv.service.cli.tier_options import add_tier_argument, rooms_of, tier_numbers
-from radixkv.service.cli.tier_report import TierLink, tier_group
+from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
+from radixkv.service.cli.options import Option, add_choice, add_options, flag
+from radixkv.service.cli.plan_report import ReportSection, TierLink
+from radixkv.service.cli.tier_options import rooms_of, tier_numbers, tier_option
 from radixkv.storage.kv_layout import KVFormat, KVLayout, LatentKV, MixedKV, attention_kinds
 
 _DISK_GB_S = 3.0  # a drive on PCIe 3.0 or 4.0 x4
 _NETWORK_GB_S = 1.25  # 10 Gbit/s
 
 
-def add_plan_command(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan` to its parser."""
+def _gb(text: str) -> int:
+    return int(number(text) * GB)
+
+
+def _gib(text: str) -> int:
+    return int(number(text) * GIB)
+
+
+_LOAD = (
+    Option("--batch", "N", whole, "concurrent sequences", 1),
+    Option("--context", "N", whole, "tokens per sequence", 8192),
+    Option("--block-size", "N", whole, "tokens per block", CacheConfig().block_size),
+    Option("--shared-prefix", "N", whole, "tokens that --requests share (default: none)"),
+    Option("--requests", "N", whole, "requests that share --shared-prefix (default: none)"),
+    Option(
+        "--new-tokens", "N", whole, "compare decoding N tokens with and without a K/V cache (default: no comparison)"
+    ),
+)
+_MEMORY = (
+    Option(
+        "--memory-gb",
+        "X",
+        _gb,
+        "memory of the device in GB; prints how many users fit (default: not printed)",
+        more={"dest": "memory_bytes"},
+    ),
+    Option("--memory-gib", "X", _gib, "the same in GiB (default: not printed)", more={"dest": "memory_bytes"}),
+)
+_DEVICE = (
+    Option("--weights-gb", "X", _gb, "weights of all ranks in GB (default: the safetensors of --model)"),
+    Option(
+        "--weights",
+        None,
+        None,
+        "int8: the weights of --model with model.weights = int8, on a CPU (default: auto, as in the files)",
+        "auto",
+        {"choices": ("auto", "int8")},
+    ),
+    Option("--overhead-gb", "X", _gb, "activations, CUDA context and graphs in GB (default: 0)"),
+    Option("--user-gb", "X", _gb, "K/V per user in GB (default: blocks for --context)"),
+    Option(
+        "--params-b",
+        "X",
+        positive_number,
+        "billions of parameters; compares loading K/V with computing it (default: no comparison)",
+    ),
+    Option("--tflops", "X", positive_number, "peak dense bf16 TFLOPS; the default is an H100", 989.0),
+    Option("--pcie-gb-s", "X", positive_number, "bandwidth from the host in GB/s", 40.0),
+    Option("--hbm-gb-s", "X", positive_number, "memory bandwidth in GB/s; the default is an H100 SXM", 3350.0),
+)
+_TIERS = (
+    tier_option("tiers; prints their tokens, and whether loading is faster than computing"),
+    Option(
+        "--tier-gb-s",
+        "NAME=X[,...]",
+        tier_numbers,
+        "bandwidth of tiers in GB/s (default: host that of --pcie-gb-s, disk 3, others 1.25)",
+        {},
+    ),
+    Option("--tier-ms", "NAME=X[,...]", tier_numbers, "latency of tiers in ms (default: 0)", {}),
+    Option(
+        "--prefill-tokens-per-s",
+        "X",
+        positive_number,
+        "measured prefill rate (default: from --params-b and --tflops, or none)",
+    ),
+)
+
+
+def add_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
     plan.description = (
         f"Compute the memory and concurrency of a K/V cache. {COUNTS} GB is 10^9 bytes, GiB is 2^30 bytes."
     )
     model = plan.add_argument_group("the model", "Give --model, or sizes, or both; a size overrides that of --model.")
-    add_model_arguments(model)
-    model.add_argument("--tp", metavar="N", type=whole, default=1, help="tensor parallel size")
-    _add_load(plan)
-    _add_device(plan)
-    _add_tiers(plan)
-    plan.add_argument("--json", action="store_true", help="print one flat JSON object, with units in the names")
+    add_options(model, (*MODEL_OPTIONS, Option("--tp", "N", whole, "tensor parallel size", 1)))
+    add_options(plan.add_argument_group("the load"), _LOAD)
+    device = plan.add_argument_group("one device")
+    add_choice(device, _MEMORY)
+    add_options(device, _DEVICE)
+    add_options(plan.add_argument_group("the tiers", "Storage for blocks that are evicted from the device."), _TIERS)
+    add_options(plan, [flag("--json", "print one flat JSON object, with units in the names")])
     plan.set_defaults(command=_plan)
 
 
-def _add_load(plan: argparse.ArgumentParser) -> None:
-    load = plan.add_argument_group("the load")
-    load.add_argument("--batch", metavar="N", type=whole, default=1, help="concurrent sequences")
-    load.add_argument("--context", metavar="N", type=whole, default=8192, help="tokens per sequence")
-    load.add_argument(
-        "--block-size", metavar="N", type=whole, default=CacheConfig().block_size, help="tokens per block"
-    )
-    load.add_argument("--shared-prefix", metavar="N", type=whole, help="tokens that --requests share (default: none)")
-    load.add_argument("--requests", metavar="N", type=whole, help="requests that share --shared-prefix (default: none)")
-    load.add_argument(
-        "--new-tokens",
-        metavar="N",
-        type=whole,
-        help="compare decoding N tokens with and without a K/V cache (default: no comparison)",
-    )
-
-
-def _add_device(plan: argparse.ArgumentParser) -> None:
-    device = plan.add_argument_group("one device")
-    memory = device.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--memory-gb",
-        metavar="X",
-        dest="memory_bytes",
-        type=_gb,
-        help="memory of the device in GB; prints how many users fit (default: not printed)",
-    )
-    memory.add_argument(
-        "--memory-gib", metavar="X", dest="memory_bytes", type=_gib, help="the same in GiB (default: not printed)"
-    )
-    device.add_argument(
-        "--weights-gb", metavar="X", type=_gb, help="weights of all ranks in GB (default: the safetensors of --model)"
-    )
-    device.add_argument(
-        "--weights",
-        choices=("auto", "int8"),
-        default="auto",
-        help="int8: the weights of --model with model.weights = int8, on a CPU (default: auto, as in the files)",
-    )
-    device.add_argument(
-        "--overhead-gb", metavar="X", type=_gb, help="activations, CUDA context and graphs in GB (default: 0)"
-    )
-    device.add_argument("--user-gb", metavar="X", type=_gb, help="K/V per user in GB (default: blocks for --context)")
-    device.add_argument(
-        "--params-b",
-        metavar="X",
-        type=positive_number,
-        help="billions of parameters; compares loading K/V with computing it (default: no comparison)",
-    )
-    device.add_argument(
-        "--tflops",
-        metavar="X",
-        type=positive_number,
-        default=989.0,
-        help="peak dense bf16 TFLOPS; the default is an H100",
-    )
-    device.add_argument(
-        "--pcie-gb-s", metavar="X", type=positive_number, default=40.0, help="bandwidth from the host in GB/s"
-    )
-    device.add_argument(
-        "--hbm-gb-s",
-        metavar="X",
-        type=positive_number,
-        default=3350.0,
-        help="memory bandwidth in GB/s; the default is an H100 SXM",
-    )
-
-
-def _add_tiers(plan: argparse.ArgumentParser) -> None:
-    tiers = plan.add_argument_group("the tiers", "Stores for blocks that leave the device.")
-    add_tier_argument(tiers, "stores; prints their tokens, and whether loading is faster than computing")
-    tiers.add_argument(
-        "--tier-gb-s",
-        metavar="NAME=X[,...]",
-        type=tier_numbers,
-        default={},
-        help="bandwidth of tiers in GB/s (default: host that of --pcie-gb-s, disk 3, others 1.25)",
-    )
-    tiers.add_argument(
-        "--tier-ms",
-        metavar="NAME=X[,...]",
-        type=tier_numbers,
-        default={},
-        help="latency of tiers in ms (default: 0)",
-    )
-    tiers.add_argument(
-        "--prefill-tokens-per-s",
-        metavar="X",
-        type=positive_number,
-        help="measured prefill rate (default: from --params-b and --tflops, or none)",
-    )
-
-
 def _plan(arguments: argparse.Namespace) -> None:
-    groups = _groups(arguments, _model(arguments))
-    print(plan_report.json_of(groups) if arguments.json else plan_report.text_of(groups))
+    sections = _sections(arguments, _model(arguments))
+    print(plan_report.json_of(sections) if arguments.json else plan_report.text_of(sections))
 
 
 def _model(arguments: argparse.Namespace) -> Checkpoint:
@@ -149,61 +126,60 @@ def _model(arguments: argparse.Namespace) -> Checkpoint:
     if arguments.weights == "int8":
         if weights_bytes is not None or arguments.model is None:
             got = "no --model" if weights_bytes is None else "--weights-gb"
-            raise ConfigError(f"plan: expected --weights int8 with --model and without --weights-gb, got {got}")
+            raise ConfigError(f"plan: --weights int8 requires --model and no --weights-gb, got {got}")
         weights_bytes = int8_weights_bytes(arguments.model)
     return model if weights_bytes is None else dataclasses.replace(model, weights_bytes=weights_bytes)
 
 
-def _groups(arguments: argparse.Namespace, model: Checkpoint) -> list[Group]:
+def _sections(arguments: argparse.Namespace, model: Checkpoint) -> list[ReportSection]:
     layout, kv_format = layout_of(model, "plan"), format_of(model, arguments)
     token_bytes, rank_token_bytes = layout.token_bytes(kv_format), layout.rank_token_bytes(kv_format, arguments.tp)
-    groups = [
-        plan_report.token_group(layout, kv_format, arguments.tp),
-        plan_report.cache_group(arguments.batch, arguments.context, token_bytes, rank_token_bytes),
-        _state_group(arguments, model, token_bytes),
-        _fit_group(arguments, model, rank_token_bytes),
-        _kinds_group(model, layout, kv_format, arguments.batch * arguments.context),
-        plan_report.blocks_group(BlockUse(arguments.context, arguments.block_size), token_bytes),
-        _windowed_group(arguments, model, layout, kv_format, token_bytes),
-        _sharing_group(arguments, token_bytes),
-        _transfer_group(arguments, token_bytes),
-        _tier_group(arguments, token_bytes),
-        _decoding_group(arguments, model),
+    sections = [
+        plan_report.token_section(layout, kv_format, arguments.tp),
+        plan_report.cache_section(arguments.batch, arguments.context, token_bytes, rank_token_bytes),
+        _state_section(arguments, model, token_bytes),
+        _fit_section(arguments, model, rank_token_bytes),
+        _kinds_section(model, layout, kv_format, arguments.batch * arguments.context),
+        plan_report.blocks_section(BlockUse(arguments.context, arguments.block_size), token_bytes),
+        _windowed_section(arguments, model, layout, kv_format, token_bytes),
+        _sharing_section(arguments, token_bytes),
+        _transfer_section(arguments, token_bytes),
+        _tier_section(arguments, token_bytes),
+        _decoding_section(arguments, model),
     ]
-    return [group for group in groups if group is not None]
+    return [section for section in sections if section is not None]
 
 
-def _state_group(arguments: argparse.Namespace, model: Checkpoint, token_bytes: int) -> Group | None:
+def _state_section(arguments: argparse.Namespace, model: Checkpoint, token_bytes: int) -> ReportSection | None:
     if model.state_bytes is None:
         return None
     cache_bytes = arguments.batch * arguments.context * token_bytes
-    return plan_report.state_group(model.state_bytes, arguments.batch, cache_bytes)
+    return plan_report.state_section(model.state_bytes, arguments.batch, cache_bytes)
 
 
-def _fit_group(arguments: argparse.Namespace, model: Checkpoint, rank_token_bytes: int) -> Group | None:
+def _fit_section(arguments: argparse.Namespace, model: Checkpoint, rank_token_bytes: int) -> ReportSection | None:
     if arguments.memory_bytes is None:
-        is_asked = not (arguments.weights_gb is arguments.overhead_gb is arguments.user_gb is None)
-        if is_asked or arguments.weights == "int8":
+        is_requested = not (arguments.weights_gb is arguments.overhead_gb is arguments.user_gb is None)
+        if is_requested or arguments.weights == "int8":
             raise ConfigError(
-                "plan: expected --memory-gb or --memory-gib with --weights, --weights-gb, --overhead-gb or --user-gb, "
-                "got neither"
+                "plan: --weights, --weights-gb, --overhead-gb and --user-gb require --memory-gb or --memory-gib"
             )
         return None
     if model.weights_bytes is None:
-        raise ConfigError("plan: expected --weights-gb, or a --model directory with safetensors, got neither")
+        raise ConfigError("plan: --memory-gb requires --weights-gb, or a --model directory with safetensors")
     device = DeviceMemory(arguments.memory_bytes, -(-model.weights_bytes // arguments.tp), arguments.overhead_gb or 0)
     user_bytes, state_bytes = arguments.user_gb, model.state_bytes or 0
     if user_bytes is None:
         num_blocks = BlockUse(arguments.context, arguments.block_size).num_blocks
         user_bytes = num_blocks * arguments.block_size * rank_token_bytes + state_bytes
-    return plan_report.fit_group(device, user_bytes, arguments.block_size, rank_token_bytes, state_bytes)
+    return plan_report.fit_section(device, user_bytes, arguments.block_size, rank_token_bytes, state_bytes)
 
 
-def _kinds_group(model: Checkpoint, layout: KVLayout, kv_format: KVFormat, num_tokens: int) -> Group:
+def _kinds_section(model: Checkpoint, layout: KVLayout, kv_format: KVFormat, num_tokens: int) -> ReportSection:
     if isinstance(layout, MixedKV):
-        return Group("attention kinds", [("expected the same K/V in all layers",)])
+        return ReportSection("attention kinds", [("requires the same K/V in all layers",)])
     if model.num_query_heads is None or model.head_dim is None:
-        return Group("attention kinds", [("expected --query-heads and --head-dim",)])
+        return ReportSection("attention kinds", [("requires --query-heads and --head-dim",)])
     kinds = attention_kinds(
         layout.num_layers,
         model.num_query_heads,
@@ -211,32 +187,32 @@ def _kinds_group(model: Checkpoint, layout: KVLayout, kv_format: KVFormat, num_t
         num_kv_heads=model.num_kv_heads,
         latent=layout if isinstance(layout, LatentKV) else None,
     )
-    return plan_report.kinds_group(kinds, layout, kv_format, num_tokens)
+    return plan_report.kinds_section(kinds, layout, kv_format, num_tokens)
 
 
-def _windowed_group(
+def _windowed_section(
     arguments: argparse.Namespace, model: Checkpoint, layout: KVLayout, kv_format: KVFormat, token_bytes: int
-) -> Group | None:
+) -> ReportSection | None:
     if model.window is None or not 0 < model.num_windowed_layers <= layout.num_layers:
         return None
     use = WindowedUse(arguments.context, arguments.block_size, model.window)
-    return plan_report.windowed_group(use, model.num_windowed_layers, layout, kv_format, token_bytes)
+    return plan_report.windowed_section(use, model.num_windowed_layers, layout, kv_format, token_bytes)
 
 
-def _sharing_group(arguments: argparse.Namespace, token_bytes: int) -> Group | None:
+def _sharing_section(arguments: argparse.Namespace, token_bytes: int) -> ReportSection | None:
     if arguments.shared_prefix is None and arguments.requests is None:
         return None
     if arguments.shared_prefix is None or arguments.requests is None:
         got = "--requests" if arguments.shared_prefix is None else "--shared-prefix"
-        raise ConfigError(f"plan: expected --shared-prefix and --requests together, got only {got}")
+        raise ConfigError(f"plan: --shared-prefix and --requests require each other, got only {got}")
     sharing = PrefixSharing(arguments.requests, arguments.shared_prefix, arguments.block_size)
-    return plan_report.sharing_group(sharing, token_bytes)
+    return plan_report.sharing_section(sharing, token_bytes)
 
 
-def _transfer_group(arguments: argparse.Namespace, token_bytes: int) -> Group | None:
+def _transfer_section(arguments: argparse.Namespace, token_bytes: int) -> ReportSection | None:
     if arguments.params_b is None:
         return None
-    return plan_report.transfer_group(
+    return plan_report.transfer_section(
         token_bytes,
         parameters=arguments.params_b * 1e9,
         pcie_bytes_per_s=arguments.pcie_gb_s * GB,
@@ -245,12 +221,12 @@ def _transfer_group(arguments: argparse.Namespace, token_bytes: int) -> Group | 
     )
 
 
-def _tier_group(arguments: argparse.Namespace, token_bytes: int) -> Group | None:
+def _tier_section(arguments: argparse.Namespace, token_bytes: int) -> ReportSection | None:
     rooms = rooms_of(arguments.tiers, lambda subject: token_bytes, arguments.block_size)
-    for flag, numbers in (("--tier-gb-s", arguments.tier_gb_s), ("--tier-ms", arguments.tier_ms)):
+    for option, numbers in (("--tier-gb-s", arguments.tier_gb_s), ("--tier-ms", arguments.tier_ms)):
         unknown = set(numbers) - {room.name for room in rooms}
         if unknown:
-            raise ConfigError(f"{flag}: expected names of --tier, got {min(unknown)}")
+            raise ConfigError(f"{option}: expected names of --tier, got {min(unknown)}")
     if not rooms:
         return None
     rates = {"host": arguments.pcie_gb_s, "disk": _DISK_GB_S, **arguments.tier_gb_s}
@@ -261,21 +237,15 @@ def _tier_group(arguments: argparse.Namespace, token_bytes: int) -> Group | None
     tokens_per_s = arguments.prefill_tokens_per_s
     if tokens_per_s is None and arguments.params_b is not None:
         tokens_per_s = 1e6 / recompute_us(arguments.params_b * 1e9, arguments.tflops * 1e12)
-    return tier_group(rooms, links, block_size=arguments.block_size, token_bytes=token_bytes, tokens_per_s=tokens_per_s)
+    return plan_report.tier_section(
+        rooms, links, block_size=arguments.block_size, token_bytes=token_bytes, tokens_per_s=tokens_per_s
+    )
 
 
-def _decoding_group(arguments: argparse.Namespace, model: Checkpoint) -> Group | None:
+def _decoding_section(arguments: argparse.Namespace, model: Checkpoint) -> ReportSection | None:
     if arguments.new_tokens is None:
         return None
     if model.num_query_heads is None or model.head_dim is None:
-        raise ConfigError("plan: expected --query-heads and --head-dim with --new-tokens, got not both")
+        raise ConfigError("plan: --new-tokens requires --query-heads and --head-dim")
     hidden_size = model.num_query_heads * model.head_dim
-    return plan_report.decoding_group(DecodingCost(arguments.context, arguments.new_tokens, hidden_size))
-
-
-def _gb(text: str) -> int:
-    return int(number(text) * GB)
-
-
-def _gib(text: str) -> int:
-    return int(number(text) * GIB)
+    return plan_report.decoding_section(DecodingCost(arguments.context, arguments.new_tokens, hidden_size))

@@ -1,8 +1,9 @@
-"""Groups of `radixkv plan`, each a short table for people and flat fields for scripts."""
+"""The report of `radixkv plan`: sections, each with a table to read and flat fields for scripts."""
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,21 +19,25 @@ from radixkv.planning.plan import (
     load_us,
     recompute_us,
 )
+from radixkv.planning.tiers import TierRoom
+from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.service.cli.terminal import aligned
 from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, LatentKV, MixedKV, layer_shares
 
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_MAX_RUN_BLOCKS = 2**13  # if loading does not pay for a run of this length, it never does
+_FAR_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One subject of a plan.
+class ReportSection:
+    """One section of the report.
 
     Attributes:
-        title: the first line of its table.
-        rows: the table's cells, row by row.
-        fields: the values behind the cells and further ones, under names that no other group uses.
+        title: the first line.
+        rows: cells of the table, row by row.
+        fields: the values, under names that no other section uses.
     """
 
     title: str
@@ -40,27 +45,29 @@ class Group:
     fields: Mapping[str, int | float | str | bool | None] = field(default_factory=dict)
 
 
-def text_of(groups: Sequence[Group]) -> str:
-    """Return the groups one below the other, with columns aligned in each."""
-    return "\n\n".join("\n".join([group.title, *(f"  {line}" for line in aligned(group.rows))]) for group in groups)
+def text_of(sections: Sequence[ReportSection]) -> str:
+    """Return the sections as tables, one below the other."""
+    return "\n\n".join(
+        "\n".join([section.title, *(f"  {line}" for line in aligned(section.rows))]) for section in sections
+    )
 
 
-def json_of(groups: Sequence[Group]) -> str:
-    """Return the fields of all groups as one flat indented JSON object."""
-    return json.dumps({name: value for group in groups for name, value in group.fields.items()}, indent=2)
+def json_of(sections: Sequence[ReportSection]) -> str:
+    """Return the fields of all sections as one flat, indented JSON object."""
+    return json.dumps({name: value for section in sections for name, value in section.fields.items()}, indent=2)
 
 
-def token_group(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> Group:
-    """Return the bytes of a token."""
+def token_section(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> ReportSection:
+    """Return the K/V bytes per token."""
     token_bytes = layout.token_bytes(kv_format)
     rank_token_bytes = layout.rank_token_bytes(kv_format, tensor_parallel)
-    scales = ", a float32 scale a vector" if kv_format.has_scales else ""
+    scales = ", a float32 scale per vector" if kv_format.has_scales else ""
     latent = layout if isinstance(layout, LatentKV) else None
     heads = layout.other if isinstance(layout, MixedKV) else layout if isinstance(layout, HeadKV) else None
     rows = [
         ("stored", f"{layout}, {kv_format.name}{scales}"),
-        ("a token", f"{token_bytes:,} bytes, {_size(token_bytes)}"),
-        ("on a rank", f"{rank_token_bytes:,} bytes, {_size(rank_token_bytes)}, tp {tensor_parallel}"),
+        ("per token", f"{token_bytes:,} bytes, {_size(token_bytes)}"),
+        ("per rank", f"{rank_token_bytes:,} bytes, {_size(rank_token_bytes)}, tp {tensor_parallel}"),
     ]
     fields = {
         "num_layers": layout.num_layers,
@@ -75,18 +82,18 @@ def token_group(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> 
         "token_bytes": token_bytes,
         "rank_token_bytes": rank_token_bytes,
     }
-    return Group("bytes a token", rows, fields)
+    return ReportSection("bytes per token", rows, fields)
 
 
-def cache_group(batch: int, context_tokens: int, token_bytes: int, rank_token_bytes: int) -> Group:
-    """Return the K/V of a batch of sequences that share nothing and fill their last block."""
+def cache_section(batch: int, context_tokens: int, token_bytes: int, rank_token_bytes: int) -> ReportSection:
+    """Return the K/V memory of a batch of sequences that share nothing and fill their last block."""
     sequence_bytes = context_tokens * token_bytes
     cache_bytes = batch * sequence_bytes
     rank_cache_bytes = batch * context_tokens * rank_token_bytes
     rows = [
-        ("a sequence", f"{context_tokens:,} tokens, {_size(sequence_bytes)}"),
+        ("per sequence", f"{context_tokens:,} tokens, {_size(sequence_bytes)}"),
         ("the batch", f"{batch:,} sequences, {cache_bytes:,} bytes, {_size(cache_bytes)}"),
-        ("on a rank", f"{rank_cache_bytes:,} bytes, {_size(rank_cache_bytes)}"),
+        ("per rank", f"{rank_cache_bytes:,} bytes, {_size(rank_cache_bytes)}"),
     ]
     fields = {
         "batch": batch,
@@ -100,14 +107,14 @@ def cache_group(batch: int, context_tokens: int, token_bytes: int, rank_token_by
         "rank_cache_gib": rank_cache_bytes / GIB,
         "rank_cache_gb": rank_cache_bytes / GB,
     }
-    return Group("cache size", rows, fields)
+    return ReportSection("cache size", rows, fields)
 
 
-def state_group(state_bytes: int, batch: int, cache_bytes: int) -> Group:
-    """Return the memory of states: of a batch of running sequences, and of snapshots beside their K/V."""
+def state_section(state_bytes: int, batch: int, cache_bytes: int) -> ReportSection:
+    """Return the memory of recurrent states: of a batch of running sequences, and of snapshots next to their K/V."""
     batch_bytes, snapshot_bytes = batch * state_bytes, int(STATE_SHARE * cache_bytes)
     rows = [
-        ("a state", f"{state_bytes:,} bytes, {_size(state_bytes)}"),
+        ("per state", f"{state_bytes:,} bytes, {_size(state_bytes)}"),
         ("the batch", f"{batch:,} running sequences, {_size(batch_bytes)}"),
         ("snapshots", f"{snapshot_bytes // state_bytes:,}, {_size(snapshot_bytes)}, cache.state_bytes by default"),
     ]
@@ -117,27 +124,27 @@ def state_group(state_bytes: int, batch: int, cache_bytes: int) -> Group:
         "snapshot_bytes": snapshot_bytes,
         "snapshots": snapshot_bytes // state_bytes,
     }
-    return Group("states of sequences", rows, fields)
+    return ReportSection("states of sequences", rows, fields)
 
 
-def fit_group(
+def fit_section(
     device: DeviceMemory, user_bytes: int, block_size: int, rank_token_bytes: int, state_bytes: int = 0
-) -> Group:
-    """Return the users, and the tokens of a block pool, that fit on one device beside the weights.
+) -> ReportSection:
+    """Return the users and the pool capacity that fit on one device next to the weights.
 
-    A user has a state of `state_bytes`, and snapshots take a share of what K/V take.
+    Each user has a recurrent state of `state_bytes`, and snapshots of states take a share of the K/V memory.
     """
     users = device.users(user_bytes)
     kv_bytes = device.kv_bytes if not state_bytes else int((device.kv_bytes - users * state_bytes) / (1 + STATE_SHARE))
     capacity_tokens = kv_bytes // (block_size * rank_token_bytes) * block_size
     missing_bytes = device.weights_bytes + device.overhead_bytes - device.total_bytes
-    shortfall = f", {_size(missing_bytes)} too little for the rest" if missing_bytes > 0 else ""
+    shortfall = f", {_size(missing_bytes)} short" if missing_bytes > 0 else ""
     rows = [
         ("memory", _size(device.total_bytes)),
         ("  weights", _size(device.weights_bytes)),
         ("  overhead", _size(device.overhead_bytes)),
         ("  left for K/V", _size(device.kv_bytes) + shortfall),
-        ("a user", _size(user_bytes)),
+        ("per user", _size(user_bytes)),
         ("users", f"{users:,}"),
         ("cache.capacity_tokens", f"{capacity_tokens:,}"),
     ]
@@ -150,12 +157,12 @@ def fit_group(
         "users": users,
         "capacity_tokens": capacity_tokens,
     }
-    return Group("who fits on one device", rows, fields)
+    return ReportSection("users that fit on one device", rows, fields)
 
 
-def kinds_group(kinds: Mapping[str, KVLayout], own: KVLayout, kv_format: KVFormat, num_tokens: int) -> Group:
-    """Compare the model with each kind of attention; `own` marks the one that it has."""
-    rows: list[tuple[str, ...]] = [("", "stored a layer", "bytes a token", "cache")]
+def kinds_section(kinds: Mapping[str, KVLayout], own: KVLayout, kv_format: KVFormat, num_tokens: int) -> ReportSection:
+    """Compare the model with each kind of attention; `own` is the layout of the model."""
+    rows: list[tuple[str, ...]] = [("", "stored per layer", "bytes per token", "cache")]
     fields: dict[str, int | float] = {}
     for name, layout in kinds.items():
         if isinstance(layout, HeadKV):
@@ -171,16 +178,16 @@ def kinds_group(kinds: Mapping[str, KVLayout], own: KVLayout, kv_format: KVForma
             f"{name.lower()}_cache_bytes": cache_bytes,
             f"{name.lower()}_cache_gib": cache_bytes / GIB,
         }
-    return Group(f"attention kinds, {num_tokens:,} tokens", rows, fields)
+    return ReportSection(f"attention kinds, {num_tokens:,} tokens", rows, fields)
 
 
-def blocks_group(use: BlockUse, token_bytes: int) -> Group:
-    """Return the blocks of one sequence, and what the last of them wastes."""
+def blocks_section(use: BlockUse, token_bytes: int) -> ReportSection:
+    """Return the blocks of one sequence, and the unused part of the last one."""
     block_bytes = use.block_size * token_bytes
     waste_bytes = use.free_tokens * token_bytes
     rows = [
-        ("a block", f"{use.block_size} tokens, {_size(block_bytes)}"),
-        ("a sequence", f"{use.num_tokens:,} tokens in {use.num_blocks:,} blocks"),
+        ("per block", f"{use.block_size} tokens, {_size(block_bytes)}"),
+        ("per sequence", f"{use.num_tokens:,} tokens in {use.num_blocks:,} blocks"),
         ("last block", f"{use.last_block_tokens} used, {use.free_tokens} free"),
         ("waste", f"{_size(waste_bytes)}, {100 * use.free_tokens / (use.num_blocks * use.block_size):.2f} %"),
     ]
@@ -192,20 +199,21 @@ def blocks_group(use: BlockUse, token_bytes: int) -> Group:
         "waste_tokens": use.free_tokens,
         "waste_bytes": waste_bytes,
     }
-    return Group("blocks and waste", rows, fields)
+    return ReportSection("blocks and waste", rows, fields)
 
 
-def windowed_group(
+def windowed_section(
     use: WindowedUse, num_windowed_layers: int, layout: KVLayout, kv_format: KVFormat, token_bytes: int
-) -> Group:
-    """Return what windowed layers need of a sequence where they have a pool of their own.
+) -> ReportSection:
+    """Return what windowed layers need per sequence if they have their own pool.
 
     Args:
-        use, num_windowed_layers: their blocks and their number, at least one.
+        use: their blocks.
+        num_windowed_layers: at least 1.
         layout, kv_format, token_bytes: of the whole model.
     """
     num_layers, whole = layout.num_layers, BlockUse(use.num_tokens, use.block_size).num_blocks
-    windowed, other = num_windowed_layers, num_layers - num_windowed_layers  # in bytes if layers differ
+    windowed, other = num_windowed_layers, num_layers - num_windowed_layers  # bytes, if the layers store different K/V
     if isinstance(layout, MixedKV):
         windowed, other = layout.sliding.token_bytes(kv_format), layout.other.token_bytes(kv_format)
     unit_bytes = use.block_size * token_bytes // (windowed + other)
@@ -213,9 +221,9 @@ def windowed_group(
     shares = layer_shares(use.window, windowed, other)
     rows = [
         ("layers", f"{num_windowed_layers} of {num_layers}, a window of {use.window:,} tokens"),
-        ("a sequence", f"{use.num_blocks:,} of {whole:,} blocks there, {_size(sequence_bytes)} in all"),
+        ("per sequence", f"{use.num_blocks:,} of {whole:,} blocks there, {_size(sequence_bytes)} in all"),
         ("cache.windowed_tokens", f"{shares.windowed:.3g} of cache.capacity_tokens if unset, on a CPU"),
-        ("other layers hold", f"{shares.other:.3g} of cache.capacity_tokens then, in the same memory"),
+        ("other layers", f"{shares.other:.3g} of cache.capacity_tokens then, in the same memory"),
     ]
     fields = {
         "num_windowed_layers": num_windowed_layers,
@@ -225,16 +233,16 @@ def windowed_group(
         "windowed_share": shares.windowed,
         "other_share": shares.other,
     }
-    return Group("windowed layers in a pool of their own", rows, fields)
+    return ReportSection("windowed layers in a pool of their own", rows, fields)
 
 
-def sharing_group(sharing: PrefixSharing, token_bytes: int) -> Group:
-    """Compare one prefix in many requests with and without sharing."""
+def sharing_section(sharing: PrefixSharing, token_bytes: int) -> ReportSection:
+    """Compare the cost of one prefix in many requests with and without sharing."""
     block_bytes = sharing.block_size * token_bytes
     prefix_bytes = sharing.num_blocks * block_bytes
     prefix_bytes_unshared = sharing.num_blocks_unshared * block_bytes
     rows = [
-        ("", "shared", "each its own"),
+        ("", "shared", "unshared"),
         ("tokens computed", f"{sharing.computed_tokens:,}", f"{sharing.computed_tokens_unshared:,}"),
         ("blocks", f"{sharing.num_blocks:,}", f"{sharing.num_blocks_unshared:,}"),
         ("memory", _size(prefix_bytes), _size(prefix_bytes_unshared)),
@@ -251,32 +259,32 @@ def sharing_group(sharing: PrefixSharing, token_bytes: int) -> Group:
         "prefix_bytes_unshared": prefix_bytes_unshared,
     }
     title = f"sharing a prefix of {sharing.prefix_tokens:,} tokens, {sharing.num_requests:,} requests"
-    return Group(title, rows, fields)
+    return ReportSection(title, rows, fields)
 
 
-def transfer_group(
+def transfer_section(
     token_bytes: int, *, parameters: float, pcie_bytes_per_s: float, hbm_bytes_per_s: float, flops_per_s: float
-) -> Group:
-    """Compare loading a token's K/V from the host with computing it again."""
+) -> ReportSection:
+    """Compare loading the K/V of a token from the host with recomputing them."""
     load, recompute = load_us(token_bytes, pcie_bytes_per_s), recompute_us(parameters, flops_per_s)
     ratio = hbm_bytes_per_s / pcie_bytes_per_s
     rows = [
-        ("load", f"{load:.2f} us a token, PCIe at {pcie_bytes_per_s / GB:g} GB/s"),
+        ("load", f"{load:.2f} us per token, PCIe at {pcie_bytes_per_s / GB:g} GB/s"),
         (
             "recompute",
-            f"{recompute:.2f} us a token, {parameters / 1e9:g}B params at {flops_per_s / 1e12:g} TFLOP/s",
+            f"{recompute:.2f} us per token, {parameters / 1e9:g}B params at {flops_per_s / 1e12:g} TFLOP/s",
         ),
         ("HBM to PCIe", f"{ratio:.1f}x, HBM at {hbm_bytes_per_s / GB:g} GB/s"),
     ]
     fields = {"load_us_per_token": load, "recompute_us_per_token": recompute, "hbm_to_pcie_ratio": ratio}
-    return Group("load or recompute", rows, fields)
+    return ReportSection("load or recompute", rows, fields)
 
 
-def decoding_group(cost: DecodingCost) -> Group:
-    """Compare the work of decoding without and with a cache."""
+def decoding_section(cost: DecodingCost) -> ReportSection:
+    """Compare the FLOPs of decoding without and with a K/V cache."""
     rows = [
-        ("without a cache", f"{cost.naive_flops / 1e9:,.3f} GFLOP"),
-        ("with one", f"{cost.cached_flops / 1e9:,.3f} GFLOP"),
+        ("without K/V cache", f"{cost.naive_flops / 1e9:,.3f} GFLOP"),
+        ("with K/V cache", f"{cost.cached_flops / 1e9:,.3f} GFLOP"),
         ("ratio", f"{cost.ratio:.2f}x"),
     ]
     fields = {
@@ -286,7 +294,92 @@ def decoding_group(cost: DecodingCost) -> Group:
         "decode_flops_ratio": cost.ratio,
     }
     title = f"decoding {cost.new_tokens:,} tokens after {cost.prompt_tokens:,}, one attention layer"
-    return Group(title, rows, fields)
+    return ReportSection(title, rows, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class TierLink:
+    """The speed of a tier.
+
+    Attributes:
+        bytes_per_s: bandwidth.
+        latency_s: fixed time of a call.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+def tier_section(
+    rooms: Sequence[TierRoom],
+    links: Sequence[TierLink],
+    *,
+    block_size: int,
+    token_bytes: int,
+    tokens_per_s: float | None,
+) -> ReportSection:
+    """Return one line per tier.
+
+    Args:
+        rooms: capacities of the tiers.
+        links: speeds of the tiers, in the same order.
+        block_size: tokens per block.
+        token_bytes: K/V bytes per token.
+        tokens_per_s: prefill rate; None if it is not known.
+    """
+    block_bytes = block_size * token_bytes
+    compute_us = None if tokens_per_s is None else block_size / tokens_per_s * 1e6
+    rows: list[tuple[str, ...]] = [("", "tokens", "load a block", "compute it", "same time at", "loading pays")]
+    fields: dict[str, int | float | None] = {}
+    for room, link in zip(rooms, links, strict=True):
+        transfer_us = load_us(block_bytes, link.bytes_per_s)
+        least = None
+        if tokens_per_s is not None:
+            least = least_loaded_blocks(link, block_bytes, block_size, tokens_per_s)
+        latency = f" + {link.latency_s * 1e3:g} ms per call" if link.latency_s else ""
+        rows.append(
+            (
+                room.name,
+                "unbounded" if room.capacity_tokens is None else f"{room.capacity_tokens:,}",
+                f"{transfer_us:,.1f} us, {link.bytes_per_s / GB:g} GB/s{latency}",
+                "?" if compute_us is None else f"{compute_us:,.1f} us",
+                f"{link.bytes_per_s / token_bytes:,.0f} tokens/s",
+                _verdict(tokens_per_s, least, block_size),
+            )
+        )
+        fields |= {
+            f"tier_{room.name}_capacity_tokens": room.capacity_tokens,
+            f"tier_{room.name}_load_us_per_block": transfer_us,
+            f"tier_{room.name}_compute_us_per_block": compute_us,
+            f"tier_{room.name}_latency_us": link.latency_s * 1e6,
+            f"tier_{room.name}_break_even_tokens_per_s": link.bytes_per_s / token_bytes,
+            f"tier_{room.name}_least_loaded_tokens": None if least is None else least * block_size,
+        }
+    return ReportSection(f"tiers, blocks of {block_size} tokens", rows, fields)
+
+
+def least_loaded_blocks(link: TierLink, block_bytes: int, block_size: int, tokens_per_s: float) -> int | None:
+    """Return the shortest run of blocks that the engine would load; None if it would always compute.
+
+    The engine's own `LoadOrCompute` decides, after it has measured these rates.
+    """
+    choice = LoadOrCompute(block_size)
+    choice.note_step(block_size / tokens_per_s, [(0, block_size)])
+    for num_blocks in (1, _FAR_BLOCKS):
+        choice.note_start("tier", num_blocks)
+        choice.note_end("tier", num_blocks, link.latency_s + num_blocks * block_bytes / link.bytes_per_s)
+    least = 1 + bisect_left(
+        range(1, _MAX_RUN_BLOCKS + 1), 1, key=lambda length: min(1, choice.choose(0, ["tier"] * length).num_blocks)
+    )
+    return least if least <= _MAX_RUN_BLOCKS else None
+
+
+def _verdict(tokens_per_s: float | None, least: int | None, block_size: int) -> str:
+    if tokens_per_s is None:
+        return "below that rate"
+    if least is None:
+        return "never"
+    return "always" if least == 1 else f"from {least * block_size:,} tokens on"
 
 
 def _size(num_bytes: int) -> str:

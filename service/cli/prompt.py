@@ -1,4 +1,4 @@
-"""Options of `radixkv` that describe a prompt: its tokens, its identity, its use of the cache, its priorities."""
+"""The options of a prompt: its text or tokens, its namespace, its use of the cache, and its priorities."""
 
 from __future__ import annotations
 
@@ -6,125 +6,133 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from radixkv.api.retention import Retention
 from radixkv.errors import ConfigError, InvalidRequest
 from radixkv.service.cli import argument_types
-from radixkv.service.client import Client
-from radixkv.service.client.requests import PromptOptions
+from radixkv.service.cli.argument_types import name, points
+from radixkv.service.cli.options import Option, add_choice, add_options, flag
 from radixkv.service.text.tokenizer import Tokenizer
 
-_CHOICES = "choose --tokenizer DIR, --bytes or --tokens"
+if TYPE_CHECKING:  # both import gRPC, which --help and errors in arguments need not wait for
+    from radixkv.service.client import Client
+    from radixkv.service.client.requests import PromptOptions
+
+_ALTERNATIVES = "use --tokenizer DIR, --bytes or --tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, and the tokenizer that made its token ids; None if they were given."""
+class EncodedPrompt:
+    """A prompt as token ids.
+
+    Attributes:
+        token_ids: of the prompt.
+        tokenizer: the tokenizer that encoded its text; None if there was none.
+    """
 
     token_ids: list[int]
     tokenizer: Tokenizer | None
 
 
 def add_tokens(command: argparse.ArgumentParser) -> None:
-    """Add the options of a prompt's tokens to a command."""
+    """Add the options of a prompt's text or tokens to a command."""
     group = command.add_argument_group(
         "the prompt", "Give one of --text, --text-file, --tokens and --tokens-file. The value - reads stdin."
     )
-    prompt = group.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--text", metavar="TEXT|-", type=_text, help="text, for the tokenizer of the served model")
-    prompt.add_argument("--text-file", metavar="FILE", dest="text", type=_read_text, help="file with the text")
-    prompt.add_argument("--tokens", metavar="1,2,3|-", type=_tokens, help="token ids, separated by commas or spaces")
-    prompt.add_argument("--tokens-file", metavar="FILE", dest="tokens", type=_read_tokens, help="file with token ids")
-    text = group.add_mutually_exclusive_group()
-    text.add_argument(
-        "--tokenizer", metavar="DIR", help="directory with a tokenizer for the text (default: that of the model)"
+    prompt = (
+        Option("--text", "TEXT|-", _text, "text, for the tokenizer of the served model"),
+        Option("--text-file", "FILE", _read_text, "file with the text", more={"dest": "text"}),
+        Option("--tokens", "1,2,3|-", _tokens, "token ids, separated by commas or spaces"),
+        Option("--tokens-file", "FILE", _read_tokens, "file with token ids", more={"dest": "tokens"}),
     )
-    text.add_argument(
-        "--bytes", action="store_true", help="use the bytes of the text as token ids, without a tokenizer"
+    add_choice(group, prompt, is_required=True)
+    encoding = (
+        Option("--tokenizer", "DIR", None, "directory with a tokenizer for the text (default: that of the model)"),
+        flag("--bytes", "use the bytes of the text as token ids, without a tokenizer"),
     )
+    add_choice(group, encoding)
 
 
 def add_prompt(command: argparse.ArgumentParser) -> None:
-    """Add the options of a prompt to a command: its tokens, its identity and its use of the cache."""
+    """Add all options of a prompt to a command: its tokens, its namespace, and its use of the cache."""
     add_tokens(command)
-    identity = command.add_argument_group("identity", "Requests share cached tokens only if all three are equal.")
-    for name in ("tenant", "adapter", "salt"):
-        identity.add_argument(
-            f"--{name}", metavar="NAME", type=argument_types.name, default="", help=f"{name} (default: none)"
-        )
-    use = command.add_argument_group("cache and queue")
-    use.add_argument("--no-read-cache", action="store_true", help="compute every token, without reuse")
-    use.add_argument("--no-write-cache", action="store_true", help="cache nothing for later requests")
-    use.add_argument(
-        "--retention-priority",
-        metavar="0..100",
-        type=argument_types.points,
-        help="priority in the cache; unused blocks with a lower one are evicted first (default: 50)",
+    namespace = command.add_argument_group(
+        "the namespace", "Requests share cached tokens only if all three of these are equal."
     )
-    use.add_argument(
-        "--ttl-s",
-        metavar="S",
-        type=float,
-        help="seconds that --retention-priority lasts (default: as long as the prompt is cached)",
+    add_options(
+        namespace,
+        [Option(f"--{each}", "NAME", name, f"{each} (default: none)", "") for each in ("tenant", "adapter", "salt")],
     )
-    use.add_argument(
-        "--urgency",
-        metavar="0..100",
-        type=argument_types.points,
-        help="priority among the requests of the tenant; a point counts as a second of waiting (default: 50)",
+    use = (
+        flag("--no-read-cache", "compute every token, without reuse"),
+        flag("--no-write-cache", "do not cache the computed tokens"),
+        Option(
+            "--retention-priority",
+            "0..100",
+            points,
+            "priority in the cache; unused blocks with a lower one are evicted first (default: 50)",
+        ),
+        Option(
+            "--ttl-s",
+            "S",
+            float,
+            "seconds for which --retention-priority applies (default: as long as the prompt is cached)",
+        ),
+        Option(
+            "--urgency",
+            "0..100",
+            points,
+            "priority among the requests of the tenant; a point counts as a second of waiting (default: 50)",
+        ),
     )
+    add_options(command.add_argument_group("cache and queue"), use)
 
 
 def add_chat(command: argparse.ArgumentParser) -> None:
     """Add the options of a conversation to a command that has those of a prompt."""
-    group = command.add_argument_group("the conversation")
-    group.add_argument(
-        "--chat", action="store_true", help="send the text as a user message in the chat template of the model"
+    chat = (
+        flag("--chat", "send the text as a user message in the chat template of the model"),
+        Option("--system", "TEXT", name, "with --chat, the system message (default: none)"),
     )
-    group.add_argument(
-        "--system",
-        metavar="TEXT",
-        type=argument_types.name,
-        help="with --chat, the system message (default: none)",
-    )
+    add_options(command.add_argument_group("the conversation"), chat)
 
 
-def prompt_of(arguments: argparse.Namespace, client: Client) -> Prompt:
-    """Return the prompt. Asks the service for its tokenizer if the prompt is text, and nothing else is chosen.
+def prompt_of(arguments: argparse.Namespace, client: Client) -> EncodedPrompt:
+    """Encode the prompt. The service is asked for its tokenizer if the prompt is text and no option names another.
 
     Raises:
-        ConfigError: the options do not go together, or there is no tokenizer, or the text is not for one.
+        ConfigError: options exclude each other, the tokenizer can't be used, or the text can't be encoded.
     """
     is_chat, system = getattr(arguments, "chat", False), getattr(arguments, "system", None)
     if system is not None and not is_chat:
-        raise ConfigError("--system: expected --chat with it, got none")
-    others = {"--tokenizer": arguments.tokenizer is not None, "--bytes": arguments.bytes, "--chat": is_chat}
+        raise ConfigError("--system: requires --chat")
     if arguments.tokens is not None:
-        for name in (name for name, is_given in others.items() if is_given):
-            raise ConfigError(f"{name}: expected --text or --text-file with it, got --tokens")
-        return Prompt(arguments.tokens, None)
+        needs_text = {"--tokenizer": arguments.tokenizer is not None, "--bytes": arguments.bytes, "--chat": is_chat}
+        for option, is_given in needs_text.items():
+            if is_given:
+                raise ConfigError(f"{option}: requires --text or --text-file, got --tokens")
+        return EncodedPrompt(arguments.tokens, None)
     if arguments.bytes:
         if is_chat:
-            raise ConfigError("--chat: expected a tokenizer, got --bytes")
-        return Prompt(list(arguments.text), None)
-    tokenizer = _served_tokenizer(client) if arguments.tokenizer is None else _tokenizer_in(arguments.tokenizer)
+            raise ConfigError("--chat: requires a tokenizer, got --bytes")
+        return EncodedPrompt(list(arguments.text), None)
+    tokenizer = _served_tokenizer(client) if arguments.tokenizer is None else _load_tokenizer(arguments.tokenizer)
     text = _decoded(arguments.text)
     if not is_chat:
-        return Prompt(tokenizer.encode(text), tokenizer)
+        return EncodedPrompt(tokenizer.encode(text), tokenizer)
     messages = [] if system is None else [{"role": "system", "content": system}]
     try:
-        return Prompt(tokenizer.encode_chat([*messages, {"role": "user", "content": text}]), tokenizer)
+        return EncodedPrompt(tokenizer.encode_chat([*messages, {"role": "user", "content": text}]), tokenizer)
     except ValueError as error:
         raise ConfigError(f"--chat: {error}") from error
 
 
 def prompt_options(arguments: argparse.Namespace, num_tokens: int) -> PromptOptions:
-    """Return what the options say of a prompt.
+    """Return the options of a prompt of `num_tokens` for the client.
 
     Raises:
-        ConfigError: the retention makes no sense for a prompt of `num_tokens`.
+        ConfigError: the retention is not valid for this prompt.
     """
     return {
         "tenant": arguments.tenant,
@@ -140,7 +148,7 @@ def prompt_options(arguments: argparse.Namespace, num_tokens: int) -> PromptOpti
 def _retention(arguments: argparse.Namespace, num_tokens: int) -> Retention | None:
     if arguments.retention_priority is None:
         if arguments.ttl_s is not None:
-            raise ConfigError("--ttl-s: expected --retention-priority with it, got none")
+            raise ConfigError("--ttl-s: requires --retention-priority")
         return None
     retention = Retention(arguments.retention_priority, arguments.ttl_s)
     try:
@@ -150,7 +158,7 @@ def _retention(arguments: argparse.Namespace, num_tokens: int) -> Retention | No
     return retention
 
 
-def _tokenizer_in(directory: str) -> Tokenizer:
+def _load_tokenizer(directory: str) -> Tokenizer:
     try:
         return Tokenizer.load(directory)
     except ValueError as error:
@@ -158,14 +166,15 @@ def _tokenizer_in(directory: str) -> Tokenizer:
 
 
 def _served_tokenizer(client: Client) -> Tokenizer:
+    from radixkv.service.client.errors import NotFound, Unimplemented
+
     try:
         return client.tokenizer()
-    except grpc.RpcError as error:
-        if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED):
-            raise
-        raise ConfigError(f"--text: expected a model with a tokenizer, got one without; {_CHOICES}") from error
+    except (NotFound, Unimplemented) as error:
+        raise ConfigError(f"--text: the served model has no tokenizer; {_ALTERNATIVES}") from error
     except (ValueError, OSError) as error:
-        raise ConfigError(f"--text: the tokenizer of the service can't be used: {error}; {_CHOICES}") from error
+        message = f"--text: the tokenizer of the service can't be used: {error}; {_ALTERNATIVES}"
+        raise ConfigError(message) from error
 
 
 def _decoded(text: bytes) -> str:

@@ -1,59 +1,58 @@
-"""`radixkv segments`: what is cached, a page at a time."""
+"""`radixkv segments`: lists what is cached, page by page."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from radixkv.errors import ConfigError
-from radixkv.service.cli import argument_types
+from radixkv.service.cli.argument_types import count, name
 from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.terminal import aligned
-from radixkv.service.client import Client
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment, StoredNamespace
 
-_DEFAULT_PAGE_SIZE = 20
-_STORED_HEAD = ("tenant", "namespace", "blocks", "tokens", "retained")
-_HEAD = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")
+if TYPE_CHECKING:
+    from radixkv.service.client import Client
 
-
-def add_segments_command(segments: argparse.ArgumentParser) -> None:
-    """Add the arguments of `segments` to its parser."""
-    segments.description = "List the cached segments, the runs of tokens that prompts share. Token ids are never shown."
-    segments.add_argument(
-        "--tenant", metavar="NAME", type=argument_types.name, help="only of this tenant (default: all)"
-    )
-    segments.add_argument(
-        "--page-size", metavar="N", type=argument_types.count, default=_DEFAULT_PAGE_SIZE, help="segments per page"
-    )
-    segments.add_argument(
-        "--page-token",
-        metavar="TOKEN",
-        type=argument_types.name,
-        default="",
-        help="the page to show, as printed below the one before it (default: the first)",
-    )
-    segments.add_argument("--hottest", action="store_true", help="only the hottest segments, on one page")
-    segments.add_argument(
+_PAGE_SIZE = 20
+_OPTIONS = (
+    Option("--tenant", "NAME", name, "only of this tenant (default: all)"),
+    Option("--page-size", "N", count, "segments per page", _PAGE_SIZE),
+    Option(
+        "--page-token", "TOKEN", name, "the page to show, as printed below the previous one (default: the first)", ""
+    ),
+    flag("--hottest", "only the hottest segments, on one page"),
+    Option(
         "--store",
-        metavar="NAME",
-        type=argument_types.name,
-        default="",
-        help="list what this tier, such as host, holds of each namespace (default: the device)",
-    )
-    segments.add_argument("--all", action="store_true", help="all pages")
+        "NAME",
+        name,
+        "list what this tier, such as host, holds of each namespace (default: the device)",
+        "",
+    ),
+    flag("--all", "all pages"),
+)
+_STORED_HEADER = ("tenant", "namespace", "blocks", "tokens", "retained")
+_HEADER = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")
+
+
+def add_arguments(segments: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    segments.description = "List the cached segments, the runs of tokens that prompts share. Token ids are never shown."
+    add_options(segments, _OPTIONS)
     add_connection(segments)
     segments.set_defaults(command=_segments)
 
 
 def segment_rows(segments: Iterable[Segment]) -> list[tuple[str, ...]]:
-    """Return a row of cells for each segment, below the names of the columns."""
-    return [_HEAD, *map(_row, segments)]
+    """Return a header and one row of cells per segment."""
+    return [_HEADER, *map(_row, segments)]
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the unit that it is read in: `7s`, `12m`, `5h`, `3d`."""
+    """Return a time in a readable unit: `7s`, `12m`, `5h`, `3d`."""
     for unit, length_s, next_s in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
         if seconds < next_s:
             return f"{seconds / length_s:.0f}{unit}"
@@ -62,19 +61,19 @@ def duration(seconds: float) -> str:
 
 def _segments(arguments: argparse.Namespace) -> None:
     if arguments.hottest and (arguments.all or arguments.page_token or arguments.store):
-        raise ConfigError("segments: expected --hottest, or pages by --all, --page-token or --store, got both")
+        raise ConfigError("segments: --hottest can't be combined with --all, --page-token or --store")
     with client_of(arguments) as client:
-        answer = _page(client, arguments, arguments.page_token)
-        while arguments.all and answer.next_page_token:
-            next_page = _page(client, arguments, answer.next_page_token)
-            next_page.compared_segments += answer.compared_segments
-            answer.ClearField("next_page_token")
-            answer.MergeFrom(next_page)
+        response = _page(client, arguments, arguments.page_token)
+        while arguments.all and response.next_page_token:
+            next_page = _page(client, arguments, response.next_page_token)
+            next_page.compared_segments += response.compared_segments
+            response.ClearField("next_page_token")
+            response.MergeFrom(next_page)
     if arguments.json:
-        print(json_of(answer))
+        print(json_of(response))
     else:
-        rows = _stored_rows(answer.stored) if arguments.store else segment_rows(answer.segments)
-        summary = _summary(answer, "namespaces" if arguments.store else "segments")
+        rows = _stored_rows(response.stored) if arguments.store else segment_rows(response.segments)
+        summary = _summary(response, "namespaces" if arguments.store else "segments")
         print("\n".join([*aligned(rows, is_right=True), summary]))
 
 
@@ -88,10 +87,10 @@ def _page(client: Client, arguments: argparse.Namespace, page_token: str) -> Lis
     )
 
 
-def _summary(answer: ListSegmentsResponse, listed: str) -> str:
-    total = f" of {answer.total_segments} {listed}" if answer.HasField("total_segments") else f" {listed}"
-    more = f"; more with --page-token {answer.next_page_token}" if answer.next_page_token else ""
-    return f"{len(answer.segments) + len(answer.stored)}{total}, {answer.compared_segments} looked at{more}"
+def _summary(response: ListSegmentsResponse, noun: str) -> str:
+    total = f" of {response.total_segments} {noun}" if response.HasField("total_segments") else f" {noun}"
+    more = f"; more with --page-token {response.next_page_token}" if response.next_page_token else ""
+    return f"{len(response.segments) + len(response.stored)}{total}, {response.compared_segments} examined{more}"
 
 
 def _row(segment: Segment) -> tuple[str, ...]:
@@ -116,7 +115,7 @@ def _row(segment: Segment) -> tuple[str, ...]:
 
 
 def _stored_rows(stored: Iterable[StoredNamespace]) -> list[tuple[str, ...]]:
-    return [_STORED_HEAD, *map(_stored_row, stored)]
+    return [_STORED_HEADER, *map(_stored_row, stored)]
 
 
 def _stored_row(each: StoredNamespace) -> tuple[str, ...]:
@@ -125,6 +124,6 @@ def _stored_row(each: StoredNamespace) -> tuple[str, ...]:
 
 
 def _owner(listed: Segment | StoredNamespace) -> str:
-    """Return the tenant, and the names of the adapter or a part of its digest if it has none."""
+    """Return the tenant and the adapter: its names, or the beginning of its digest if it has none."""
     names = ", ".join(listed.adapter_names) or listed.adapter[:12]
     return (listed.tenant or "(none)") + (" +salt" if listed.has_salt else "") + (f" adapter {names}" if names else "")

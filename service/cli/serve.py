@@ -1,4 +1,4 @@
-"""`radixkv serve`: its options, its log, and the start of the server from its configuration."""
+"""`radixkv serve`: starts the server of one engine from its configuration, and its log."""
 
 from __future__ import annotations
 
@@ -15,67 +15,89 @@ from datetime import UTC, datetime
 from radixkv import __version__
 from radixkv.config import Config, ModelConfig, ServerConfig, TransferConfig
 from radixkv.config.model_directory import check_servable
+from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.startup.progress import StartProgress
 
 _logger = logging.getLogger(__name__)
 
 
-def add_serve_command(serve: argparse.ArgumentParser) -> None:
-    """Add the arguments of `serve` to its parser."""
-    model, server = ModelConfig(), ServerConfig()
-    serve.description = (
-        "Serve a model until SIGTERM or SIGINT. Prints one line, listening on HOST:PORT, on stdout when "
-        "ready; the log goes to stderr."
-    )
-    serve.add_argument(
+_MODEL = ModelConfig()
+_SERVER = ServerConfig()
+_OPTIONS = (
+    Option(
         "--model",
-        metavar="tiny|DIR",
-        help=f"the embedded model, or a directory with a config.json and safetensors (default: {model.path})",
-    )
-    serve.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help=f"auto takes a GPU if there is one (default: {model.device})"
-    )
-    serve.add_argument(
+        "tiny|DIR",
+        None,
+        f"the embedded model, or a directory with a config.json and safetensors (default: {_MODEL.path})",
+    ),
+    Option(
+        "--device",
+        None,
+        None,
+        f"auto takes a GPU if there is one (default: {_MODEL.device})",
+        more={"choices": ("auto", "cpu", "cuda")},
+    ),
+    Option(
         "--threads",
-        type=int,
-        metavar="N",
-        help="threads that compute on the CPU (default: OMP_NUM_THREADS, or else one per physical core within the CPU "
+        "N",
+        int,
+        "threads that compute on the CPU (default: OMP_NUM_THREADS, or else one per physical core within the CPU "
         "affinity and the cgroup quota)",
-    )
-    serve.add_argument("--host", help=f"address to listen on (default: {server.host})")
-    serve.add_argument("--port", type=int, help=f"0 picks a free one (default: {server.port})")
-    serve.add_argument(
+    ),
+    Option("--host", None, None, f"address to listen on (default: {_SERVER.host})"),
+    Option("--port", None, int, f"0 picks a free one (default: {_SERVER.port})"),
+    Option(
         "--metrics-port",
-        type=int,
-        help="port of Prometheus metrics over HTTP; 0 picks a free one (default: no metrics)",
-    )
-    serve.add_argument(
-        "--insecure",
-        action="store_true",
-        help="listen beyond this machine without TLS or credentials, or take tokens without TLS",
-    )
-    serve.add_argument(
+        None,
+        int,
+        "port of Prometheus metrics over HTTP; 0 picks a free one (default: no metrics)",
+    ),
+    flag("--insecure", "listen beyond this machine without TLS or credentials, or accept tokens without TLS"),
+    Option(
         "--role",
-        choices=("both", "prefill", "decode"),
-        help="prefill does not generate, and lets decode servers fetch its K/V; decode generates from K/V fetched from "
-        f"the servers in [kv_sources.*] (default: {TransferConfig().role})",
-    )
-    serve.add_argument("--config", metavar="F", help="a TOML file (default: none)")
-    serve.add_argument(
+        None,
+        None,
+        "prefill does not generate, and lets decode servers fetch its K/V; decode generates from K/V fetched from the "
+        f"servers in [kv_sources.*] (default: {TransferConfig().role})",
+        more={"choices": ("both", "prefill", "decode")},
+    ),
+    Option("--config", "F", None, "TOML file with the configuration (default: none)"),
+    Option(
         "--set",
-        metavar="a.b=v",
-        action="append",
-        default=[],
-        help="one key of the configuration; may be repeated; wins over --config, and the options above win over it "
+        "a.b=v",
+        None,
+        "set one key of the configuration; may be repeated; overrides --config, and the options above override it "
         "(default: none)",
+        [],
+        {"action": "append"},
+    ),
+    Option(
+        "--log-level",
+        None,
+        None,
+        "lowest level that is logged",
+        "info",
+        {"choices": ("debug", "info", "warning", "error")},
+    ),
+    Option(
+        "--log-format",
+        None,
+        None,
+        "lines of text, or one JSON object per line",
+        "text",
+        {"choices": ("text", "json")},
+    ),
+)
+
+
+def add_arguments(serve: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    serve.description = (
+        "Serve a model until SIGTERM or SIGINT. Prints one line, listening on HOST:PORT, on stdout when ready; the log "
+        "goes to stderr."
     )
-    serve.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level that is logged"
-    )
-    serve.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="lines of text, or a JSON object on each line"
-    )
+    add_options(serve, _OPTIONS)
     serve.set_defaults(command=_serve)
 
 
@@ -100,8 +122,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
         _start_log(arguments.log_level, arguments.log_format)
         _announce(config.model)
-        # Modules are imported where they are needed: the first line comes before gRPC, numpy and PyTorch are imported,
-        # and refusals come before PyTorch.
+        # The first log line is written before gRPC, numpy and PyTorch are imported, and a wrong configuration is
+        # reported before PyTorch is.
         progress.begin("checking the configuration")
         from radixkv.service.server.start_requirements import require_startable
 
@@ -109,11 +131,11 @@ def _serve(arguments: argparse.Namespace) -> None:
         try:
             _run(config, progress)
         finally:
-            gc.unfreeze()  # as `run` does, also if there is nothing to run
+            gc.unfreeze()  # `run` does the same, but may not have been reached
 
 
 def _run(config: Config, progress: StartProgress) -> None:
-    """Import the libraries, build the engine, and serve until a signal comes."""
+    """Import the libraries, build the engine, and serve until SIGTERM or SIGINT."""
     bound_spinning(os.environ)
     with _without_collections():
         progress.begin("importing the server")
@@ -128,7 +150,7 @@ def _run(config: Config, progress: StartProgress) -> None:
 
     with contextlib.ExitStack() as resources:
         telemetry = Telemetry(config, resources.enter_context(exported_spans(config.telemetry)))
-        # The port is open from now on, so that a start that takes minutes passes liveness probes.
+        # The metrics port is open from here on, so that liveness probes pass while a large model is loaded.
         resources.enter_context(telemetry.serving())
         engine = build_engine(config, telemetry.observers, progress=progress)
         telemetry.watch(engine)
@@ -166,17 +188,17 @@ def _announce(model: ModelConfig) -> None:
     Raises:
         ConfigError: the configured directory has no model that can be served.
     """
-    what = "the embedded model tiny"
+    described = "the embedded model tiny"
     if model.path != "tiny":
-        what = f"{model.path} ({check_servable(model.path) / 1e9:.2f} GB of weights)"
-    _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, what, model.device, model.dtype)
+        described = f"{model.path} ({check_servable(model.path) / 1e9:.2f} GB of weights)"
+    _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, described, model.device, model.dtype)
 
 
 def is_not_disconnect_noise(record: logging.LogRecord) -> bool:
     """Return whether a log record of gRPC is worth keeping; a filter for its logger.
 
-    gRPC logs an error for each response that it can't deliver because the client has disconnected. Clients without
-    credentials could fill the log with them. Exceptions in handlers are logged as other records, which are kept.
+    gRPC logs an error for each response that it can't deliver because the client has disconnected, so clients without
+    credentials could fill the log. Exceptions in handlers are logged as other records, which are kept.
     """
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 

@@ -1,4 +1,4 @@
-"""`radixkv simulate`: replays a trace with a progress bar, then prints a table or JSON, and draws a picture."""
+"""`radixkv simulate`: replays a trace, then prints the hit rates as a table or JSON, or plots them."""
 
 from __future__ import annotations
 
@@ -19,48 +19,45 @@ from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, c
 from radixkv.planning.tiers import TierRoom
 from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.service.cli.argument_types import COUNTS, capacities, names, positive, share
-from radixkv.service.cli.model_options import add_model_arguments, format_of, layout_of, model_of
-from radixkv.service.cli.progress_bar import progress_bar
-from radixkv.service.cli.simulate_fleet import add_fleet_arguments, fleets_of, run_fleets
-from radixkv.service.cli.terminal import aligned
-from radixkv.service.cli.tier_options import add_tier_argument, rooms_of
+from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
+from radixkv.service.cli.options import Option, add_options, flag
+from radixkv.service.cli.simulate_fleet import FLEET_OPTIONS, fleets_of, run_fleets
+from radixkv.service.cli.terminal import aligned, progress_bar
+from radixkv.service.cli.tier_options import rooms_of, tier_option
 
-
-def add_simulate_command(simulate: argparse.ArgumentParser) -> None:
-    """Add the arguments of `simulate` to its parser."""
-    simulate.description = f"Replay a trace without a model to find the hit rate for each capacity and policy. {COUNTS}"
-    simulate.add_argument("trace", metavar="TRACE", help="file of requests in Mooncake's JSONL format, plain or gzip")
-    simulate.add_argument(
-        "--capacity-tokens", metavar="N[,N...]", type=capacities, required=True, help="capacity of the cache in tokens"
-    )
-    simulate.add_argument(
-        "--policy",
-        metavar="P[,P...]",
-        type=names,
-        default="adaptive",
-        help=f"eviction policies: {', '.join(SIMULATED_POLICIES)}",
-    )
-    simulate.add_argument("--block-size", metavar="B", type=positive, default=512, help="tokens per block")
-    simulate.add_argument(
+_OPTIONS = (
+    Option("trace", "TRACE", None, "file of requests in Mooncake's JSONL format, plain or gzip"),
+    Option("--capacity-tokens", "N[,N...]", capacities, "capacity of the cache in tokens", more={"required": True}),
+    Option("--policy", "P[,P...]", names, f"eviction policies: {', '.join(SIMULATED_POLICIES)}", "adaptive"),
+    Option("--block-size", "B", positive, "tokens per block", 512),
+    Option(
         "--probation-share",
-        metavar="X",
-        type=share,
-        default=1.0,
-        help="share of the cache for prompts that came once, as cache.probation_share (whose default is "
+        "X",
+        share,
+        "share of the cache for one-shot prompts, as cache.probation_share (whose default is "
         f"{CacheConfig().probation_share}); with 1 the policy alone decides",
-    )
-    add_tier_argument(simulate, "stores for blocks that leave the cache")
-    simulate.add_argument("--limit", metavar="N", type=positive, help="replay only the first N requests (default: all)")
-    simulate.add_argument("--json", action="store_true", help="print a JSON list, an object per policy and capacity")
-    simulate.add_argument(
+        1.0,
+    ),
+    tier_option("tiers for blocks that are evicted from the cache"),
+    Option("--limit", "N", positive, "replay only the first N requests (default: all)"),
+    flag("--json", "print a JSON list with one object per policy and capacity"),
+    Option(
         "--plot",
-        metavar="FILE.png",
-        help="plot the hit rate against the capacity; needs matplotlib, from the extra `plot` (default: no plot)",
-    )
-    add_fleet_arguments(
-        simulate.add_argument_group("a fleet", "Several servers, each with a cache of --capacity-tokens.")
-    )
-    add_model_arguments(simulate.add_argument_group("the model", "Needed only for tiers whose size is in bytes."))
+        "FILE.png",
+        None,
+        "plot the hit rate against the capacity; needs matplotlib, from the extra `plot` (default: no plot)",
+    ),
+)
+
+
+def add_arguments(simulate: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    simulate.description = f"Replay a trace without a model to find the hit rate for each capacity and policy. {COUNTS}"
+    add_options(simulate, _OPTIONS)
+    fleet = simulate.add_argument_group("a fleet", "Several servers, each with a cache of --capacity-tokens.")
+    add_options(fleet, FLEET_OPTIONS)
+    model = simulate.add_argument_group("the model", "Needed only for tiers whose size is in bytes.")
+    add_options(model, MODEL_OPTIONS)
     simulate.set_defaults(command=_simulate)
 
 
@@ -105,12 +102,12 @@ def run_simulations(
         trace: a Mooncake JSONL file, plain or compressed with gzip.
         capacities_tokens: tokens that the cache holds.
         policies: names from `SIMULATED_POLICIES`.
-        block_size: tokens a block.
-        probation_share: the part of the cache beyond which prompts that came once go first.
-        tiers: stores below the cache, the fastest first.
-        limit: number of requests to replay at most; None for all.
-        plot: a PNG file to write, or None. The optimum is drawn also if it is not among the policies.
-        as_json: a list of objects instead of a table.
+        block_size: tokens per block.
+        probation_share: share of the cache beyond which one-shot prompts are evicted first.
+        tiers: the tiers below the cache, the fastest first.
+        limit: maximum number of requests to replay; None for all.
+        plot: PNG file to write, or None. The plot always includes the optimum.
+        as_json: return a JSON list instead of a table.
 
     Returns:
         The text to print.
@@ -127,8 +124,8 @@ def run_simulations(
     if plot is not None:
         from radixkv.service.cli.hit_rate_plot import draw_hit_rates
 
-        unasked = [] if OPTIMAL in policies else [OPTIMAL]
-        bound = _simulate_all(requests, unasked, capacities_tokens, block_size, probation_share, tiers)
+        bound_policies = [] if OPTIMAL in policies else [OPTIMAL]
+        bound = _simulate_all(requests, bound_policies, capacities_tokens, block_size, probation_share, tiers)
         draw_hit_rates(Path(plot), [*simulations, *bound], Path(trace).name)
     if as_json:
         return json.dumps([_object_of(simulation) for simulation in simulations], indent=2)
@@ -136,7 +133,7 @@ def run_simulations(
 
 
 def simulation_table(simulations: Sequence[Simulation]) -> str:
-    """Return a table with a line for each policy and capacity; with tiers, also what each of them brought and took."""
+    """Return a table with one line per policy and capacity; with tiers, also the hits and writes of each tier."""
     names = list(dict.fromkeys(tier.tier for each in simulations for tier in each.tiers))
     parts = ["device", *names] if names else []
     written = [f"{name} written" for name in names]
@@ -159,12 +156,12 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
         )
     first = simulations[0]
     about = f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}"
-    notes = ["hit rates are of tokens, written are blocks"] if names else []
+    notes = ["hit rates count tokens, writes count blocks"] if names else []
     return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
 
 
 def _object_of(simulation: Simulation) -> dict[str, Any]:
-    """Return the fields of a simulation; those of tiers only where there are some."""
+    """Return the fields of a simulation; without tiers, those of tiers are left out."""
     fields = dataclasses.asdict(simulation)
     if not simulation.tiers:
         del fields["tiers"]

@@ -1,4 +1,4 @@
-"""The options of `radixkv simulate` for a fleet, and what it prints with them."""
+"""`radixkv simulate --replicas`: replays a trace through a fleet, and prints the hit rates of each routing policy."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from radixkv.planning.simulate import Simulation, simulate
 from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.routing.routings import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
-from radixkv.service.cli.progress_bar import progress_bar
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.options import Option
+from radixkv.service.cli.terminal import aligned, progress_bar
 
 _TOKENS_PER_S = 20_000
 _MAX_REPLICAS = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """A fleet's simulation beside that of one cache.
+class FleetComparison:
+    """The simulation of a fleet compared with that of one cache.
 
     Attributes:
-        fleet: the fleet's.
-        single: that of one cache with the room of all replicas.
+        fleet: the simulated fleet.
+        single: one cache with the capacity of all replicas together.
     """
 
     fleet: FleetSimulation
@@ -36,51 +36,47 @@ class Result:
 
     @property
     def share(self) -> float:
-        """The fleet's hit rate over that of one cache; 1 if both find nothing."""
+        """Hit rate of the fleet divided by that of one cache; 1 if both are 0."""
         return self.fleet.token_hit_rate / self.single.token_hit_rate if self.single.cached_tokens else 1.0
 
 
-def add_fleet_arguments(parser: argparse._ArgumentGroup) -> None:
-    """Add `--replicas`, `--routing` and `--tokens-per-s` to a command."""
-    parser.add_argument(
-        "--replicas", metavar="N", type=positive, help="number of servers (default: one cache without queues)"
-    )
-    parser.add_argument(
-        "--routing", metavar="R[,R...]", type=names, help=f"routing policies: {', '.join(ROUTINGS)} (default: {PREFIX})"
-    )
-    parser.add_argument(
+FLEET_OPTIONS = (
+    Option("--replicas", "N", positive, "number of servers (default: one cache without queues)"),
+    Option("--routing", "R[,R...]", names, f"routing policies: {', '.join(ROUTINGS)} (default: {PREFIX})"),
+    Option(
         "--tokens-per-s",
-        metavar="X",
-        type=whole,
-        help=f"tokens that a server computes per second, one prompt at a time (default: {_TOKENS_PER_S:g})",
-    )
+        "X",
+        whole,
+        f"tokens that a server computes per second, one prompt at a time (default: {_TOKENS_PER_S:g})",
+    ),
+)
 
 
 def fleets_of(arguments: argparse.Namespace) -> list[Fleet] | None:
-    """Return the fleets that the options ask for, one for each capacity; None if they ask for none.
+    """Return the requested fleets, one per capacity; None without `--replicas`.
 
     Raises:
-        ConfigError: options contradict each other, or ask for what a fleet can't have.
+        ConfigError: options exclude each other, or are out of range.
     """
     if arguments.replicas is None:
         for option in ("routing", "tokens_per_s"):
             if getattr(arguments, option) is not None:
-                raise ConfigError(f"--{option.replace('_', '-')}: expected --replicas beside it, got none")
+                raise ConfigError(f"--{option.replace('_', '-')}: requires --replicas")
         return None
     if arguments.replicas > _MAX_REPLICAS:
         raise ConfigError(f"--replicas: expected at most {_MAX_REPLICAS}, got {arguments.replicas}")
     for option in ("tier", "plot"):
         if getattr(arguments, "tiers" if option == "tier" else option):
-            raise ConfigError(f"--{option}: expected none with --replicas, got one")
+            raise ConfigError(f"--{option}: can't be combined with --replicas")
     tokens_per_s = _TOKENS_PER_S if arguments.tokens_per_s is None else arguments.tokens_per_s
     return [Fleet(arguments.replicas, capacity, tokens_per_s) for capacity in arguments.capacity_tokens]
 
 
 def run_fleets(arguments: argparse.Namespace, fleets: Sequence[Fleet]) -> str:
-    """Replay a trace through each fleet by each routing and policy. Returns the text to print.
+    """Replay a trace through each fleet with each routing and eviction policy. Returns the text to print.
 
     Raises:
-        ConfigError: an argument makes no sense; raised before anything is replayed.
+        ConfigError: an argument is invalid; raised before anything is replayed.
     """
     routings, block_size = arguments.routing or [PREFIX], arguments.block_size
     for policy, fleet, routing in itertools.product(arguments.policy, fleets, routings):
@@ -96,8 +92,8 @@ def run_fleets(arguments: argparse.Namespace, fleets: Sequence[Fleet]) -> str:
     return fleet_table(results)
 
 
-def fleet_table(results: Sequence[Result]) -> str:
-    """Return a table with a line for each simulation."""
+def fleet_table(results: Sequence[FleetComparison]) -> str:
+    """Return a table with one line per simulation."""
     rows = [("routing", "policy", "capacity", "hit rate", "one cache", "share", "spread", "busy", "p50", "p99", "time")]
     for result in results:
         each = result.fleet
@@ -119,11 +115,11 @@ def fleet_table(results: Sequence[Result]) -> str:
     first = results[0].fleet
     about = (
         f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}, "
-        f"{first.tokens_per_s:g} tokens/s a server"
+        f"{first.tokens_per_s:g} tokens/s per server"
     )
     notes = (
-        "share: of the hit rate of one cache with the room of all",
-        "spread: tokens that the busiest server computed, over the mean; p50, p99: of the time to the first token",
+        "share: hit rate divided by that of one cache with the capacity of all replicas",
+        "spread: computed tokens of the busiest server divided by the mean; p50, p99: time to first token",
     )
     return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
 
@@ -135,7 +131,7 @@ def _compare(
     policy: str,
     block_size: int,
     probation_share: float,
-) -> list[Result]:
+) -> list[FleetComparison]:
     total_tokens = fleet.replicas * fleet.capacity_tokens
     with progress_bar(f"{policy} at {total_tokens:,}", len(requests)) as advance:
         single = simulate(
@@ -158,10 +154,10 @@ def _compare(
                 probation_share=probation_share,
                 on_request=advance,
             )
-        results.append(Result(simulated, single))
+        results.append(FleetComparison(simulated, single))
     return results
 
 
-def _object_of(result: Result) -> dict[str, Any]:
+def _object_of(result: FleetComparison) -> dict[str, Any]:
     compared = {"single_cache_hit_rate": result.single.token_hit_rate, "share_of_single_cache": result.share}
     return dataclasses.asdict(result.fleet) | compared

@@ -1,17 +1,20 @@
-"""Tables for a terminal: cells in aligned columns, safe to print."""
+"""Output for a terminal: tables with aligned columns, text without control characters, and progress bars."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[str]:
-    """Return a line for each row, its columns as wide as their widest cell.
+    """Return one line per row, with aligned columns.
 
     Args:
         rows: cells of text; a row may be shorter than others.
-        is_right: align all columns but the first to the right, as numbers are read.
+        is_right: right-align all columns except the first, for numbers.
 
     >>> aligned([("policy", "hits"), ("lru", "7")], is_right=True)
     ['policy  hits', 'lru        7']
@@ -28,7 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[st
 
 
 def percent(part: int, whole: int) -> str:
-    """Return a share in parentheses, to stand behind a number; nothing where there is no whole.
+    """Return a percentage in parentheses, to follow a number; empty if `whole` is 0.
 
     >>> percent(6, 8)
     ' (75.0 %)'
@@ -37,7 +40,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def printable(text: str, *, keep: str) -> str:
-    """Escape the control characters of a text, except those to keep: a terminal would obey them.
+    """Escape control characters, except those to keep, so that text can't control the terminal.
 
     >>> printable("a" + chr(27) + "[2J", keep="")
     'a\\\\x1b[2J'
@@ -49,6 +52,22 @@ def printable(text: str, *, keep: str) -> str:
     )
 
 
+@contextlib.contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[], object] | None]:
+    """Show a progress bar on stderr if that is a terminal and tqdm is installed, and erase it at the end.
+
+    Yields:
+        A function that advances the bar by one; None if there is no bar.
+    """
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=what, unit=" requests", leave=False, file=sys.stderr) as bar:
+        yield bar.update
+
+
 def _printable(text: str) -> str:
-    """Escape control characters: callers choose the names of tenants, and a terminal would obey what is in them."""
+    """Escape control characters in a cell: names of tenants are chosen by clients and must not control the terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""The option `--tier`: names and rooms of stores below the device."""
+"""The option `--tier`: names and sizes of the tiers below the device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from decimal import Decimal
 
 from radixkv.planning.tiers import TierRoom, check_tiers, room_tokens
 from radixkv.service.cli.argument_types import positive_number, whole
+from radixkv.service.cli.options import Option
 
 UNBOUNDED = "unbounded"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _BYTES = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)([kmgt]i?)?b", re.IGNORECASE)
 _POWERS = "kmgt"
-_MOST_BYTES = 2**60  # larger numbers are typing errors
+_MAX_BYTES = 2**60  # larger numbers are typing errors
 
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The room of a store as the command line has it: in bytes, in tokens, or neither, for any number.
+    """The size of a tier on the command line: in bytes, in tokens, or unbounded if both are None.
 
     Attributes:
-        name: of the store.
-        num_bytes: its bytes, or None.
-        num_tokens: its tokens, or None.
+        name: of the tier.
+        num_bytes: size in bytes, or None.
+        num_tokens: size in tokens, or None.
     """
 
     name: str
@@ -33,27 +34,26 @@ class TierSize:
     num_tokens: int | None = None
 
 
-def add_tier_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup, about: str) -> None:
-    """Add `--tier` to a command."""
-    parser.add_argument(
+def tier_option(about: str) -> Option:
+    """Return the option `--tier`; its help begins with `about`."""
+    return Option(
         "--tier",
-        metavar="NAME=SIZE[,...]",
-        dest="tiers",
-        type=tier_sizes,
-        action="extend",
-        default=[],
-        help=f"{about}, the fastest first, such as host=16GB,disk=200GB; a size is in bytes (16GB, 16GiB), in tokens "
+        "NAME=SIZE[,...]",
+        tier_sizes,
+        f"{about}, the fastest first, such as host=16GB,disk=200GB; a size is in bytes (16GB, 16GiB), in tokens "
         f"(10.24M), or {UNBOUNDED} (default: none)",
+        [],
+        {"dest": "tiers", "action": "extend"},
     )
 
 
 def tier_sizes(text: str) -> list[TierSize]:
-    """Read names and rooms of stores, with commas between."""
+    """Parse comma-separated names and sizes of tiers."""
     return [_tier_size(name, size) for name, size in _pairs(text)]
 
 
 def tier_numbers(text: str) -> dict[str, float]:
-    """Read names of stores, each with a positive number."""
+    """Parse comma-separated names of tiers, each with a positive number."""
     return {name: positive_number(number) for name, number in _pairs(text)}
 
 
@@ -100,6 +100,6 @@ def _tier_size(name: str, text: str) -> TierSize:
     unit = (match[2] or "").lower()
     power = _POWERS.index(unit[0]) + 1 if unit else 0
     num_bytes = int(Decimal(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
-    if not 1 <= num_bytes <= _MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST_BYTES} bytes, got {text}")
+    if not 1 <= num_bytes <= _MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MAX_BYTES} bytes, got {text}")
     return TierSize(name, num_bytes=num_bytes)

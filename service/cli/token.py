@@ -1,4 +1,4 @@
-"""`radixkv token new`: makes a token and its entry in a file of credentials."""
+"""`radixkv token new`: makes a token, and its entry in a credentials file."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.errors import ConfigError
-from radixkv.service.cli import argument_types
+from radixkv.service.cli.argument_types import days, name
+from radixkv.service.cli.options import Option, add_action, add_choice, add_options, flag
 from radixkv.service.server.identity.credentials import parse_credentials
 
-TOKEN_PREFIX = "rkv_"  # so that scanners for secrets find a token that lies where it should not
+TOKEN_PREFIX = "rkv_"  # so that secret scanners recognize leaked tokens
 
 _NUM_RANDOM_BYTES = 32
 
 
-def add_token_command(token: argparse.ArgumentParser) -> None:
-    """Add the actions of `token` to its parser."""
+_ROLES = (
+    Option("--tenant", "NAME", name, "a token of this tenant (default: none)"),
+    Option("--router", "all|NAME[,...]", name, "a token of a router, which may act for these tenants (default: none)"),
+    flag("--admin", "a token of an admin, for every call"),
+    flag("--reader", "a token for metrics and statistics only"),
+)
+_NAME = Option("--name", "NAME", name, "name of the credential in the log", more={"required": True})
+_REST = (
+    Option("--days", "N", days, "days until it expires (default: never)"),
+    Option("--file", "FILE", None, "TOML file to add the entry to; created if missing (default: none)"),
+)
+
+
+def add_arguments(token: argparse.ArgumentParser) -> None:
+    """Add the actions of the command to its parser."""
     token.description = "Make tokens for the credentials in server.tokens_file."
-    verbs = token.add_subparsers(required=True, metavar="ACTION", help="new")
-    new: argparse.ArgumentParser = verbs.add_parser(
+    actions = token.add_subparsers(required=True, metavar="ACTION", help="new")
+    new = add_action(
+        actions,
         "new",
-        help="make a token",
-        description="Make a token and print it on stdout. It can't be shown again, because only its hash is kept: the "
-        "entry with the hash is added to --file, or printed on stderr without --file.",
+        "make a token",
+        "Make a token and print it on stdout. It can't be shown again, because only its hash is stored: the entry with "
+        "the hash is added to --file, or printed on stderr without --file.",
     )
-    new.add_argument(
-        "--name", required=True, type=argument_types.name, metavar="NAME", help="name of the credential in the log"
-    )
-    role = new.add_mutually_exclusive_group(required=True)
-    role.add_argument(
-        "--tenant", type=argument_types.name, metavar="NAME", help="a token of this tenant (default: none)"
-    )
-    role.add_argument(
-        "--router",
-        metavar="all|NAME[,...]",
-        type=argument_types.name,
-        help="a token of a router, which may act for these tenants (default: none)",
-    )
-    role.add_argument("--admin", action="store_true", help="a token of an admin, for every call")
-    role.add_argument("--reader", action="store_true", help="a token for metrics and statistics only")
-    new.add_argument("--days", metavar="N", type=argument_types.days, help="days until it expires (default: never)")
-    new.add_argument("--file", metavar="FILE", help="TOML file to add the entry to; created if missing (default: none)")
+    add_options(new, (_NAME,))
+    add_choice(new, _ROLES, is_required=True)
+    add_options(new, _REST)
     new.set_defaults(command=_new)
 
 
@@ -83,10 +84,10 @@ def _toml(value: Any) -> str:
 
 
 def _add(path: Path, entry: str) -> None:
-    """Append an entry in one write, so that a server that reads meanwhile sees all of it or none.
+    """Append an entry in one write, so that a server that reads the file at the same time sees all of it or none.
 
     Raises:
-        ConfigError: the file can't be read or written, or would not be one of credentials; then it stays as it is.
+        ConfigError: the file can't be read or written, or would not be a valid credentials file; then it is unchanged.
     """
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -1,4 +1,4 @@
-"""`radixkv top`: a terminal that shows what the cache holds and how it is used, live."""
+"""`radixkv top`: shows in a terminal what the cache holds and how it is used, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,46 +9,87 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
-from radixkv.service.cli import argument_types
+from radixkv.api.stats import TimeStats
+from radixkv.service.cli.argument_types import name, period
 from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.top_screen import Reading, screen
-from radixkv.service.client import Client
+from radixkv.service.cli.segments import duration, segment_rows
+from radixkv.service.cli.terminal import aligned
+from radixkv.v1.cache_pb2 import ListSegmentsResponse, StatsResponse, TierStats
+from radixkv.v1.cache_pb2 import TimeStats as TimeStatsMessage
+
+if TYPE_CHECKING:
+    from radixkv.service.client import Client
 
 _PERIOD_S = 2.0
 _MAX_TENANTS = 10
 _MAX_SEGMENTS = 40
-# The alternate screen, which leaves what was on the terminal as it was, without a cursor.
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+# The alternate screen restores the terminal's contents at the end; the cursor is hidden on it.
+_ENTER = "\x1b[?1049h\x1b[?25l"
+_LEAVE = "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+_MIN_COLUMNS = 60
+_BAR = (("published", "#"), ("leased", "+"), ("free", "."))
+_OPTIONS = (
+    Option("--tenant", "NAME", name, "list segments of this tenant (default: all)"),
+    Option("--interval", "S", period, "seconds between two screens", _PERIOD_S),
+    flag("--once", "show one screen, with the rates since the server started"),
+)
 
 
-def add_top_command(top: argparse.ArgumentParser) -> None:
-    """Add the arguments of `top` to its parser."""
+def add_arguments(top: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
     top.description = (
         "Watch what the cache holds and how it is used, until Ctrl-C. A terminal is redrawn; other outputs get one "
         "screen after the other, and --json prints one line for each."
     )
-    top.add_argument(
-        "--tenant", metavar="NAME", type=argument_types.name, help="list segments of this tenant (default: all)"
-    )
-    top.add_argument(
-        "--interval",
-        metavar="S",
-        type=argument_types.period,
-        default=_PERIOD_S,
-        help="seconds between two screens",
-    )
-    top.add_argument("--once", action="store_true", help="show one screen, with the rates since the server started")
+    add_options(top, _OPTIONS)
     add_connection(top)
     top.set_defaults(command=_top)
+
+
+class Sample(NamedTuple):
+    """The state of a service at one moment.
+
+    Attributes:
+        stats: its statistics.
+        hottest: its hottest segments.
+    """
+
+    stats: StatsResponse
+    hottest: ListSegmentsResponse
+
+
+def screen(now: Sample, before: Sample | None, num_columns: int = 120, num_lines: int | None = None) -> list[str]:
+    """Return the lines of a screen. A tenant may not see global rates, requests and blocks, so its screen has none.
+
+    Args:
+        now: the current sample.
+        before: the previous sample, for the rates between the two; None for the rates since the start. A sample from
+            before a restart of the service is ignored.
+        num_columns: width; longer lines are cut.
+        num_lines: height; further lines are omitted; None for no limit.
+    """
+    stats = now.stats
+    if before is not None and before.stats.epoch != stats.epoch:
+        before = None
+    parts = [[f"radixkv  {stats.model} on {stats.device}, up {duration(stats.uptime_s)}"]]
+    if stats.HasField("requests"):
+        parts[0].append(_requests(stats))
+        parts.append(_rates(stats, None if before is None else before.stats))
+        parts.append([*_blocks(stats, max(_MIN_COLUMNS, num_columns)), *map(_store, stats.tiers)])
+    parts += [_tenant_lines(stats), _segments(now.hottest)]
+    lines = [line for part in parts for line in ("", *part)][1:]
+    return [line[:num_columns] for line in lines[:num_lines]]
 
 
 def _top(arguments: argparse.Namespace) -> None:
     is_drawn = sys.stdout.isatty() and not arguments.json and not arguments.once
     with client_of(arguments) as client, _alternate_screen(is_drawn):
-        before: Reading | None = None
+        before: Sample | None = None
         try:
             while True:
                 now = _read(client, arguments.tenant)
@@ -66,17 +107,17 @@ def _top(arguments: argparse.Namespace) -> None:
                     return
                 before = now
                 time.sleep(arguments.interval)
-        except KeyboardInterrupt:  # which is how it ends in the ordinary way
+        except KeyboardInterrupt:
             return
 
 
-def _read(client: Client, tenant: str | None) -> Reading:
+def _read(client: Client, tenant: str | None) -> Sample:
     stats = client.stats(max_tenants=_MAX_TENANTS)
-    return Reading(stats, client.segments(tenant=tenant, page_size=_MAX_SEGMENTS, hottest_first=True))
+    return Sample(stats, client.segments(tenant=tenant, page_size=_MAX_SEGMENTS, hottest_first=True))
 
 
-def _json(reading: Reading) -> str:
-    parts = {"stats": reading.stats, "hottest": reading.hottest}
+def _json(sample: Sample) -> str:
+    parts = {"stats": sample.stats, "hottest": sample.hottest}
     return json.dumps({name: json.loads(json_of(message)) for name, message in parts.items()})
 
 
@@ -89,3 +130,84 @@ def _alternate_screen(is_used: bool) -> Iterator[None]:
     finally:
         if is_used:
             print(_LEAVE, end="", flush=True)
+
+
+def _requests(stats: StatsResponse) -> str:
+    requests = stats.requests
+    waiting = requests.waiting + requests.following
+    ended = f"{requests.finished} finished, {requests.failed} failed"
+    return f"requests  {requests.running} running, {waiting} waiting, {ended}"
+
+
+def _rates(stats: StatsResponse, before: StatsResponse | None) -> list[str]:
+    then = StatsResponse() if before is None else before
+    seconds = max(stats.uptime_s - then.uptime_s, 1e-3)
+    prompt, cached = stats.tokens.prompt - then.tokens.prompt, stats.tokens.cached - then.tokens.cached
+    generated = stats.tokens.generated - then.tokens.generated
+    finished = stats.requests.finished - then.requests.finished
+    first_tokens = _times(stats.first_tokens)
+    if before is not None:
+        first_tokens = first_tokens.since(_times(before.first_tokens))
+    rows = [
+        ("", "now" if before is not None else "since the start", "in all"),
+        ("hit rate", _percent(cached, prompt), _percent(stats.tokens.cached, stats.tokens.prompt)),
+        ("prompt tokens", f"{prompt / seconds:.0f}/s", str(stats.tokens.prompt)),
+        ("generated", f"{generated / seconds:.0f}/s", str(stats.tokens.generated)),
+        ("requests", f"{finished / seconds:.1f}/s", str(stats.requests.finished)),
+        ("first token", _quantiles(first_tokens), _quantiles(_times(stats.first_tokens))),
+    ]
+    return aligned(rows)
+
+
+def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
+    blocks = stats.blocks
+    width = num_columns - 2
+    ends = [0]
+    for state, _ in _BAR:
+        ends.append(ends[-1] + getattr(blocks, state))
+    cells = [round(width * end / max(blocks.total, 1)) for end in ends]
+    bar = "".join(mark * (cells[index + 1] - cells[index]) for index, (_, mark) in enumerate(_BAR))
+    return [
+        f"blocks  {blocks.total} of {stats.block_size} tokens: {blocks.published} published #, "
+        f"{blocks.leased} leased +, {blocks.free} free .; {blocks.pinned} pinned, {blocks.retained} retained",
+        f"[{bar}]",
+    ]
+
+
+def _store(tier: TierStats) -> str:
+    blocks = f"{tier.blocks} blocks" if tier.HasField("blocks") else "shared"
+    state = "" if tier.is_working else "; out of use"
+    return f"in {tier.tier}  {blocks}; {tier.loaded_blocks} loaded, {tier.saved_blocks} saved so far{state}"
+
+
+def _tenant_lines(stats: StatsResponse) -> list[str]:
+    stores = [tier.tier for tier in stats.tiers]
+    below = [f"in {store}" for store in stores]
+    rows: list[tuple[str, ...]] = [("tenant", "blocks", "pinned", "retained", "evicted", *below, "hit rate")]
+    for tenant in stats.tenants:
+        rate = _percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
+        counts = (tenant.cached_blocks, tenant.pinned_blocks, tenant.retained_blocks, tenant.evicted_blocks)
+        stored = (tenant.stored_blocks.get(store, 0) for store in stores)
+        rows.append((tenant.tenant or "(none)", *map(str, (*counts, *stored)), rate))
+    return aligned(rows, is_right=True)
+
+
+def _segments(hottest: ListSegmentsResponse) -> list[str]:
+    total = f" of {hottest.total_segments}" if hottest.HasField("total_segments") else ""
+    title = f"hottest segments: {len(hottest.segments)}{total}, {hottest.compared_segments} compared"
+    return [title, *aligned(segment_rows(hottest.segments), is_right=True)]
+
+
+def _times(message: TimeStatsMessage) -> TimeStats:
+    return TimeStats(tuple(message.bounds_s), tuple(message.counts), message.sum_s)
+
+
+def _quantiles(times: TimeStats) -> str:
+    median_s, most_s = times.quantile_s(0.5), times.quantile_s(0.99)
+    if median_s is None or most_s is None:
+        return "-"
+    return f"p50 {1000 * median_s:.0f} ms, p99 {1000 * most_s:.0f} ms"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -6,12 +6,14 @@ import re
 
 import pytest
 
+# The fake engine's answer to 7: the sum of all tokens before, 8 bits of it.
+from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.errors import StepFailed
+from radixkv.service.cli.main import main
 from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.test_generate import continuation
 
-# The fake engine's answer to 7: the sum of all tokens before, 8 bits of it.
 BELLS = [7, 14, 28, 56, 112, 224, 192, 128]
 
 
@@ -148,3 +150,47 @@ def test_a_string_that_the_server_refuses_is_one_line(capsys, stop):
     code, _, err = run_cli(capsys, FakeEngine(), "generate", "--text", "!", "--stop", stop, model_path="tiny")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("radixkv: INVALID_ARGUMENT: stop[0]: expected 1 to 256 characters, got ")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", None),
+        ("--compression h2o --compression-tokens 64", Compression(CompressionPolicy.H2O, 64)),
+        (
+            "--compression streaming_llm --compression-tokens 64 --compression-sinks 0",
+            Compression(CompressionPolicy.STREAMING_LLM, 64, num_sinks=0),
+        ),
+        (
+            "--compression snapkv --compression-tokens 64 --compression-window 8",
+            Compression(CompressionPolicy.SNAPKV, 64, window=8),
+        ),
+    ],
+)
+def test_compression_options_are_sent(capsys, options, expected):
+    engine = FakeEngine()
+    assert run_cli(capsys, engine, "generate", "--tokens", "1,2", *options.split())[0] == 0
+    assert [sampling.compression for sampling in engine.samplings] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--compression h2o", "--compression: requires --compression-tokens"),
+        ("--compression-window 3", "--compression-window: requires --compression"),
+        ("--compression h2o --compression-tokens 1", "compression.max_tokens: expected at least 2, got 1"),
+        ("--compression h2o --compression-tokens 9 --compression-sinks 1", "compression.num_sinks: expected none"),
+    ],
+)
+def test_invalid_compression_options_are_refused_before_the_call(capsys, options, message):
+    engine = FakeEngine()
+    code, _, err = run_cli(capsys, engine, "generate", "--tokens", "1,2", *options.split())
+    assert code == 2
+    assert message in err
+    assert not engine.samplings
+
+
+def test_invalid_compression_options_are_refused_before_the_tokenizer_is_fetched(capsys):
+    call = ["generate", "--text", "a", "--address", "127.0.0.1:1", "--compression", "h2o", "--compression-tokens", "1"]
+    assert main(call) == 2
+    assert capsys.readouterr().err == "radixkv: compression.max_tokens: expected at least 2, got 1\n"

@@ -81,12 +81,32 @@ def test_help_and_wrong_arguments_do_not_wait_for_imports(arguments):
     assert "Traceback" not in err
 
 
+WITHOUT_GRPC = """
+import contextlib, io, sys
+sys.modules["grpc"] = None  # importing it raises
+from radixkv.service.cli.main import COMMANDS, main
+for name in COMMANDS:
+    for arguments in (["--help"], ["--no-such-option"]):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                main([name, *arguments])
+            except SystemExit as end:
+                code = end.code
+        assert code == (0 if arguments == ["--help"] else 2), (name, arguments, code)
+print("done")
+"""
+
+
+def test_help_and_argument_errors_of_no_command_import_grpc():
+    assert launch("-P", "-c", WITHOUT_GRPC) == (0, "done\n", "")
+
+
 def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for name, command in COMMANDS.items():
-        assert f" {name} {command.help}" in shown
+    for name, help_line in COMMANDS.items():
+        assert f" {name} {help_line}" in shown
 
 
 @pytest.mark.parametrize("name", COMMANDS)

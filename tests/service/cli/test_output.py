@@ -129,7 +129,7 @@ def test_a_stats_table_shows_snapshots_where_there_are_states():
     assert "snapshots" not in stats_table(stats)
     stats.states.CopyFrom(StateStats(snapshots=301, max_snapshots=302, given_up_snapshots=303, recomputed_tokens=304))
     table = stats_table(stats)
-    assert "301 of 302 that may be" in table
+    assert "301 of at most 302" in table
     for number in (303, 304):
         assert str(number) in table, number
 
@@ -180,5 +180,5 @@ def test_a_purge_table_tells_what_stores_have_deleted():
     lines = purge_table(PurgeResponse(freed_blocks=2, stores=stores)).splitlines()
     assert [line.split(maxsplit=3) for line in lines[2:]] == [
         ["deleted", "in", "disk", "0 blocks"],
-        ["deleted", "in", "redis", "could not be asked, and is asked again"],
+        ["deleted", "in", "redis", "not reachable; the purge will be retried"],
     ]

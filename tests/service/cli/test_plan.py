@@ -53,53 +53,53 @@ def test_the_tables(capsys):
     assert (
         out
         == """\
-bytes a token
+bytes per token
   stored     32 layers x 2 x 8 KV heads x 128, bf16
-  a token    131,072 bytes, 128.00 KiB (131.07 kB)
-  on a rank  131,072 bytes, 128.00 KiB (131.07 kB), tp 1
+  per token  131,072 bytes, 128.00 KiB (131.07 kB)
+  per rank   131,072 bytes, 128.00 KiB (131.07 kB), tp 1
 
 cache size
-  a sequence  35 tokens, 4.38 MiB (4.59 MB)
-  the batch   16 sequences, 73,400,320 bytes, 70.00 MiB (73.40 MB)
-  on a rank   73,400,320 bytes, 70.00 MiB (73.40 MB)
+  per sequence  35 tokens, 4.38 MiB (4.59 MB)
+  the batch     16 sequences, 73,400,320 bytes, 70.00 MiB (73.40 MB)
+  per rank      73,400,320 bytes, 70.00 MiB (73.40 MB)
 
-who fits on one device
+users that fit on one device
   memory                 22.35 GiB (24.00 GB)
     weights              14.90 GiB (16.00 GB)
     overhead             953.67 MiB (1.00 GB)
     left for K/V         6.52 GiB (7.00 GB)
-  a user                 6.00 MiB (6.29 MB)
+  per user               6.00 MiB (6.29 MB)
   users                  1,112
   cache.capacity_tokens  53,392
 
 attention kinds, 560 tokens
-       stored a layer  bytes a token  cache
-  MHA  2 x 32 x 128    524,288        280.00 MiB (293.60 MB)
-  GQA  2 x 8 x 128     131,072        70.00 MiB (73.40 MB)    this model
-  MQA  2 x 1 x 128     16,384         8.75 MiB (9.18 MB)
-  MLA  512 + 64        36,864         19.69 MiB (20.64 MB)
+       stored per layer  bytes per token  cache
+  MHA  2 x 32 x 128      524,288          280.00 MiB (293.60 MB)
+  GQA  2 x 8 x 128       131,072          70.00 MiB (73.40 MB)    this model
+  MQA  2 x 1 x 128       16,384           8.75 MiB (9.18 MB)
+  MLA  512 + 64          36,864           19.69 MiB (20.64 MB)
 
 blocks and waste
-  a block     16 tokens, 2.00 MiB (2.10 MB)
-  a sequence  35 tokens in 3 blocks
-  last block  3 used, 13 free
-  waste       1.62 MiB (1.70 MB), 27.08 %
+  per block     16 tokens, 2.00 MiB (2.10 MB)
+  per sequence  35 tokens in 3 blocks
+  last block    3 used, 13 free
+  waste         1.62 MiB (1.70 MB), 27.08 %
 
 sharing a prefix of 2,048 tokens, 1,000 requests
-                   shared                  each its own
+                   shared                  unshared
   tokens computed  2,048                   2,048,000
   blocks           128                     128,000
   memory           256.00 MiB (268.44 MB)  250.00 GiB (268.44 GB)
 
 load or recompute
-  load         3.28 us a token, PCIe at 40 GB/s
-  recompute    16.18 us a token, 8B params at 989 TFLOP/s
+  load         3.28 us per token, PCIe at 40 GB/s
+  recompute    16.18 us per token, 8B params at 989 TFLOP/s
   HBM to PCIe  83.8x, HBM at 3350 GB/s
 
 decoding 128 tokens after 35, one attention layer
-  without a cache  1,715.427 GFLOP
-  with one         21.969 GFLOP
-  ratio            78.08x
+  without K/V cache  1,715.427 GFLOP
+  with K/V cache     21.969 GFLOP
+  ratio              78.08x
 """
     )
 
@@ -121,7 +121,7 @@ def test_states_of_sequences_are_counted(capsys, tmp_path):
     assert (
         """
 states of sequences
-  a state    81,920 bytes, 80.00 KiB (81.92 kB)
+  per state  81,920 bytes, 80.00 KiB (81.92 kB)
   the batch  8 running sequences, 640.00 KiB (655.36 kB)
   snapshots  120, 9.38 MiB (9.83 MB), cache.state_bytes by default
 """
@@ -146,10 +146,10 @@ def test_tiers_tell_their_tokens_and_whether_loading_pays(capsys):
     assert out.endswith(
         """\
 tiers, blocks of 64 tokens
-         tokens     load a block                         compute it  same time at      loading pays
-  host   122,048    335.5 us, 25 GB/s                    3,200.0 us  190,735 tokens/s  always
-  disk   1,525,120  2,796.2 us, 3 GB/s + 1 ms a call     3,200.0 us  22,888 tokens/s   from 192 tokens on
-  redis  unbounded  3,355.4 us, 2.5 GB/s + 20 ms a call  3,200.0 us  19,073 tokens/s   never
+         tokens     load a block                           compute it  same time at      loading pays
+  host   122,048    335.5 us, 25 GB/s                      3,200.0 us  190,735 tokens/s  always
+  disk   1,525,120  2,796.2 us, 3 GB/s + 1 ms per call     3,200.0 us  22,888 tokens/s   from 192 tokens on
+  redis  unbounded  3,355.4 us, 2.5 GB/s + 20 ms per call  3,200.0 us  19,073 tokens/s   never
 """
     )
 
@@ -270,7 +270,7 @@ def test_a_user_takes_whole_blocks(capsys):
 
 def test_weights_that_do_not_fit_are_said_to(capsys):
     too_much = plan(capsys, *LLAMA_8B, "--memory-gib", "24", "--weights-gb", "16", "--overhead-gb", "16")
-    assert "left for K/V         0 B, 5.80 GiB (6.23 GB) too little for the rest\n" in too_much
+    assert "left for K/V         0 B, 5.80 GiB (6.23 GB) short\n" in too_much
 
 
 def test_memory_in_gib(capsys):
@@ -292,7 +292,7 @@ def test_dtypes_have_two_names(capsys, dtype, name):
 def test_scales_count(capsys):
     tree = plan_json(capsys, *LLAMA_8B, "--dtype", "int8", "--scales")
     assert (tree["token_bytes"], tree["has_scales"]) == (65_536 + 2048, True)
-    assert "int8, a float32 scale a vector" in plan(capsys, *LLAMA_8B, "--dtype", "int8", "--scales")
+    assert "int8, a float32 scale per vector" in plan(capsys, *LLAMA_8B, "--dtype", "int8", "--scales")
 
 
 def test_a_model_directory_says_everything(capsys, model):
@@ -346,7 +346,7 @@ def test_layers_of_two_shapes_count_by_their_own_bytes(capsys, model):
     assert numbers["token_bytes"] == sliding + other
     assert numbers["windowed_sequence_bytes"] == 64 * (other * 256 + sliding * 9)
     assert numbers["other_share"] == (sliding + other) / (other + sliding / 4)
-    assert "expected none beside a --model whose sliding layers" in refusal(capsys, *arguments, "--kv-heads", "4")
+    assert "can't be combined with a --model whose sliding layers" in refusal(capsys, *arguments, "--kv-heads", "4")
 
 
 def test_flags_win_over_the_model(capsys, model):
@@ -360,7 +360,7 @@ def test_query_heads_are_the_kv_heads_where_nothing_else_is_said(capsys):
 
 def test_without_query_heads_there_is_nothing_to_compare(capsys):
     arguments = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
-    assert "attention kinds\n  expected --query-heads and --head-dim\n" in plan(capsys, *arguments)
+    assert "attention kinds\n  requires --query-heads and --head-dim\n" in plan(capsys, *arguments)
     tree = plan_json(capsys, *arguments)
     assert tree["token_bytes"] == 131_072
     assert "mha_token_bytes" not in tree
@@ -386,7 +386,7 @@ def test_the_kinds_are_the_models_own_where_it_has_them(capsys):
 
 def test_small_sizes_are_bytes(capsys):
     arguments = ("--layers", "1", "--kv-heads", "1", "--head-dim", "4", "--context", "1", "--block-size", "1")
-    assert "a sequence  1 tokens, 16 B" in plan(capsys, *arguments)
+    assert "per sequence  1 tokens, 16 B" in plan(capsys, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -394,42 +394,41 @@ def test_small_sizes_are_bytes(capsys):
     [
         (
             (),
-            "plan: expected --layers, --kv-heads, --head-dim, or a --model whose config.json has num_hidden_layers, "
-            "num_key_value_heads, head_dim; got neither",
+            "plan: requires --layers, --kv-heads, --head-dim, or a --model whose config.json has num_hidden_layers, "
+            "num_key_value_heads, head_dim",
         ),
         (
             ("--layers", "3", "--mla-rank", "4"),
-            "plan: expected --rope-dim, or a --model whose config.json has qk_rope_head_dim; got neither",
+            "plan: requires --rope-dim, or a --model whose config.json has qk_rope_head_dim",
         ),
         (
             (*LLAMA_8B, "--memory-gb", "24"),
-            "plan: expected --weights-gb, or a --model directory with safetensors, got neither",
+            "plan: --memory-gb requires --weights-gb, or a --model directory with safetensors",
         ),
         (
             (*LLAMA_8B, "--user-gb", "0"),
-            "plan: expected --memory-gb or --memory-gib with --weights, --weights-gb, --overhead-gb or --user-gb, got "
-            "neither",
+            "plan: --weights, --weights-gb, --overhead-gb and --user-gb require --memory-gb or --memory-gib",
         ),
         (
             (*LLAMA_8B, *CARD, "--weights", "int8"),
-            "plan: expected --weights int8 with --model and without --weights-gb, got --weights-gb",
+            "plan: --weights int8 requires --model and no --weights-gb, got --weights-gb",
         ),
         (
             (*LLAMA_8B, "--weights", "int8"),
-            "plan: expected --weights int8 with --model and without --weights-gb, got no --model",
+            "plan: --weights int8 requires --model and no --weights-gb, got no --model",
         ),
         ((*LLAMA_8B, *CARD, "--user-gb", "0"), "user_bytes: expected at least 1, got 0"),
         (
             (*LLAMA_8B, "--shared-prefix", "8"),
-            "plan: expected --shared-prefix and --requests together, got only --shared-prefix",
+            "plan: --shared-prefix and --requests require each other, got only --shared-prefix",
         ),
         (
             (*LLAMA_8B, "--requests", "8"),
-            "plan: expected --shared-prefix and --requests together, got only --requests",
+            "plan: --shared-prefix and --requests require each other, got only --requests",
         ),
         (
             ("--layers", "1", "--kv-heads", "1", "--head-dim", "1", "--new-tokens", "1"),
-            "plan: expected --query-heads and --head-dim with --new-tokens, got not both",
+            "plan: --new-tokens requires --query-heads and --head-dim",
         ),
         ((*LLAMA_8B, "--tp", "3"), "num_query_heads: expected a multiple of tp 3, got 32"),
         ((*LLAMA_8B, "--kv-heads", "5"), "num_query_heads: expected a multiple of num_kv_heads 5, got 32"),
@@ -454,7 +453,7 @@ def test_what_is_missing_or_wrong_is_one_line_and_exit_code_2(capsys, arguments,
 def test_a_model_that_names_no_dtype_needs_one(capsys, tmp_path):
     (tmp_path / "config.json").write_text('{"n_layer": 2, "n_head": 4, "n_embd": 32}')
     assert refusal(capsys, "--model", str(tmp_path)) == (
-        "dtype: expected --dtype, or float32, bfloat16 or float16 in the config.json, got neither"
+        "dtype: requires --dtype, or float32, bfloat16 or float16 in the config.json"
     )
     assert plan_json(capsys, "--model", str(tmp_path), "--dtype", "fp32")["token_bytes"] == 2 * 2 * 32 * 4
 

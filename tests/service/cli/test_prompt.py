@@ -39,7 +39,7 @@ def test_text_goes_through_the_tokenizer_of_the_served_model(capsys):
 def test_text_for_a_model_without_a_tokenizer_is_refused_with_the_choices(capsys, command):
     engine = FakeEngine()
     code, out, err = run_cli(capsys, engine, command, "--text", "hello")
-    message = "--text: expected a model with a tokenizer, got one without; choose --tokenizer DIR, --bytes or --tokens"
+    message = "--text: the served model has no tokenizer; use --tokenizer DIR, --bytes or --tokens"
     assert (code, out, err) == (2, "", f"radixkv: {message}\n")
     assert engine.futures == []
 
@@ -66,12 +66,12 @@ LONG = 5000 * "n"  # more than a name may have
     ("arguments", "message"),
     [
         (["--text", "a\udcff"], "--text: expected text in UTF-8, got the byte 0xff; with --bytes, any bytes will do"),
-        (["--tokens", "1", "--bytes"], "--bytes: expected --text or --text-file with it, got --tokens"),
-        (["--tokens", "1", "--chat"], "--chat: expected --text or --text-file with it, got --tokens"),
-        (["--tokens", "1", "--tokenizer", "x"], "--tokenizer: expected --text or --text-file with it, got --tokens"),
+        (["--tokens", "1", "--bytes"], "--bytes: requires --text or --text-file, got --tokens"),
+        (["--tokens", "1", "--chat"], "--chat: requires --text or --text-file, got --tokens"),
+        (["--tokens", "1", "--tokenizer", "x"], "--tokenizer: requires --text or --text-file, got --tokens"),
         (["--text", "a", "--tokenizer", LONG], f"--tokenizer: expected a directory with a tokenizer, got {LONG}"),
-        (["--text", "a", "--bytes", "--chat"], "--chat: expected a tokenizer, got --bytes"),
-        (["--text", "a", "--system", "s"], "--system: expected --chat with it, got none"),
+        (["--text", "a", "--bytes", "--chat"], "--chat: requires a tokenizer, got --bytes"),
+        (["--text", "a", "--system", "s"], "--system: requires --chat"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_line(capsys, arguments, message):
@@ -198,7 +198,7 @@ def test_prefill_asks_for_a_retention_and_shows_the_grant(capsys):
     assert engine.params[0].retention == Retention(80, 2.5)
     assert re.search(r"^retained +3 tokens \(2 refused\)$", out, re.MULTILINE)
     code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--ttl-s", "2.5")
-    assert (code, err) == (2, "radixkv: --ttl-s: expected --retention-priority with it, got none\n")
+    assert (code, err) == (2, "radixkv: --ttl-s: requires --retention-priority\n")
     for ttl in ("inf", "nan", "0"):
         code, _, err = run_cli(capsys, engine, "prefill", "--tokens", "1", "--retention-priority", "80", "--ttl-s", ttl)
         assert code == 2

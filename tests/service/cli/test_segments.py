@@ -37,7 +37,7 @@ def test_a_table_says_how_large_and_how_used_each_segment_is(capsys, engine):
     assert " ".join(first[2:]) == "a 0 4 1 2 0s 3.0 pinned by 1, retained at 80 for 60m"
     assert second[1:] == f"{first[0]} a 4 4 1 1 0s 2.0 pinned by 1".split()
     assert third[1:7] == f"{first[0]} a 4 2 1 0".split()
-    assert " ".join(summary) == "3 segments, 3 looked at"
+    assert " ".join(summary) == "3 segments, 3 examined"
 
 
 def test_an_adapter_is_shown_by_its_names_or_by_its_digest_when_it_has_none(capsys):
@@ -52,15 +52,15 @@ def test_an_adapter_is_shown_by_its_names_or_by_its_digest_when_it_has_none(caps
 
 def test_a_page_tells_how_to_go_on(capsys, engine):
     first = rows(run_cli(capsys, engine, "segments", "--page-size", "3")[1])
-    assert (len(first), " ".join(first[-1][:-2])) == (5, "3 of 4 segments, 3 looked at; more with")
+    assert (len(first), " ".join(first[-1][:-2])) == (5, "3 of 4 segments, 3 examined; more with")
     second = rows(run_cli(capsys, engine, "segments", first[-1][-2], first[-1][-1])[1])
     assert second[1][2:4] == ["(none)", "+salt"]
-    assert " ".join(second[-1]) == "1 of 4 segments, 1 looked at"
+    assert " ".join(second[-1]) == "1 of 4 segments, 1 examined"
 
 
 def test_all_pages_come_in_one_table_or_one_object(capsys, engine):
     out = run_cli(capsys, engine, "segments", "--all", "--page-size", "1")[1]
-    assert (len(rows(out)), " ".join(rows(out)[-1])) == (6, "4 of 4 segments, 4 looked at")
+    assert (len(rows(out)), " ".join(rows(out)[-1])) == (6, "4 of 4 segments, 4 examined")
     answer = json.loads(run_cli(capsys, engine, "segments", "--all", "--page-size", "1", "--json")[1])
     assert len({segment["segment_id"] for segment in answer["segments"]}) == 4
     assert (answer["next_page_token"], answer["compared_segments"]) == ("", 4)
@@ -78,7 +78,7 @@ def test_what_a_store_holds_is_told_by_namespace(capsys, engine):
     assert head == ["tenant", "namespace", "blocks", "tokens", "retained"]
     assert (" ".join(first[:4]), first[5:]) == ("a +salt adapter law", ["1", "16", "0"])
     assert (second[0], second[2:]) == ("(none)", ["2", "32", "1"])
-    assert " ".join(summary) == "2 of 2 namespaces, 2 looked at"
+    assert " ".join(summary) == "2 of 2 namespaces, 2 examined"
 
 
 @pytest.mark.parametrize("wrong", [["--store", "host"], ["--all"], ["--page-token", "1-1"]])

@@ -183,8 +183,8 @@ def test_simulate_refuses_a_capacity_that_is_none(capsys, chat_trace, capacity):
         (["--capacity-tokens", "100"], "capacity_tokens: expected at least a block of 512 tokens, got 100"),
         (
             ["--tier", "host=16GB"],
-            "--tier host in bytes: expected --layers, --kv-heads, --head-dim, or a --model whose config.json has "
-            "num_hidden_layers, num_key_value_heads, head_dim; got neither",
+            "--tier host in bytes: requires --layers, --kv-heads, --head-dim, or a --model whose config.json has "
+            "num_hidden_layers, num_key_value_heads, head_dim",
         ),
         (
             ["--tier", "disk=1MB", *LLAMA_8B],

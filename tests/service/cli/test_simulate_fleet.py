@@ -41,7 +41,7 @@ def test_simulate_prints_a_table_of_fleets(capsys, trace):
     options = ["--capacity-tokens", "64k", "--replicas", "5", "--routing", "prefix,round-robin"]
     assert main(["simulate", trace, *options]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("48 requests, 184,320 prompt tokens, blocks of 512, 20000 tokens/s a server\n")
+    assert out.startswith("48 requests, 184,320 prompt tokens, blocks of 512, 20000 tokens/s per server\n")
     assert re.search(r"^prefix +adaptive +5 x 64,000 +0\.\d{4} +0\.\d{4} +1\.000 ", out, re.MULTILINE)
     assert re.search(r"^round-robin +adaptive +5 x 64,000 +0\.\d{4} +0\.\d{4} +0\.[0-8]\d\d ", out, re.MULTILINE)
 
@@ -54,8 +54,8 @@ def test_a_fleet_that_finds_nothing_finds_all_that_one_cache_finds(capsys, trace
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--routing", "prefix"], "--routing: expected --replicas beside it, got none"),
-        (["--tokens-per-s", "9"], "--tokens-per-s: expected --replicas beside it, got none"),
+        (["--routing", "prefix"], "--routing: requires --replicas"),
+        (["--tokens-per-s", "9"], "--tokens-per-s: requires --replicas"),
         (["--replicas", "2", "--tier", "host=1k"], "--tier: expected none with --replicas, got one"),
         (["--replicas", "2", "--plot", "x.png"], "--plot: expected none with --replicas, got one"),
         (["--replicas", "2000"], "--replicas: expected at most 1024, got 2000"),

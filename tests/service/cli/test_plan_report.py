@@ -1,6 +1,6 @@
 import pytest
 
-from radixkv.service.cli.tier_report import TierLink, least_loaded_blocks
+from radixkv.service.cli.plan_report import TierLink, least_loaded_blocks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""`radixkv purge`: drops what is cached for a tenant, an adapter or a salt, or everything."""
+
+from __future__ import annotations
+
+import argparse
+
+from radixkv.errors import ConfigError
+from radixkv.service.cli.argument_types import name
+from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.options import Option, add_options, flag
+from radixkv.service.cli.output import json_of, purge_table
+
+_NAMES = ("tenant", "adapter", "salt")
+
+
+def add_arguments(purge: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    purge.description = "Drop what is cached for a tenant, an adapter or a salt, or drop everything."
+    add_options(purge, [Option(f"--{each}", "NAME", name, f"only of this {each} (default: any)") for each in _NAMES])
+    add_options(purge, [flag("--all", "drop everything; with the token of a tenant, everything of that tenant")])
+    add_connection(purge)
+    purge.set_defaults(command=_purge)
+
+
+def _purge(arguments: argparse.Namespace) -> None:
+    names = {each: getattr(arguments, each) for each in _NAMES}
+    if arguments.all is not (set(names.values()) == {None}):
+        raise ConfigError("purge: expected either --all, or one or more of --tenant, --adapter, --salt")
+    with client_of(arguments) as client:
+        purged = client.purge(**names, everything=arguments.all)
+    print(json_of(purged) if arguments.json else purge_table(purged))

@@ -1,0 +1,20 @@
+import re
+
+from tests.service.command_line import run_cli
+from tests.service.fake_engine import FakeEngine
+
+
+def test_purge_names_what_it_forgets(capsys):
+    engine = FakeEngine()
+    code, out, _ = run_cli(capsys, engine, "purge", "--tenant", "acme", "--salt", "")
+    assert (code, engine.purges) == (0, [("acme", None, "")])
+    assert re.search(r"^blocks freed +7$", out, re.MULTILINE)
+    assert re.search(r"^  still in use +2$", out, re.MULTILINE)
+    code, _, err = run_cli(capsys, engine, "purge")
+    assert (code, err) == (
+        2,
+        "radixkv: purge: expected either --all, or one or more of --tenant, --adapter, --salt\n",
+    )
+    assert run_cli(capsys, engine, "purge", "--all", "--tenant", "acme")[0] == 2
+    assert run_cli(capsys, engine, "purge", "--all", "--json")[0] == 0
+    assert engine.purges[1:] == [(None, None, None)]
