@@ -22,10 +22,10 @@ from bench.fleet.agents import agents_trace
 from bench.fleet.decision import time_decisions
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from radixkv.planning.fleet import Fleet, FleetSimulation, simulate_fleet
+from radixkv.planning.fleet_simulation import Fleet, FleetSimulation, simulate_fleet
 from radixkv.planning.simulate import simulate
 from radixkv.planning.trace import TraceRequest, load_trace
-from radixkv.routing.routings import PREFIX, ROUTINGS
+from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 
 _MOST_SPREAD = 1.15

@@ -16,10 +16,10 @@ from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.policies import make_routing
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.routing.router import Route, Router
-from radixkv.routing.routings import make_routing
 
 _NAMESPACE = Namespace("bench")
 _SYSTEM_TOKENS = 1024  # that all prompts begin with, on all replicas

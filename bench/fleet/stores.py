@@ -30,12 +30,12 @@ from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.policies import make_routing
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.router import Router
-from radixkv.routing.routings import make_routing
 from radixkv.service.cli.argument_types import positive
 from radixkv.service.client import AsyncClient
-from radixkv.service.fleet.event_subscription import EventStream
+from radixkv.service.fleet.event_subscription import EventSubscription
 from radixkv.v1 import events_pb2
 
 _EVENT_BLOCK_TOKENS = 16  # the default of `events.block_size`
@@ -144,7 +144,7 @@ async def _ask_all(
         for address, client in clients.items():
             router.join(address)
             told = client if tells_stores else _DeviceEvents(client)
-            streams.append(asyncio.create_task(EventStream(address, told, view).run()))
+            streams.append(asyncio.create_task(EventSubscription(address, told, view).run()))
         try:
             while not all(map(view.is_in_step, addresses)):
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The event log of what is cached: recorded at the trees, numbered, kept for readers, published.
+"""The log of cache events: recorded at the trees, numbered, kept for readers, and published.
 
 Public API: `TreeFeed`, `EventSource`, `EventReaders`.
 """

@@ -28,7 +28,7 @@ def sequence_frame(log: EventLog, number: int) -> bytes:
 
 
 @dataclass(slots=True)
-class _Replay:
+class _ReplayState:
     """A replay under way: who gets it, the last number that was sent, and when it began or got on last."""
 
     reader: bytes
@@ -36,7 +36,7 @@ class _Replay:
     moved_s: float
 
 
-class Replays:
+class ReplayServer:
     """Answers requests for kept batches on a ROUTER socket, a few batches of each in turn.
 
         request   [reader, b"", first sequence wanted]
@@ -57,7 +57,7 @@ class Replays:
         self._log = log
         self._topic = topic
         self._payload = payload
-        self._replays: deque[_Replay] = deque()
+        self._replays: deque[_ReplayState] = deque()
 
     @property
     def are_under_way(self) -> bool:
@@ -74,7 +74,7 @@ class Replays:
             number = self._log.start + int.from_bytes(frames[2], "big")
             if len(self._replays) == MAX_REPLAYS:
                 self._replays.popleft()
-            self._replays.append(_Replay(frames[0], max(number, self._log.first - 1), time.monotonic()))
+            self._replays.append(_ReplayState(frames[0], max(number, self._log.first - 1), time.monotonic()))
 
     def go_on(self, last: int) -> None:
         """Send some batches more to each reader, up to the number `last`."""
@@ -83,7 +83,7 @@ class Replays:
             if not self._is_done(replay, last):
                 self._replays.append(replay)
 
-    def _is_done(self, replay: _Replay, last: int) -> bool:
+    def _is_done(self, replay: _ReplayState, last: int) -> bool:
         try:
             for _ in range(_BATCHES_A_TURN):
                 replay.number = max(replay.number, self._log.first - 1)
@@ -102,5 +102,5 @@ class Replays:
             return True
         return False
 
-    def _send(self, replay: _Replay, sequence: bytes, payload: bytes) -> None:
+    def _send(self, replay: _ReplayState, sequence: bytes, payload: bytes) -> None:
         self._socket.send_multipart((replay.reader, b"", self._topic, sequence, payload), zmq.NOBLOCK)

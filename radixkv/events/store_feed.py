@@ -63,7 +63,7 @@ class StoreFeed(StoreListener):
         self._changes: deque[tuple[_Change, bytes]] = deque()
 
     @property
-    def has_news(self) -> bool:
+    def has_pending_changes(self) -> bool:
         """Whether something waits to be published."""
         return bool(self._changes)
 

@@ -23,14 +23,14 @@ Purged = tuple[Node]
 """A node whose tree was taken out."""
 
 
-class Joined(NamedTuple):
+class MergedNodes(NamedTuple):
     """Nodes that followed each other, the topmost first, and the one that has the tokens of all now."""
 
     uppers: list[Node]
     lower: Node
 
 
-Change = Stored | Split | Shortened | Purged | Joined
+Change = Stored | Split | Shortened | Purged | MergedNodes
 
 
 class _Run:
@@ -101,7 +101,7 @@ class StoredBlocks:
         while changes and max_blocks > 0:
             change = changes.popleft()
             max_blocks -= 1
-            if isinstance(change, Joined):
+            if isinstance(change, MergedNodes):
                 self._join(change)
             elif len(change) == 4:
                 max_blocks -= self._store(change, events)
@@ -187,7 +187,7 @@ class StoredBlocks:
         lower.phase = num_tokens % self._block_size
         self._count_copies(lower.hashes, self._num_counted(lower.phase, len(lower.hashes) // HASH_BYTES))
 
-    def _join(self, change: Joined) -> None:
+    def _join(self, change: MergedNodes) -> None:
         """Put the blocks of nodes together. Readers see nothing of it."""
         top = self._runs[change.uppers[0]]
         runs = [*(self._runs.pop(upper) for upper in change.uppers), self._runs[change.lower]]

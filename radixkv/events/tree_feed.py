@@ -16,7 +16,7 @@ from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot, StoredRun
 from radixkv.events.store_feed import StoreFeed
-from radixkv.events.stored_blocks import Change, Joined, StoredBlocks
+from radixkv.events.stored_blocks import Change, MergedNodes, StoredBlocks
 from radixkv.invocation import InvocationMarks
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.tokens import TOKEN_BYTES
@@ -77,11 +77,11 @@ class TreeFeed(Listener):
     @property
     def has_backlog(self) -> bool:
         """Whether something waits to be published."""
-        return bool(self._changes) or bool(self._asking) or self._have_stores_news
+        return bool(self._changes) or bool(self._asking) or self._have_stores_pending_changes
 
     @property
-    def _have_stores_news(self) -> bool:
-        return self._stores is not None and self._stores.has_news
+    def _have_stores_pending_changes(self) -> bool:
+        return self._stores is not None and self._stores.has_pending_changes
 
     def follow(self, offload_index: OffloadIndex) -> None:
         """Record also what stores have, from `switch_on` on."""
@@ -129,7 +129,7 @@ class TreeFeed(Listener):
             self.log.append(events)
         if self._snapshot is not None and self._age_of(self._snapshot) > _MAX_SNAPSHOT_AGE:
             self._snapshot = None
-        if self._asking and not self._changes and not self._have_stores_news:
+        if self._asking and not self._changes and not self._have_stores_pending_changes:
             if self._snapshot is None or self._snapshot.sequence_number + 1 < self.log.first:
                 self._snapshot = self._take_snapshot()
             asking, self._asking = self._asking, []
@@ -175,7 +175,7 @@ class TreeFeed(Listener):
     def joined(self, uppers: list[Node], lower: Node) -> None:
         """Note which nodes are one now."""
         if self._is_on:
-            self._note(Joined(uppers, lower))
+            self._note(MergedNodes(uppers, lower))
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Note how much a leaf keeps."""

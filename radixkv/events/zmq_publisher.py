@@ -14,7 +14,7 @@ from radixkv.api.events import EventBatch
 from radixkv.config import EventsConfig
 from radixkv.errors import ConfigError, EventsLost
 from radixkv.events.readers import EventSource
-from radixkv.events.replays import Replays, sequence_frame
+from radixkv.events.replays import ReplayServer, sequence_frame
 from radixkv.events.zmq_forms import PAYLOADS
 
 _MAX_PORT = 65_535
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ZmqPublisher:
-    """Publishes each batch as `[topic, sequence, payload]` on a PUB socket, and again on request; see `Replays`.
+    """Publishes each batch as `[topic, sequence, payload]` on a PUB socket, and again on request; see `ReplayServer`.
 
     The engine's thread writes one byte to wake this one, unless it is awake, and waits for nothing. A slow subscriber
     loses messages, sees a gap in the sequence, and asks for a replay.
@@ -58,7 +58,7 @@ class ZmqPublisher:
             if config.replay_endpoint is not None:
                 endpoint = config.replay_endpoint
                 router, self.replay_endpoint = _bound(self._context, zmq.ROUTER, "replay_endpoint", endpoint)
-                self._replays = Replays(router, self._log, self._topic, self._payload)
+                self._replays = ReplayServer(router, self._log, self._topic, self._payload)
         except ConfigError:
             self._context.destroy(linger=0)
             raise

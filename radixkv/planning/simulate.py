@@ -18,7 +18,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
-from radixkv.planning.tiers import SimulatedTiers, TierRoom, TierUse, check_tiers
+from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, check_tiers
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
 
 OPTIMAL = "optimal"
@@ -54,7 +54,7 @@ class Simulation:
     token_hit_rate: float
     evicted_tokens: int
     seconds: float
-    tiers: tuple[TierUse, ...] = ()
+    tiers: tuple[TierUsage, ...] = ()
 
     @property
     def device_tokens(self) -> int:
@@ -96,7 +96,7 @@ def simulate(
     capacity_tokens: int,
     block_size: int = TOKENS_PER_ID,
     probation_share: float = 1.0,
-    tiers: Sequence[TierRoom] = (),
+    tiers: Sequence[TierCapacity] = (),
     on_request: Callable[[], object] | None = None,
 ) -> Simulation:
     """Replay a trace in its order and on its clock; each prompt is leased, published and closed before the next.
@@ -126,7 +126,7 @@ def simulate(
     num_blocks = capacity_tokens // block_size
     if policy == OPTIMAL and tiers:
         num_blocks, tiers = _num_blocks_in_all(requests, num_blocks, block_size, tiers), ()
-    replay = _Replay(requests, policy, num_blocks, block_size, probation_share, tiers)
+    replay = _CacheReplay(requests, policy, num_blocks, block_size, probation_share, tiers)
     for index in range(len(requests)):
         replay.step(index)
         if on_request is not None:
@@ -145,7 +145,7 @@ def simulate(
     )
 
 
-class _Replay:
+class _CacheReplay:
     """Replays requests through one cache with a virtual clock, and counts tokens."""
 
     def __init__(
@@ -155,7 +155,7 @@ class _Replay:
         num_blocks: int,
         block_size: int,
         probation_share: float,
-        tiers: Sequence[TierRoom],
+        tiers: Sequence[TierCapacity],
     ) -> None:
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.tiers = SimulatedTiers(tiers, block_size) if tiers else None
@@ -216,7 +216,7 @@ class _Replay:
 
 
 def check_simulation(
-    *, policy: str, capacity_tokens: int, block_size: int = TOKENS_PER_ID, tiers: Sequence[TierRoom] = ()
+    *, policy: str, capacity_tokens: int, block_size: int = TOKENS_PER_ID, tiers: Sequence[TierCapacity] = ()
 ) -> None:
     """Check the arguments of `simulate` before anything is replayed.
 
@@ -233,7 +233,7 @@ def check_simulation(
 
 
 def _num_blocks_in_all(
-    requests: Sequence[TraceRequest], num_blocks: int, block_size: int, tiers: Sequence[TierRoom]
+    requests: Sequence[TraceRequest], num_blocks: int, block_size: int, tiers: Sequence[TierCapacity]
 ) -> int:
     """Return the blocks of a cache with the room of a device and all tiers, but no more than all prompts have."""
     most = sum(-(-request.input_length // block_size) for request in requests)

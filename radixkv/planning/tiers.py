@@ -23,7 +23,7 @@ _HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py, which needs torch
 
 
 @dataclass(frozen=True, slots=True)
-class TierRoom:
+class TierCapacity:
     """The room of a store.
 
     Attributes:
@@ -36,7 +36,7 @@ class TierRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class TierUse:
+class TierUsage:
     """The use of a store in a simulation.
 
     Attributes:
@@ -66,11 +66,11 @@ class SimulatedTiers:
         block_size: tokens a block.
 
     Attributes:
-        offload_index: to listen to the cache.
-        cached_tokens, written_blocks: see `TierUse`, by name.
+        index: to listen to the cache.
+        cached_tokens, written_blocks: see `TierUsage`, by name.
     """
 
-    def __init__(self, rooms: Sequence[TierRoom], block_size: int) -> None:
+    def __init__(self, rooms: Sequence[TierCapacity], block_size: int) -> None:
         self._rooms = rooms
         self._block_size = block_size
         tier_indexes = [TierIndex(room.name, _num_blocks(room, block_size)) for room in rooms]
@@ -107,10 +107,10 @@ class SimulatedTiers:
         self.index.loaded([each.block.key for each in found])
         return (first + len(found)) * size - start
 
-    def uses(self, num_prompt_tokens: int) -> tuple[TierUse, ...]:
+    def uses(self, num_prompt_tokens: int) -> tuple[TierUsage, ...]:
         """Return the counts of each store, in their order."""
         return tuple(
-            TierUse(
+            TierUsage(
                 room.name,
                 room.capacity_tokens,
                 self.cached_tokens[room.name],
@@ -132,12 +132,12 @@ class SimulatedTiers:
             parent = key
 
 
-def room_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) -> int:
+def tier_capacity_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) -> int:
     """Return the tokens in whole blocks that a store has room for, in slots as `host` and `disk` cut them.
 
     A slot has the block's key, tokens and checksum beside its K and V. On `disk` it takes whole pages.
 
-    >>> room_tokens("host", 16 * 10**9, token_bytes=131_072, block_size=64)
+    >>> tier_capacity_tokens("host", 16 * 10**9, token_bytes=131_072, block_size=64)
     122048
 
     Raises:
@@ -153,7 +153,7 @@ def room_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) ->
     return num_bytes // slot_bytes * block_size
 
 
-def check_tiers(rooms: Sequence[TierRoom], block_size: int) -> None:
+def check_tiers(rooms: Sequence[TierCapacity], block_size: int) -> None:
     """Check stores before anything is replayed.
 
     Raises:
@@ -171,5 +171,5 @@ def check_tiers(rooms: Sequence[TierRoom], block_size: int) -> None:
             )
 
 
-def _num_blocks(room: TierRoom, block_size: int) -> int:
+def _num_blocks(room: TierCapacity, block_size: int) -> int:
     return _UNBOUNDED_BLOCKS if room.capacity_tokens is None else room.capacity_tokens // block_size

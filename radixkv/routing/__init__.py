@@ -1,4 +1,4 @@
-"""The choice of a replica for a request: a view of what each has cached and what waits there, and the rule.
+"""Chooses a replica for each request, from a view of what the replicas have cached and of their load.
 
 Public API: `Router`, `FleetView`, `choose`.
 """

@@ -1,4 +1,4 @@
-"""The blocks that a fleet holds, and who holds each: one bit a holder."""
+"""An index from block hashes to the set of holders, one bit per holder."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
-_NUM_SHARDS = 256  # of 4,000 blocks where there are a million: one is swept, or grows, in about a millisecond
+_NUM_SHARDS = 256  # of 4,000 blocks each for a million: sweeping or growing one takes about 1 ms
 _LOW = _NUM_SHARDS - 1
 
 
 class BlockIndex:
-    """Maps hashes of blocks to sets of holders, as bits of one number.
+    """Maps block hashes to sets of holders, stored as the bits of an integer.
 
         hash ──▶ shard [hash & 255] ──▶ 0b0101: holders 0 and 2
 
-    Forgetting a holder takes no time: its bit is no longer looked at. `sweep` clears such bits later, a shard at a
-    time, and only then gives them to new holders. So no call takes long, however many blocks there are.
+    Removing a holder is O(1): its bit is ignored from then on. `sweep` clears such bits later, one shard at a time, and
+    only then reuses them. So no call takes long, however many blocks there are.
 
     Args:
-        max_blocks: blocks that it remembers. What comes beyond that is not noted: matches end earlier, and are never
-            wrong.
+        max_blocks: maximum number of blocks. Further blocks are not recorded: matches become shorter, never wrong.
 
     Attributes:
-        num_blocks: blocks that it remembers, among them those of forgotten holders that are not swept yet.
-        num_refused: times that a block found no room.
+        num_blocks: number of blocks, including those of removed holders that are not swept yet.
+        num_refused: number of blocks that were not recorded because the index was full.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -32,7 +31,7 @@ class BlockIndex:
         self.num_refused = 0
         self._max_blocks = max_blocks
         self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
-        self._same: dict[int, int] = {}  # one object a set of holders: a million blocks have few different ones
+        self._same: dict[int, int] = {}  # one shared integer per set of holders: there are few different sets
         self._free: list[int] = []
         self._num_bits = 0
         self._live = 0
@@ -41,7 +40,7 @@ class BlockIndex:
         self._next_shard = 0
 
     def add_holder(self) -> int:
-        """Return the bit of a new holder, which has nothing."""
+        """Add a holder without blocks, and return its bit."""
         if self._free:
             bit = self._free.pop()
         else:
@@ -51,12 +50,12 @@ class BlockIndex:
         return bit
 
     def forget_holder(self, bit: int) -> None:
-        """Forget all that a holder has. Complexity: O(1); `sweep` does the rest."""
+        """Remove a holder. Complexity: O(1); `sweep` does the rest."""
         self._live &= ~bit
         self._retired |= bit
 
     def store(self, bit: int, hashes: Sequence[int], max_blocks: int | None = None) -> None:
-        """Note that a holder has blocks; new ones until `max_blocks` are known, if given. Complexity: O(blocks)."""
+        """Add blocks of a holder; new ones only up to `max_blocks` in all, if given. Complexity: O(blocks)."""
         max_blocks = self._max_blocks if max_blocks is None else max_blocks
         if self.num_blocks + len(hashes) > max_blocks:
             hashes = self._with_room(hashes, max_blocks)
@@ -71,7 +70,7 @@ class BlockIndex:
         self.num_blocks = sum(map(len, shards))
 
     def remove(self, bits: int, hashes: Sequence[int]) -> None:
-        """Note that holders no longer have blocks. Blocks that are unknown stay so. Complexity: O(blocks)."""
+        """Remove blocks of holders. Unknown blocks are ignored. Complexity: O(blocks)."""
         for block in hashes:
             shard = self._shards[block & _LOW]
             known = shard.get(block)
@@ -79,13 +78,13 @@ class BlockIndex:
                 self._keep(shard, block, known & ~bits)
 
     def runs(self, hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return who holds consecutive blocks of a prompt, up to the first that nobody has.
+        """Return the holders of consecutive blocks of a prompt, up to the first block that no holder has.
 
-        Holders lose a prompt from its end. So where two blocks have the same holders, those between have them, too, and
-        are not looked up: a lookup in a million blocks misses the processor's caches.
+        Holders evict a prompt from its end. So if two blocks have the same holders, the blocks between them have the
+        same ones and need no lookup, which would miss the CPU caches.
 
         Returns:
-            Pairs of holders' bits and the number of blocks that these have.
+            Pairs of holder bits and the number of consecutive blocks with these holders.
 
         Complexity: O(changes of holders * log blocks).
         """
@@ -106,7 +105,7 @@ class BlockIndex:
         return [(holders, sum(num for _, num in run)) for holders, run in groupby(runs, key=itemgetter(0))]
 
     def sweep(self) -> None:
-        """Clear the bits of forgotten holders in one shard. Complexity: O(blocks / 256); O(1) if there are none."""
+        """Clear the bits of removed holders in one shard. Complexity: O(blocks / 256); O(1) if there are none."""
         if not self._sweeping:
             if not self._retired:
                 return
@@ -126,8 +125,9 @@ class BlockIndex:
         return self._shards[block & _LOW].get(block, 0) & self._live
 
     def _with_room(self, hashes: Sequence[int], max_blocks: int) -> list[int]:
-        """Return the blocks that are known, and as many others as there is room for."""
-        left, kept = max_blocks - self.num_blocks, []
+        """Return the known blocks among these, and as many new ones as there is room for."""
+        left = max_blocks - self.num_blocks
+        kept = []
         for block in hashes:
             is_new = block not in self._shards[block & _LOW]
             if not is_new or left > 0:

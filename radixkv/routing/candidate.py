@@ -1,4 +1,4 @@
-"""Knowledge of a replica when a request is routed."""
+"""What a router knows of a replica when it routes a request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class Hits(NamedTuple):
-    """Prompt tokens that a replica need not compute, by where they are. The places follow each other in the prompt.
+    """Prompt tokens that a replica need not compute, by tier. The tiers follow each other in the prompt.
 
     Attributes:
-        device: cached on its device, or soon: sent there a moment ago.
+        device: cached on its device, or sent there a moment ago.
         host: in its host memory.
         disk: on its disk.
-        remote: in the store that all replicas share.
+        remote: in the shared store.
     """
 
     device: int = 0
@@ -23,7 +23,7 @@ class Hits(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Tokens of all places."""
+        """Tokens of all tiers."""
         return self.device + self.host + self.disk + self.remote
 
 
@@ -32,10 +32,10 @@ NO_HITS = Hits()
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """The seconds that a token takes on a replica. Of live servers only `compute_s` is measured so far.
+    """The times per token on a replica. Of live servers only `compute_s` is measured so far.
 
     Attributes:
-        compute_s: to compute it.
+        compute_s: to compute a token.
         host_s: to load its K/V from host memory.
         disk_s: from the disk.
         remote_s: from the shared store.
@@ -47,7 +47,7 @@ class TokenTimes:
     remote_s: float = 2e-5
 
     def seconds(self, prompt_tokens: int, hits: Hits) -> float:
-        """Return the time to have a prompt's K/V. What loads slower than it computes is computed.
+        """Return the time to compute and load the K/V of a prompt. What loads slower than it computes is computed.
 
         >>> TokenTimes(compute_s=1, host_s=0.5, disk_s=3).seconds(10, Hits(device=2, host=4, disk=1))
         6.0
@@ -67,14 +67,14 @@ DEFAULT_TIMES = TokenTimes()
 
 
 class Candidate(NamedTuple):
-    """A replica that may get a request. A tuple, because a decision makes one of each replica.
+    """A replica that may get a request. A tuple, because each decision creates one per replica.
 
     Attributes:
         name: of the replica.
         hits: prompt tokens that it has.
-        queue_tokens: tokens of other requests that it has yet to compute.
-        recent_tokens: tokens that it got to compute of late, older ones counting less.
-        times: of its tokens.
+        queue_tokens: tokens that it computes before this request.
+        recent_tokens: tokens that it computed recently, with exponentially decaying weights.
+        times: its times per token.
     """
 
     name: str

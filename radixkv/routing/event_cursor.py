@@ -1,4 +1,4 @@
-"""The place of a reader in a replica's event log: what fits, what was read before, and what is missing."""
+"""The position of a reader in the event log of a replica, which detects gaps and duplicates."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from radixkv.api.events import EventBatch
 
 
 class Verdict(Enum):
-    """Answer to what is to be done with a batch."""
+    """What to do with a batch."""
 
-    READ = auto()
-    """It is the next one."""
+    APPLY = auto()
+    """Apply it: it is the next one."""
     SKIP = auto()
-    """It was read before."""
-    ASK = auto()
-    """Batches are missing: ask for a snapshot, and skip what comes before that."""
+    """Ignore it: it was read before."""
+    RESYNC = auto()
+    """Batches are missing: request a snapshot, and ignore the batches before it."""
 
 
 class EventCursor:
     """Follows the sequence numbers of one replica.
 
-    A gap is not healed by later batches. Until a snapshot begins, everything is skipped; one may begin at any time.
+    After a gap, all batches are ignored until a snapshot begins, which may happen at any time.
 
     Attributes:
-        number: of the last batch that was read, to subscribe from; 0 to ask for a snapshot.
+        number: of the last batch that was read, to subscribe from; 0 to request a snapshot.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class EventCursor:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether all up to `number` is known."""
+        """Whether all batches up to `number` were applied."""
         return self.number > 0 and self._next_part is None
 
     def take(self, batch: EventBatch) -> Verdict:
-        """Judge the next batch that came, and move on."""
+        """Decide what to do with the next batch, and advance."""
         part = batch.snapshot
         if part is not None:
             is_next = part.index == self._next_part and batch.sequence_number == self.number
@@ -45,7 +45,7 @@ class EventCursor:
                 return self.lose()
             self.number = batch.sequence_number
             self._next_part = part.index + 1 if part.index + 1 < part.count else None
-            return Verdict.READ
+            return Verdict.APPLY
         if self._next_part is not None or not self.number:
             return self.lose()
         if batch.sequence_number <= self.number:
@@ -53,10 +53,10 @@ class EventCursor:
         if batch.sequence_number > self.number + 1:
             return self.lose()
         self.number = batch.sequence_number
-        return Verdict.READ
+        return Verdict.APPLY
 
     def lose(self) -> Verdict:
-        """Note that batches are missing, or that the number is of an earlier life of the replica."""
+        """Record that batches are missing, or that the number is from before a restart of the replica."""
         self.number = 0
         self._next_part = None
-        return Verdict.ASK
+        return Verdict.RESYNC

@@ -1,4 +1,4 @@
-"""Tokens that replicas have to compute, as far as a router knows: those it sent, and those that replicas tell of."""
+"""The load of replicas: the tokens of unfinished requests that a router sent, and of recent ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST_AGE_S = 1e-3
 
 
 class _Sent(NamedTuple):
-    """A request that is not finished: the tokens to compute for it, when it was sent, and whose it is."""
+    """An unfinished request: its tokens to compute, when it was sent, and its tenant."""
 
     num_tokens: int
     then_s: float
@@ -24,23 +24,22 @@ class _Sent(NamedTuple):
 class _Load:
     """The load of one replica."""
 
-    __slots__ = ("recent_tokens", "reported_tokens", "sent", "sent_tokens", "tenant_tokens")
+    __slots__ = ("recent_tokens", "sent", "sent_tokens", "tenant_tokens")
 
     def __init__(self, recent_tokens: float) -> None:
-        self.sent: dict[int, _Sent] = {}  # requests that are not finished, oldest first
+        self.sent: dict[int, _Sent] = {}  # unfinished requests, oldest first
         self.sent_tokens = 0
-        self.tenant_tokens: dict[str, int] = {}  # the same, by tenant
-        self.recent_tokens = recent_tokens  # at the time of `FleetLoad._then_s`
-        self.reported_tokens = 0
+        self.tenant_tokens: dict[str, int] = {}  # of `sent_tokens`, by tenant
+        self.recent_tokens = recent_tokens  # as of `FleetLoad._then_s`
 
     def add(self, ticket: int, sent: _Sent) -> None:
-        """Note a request that is sent."""
+        """Add a request."""
         self.sent[ticket] = sent
         self.sent_tokens += sent.num_tokens
         self.tenant_tokens[sent.tenant] = self.tenant_tokens.get(sent.tenant, 0) + sent.num_tokens
 
     def pop(self, ticket: int) -> _Sent | None:
-        """Return a request and forget it; None if it is not known."""
+        """Remove and return a request; None if it is unknown."""
         sent = self.sent.pop(ticket, None)
         if sent is not None:
             self.sent_tokens -= sent.num_tokens
@@ -53,13 +52,13 @@ class _Load:
 
 
 class FleetLoad:
-    """Counts the tokens that replicas have yet to compute, and those that they computed of late.
+    """Counts the tokens of unfinished and of recent requests per replica.
 
-    A router that counts what it sends does not send all it has to the replica that looked idle in the last report.
+    A router that counts what it sends does not send everything to the replica that was idle a moment ago.
 
     Args:
-        half_life_s: seconds after which tokens count half.
-        lost_s: seconds after which a request whose end was never told is forgotten.
+        half_life_s: half-life of recent tokens in seconds.
+        lost_s: seconds after which a request is forgotten whose end was never reported.
         clock: seconds, never going back.
     """
 
@@ -86,14 +85,14 @@ class FleetLoad:
         self._loads[name] = _Load(sum(recent) / len(recent) if recent else 0.0)
 
     def leave(self, name: str) -> None:
-        """Forget a replica; one that is unknown stays so."""
+        """Remove a replica, if it is known."""
         self._loads.pop(name, None)
 
     def sent(self, name: str, num_tokens: int, tenant: str = "") -> int:
-        """Note that a replica has tokens to compute, for a tenant.
+        """Record a request that was sent to a replica.
 
         Returns:
-            A ticket to tell the end with.
+            A ticket for `finished`.
 
         Complexity: O(replicas).
         """
@@ -105,15 +104,15 @@ class FleetLoad:
         return ticket
 
     def finished(self, name: str, ticket: int, computed_tokens: int | None = None) -> bool:
-        """Note the end of a request. An unknown ticket or replica changes nothing.
+        """Record the end of a request. An unknown ticket or replica is ignored.
 
         Args:
             name: of the replica.
             ticket: of `sent`.
-            computed_tokens: what it did compute; None if that is as expected.
+            computed_tokens: tokens that were computed; None if they are as expected.
 
         Returns:
-            Whether it was under way.
+            Whether the request was in flight.
         """
         load = self._loads.get(name)
         sent = load.pop(ticket) if load is not None else None
@@ -125,52 +124,48 @@ class FleetLoad:
             load.recent_tokens = max(0.0, load.recent_tokens + aged * (computed_tokens - sent.num_tokens))
         return True
 
-    def reported(self, name: str, queue_tokens: int) -> None:
-        """Note what a replica says that it has yet to compute, also for other routers. No live server says so far."""
-        self._loads[name].reported_tokens = queue_tokens
-
     def queue_tokens(self, name: str) -> int:
-        """Return the tokens that a replica has yet to compute: what it tells, or what it was sent if that is more."""
+        """Return the tokens of the requests that a replica has not finished."""
         self._forget_lost()
-        load = self._loads[name]
-        return max(load.reported_tokens, load.sent_tokens)
+        return self._loads[name].sent_tokens
 
     def waits(self, names: Iterable[str], tenant: str, tokens: Iterable[int]) -> list[tuple[int, float]]:
-        """Return what replicas compute before they end a request, besides the request's own, and did of late.
+        """Return the tokens that replicas compute before a request, and their recent tokens.
 
-        A replica serves tenants in turn: while it computes what this one has there and the request, it computes at most
-        as much for each other. So the queue of a tenant that floods a replica drives nobody else away from it.
+        A replica serves its tenants in turn: until it has computed the request and the earlier ones of this tenant, it
+        computes at most as many tokens for each other tenant. So a tenant that floods a replica does not drive the
+        requests of others away from it.
 
         Args:
             names: of the replicas.
-            tenant: whose request it is.
-            tokens: that the request makes each of them compute.
+            tenant: of the request.
+            tokens: tokens of the request that each replica would compute.
 
         Returns:
-            For each replica the tokens that wait before the request, and those that it got to compute of late, older
-            ones counting less.
+            For each replica the tokens that it computes before the request, and its recent tokens with exponentially
+            decaying weights.
 
-        Complexity: O(replicas and tenants whose requests wait there).
+        Complexity: O(replicas + tenants with requests there).
         """
         self._age()
         self._forget_lost()
-        loads, waits = self._loads, []
+        loads = self._loads
+        waits: list[tuple[int, float]] = []
         for name, num_tokens in zip(names, tokens, strict=True):
             load = loads[name]
-            sent_tokens, reported_tokens = load.sent_tokens, load.reported_tokens
-            total = reported_tokens if reported_tokens > sent_tokens else sent_tokens
+            total = load.sent_tokens
             waiting = load.tenant_tokens
             if not waiting or (len(waiting) == 1 and tenant in waiting):
-                waits.append((total, load.recent_tokens))  # nobody else to share with
+                waits.append((total, load.recent_tokens))  # no other tenant waits there
                 continue
             turn = waiting.get(tenant, 0) + num_tokens
             others = sum([each if each < turn else turn for other, each in waiting.items() if other != tenant])
-            wait_tokens = turn - num_tokens + others + total - sent_tokens
+            wait_tokens = turn - num_tokens + others
             waits.append((wait_tokens if wait_tokens < total else total, load.recent_tokens))
         return waits
 
     def recent_tokens(self, name: str) -> float:
-        """Return the tokens that a replica got to compute, older ones counting less."""
+        """Return the recent tokens of a replica, with exponentially decaying weights."""
         self._age()
         return self._loads[name].recent_tokens
 

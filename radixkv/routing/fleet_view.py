@@ -14,50 +14,50 @@ from radixkv.routing.block_index import BlockIndex
 from radixkv.routing.candidate import Hits
 from radixkv.routing.event_cursor import EventCursor, Verdict
 
-# Places of a replica's blocks, by the names of tiers in its events. Stores of other packages do not count: nobody knows
-# whether replicas share them, or how fast they are.
-_NUM_PLACES = 4
-_DEVICE, _HOST, _DISK, _SHARED = range(_NUM_PLACES)
-_PLACES = {DEVICE: _DEVICE, "host": _HOST, "disk": _DISK, "redis": _SHARED, "mooncake": _SHARED}
+# Indices of tiers, by their names in events. Stores of other packages are ignored: it is not known whether replicas
+# share them, or how fast they are.
+_NUM_TIERS = 4
+_DEVICE, _HOST, _DISK, _SHARED = range(_NUM_TIERS)
+_TIERS = {DEVICE: _DEVICE, "host": _HOST, "disk": _DISK, "redis": _SHARED, "mooncake": _SHARED}
 _MAX_BLOCKS = 4_000_000  # 0.6 GB
-_MOST_WITH_STORES = 0.5  # of these: beyond, stores' new blocks are not noted, so that devices have room
+_MAX_STORE_SHARE = 0.5  # above this share, new blocks in stores are not recorded, so that devices have room
 _EXPECT_S = 30.0
 
 
-class _Known:
-    """The bits of one replica: what its tiers hold, and what it was sent of late. 0 where it never had anything."""
+class _ReplicaBits:
+    """The holder bits of one replica: of its tiers, and of recently sent prompts. 0 if there never were any blocks."""
 
-    __slots__ = ("before", "cursor", "lately", "tiers")
+    __slots__ = ("current", "cursor", "previous", "tiers")
 
     def __init__(self) -> None:
         self.cursor = EventCursor()
-        self.tiers = [0] * _NUM_PLACES
-        self.lately = self.before = 0  # sent in this turn of `expect_s`, and in the one before
+        self.tiers = [0] * _NUM_TIERS
+        self.current = self.previous = 0  # sent in this period of `expect_s`, and in the previous one
 
     @property
     def expected(self) -> int:
-        """The bits of both turns."""
-        return self.lately | self.before
+        """The bits of both periods."""
+        return self.current | self.previous
 
 
 class FleetView:
-    """Knows which replica has which blocks: from its events, and for a while from what it was sent.
+    """Tracks which replica has which blocks, from its events and for a short time from what it was sent.
 
         events of a replica ──▶ cursor ──▶ bits of its tiers ──┐
         requests sent to it ──────────▶ bits, for 30 to 60 s ──┴─▶ match: hits of each replica
 
-    Between events, a prefix that was just sent somewhere is expected there, so the next request for it follows. An
-    expectation ends by itself: whether the replica computed the prefix is told by its events alone.
+    A prefix that was just sent to a replica is expected there until its events arrive, so that the next request for it
+    follows. An expectation expires: only events say that the replica has computed the prefix.
 
-    What one replica knows to be in a shared store, all can load. Stores lose prompts from their ends, too; where one
-    has a gap because a save failed, a match may be too long.
+    Blocks that one replica reports in a shared store can be loaded by all. Stores evict prompts from their ends, too.
+    If one has a gap because a save failed, a match may be too long.
 
-    A view belongs to one thread.
+    A view is not thread-safe.
 
     Args:
         block_size: tokens of an event block, the same for all replicas.
-        max_blocks: blocks that it remembers, of all replicas together.
-        expect_s: seconds for which at least a sent prefix is expected; at most twice as long.
+        max_blocks: maximum number of tracked blocks, of all replicas together.
+        expect_s: minimum time in seconds for which a sent prefix is expected; it may be up to twice as long.
         clock: seconds, never going back.
     """
 
@@ -71,101 +71,101 @@ class FleetView:
     ) -> None:
         self.block_size = block_size
         self.index = BlockIndex(max_blocks)
-        self._most_with_stores = int(_MOST_WITH_STORES * max_blocks)
+        self._max_blocks_of_stores = int(_MAX_STORE_SHARE * max_blocks)
         self._expect_s = expect_s
         self._clock = clock
-        self._turn_s = clock() + expect_s
-        self._replicas: dict[str, _Known] = {}
+        self._period_end_s = clock() + expect_s
+        self._replicas: dict[str, _ReplicaBits] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The replicas, in the order in which they came."""
+        """The replicas, in the order in which they joined."""
         return tuple(self._replicas)
 
     def join(self, name: str) -> None:
-        """Add a replica of which nothing is known. One that is there is forgotten first."""
+        """Add a replica with an empty cache, or reset one."""
         self.leave(name)
-        self._replicas[name] = _Known()
+        self._replicas[name] = _ReplicaBits()
 
     def leave(self, name: str) -> None:
-        """Forget a replica; one that is unknown stays so. Complexity: O(1)."""
+        """Remove a replica, if it is known. Complexity: O(1)."""
         known = self._replicas.pop(name, None)
         if known is not None:
-            for bit in (*known.tiers, known.lately, known.before):
+            for bit in (*known.tiers, known.current, known.previous):
                 self.index.forget_holder(bit)
 
     def number_of(self, name: str) -> int:
-        """Return the sequence number to subscribe from: the last one that was read, 0 for a snapshot."""
+        """Return the sequence number to subscribe from: that of the last batch, or 0 for a snapshot."""
         return self._replicas[name].cursor.number
 
     def is_in_step(self, name: str) -> bool:
-        """Whether the events of a replica were read without a gap. What was known before a gap counts until then."""
+        """Whether the events of a replica were read without a gap. The state before a gap is kept until a snapshot."""
         return self._replicas[name].cursor.is_in_step
 
     def lose(self, name: str) -> None:
-        """Note that the replica does not know the number that was read last: a snapshot is needed."""
+        """Record that the replica does not know the last sequence number, so that a snapshot is needed."""
         self._replicas[name].cursor.lose()
 
     def read(self, name: str, batch: EventBatch) -> bool:
-        """Learn from a batch of a replica's events.
+        """Apply a batch of events of a replica.
 
         Args:
             name: of the replica.
             batch: the next one of its log.
 
         Returns:
-            Whether it fits. If not, batches are missing: subscribe again from 0, for a snapshot.
+            False if batches are missing: subscribe again from 0, for a snapshot.
 
         Raises:
-            ConfigError: the blocks have another size, so no prompt would ever match.
+            ConfigError: the event blocks have another size, so that no prompt would match.
 
         Complexity: O(blocks).
         """
         self.tidy()
         known = self._replicas[name]
         verdict = known.cursor.take(batch)
-        if verdict is Verdict.READ:
+        if verdict is Verdict.APPLY:
             for event in batch.events:
                 if isinstance(event, AllCleared):
                     self._clear(known, is_purge=batch.snapshot is None)
                 else:
-                    self._learn(known, event)
-        return verdict is not Verdict.ASK
+                    self._apply(known, event)
+        return verdict is not Verdict.RESYNC
 
     def expect(self, name: str, hashes: Sequence[int], num_matched: int = 0) -> None:
-        """Note that a replica was sent a prompt, and will have its blocks.
+        """Record that a prompt was sent to a replica, which will have its blocks.
 
         Args:
             name: of the replica.
             hashes: of the prompt's blocks.
-            num_matched: blocks, from the first on, that `match` found on its device.
+            num_matched: number of leading blocks that `match` found on its device.
 
-        Complexity: O(blocks that are not known to be there).
+        Complexity: O(blocks that it does not have).
         """
         self.tidy()
         known = self._replicas[name]
-        known.lately = known.lately or self.index.add_holder()
-        if num_matched and self.index.holders_of(hashes[num_matched - 1]) & (known.tiers[0] | known.lately):
+        known.current = known.current or self.index.add_holder()
+        if num_matched and self.index.holders_of(hashes[num_matched - 1]) & (known.tiers[0] | known.current):
             hashes = hashes[num_matched:]
-        self.index.store(known.lately, hashes)
+        self.index.store(known.current, hashes)
 
     def tidy(self) -> None:
-        """End expectations whose time is over, and clear a part of what was forgotten.
+        """Expire old expectations, and sweep a part of the removed holders.
 
-        All that learns does it too. Where little happens, do it some times a second.
+        Methods that change the view do this, too. If they are rarely called, call it several times per second.
         """
         now_s = self._clock()
-        if now_s >= self._turn_s:
-            is_all_over = now_s >= self._turn_s + self._expect_s
-            self._turn_s += self._expect_s * (1 + (now_s - self._turn_s) // self._expect_s)
+        if now_s >= self._period_end_s:
+            is_long_over = now_s >= self._period_end_s + self._expect_s
+            self._period_end_s += self._expect_s * (1 + (now_s - self._period_end_s) // self._expect_s)
             for known in self._replicas.values():
-                self._end_turn(known)
-                if is_all_over:
-                    self._end_turn(known)
+                self._end_period(known)
+                if is_long_over:
+                    self._end_period(known)
         self.index.sweep()
 
     def match(self, hashes: Sequence[int], names: Iterable[str]) -> list[Hits]:
-        """Count what each replica has of a prompt: consecutive blocks from its beginning, each at its nearest place.
+        """Match a prompt with each replica: consecutive blocks from its beginning, each in its fastest tier.
 
         Args:
             hashes: of the prompt's blocks.
@@ -181,12 +181,12 @@ class FleetView:
         for name in names:
             known = replicas[name]
             tiers = known.tiers
-            device = tiers[_DEVICE] | known.lately | known.before
+            device = tiers[_DEVICE] | known.current | known.previous
             for depth, (holders, _) in enumerate(runs):
                 if not holders & device:
                     if holders & (tiers[_HOST] | tiers[_DISK] | shared):
-                        places = (device, tiers[_HOST], tiers[_DISK], shared)
-                        matched.append(self._lower_hits(places, runs[depth:], upto[depth].device))
+                        tiers_bits = (device, tiers[_HOST], tiers[_DISK], shared)
+                        matched.append(self._lower_hits(tiers_bits, runs[depth:], upto[depth].device))
                     else:
                         matched.append(upto[depth])
                     break
@@ -201,39 +201,39 @@ class FleetView:
         return bits
 
     def _lower_hits(
-        self, places: tuple[int, int, int, int], runs: Sequence[tuple[int, int]], device_tokens: int
+        self, tiers_bits: tuple[int, int, int, int], runs: Sequence[tuple[int, int]], device_tokens: int
     ) -> Hits:
-        """Go on where a block is not on the device. A later one may be there again."""
+        """Continue the match at a block that is not on the device. Later blocks may be on it again."""
         tokens = [device_tokens, 0, 0, 0]
         for holders, num in runs:
-            place = next((index for index, bits in enumerate(places) if holders & bits), None)
-            if place is None:
+            tier = next((index for index, bits in enumerate(tiers_bits) if holders & bits), None)
+            if tier is None:
                 break
-            tokens[place] += num * self.block_size
+            tokens[tier] += num * self.block_size
         return Hits(*tokens)
 
-    def _end_turn(self, known: _Known) -> None:
-        self.index.forget_holder(known.before)
-        known.before, known.lately = known.lately, 0
+    def _end_period(self, known: _ReplicaBits) -> None:
+        self.index.forget_holder(known.previous)
+        known.previous, known.current = known.current, 0
 
-    def _clear(self, known: _Known, *, is_purge: bool) -> None:
-        for place in (_DEVICE,) if is_purge else range(_NUM_PLACES):
-            self.index.forget_holder(known.tiers[place])
-            known.tiers[place] = 0
-        if is_purge:  # while a snapshot leaves out what is still being computed
-            self._end_turn(known)
-            self._end_turn(known)
+    def _clear(self, known: _ReplicaBits, *, is_purge: bool) -> None:
+        for tier in (_DEVICE,) if is_purge else range(_NUM_TIERS):
+            self.index.forget_holder(known.tiers[tier])
+            known.tiers[tier] = 0
+        if is_purge:  # a snapshot does not contain what is still being computed
+            self._end_period(known)
+            self._end_period(known)
 
-    def _learn(self, known: _Known, event: BlocksStored | BlocksRemoved) -> None:
-        place = _PLACES.get(event.tier)
-        if place is None:
+    def _apply(self, known: _ReplicaBits, event: BlocksStored | BlocksRemoved) -> None:
+        tier = _TIERS.get(event.tier)
+        if tier is None:
             return
         hashes: list[int] = np.frombuffer(event.block_hashes, "<u8").tolist()
         if isinstance(event, BlocksStored):
             if event.block_size != self.block_size:
                 expected = f"expected {self.block_size} tokens, as all replicas have"
                 raise ConfigError(f"events.block_size: {expected}, got {event.block_size}")
-            known.tiers[place] = known.tiers[place] or self.index.add_holder()
-            self.index.store(known.tiers[place], hashes, None if place == _DEVICE else self._most_with_stores)
+            known.tiers[tier] = known.tiers[tier] or self.index.add_holder()
+            self.index.store(known.tiers[tier], hashes, None if tier == _DEVICE else self._max_blocks_of_stores)
         else:
-            self.index.remove(known.tiers[place] | (known.expected if place == _DEVICE else 0), hashes)
+            self.index.remove(known.tiers[tier] | (known.expected if tier == _DEVICE else 0), hashes)

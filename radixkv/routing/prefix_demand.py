@@ -1,4 +1,4 @@
-"""The work that requests for each prefix bring."""
+"""The demand for each prefix: the work that recent requests for it caused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAX_PREFIXES = 4096
 
 
 class PrefixDemand:
-    """Estimates, for the prefixes that were asked for last, how many replicas their requests would keep busy.
+    """Estimates how many replicas the requests for each recent prefix would keep busy.
 
     Args:
-        memory_s: seconds over which demand is averaged: what came `t` seconds ago counts `exp(-t / memory_s)`.
-        max_prefixes: prefixes to remember; the one that was not asked for the longest is forgotten.
+        memory_s: time constant of the average: work of `t` seconds ago has the weight `exp(-t / memory_s)`.
+        max_prefixes: number of prefixes to track; the least recently requested one is dropped.
         clock: seconds, never going back.
     """
 
@@ -30,19 +30,19 @@ class PrefixDemand:
         self._memory_s = memory_s
         self._max_prefixes = max_prefixes
         self._clock = clock
-        self._known: OrderedDict[int, tuple[float, float]] = OrderedDict()  # seconds of work, and when that was
+        self._work: OrderedDict[int, tuple[float, float]] = OrderedDict()  # seconds of work, as of a time
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._work)
 
     def of(self, key: int) -> float:
-        """Return seconds of work a second. Complexity: O(1)."""
-        work_s, then_s = self._known.get(key, (0.0, 0.0))
+        """Return the work for a prefix in seconds per second. Complexity: O(1)."""
+        work_s, then_s = self._work.get(key, (0.0, 0.0))
         return work_s * math.exp((then_s - self._clock()) / self._memory_s) / self._memory_s
 
     def add(self, key: int, work_s: float) -> None:
-        """Note a request for a prefix. Complexity: O(1)."""
-        self._known[key] = (self.of(key) * self._memory_s + work_s, self._clock())
-        self._known.move_to_end(key)
-        if len(self._known) > self._max_prefixes:
-            self._known.popitem(last=False)
+        """Record a request for a prefix. Complexity: O(1)."""
+        self._work[key] = (self.of(key) * self._memory_s + work_s, self._clock())
+        self._work.move_to_end(key)
+        if len(self._work) > self._max_prefixes:
+            self._work.popitem(last=False)

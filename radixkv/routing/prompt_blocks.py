@@ -1,4 +1,4 @@
-"""The blocks of a prompt, hashed as replicas hash theirs, and no further than somebody asks."""
+"""The event blocks of a prompt, hashed lazily in the way in which replicas hash theirs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _STRIDE = 64
 
 
 class PromptBlocks:
-    """The hashes of a prompt's whole blocks. Those of two namespaces have nothing in common.
+    """The hashes of the full blocks of a prompt. Hashes of different namespaces never match.
 
-    The last token is left out: it is computed anyway.
+    The last token is excluded, since it is always computed.
 
     Args:
         namespace: of the request.
         tokens: the prompt, little-endian uint32 bytes.
         block_size: tokens of an event block.
-        identities: where hashes of a namespace begin. With the key of the replicas all namespaces match their events;
-            with another key only the one that is published by its tokens, and the others by what was sent.
+        identities: root hashes of namespaces. With the key of the replicas, all namespaces match their events; with
+            another key, only the namespace that is published without a secret does, and others match what was sent.
 
     Raises:
         InvalidRequest: `tokens` is not whole tokens.
@@ -42,11 +42,11 @@ class PromptBlocks:
 
     @property
     def is_all(self) -> bool:
-        """Whether all blocks are hashed."""
+        """Whether all blocks have been hashed."""
         return len(self.hashes) == self._num_blocks
 
     def hash_on(self, num_blocks: int = _STRIDE) -> list[int]:
-        """Hash some blocks more. Returns their hashes. Complexity: 0.2 us a block of 16 tokens."""
+        """Hash the next blocks and return their hashes. Complexity: 0.2 us per block of 16 tokens."""
         start = len(self.hashes)
         end = min(start + num_blocks, self._num_blocks)
         packed = hash_blocks(
@@ -58,6 +58,6 @@ class PromptBlocks:
         return new
 
     def all(self) -> list[int]:
-        """Hash the rest, and return all hashes."""
+        """Hash the remaining blocks, and return all hashes."""
         self.hash_on(self._num_blocks - len(self.hashes))
         return self.hashes

@@ -1,4 +1,4 @@
-"""Routes requests: asks what each replica has, lets the rule choose, and remembers what was sent."""
+"""Routes requests: matches each prompt with the caches of the replicas, applies the policy, and records the choice."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from radixkv.namespace import Namespace
 from radixkv.routing.candidate import DEFAULT_TIMES, Candidate, Hits, TokenTimes
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.policies import RoutedPrompt, RoutingPolicy
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.prompt_blocks import PromptBlocks
-from radixkv.routing.routings import Routing
-from radixkv.routing.rule import Wish
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The replica to which a request goes.
+    """The replica to which a request is sent.
 
     Attributes:
         name: of the replica.
-        hits: what it is supposed to have of the prompt.
-        is_new_home: it computes a prefix that others have, because these can't serve all who want it.
-        ticket: to tell the request's end with.
-        most_tokens: the most that any replica is supposed to have of it.
-        queue_tokens: tokens that it computes before, as far as this tenant's share of the replica makes it wait.
+        hits: prompt tokens that it is expected to have.
+        is_new_home: whether it computes a prefix that other replicas have, since they can't serve all requests for it.
+        ticket: identifies the request in `finished`.
+        most_tokens: the largest number of prompt tokens that any replica is expected to have.
+        queue_tokens: tokens that it computes before this request, given the tenant's fair share.
     """
 
     name: str
@@ -39,25 +38,25 @@ class Route:
 
 
 class Router:
-    """Sends each request to one of its replicas.
+    """Chooses a replica for each request.
 
         request ──▶ hashes ──▶ view: hits of each replica ──┐
-                               load: queues ────────────────┼─▶ rule ──▶ replica; view and load expect it there
+                               load: queues ────────────────┼─▶ policy ──▶ replica; view and load expect it there
                                demand for the prefix ───────┘
 
-    It belongs to one thread. What takes longest for a new prompt, to hash and note all of it, is done after the choice:
-    by `remember`, or else before the next call.
+    It is not thread-safe. The slowest step for a new prompt, hashing and recording all of its blocks, is done after the
+    choice: by `remember`, or at the latest by the next call.
 
     Args:
-        view: what replicas have.
-        load: what replicas have yet to compute.
-        demand: what is wanted.
-        choose: the rule.
-        identities: names of namespaces, see `PromptBlocks`.
-        times: of a token on a replica, by name; asked for each request.
+        view: the cached blocks of the replicas.
+        load: the unfinished requests of the replicas.
+        demand: the demand for each prefix.
+        choose: the routing policy.
+        identities: published names of namespaces, see `PromptBlocks`.
+        times: returns the times per token on the replica with this name; called for each request.
 
     Attributes:
-        view, load: the same.
+        view, load: see above.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Router:
         view: FleetView,
         load: FleetLoad,
         demand: PrefixDemand,
-        choose: Routing,
+        choose: RoutingPolicy,
         *,
         identities: Identities,
         times: Callable[[str], TokenTimes] = lambda name: DEFAULT_TIMES,
@@ -76,32 +75,32 @@ class Router:
         self._choose = choose
         self._identities = identities
         self._times = times
-        self._unnoted: tuple[str, PromptBlocks, int] | None = None
+        self._unrecorded: tuple[str, PromptBlocks, int] | None = None
 
     def join(self, name: str) -> None:
-        """Add a replica of which nothing is known."""
+        """Add a replica with an empty cache."""
         self.remember()
         self.view.join(name)
         self.load.join(name)
 
     def leave(self, name: str) -> None:
-        """Forget a replica."""
+        """Remove a replica."""
         self.remember()
         self.view.leave(name)
         self.load.leave(name)
 
     def read(self, name: str, batch: EventBatch) -> bool:
-        """Learn from a batch of a replica's events; see `FleetView.read`."""
+        """Apply a batch of events of a replica; see `FleetView.read`."""
         self.remember()
         return self.view.read(name, batch)
 
     def route(self, namespace: Namespace, tokens: bytes, avoid: Container[str] = ()) -> Route:
-        """Choose a replica, and expect the request there from the next call on.
+        """Choose a replica. From the next call on, its prompt is expected there.
 
         Args:
-            namespace: of the request. What another namespace has is never counted.
+            namespace: of the request. Only blocks of this namespace match.
             tokens: the prompt, little-endian uint32 bytes.
-            avoid: replicas that must not get it, such as one that just failed.
+            avoid: replicas that must not be chosen, such as one that just failed.
 
         Raises:
             InvalidRequest: `tokens` is empty or not whole tokens.
@@ -113,37 +112,40 @@ class Router:
         self.view.tidy()
         blocks = PromptBlocks(namespace, tokens, self.view.block_size, self._identities)
         names = [name for name in self.view.names if name not in avoid]
-        candidates, wish, most_tokens = self._ask(blocks, names, namespace.tenant)
-        choice = self._choose(wish, candidates)
-        name, times = names[choice.index], candidates[choice.index].times
+        candidates, prompt, most_tokens = self._candidates(blocks, names, namespace.tenant)
+        choice = self._choose(prompt, candidates)
+        name = names[choice.index]
+        times = candidates[choice.index].times
         computed_tokens = blocks.num_tokens - choice.hits.total
-        self._unnoted = name, blocks, choice.hits.device // self.view.block_size
-        self._demand.add(wish.key, computed_tokens * times.compute_s)
+        self._unrecorded = name, blocks, choice.hits.device // self.view.block_size
+        self._demand.add(prompt.key, computed_tokens * times.compute_s)
         ticket = self.load.sent(name, computed_tokens, namespace.tenant)
         queue_tokens = int(candidates[choice.index].queue_tokens)
         return Route(name, choice.hits, choice.is_new_home, ticket, most_tokens, queue_tokens)
 
     def remember(self) -> None:
-        """Note what was routed last. To be called when its caller has the answer; once more changes nothing."""
-        if self._unnoted is not None:
-            name, blocks, num_matched = self._unnoted
-            self._unnoted = None
+        """Record the blocks of the last routed prompt. Call it after answering; calling it again does nothing."""
+        if self._unrecorded is not None:
+            name, blocks, num_matched = self._unrecorded
+            self._unrecorded = None
             self.view.expect(name, blocks.all(), num_matched)
 
     def finished(self, route: Route, computed_tokens: int | None = None) -> bool:
-        """Note the end of a request, well or not. Telling it again changes nothing.
+        """Record the end of a request, successful or not. Calling it again does nothing.
 
         Args:
             route: of the request.
-            computed_tokens: what the replica did compute; None if that is not known.
+            computed_tokens: tokens that the replica computed; None if that is not known.
 
         Returns:
-            Whether it was under way.
+            Whether the request was in flight.
         """
         return self.load.finished(route.name, route.ticket, computed_tokens)
 
-    def _ask(self, blocks: PromptBlocks, names: list[str], tenant: str) -> tuple[list[Candidate], Wish, int]:
-        """Find what each replica has, and the most that one has, no further along the prompt than any has something."""
+    def _candidates(
+        self, blocks: PromptBlocks, names: list[str], tenant: str
+    ) -> tuple[list[Candidate], RoutedPrompt, int]:
+        """Match the prompt with each replica, hashing its blocks only as far as any replica has them."""
         while not blocks.is_all and self.view.index.holders_of(blocks.hash_on()[-1]):
             pass
         hits = self.view.match(blocks.hashes, names)
@@ -155,4 +157,4 @@ class Router:
             Candidate(name, found, wait_tokens, recent_tokens, self._times(name))
             for name, found, (wait_tokens, recent_tokens) in zip(names, hits, waits, strict=True)
         ]
-        return candidates, Wish(blocks.num_tokens, key, self._demand.of(key)), most_tokens
+        return candidates, RoutedPrompt(blocks.num_tokens, key, self._demand.of(key)), most_tokens

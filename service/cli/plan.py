@@ -24,7 +24,7 @@ from radixkv.service.cli.argument_types import COUNTS, number, positive_number, 
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
 from radixkv.service.cli.options import Option, add_choice, add_options, flag
 from radixkv.service.cli.plan_report import ReportSection, TierLink
-from radixkv.service.cli.tier_options import rooms_of, tier_numbers, tier_option
+from radixkv.service.cli.tier_options import tier_capacities, tier_numbers, tier_option
 from radixkv.storage.kv_layout import KVFormat, KVLayout, LatentKV, MixedKV, attention_kinds
 
 _DISK_GB_S = 3.0  # a drive on PCIe 3.0 or 4.0 x4
@@ -222,7 +222,7 @@ def _transfer_section(arguments: argparse.Namespace, token_bytes: int) -> Report
 
 
 def _tier_section(arguments: argparse.Namespace, token_bytes: int) -> ReportSection | None:
-    rooms = rooms_of(arguments.tiers, lambda subject: token_bytes, arguments.block_size)
+    rooms = tier_capacities(arguments.tiers, lambda subject: token_bytes, arguments.block_size)
     for option, numbers in (("--tier-gb-s", arguments.tier_gb_s), ("--tier-ms", arguments.tier_ms)):
         unknown = set(numbers) - {room.name for room in rooms}
         if unknown:

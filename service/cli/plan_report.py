@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from radixkv.config.sections import STATE_SHARE
+from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.planning.plan import (
     GB,
     GIB,
@@ -19,8 +20,7 @@ from radixkv.planning.plan import (
     load_us,
     recompute_us,
 )
-from radixkv.planning.tiers import TierRoom
-from radixkv.offload.load_or_compute import LoadOrCompute
+from radixkv.planning.tiers import TierCapacity
 from radixkv.service.cli.terminal import aligned
 from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, LatentKV, MixedKV, layer_shares
 
@@ -311,7 +311,7 @@ class TierLink:
 
 
 def tier_section(
-    rooms: Sequence[TierRoom],
+    rooms: Sequence[TierCapacity],
     links: Sequence[TierLink],
     *,
     block_size: int,

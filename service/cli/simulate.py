@@ -16,14 +16,14 @@ from radixkv.config import CacheConfig
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
-from radixkv.planning.tiers import TierRoom
+from radixkv.planning.tiers import TierCapacity
 from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.service.cli.argument_types import COUNTS, capacities, names, positive, share
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.simulate_fleet import FLEET_OPTIONS, fleets_of, run_fleets
 from radixkv.service.cli.terminal import aligned, progress_bar
-from radixkv.service.cli.tier_options import rooms_of, tier_option
+from radixkv.service.cli.tier_options import tier_capacities, tier_option
 
 _OPTIONS = (
     Option("trace", "TRACE", None, "file of requests in Mooncake's JSONL format, plain or gzip"),
@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> str:
         policies=arguments.policy,
         block_size=arguments.block_size,
         probation_share=arguments.probation_share,
-        tiers=rooms_of(arguments.tiers, token_bytes_of, arguments.block_size),
+        tiers=tier_capacities(arguments.tiers, token_bytes_of, arguments.block_size),
         limit=arguments.limit,
         plot=arguments.plot,
         as_json=arguments.json,
@@ -91,7 +91,7 @@ def run_simulations(
     policies: Sequence[str],
     block_size: int,
     probation_share: float,
-    tiers: Sequence[TierRoom],
+    tiers: Sequence[TierCapacity],
     limit: int | None,
     plot: str | None,
     as_json: bool,
@@ -176,7 +176,7 @@ def _simulate_all(
     capacities_tokens: Sequence[int],
     block_size: int,
     probation_share: float,
-    tiers: Sequence[TierRoom],
+    tiers: Sequence[TierCapacity],
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixkv.errors import ConfigError
-from radixkv.planning.fleet import Fleet, FleetSimulation, check_fleet, simulate_fleet
+from radixkv.planning.fleet_simulation import Fleet, FleetSimulation, check_fleet, simulate_fleet
 from radixkv.planning.simulate import Simulation, simulate
 from radixkv.planning.trace import TraceRequest, load_trace
-from radixkv.routing.routings import PREFIX, ROUTINGS
+from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 from radixkv.service.cli.options import Option
 from radixkv.service.cli.terminal import aligned, progress_bar

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from radixkv.planning.tiers import TierRoom, check_tiers, room_tokens
+from radixkv.planning.tiers import TierCapacity, check_tiers, tier_capacity_tokens
 from radixkv.service.cli.argument_types import positive_number, whole
 from radixkv.service.cli.options import Option
 
@@ -57,7 +57,9 @@ def tier_numbers(text: str) -> dict[str, float]:
     return {name: positive_number(number) for name, number in _pairs(text)}
 
 
-def rooms_of(sizes: Sequence[TierSize], token_bytes_of: Callable[[str], int], block_size: int) -> list[TierRoom]:
+def tier_capacities(
+    sizes: Sequence[TierSize], token_bytes_of: Callable[[str], int], block_size: int
+) -> list[TierCapacity]:
     """Return the rooms of stores in tokens.
 
     Args:
@@ -73,8 +75,8 @@ def rooms_of(sizes: Sequence[TierSize], token_bytes_of: Callable[[str], int], bl
         num_tokens = size.num_tokens
         if size.num_bytes is not None:
             token_bytes = token_bytes_of(f"--tier {size.name} in bytes")
-            num_tokens = room_tokens(size.name, size.num_bytes, token_bytes, block_size)
-        rooms.append(TierRoom(size.name, num_tokens))
+            num_tokens = tier_capacity_tokens(size.name, size.num_bytes, token_bytes, block_size)
+        rooms.append(TierCapacity(size.name, num_tokens))
     check_tiers(rooms, block_size)
     return rooms
 

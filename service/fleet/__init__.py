@@ -1,4 +1,5 @@
-"""The fleet on Ray: replicas, the router and the ingress, of which `start_fleet` makes one service.
+"""A fleet on Ray: several engines behind one gRPC address.
 
-`FleetState` knows the replicas, `Forwarder` sends calls to them again elsewhere, `Replica` and `Ingress` run in Ray.
+`FleetState` tracks the replicas and chooses one per request, `Forwarder` forwards calls to them, and `Replica` and
+`Ingress` run in processes of Ray.
 """

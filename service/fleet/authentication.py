@@ -1,4 +1,4 @@
-"""Callers of a replica of a fleet: those whom the configuration lets in, and the fleet itself."""
+"""Authentication on a replica: by the token of the fleet, or by the credentials of the configuration."""
 
 from __future__ import annotations
 

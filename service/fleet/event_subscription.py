@@ -1,4 +1,4 @@
-"""Keeps a router's view of one live server in step."""
+"""Keeps a router's view of one live server up to date, by its event stream."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Protocol
 
 import grpc
 import grpc.aio
+import numpy as np
 
+from radixkv.api.events import DEVICE, AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch, SnapshotPart
 from radixkv.routing.fleet_view import FleetView
-from radixkv.service.fleet.event_messages import batch_of
 from radixkv.v1 import events_pb2
 
-_LEAST_PAUSE_S = 0.05
-_MOST_PAUSE_S = 5.0
+_MIN_PAUSE_S = 0.05
+_MAX_PAUSE_S = 5.0
 _FORGET_S = 30.0
 _NUMBER_UNKNOWN = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS)
-_HOPELESS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
+_PERMANENT = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
 
 _log = logging.getLogger(__name__)
 
@@ -31,24 +32,25 @@ class Subscriber(Protocol):
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
     ) -> AsyncIterator[events_pb2.EventBatch]:
-        """Follow what is cached."""
+        """Subscribe to cache events."""
 
 
-class EventStream:
-    """Follows the events of one server, whatever happens to the connection.
+class EventSubscription:
+    """Follows the events of one server across disconnections.
 
         subscribe from the last number ──▶ read ──▶ read ──▶ ...
               ▲      ▲                       │ a batch is missing: from 0
-              │      └── from 0 ─────────────┤ OUT_OF_RANGE, DATA_LOSS: the number is forgotten, or of an earlier life
+              │      └── from 0 ─────────────┤ OUT_OF_RANGE, DATA_LOSS: the number is too old, or from before a restart
               └── after a pause ─────────────┘ the connection ended
 
-    What is known stays while a connection is cut: the server has it probably still. After `forget_s` it is forgotten.
+    While the connection is down, the view keeps its state, since the server probably still has these blocks. After
+    `forget_s` seconds they are removed.
 
     Args:
         name: of the replica in the view.
         client: of the server; not closed.
-        view: of the fleet; belongs to the event loop.
-        forget_s: seconds without a stream after which the server's blocks are forgotten.
+        view: of the fleet; used on the same event loop.
+        forget_s: seconds without a stream after which the blocks of the server are removed from the view.
         sleep: waits, in seconds.
         clock: seconds, never going back.
 
@@ -75,28 +77,28 @@ class EventStream:
         self._forget_s = forget_s
         self._sleep = sleep
         self._clock = clock
-        self._heard_s: float | None = None  # None once all is forgotten
-        self._pause_s = _LEAST_PAUSE_S
+        self._last_batch_s: float | None = None  # None after the blocks were removed
+        self._pause_s = _MIN_PAUSE_S
 
     async def run(self) -> None:
-        """Follow the server until it leaves the view, or this is cancelled.
+        """Follow the server until it leaves the view, or the task is cancelled.
 
         Raises:
-            grpc.aio.AioRpcError: the server refuses this caller, or has no events.
+            grpc.aio.AioRpcError: the server refuses this client, or has no events.
             ConfigError: its event blocks have another size than the view's.
         """
         while self._name in self._view.names:
             try:
                 await self._follow()
             except grpc.aio.AioRpcError as error:
-                if error.code() in _HOPELESS:
+                if error.code() in _PERMANENT:
                     raise
                 self._break(error.code())
             await self._sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
     async def _follow(self) -> None:
-        """Read from the last number on, until the stream ends or a batch is missing."""
+        """Subscribe after the last number and read until the stream ends or a batch is missing."""
         async with _closed_after(self._client.subscribe(self._view.number_of(self._name), stores=True)) as messages:
             async for message in messages:
                 if self._name not in self._view.names:
@@ -104,8 +106,8 @@ class EventStream:
                 if not self._view.read(self._name, batch_of(message)):
                     self.num_gaps += 1
                     return
-                self._heard_s = self._clock()
-                self._pause_s = _LEAST_PAUSE_S
+                self._last_batch_s = self._clock()
+                self._pause_s = _MIN_PAUSE_S
 
     def _break(self, code: grpc.StatusCode) -> None:
         if self._name not in self._view.names:
@@ -116,18 +118,46 @@ class EventStream:
             return
         self.num_breaks += 1
         _log.info("events of %s: the stream ended with %s", self._name, code.name)
-        if self._heard_s is not None and self._clock() - self._heard_s >= self._forget_s:
+        if self._last_batch_s is not None and self._clock() - self._last_batch_s >= self._forget_s:
             self._view.join(self._name)
-            self._heard_s = None
+            self._last_batch_s = None
+
+
+def batch_of(message: events_pb2.EventBatch) -> EventBatch:
+    """Convert a message to an event batch."""
+    part = None
+    if message.HasField("snapshot"):
+        part = SnapshotPart(message.snapshot.index, message.snapshot.count, message.snapshot.blocks)
+    events = tuple(_event_of(event) for event in message.events)
+    return EventBatch(message.sequence_number, message.time_s, events, part)
 
 
 @contextlib.asynccontextmanager
 async def _closed_after(
     messages: AsyncIterator[events_pb2.EventBatch],
 ) -> AsyncGenerator[AsyncIterator[events_pb2.EventBatch], None]:
-    """Close a stream that is left before its end: the server keeps a place for each."""
+    """Close a stream that is not read to its end: the server limits the number of subscribers."""
     try:
         yield messages
     finally:
         if isinstance(messages, AsyncGenerator):
             await messages.aclose()
+
+
+def _event_of(message: events_pb2.CacheEvent) -> Event:
+    kind = message.WhichOneof("event")
+    if kind == "stored":
+        stored = message.stored
+        return BlocksStored(
+            stored.parent_block_hash if stored.HasField("parent_block_hash") else None,
+            np.asarray(stored.block_hashes, "<u8").tobytes(),
+            np.asarray(stored.token_ids, "<u4").tobytes(),
+            stored.block_size,
+            stored.cache_salt,
+            stored.tier or DEVICE,
+        )
+    if kind == "removed":
+        removed = message.removed
+        hashes = np.asarray(removed.block_hashes, "<u8").tobytes()
+        return BlocksRemoved(hashes, removed.cache_salt, removed.tier or DEVICE)
+    return AllCleared()

@@ -1,4 +1,4 @@
-"""Knowledge of a fleet's router about its replicas."""
+"""The state of a fleet's router: the connections to the replicas, and what is known of their caches and load."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.policies import PREFIX, RoutingWeights, make_routing
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.router import Route, Router
-from radixkv.routing.routings import PREFIX, make_routing
-from radixkv.routing.rule import Rule
-from radixkv.service.fleet.event_subscription import EventStream
+from radixkv.service.fleet.event_subscription import EventSubscription
 from radixkv.service.fleet.replica_connection import ReplicaConnection
 from radixkv.service.fleet.replica_facts import ReplicaFacts
-from radixkv.service.fleet.replica_speeds import MeasuredTimes
-from radixkv.service.fleet.routing_request import Question, Reason, Routed
+from radixkv.service.fleet.replica_speeds import ReplicaSpeeds
+from radixkv.service.fleet.routing_request import RoutedRequest, RoutingReason, RoutingRequest
 from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
 
 class FleetState:
-    """Knows the replicas of a fleet, and which of them gets a request.
+    """Tracks the replicas of a fleet, and chooses one for each request.
 
-        Ray: who is there ─▶ update ─▶ a connection each ─┬─ events ─▶ view ─┐
-                                                          └─ health          ├─▶ route ─▶ the rule of radixkv.routing
+        Ray: replicas ──────▶ update ─▶ a connection each ─┬─ events ─▶ view ─┐
+                                                          └─ health          ├─▶ route ─▶ policy of radixkv.routing
         answers ─▶ finish ─▶ queues, measured times ─────────────────────────┘
 
-    It belongs to one event loop.
+    It is used on one event loop.
 
     Args:
-        connect: makes the connection to a replica.
-        routing: name of the rule, for comparisons.
-        rule: its weights.
+        connect: opens the connection to a replica.
+        routing: name of the routing policy.
+        weights: of the policy `prefix`.
         clock: seconds, never going back.
     """
 
@@ -48,17 +47,17 @@ class FleetState:
         connect: Callable[[ReplicaFacts], ReplicaConnection] = ReplicaConnection,
         *,
         routing: str = PREFIX,
-        rule: Rule = Rule(),  # noqa: B008 - it is frozen
+        weights: RoutingWeights = RoutingWeights(),  # noqa: B008 - it is frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connect = connect
-        self._choose = make_routing(routing, rule)
-        self._rule = rule
+        self._choose = make_routing(routing, weights)
+        self._weights = weights
         self._clock = clock
         self._connections: dict[str, ReplicaConnection] = {}
         self._tasks: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._times = MeasuredTimes(clock)
+        self._times = ReplicaSpeeds(clock)
         self._router: Router | None = None
 
     @property
@@ -72,11 +71,11 @@ class FleetState:
         return tuple(self._connections.values())
 
     def is_in_step(self, name: str) -> bool:
-        """Whether all that a replica has cached is known."""
+        """Whether the events of a replica were read without a gap."""
         return self._router is not None and name in self._connections and self._router.view.is_in_step(name)
 
     def update(self, replicas: Iterable[ReplicaFacts]) -> None:
-        """Follow those replicas that are there now, and forget the others."""
+        """Add and remove replicas, so that these remain."""
         there = {facts.address: facts for facts in replicas}
         for name, connection in list(self._connections.items()):
             if there.get(name) != connection.facts:
@@ -85,15 +84,15 @@ class FleetState:
             if name not in self._connections:
                 self._join(facts)
 
-    def route(self, question: Question) -> Routed:
-        """Choose the replica of a request, and expect it there.
+    def route(self, question: RoutingRequest) -> RoutedRequest:
+        """Choose the replica of a request, whose prompt is expected there from then on.
 
-        A replica that does not answer health checks gets nothing, unless there is no other.
+        A replica that does not answer health checks is chosen only if there is no other.
 
         Raises:
             InvalidRequest: the prompt is empty.
             NoReplica: no replica is left.
-            UnknownLease: the replica with its K/V is not there.
+            UnknownLease: the replica that its K/V are to be fetched from is not in the fleet.
         """
         if question.source and question.source not in self._connections:
             raise UnknownLease("kv_source.address: expected that of a replica, got another, or of one that has ended")
@@ -107,15 +106,16 @@ class FleetState:
         namespace = Namespace(self._fingerprint, question.tenant, question.adapter, question.salt)
         route = self._router.route(namespace, question.tokens, avoid)
         asyncio.get_running_loop().call_soon(self._router.remember)
-        connection, num_replicas = self._connections[route.name], len(self._connections.keys() - avoid)
+        connection = self._connections[route.name]
+        num_replicas = len(self._connections.keys() - avoid)
         left_tokens = len(question.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
         seconds = left_tokens * self._times.of(route.name).compute_s
-        return Routed(
+        return RoutedRequest(
             connection, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
         )
 
     async def close(self) -> None:
-        """Forget all replicas."""
+        """Remove all replicas."""
         for name in self.names:
             self._leave(name)
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -134,8 +134,8 @@ class FleetState:
         name = facts.address
         connection = self._connections[name] = self._connect(facts)
         self._router.join(name)
-        stream = asyncio.ensure_future(EventStream(name, connection, self._router.view).run())
-        stream.add_done_callback(partial(_tell_failure, name))
+        stream = asyncio.ensure_future(EventSubscription(name, connection, self._router.view).run())
+        stream.add_done_callback(partial(_log_failure, name))
         self._tasks[name] = (stream, asyncio.ensure_future(connection.watch()))
         _log.info("replica %s: joined, %d in all", name, len(self._connections))
 
@@ -153,23 +153,23 @@ class FleetState:
         if self._router is not None and self._router.finished(route, computed_tokens):
             self._times.note(route.name, asked_s, computed_tokens)
 
-    def _reason(self, route: Route) -> Reason:
+    def _reason(self, route: Route) -> RoutingReason:
         if route.is_new_home:
-            return Reason.NEW_HOME
-        least = self._rule.least_match_tokens
+            return RoutingReason.NEW_HOME
+        least = self._weights.least_match_tokens
         if route.most_tokens - route.hits.total >= least:
-            return Reason.AWAY
-        return Reason.PREFIX if route.hits.total >= least else Reason.LOAD
+            return RoutingReason.AWAY
+        return RoutingReason.PREFIX if route.hits.total >= least else RoutingReason.LOAD
 
 
-def _tell_failure(name: str, stream: asyncio.Task[None]) -> None:
-    """Log why a stream of events can't be followed. The replica goes on to get requests, by what it was sent."""
+def _log_failure(name: str, stream: asyncio.Task[None]) -> None:
+    """Log why the events of a replica can't be followed. It still gets requests, by what it was sent before."""
     if not stream.cancelled() and stream.exception() is not None:
         _log.error("replica %s: its events can't be followed", name, exc_info=stream.exception())
 
 
 async def _close(connection: ReplicaConnection, stream: asyncio.Task[None], watch: asyncio.Task[None]) -> None:
-    """Let calls end, which are given up only where the replica no longer answers health checks."""
+    """Wait for the calls in flight, which are abandoned only if the replica stops answering health checks."""
     stream.cancel()
     await connection.finish()
     watch.cancel()

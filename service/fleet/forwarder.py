@@ -1,4 +1,4 @@
-"""Sends calls of a fleet to a replica, and to another one if that fails before it has answered anything."""
+"""Forwards calls to a replica, and retries them on another one if it fails before the first response."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import grpc.aio
 
 from radixkv.errors import Cause, NoReplica
 from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
-from radixkv.service.fleet.routing_request import Question, Routed
+from radixkv.service.fleet.routing_request import RoutedRequest, RoutingRequest
 from radixkv.service.server.status import CAUSE
 
-Choose = Callable[[Question], Awaitable[Routed]]
+Choose = Callable[[RoutingRequest], Awaitable[RoutedRequest]]
 
 _PAUSE_S = 0.1
 
 
 class ReplicaRefusal(Exception):
-    """A replica refused a call, or can't be reached, and no other one can answer it. Its status goes to the caller.
+    """A replica refused a call, or no replica can be reached. The client gets its status.
 
     Attributes:
-        code: of gRPC.
-        details: in words.
-        trailing: metadata of the answer.
+        code: gRPC status.
+        details: message.
+        trailing: trailing metadata.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, Any], ...] = ()) -> None:
@@ -36,27 +36,27 @@ class ReplicaRefusal(Exception):
         self.trailing = trailing
 
     def is_of(self, cause: Cause) -> bool:
-        """Return whether the replica names this cause, whatever its status is."""
+        """Return whether the trailing metadata has this cause."""
         return (CAUSE, cause.value) in self.trailing
 
 
 class Forwarder:
-    """Asks replicas, one after the other, until one answers.
+    """Calls replicas one after the other until one responds.
 
-        choose ─▶ ask ─▶ answer
-           ▲       │ UNAVAILABLE, or silence to health checks, before the first part of an answer
-           └───────┘ not that one again; after the first part the call ends with UNAVAILABLE
+        choose ─▶ call ─▶ response
+           ▲       │ UNAVAILABLE or failed health checks, before the first response
+           └───────┘ another replica; after the first response the call ends with UNAVAILABLE
 
-    A replica that can't reach the source of its K/V is not to blame: the caller is told.
+    The error of a replica that can't reach its `kv_source` is returned to the client.
 
     Args:
-        choose: routes a question; raises NoReplica if no replica is left for it.
-        wait_s: seconds that a call waits for a replica while there is none.
-        sleep: waits, in seconds.
+        choose: chooses a replica; raises NoReplica if none is left.
+        wait_s: seconds for which a call waits for a replica while there is none.
+        sleep: sleeps for a number of seconds.
         clock: seconds, never going back.
 
     Attributes:
-        num_retries: times that a call was sent to another replica.
+        num_retries: number of calls that were retried on another replica.
     """
 
     def __init__(
@@ -73,20 +73,20 @@ class Forwarder:
         self._clock = clock
 
     async def answer(
-        self, question: Question, ask: Callable[[ReplicaConnection], Awaitable[Any]]
-    ) -> tuple[Routed, Any]:
-        """Ask for one message.
+        self, question: RoutingRequest, ask: Callable[[ReplicaConnection], Awaitable[Any]]
+    ) -> tuple[RoutedRequest, Any]:
+        """Make a call with one response.
 
         Args:
-            question: the prompt.
-            ask: makes the call to a replica.
+            question: the prompt to route.
+            ask: makes the call on a replica.
 
         Returns:
-            The replica, and its answer. The caller tells `Routed.finish`.
+            The replica, and its response. The caller must call `RoutedRequest.finish`.
 
         Raises:
-            ReplicaRefusal: what the replica answered, or that none can be reached.
-            NoReplica: none is there.
+            ReplicaRefusal: the replica refused the call, or none can be reached.
+            NoReplica: there is no replica.
         """
         failure: ReplicaRefusal | None = None
         while True:
@@ -104,12 +104,12 @@ class Forwarder:
                 routed.connection.num_calls -= 1
 
     async def stream(
-        self, question: Question, ask: Callable[[ReplicaConnection], Any]
-    ) -> AsyncGenerator[tuple[Routed, Any], None]:
-        """Ask for a stream of messages; see `answer`. Yields each with the replica.
+        self, question: RoutingRequest, ask: Callable[[ReplicaConnection], Any]
+    ) -> AsyncGenerator[tuple[RoutedRequest, Any], None]:
+        """Make a call with a stream of responses; see `answer`. Yields each response with the replica.
 
         Raises:
-            ReplicaRefusal: also if the replica is lost after it has answered something.
+            ReplicaRefusal: also if the replica is lost after its first response.
         """
         failure: ReplicaRefusal | None = None
         while True:
@@ -122,18 +122,18 @@ class Forwarder:
                     yield routed, part
                 return
             except (grpc.aio.AioRpcError, ReplicaLost) as error:
-                failure = await self._failure(question, routed, error, is_begun=num_parts > 0)
+                failure = await self._failure(question, routed, error, has_begun=num_parts > 0)
             finally:
                 routed.connection.num_calls -= 1
                 routed.finish(None)
                 call.cancel()
 
-    async def routed(self, question: Question, failure: ReplicaRefusal | None = None) -> Routed:
-        """Choose a replica; where there is none, wait for one that starts, such as one that Ray starts again.
+    async def routed(self, question: RoutingRequest, failure: ReplicaRefusal | None = None) -> RoutedRequest:
+        """Choose a replica; if there is none, wait for one to start.
 
         Raises:
-            ReplicaRefusal: `failure`, if there is none in time.
-            NoReplica: the same without a failure.
+            ReplicaRefusal: there is none in time; it is `failure`.
+            NoReplica: there is none in time, and no `failure`.
         """
         end_s = self._clock() + self._wait_s
         while True:
@@ -147,9 +147,9 @@ class Forwarder:
             await self._sleep(_PAUSE_S)
 
     async def _failure(
-        self, question: Question, routed: Routed, error: Exception, *, is_begun: bool = False
+        self, question: RoutingRequest, routed: RoutedRequest, error: Exception, *, has_begun: bool = False
     ) -> ReplicaRefusal:
-        """Return why a replica did not answer, if another one may be asked; else raise it."""
+        """Return why a call failed if it may be retried on another replica; otherwise raise it."""
         if isinstance(error, grpc.aio.AioRpcError):
             trailing: tuple[Any, ...] = tuple(error.trailing_metadata() or ())
             refusal = ReplicaRefusal(error.code(), error.details() or "", trailing)
@@ -157,12 +157,12 @@ class Forwarder:
             refusal = ReplicaRefusal(grpc.StatusCode.UNAVAILABLE, str(error))
         if refusal.code is not grpc.StatusCode.UNAVAILABLE or refusal.is_of(Cause.KV_SOURCE):
             raise refusal from error
-        if is_begun:
+        if has_begun:
             raise ReplicaRefusal(
                 grpc.StatusCode.UNAVAILABLE,
                 f"replica {routed.name}: expected the rest of the answer, got none; ask again with what has come",
             ) from error
-        await routed.connection.look()
+        await routed.connection.check()
         question.avoid.add(routed.name)
         self.num_retries += 1
         return refusal

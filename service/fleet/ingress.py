@@ -10,29 +10,29 @@ from typing import Any
 
 from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
-from radixkv.service.fleet.disaggregated_prefill import HandOver
+from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill
 from radixkv.service.fleet.forwarder import Choose, Forwarder
 from radixkv.service.fleet.ingress_server import IngressServer
 from radixkv.service.fleet.replica_connection import ReplicaConnection
-from radixkv.service.fleet.routing_request import Census, Question, Routed
+from radixkv.service.fleet.routing_request import ReplicaListing, RoutedRequest, RoutingRequest
 
 _ONE_TOKEN = bytes(4)
-_CENSUS_S = 1.0
+_LISTING_TIMEOUT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 class Ingress:
-    """The gRPC server that callers of a fleet reach, and the router of its replicas. Ray watches its life.
+    """The gRPC server that clients of a fleet call, and the router of its replicas, supervised by Ray.
 
         caller ── gRPC ─▶ Ingress ── gRPC ─▶ Replica
                              └─ handle.choose_replica ─▶ PrefixRouter, in this process
 
     Args:
-        server: where to listen, and who may call.
-        fleet: how to route.
-        replicas: Ray's handle of the replicas; of those that compute prompts, where they have roles.
-        generating: Ray's handle of those that generate; None where all do both.
+        server: configuration of the server.
+        fleet: configuration of routing.
+        replicas: Ray handle of the replicas, or of the prefill replicas if they have roles.
+        generating: Ray handle of the decode replicas; None if replicas have no roles.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -43,38 +43,38 @@ class Ingress:
         self._wait_s = fleet.start_timeout_s
         first = await self._first(self.choose)
         first.finish(0)
-        forwarder, hand_over = Forwarder(self.choose, self._wait_s), None
+        forwarder, disaggregated = Forwarder(self.choose, self._wait_s), None
         if generating is not None:
             choose = partial(_choice, generating, self._wait_s)
             (await self._first(choose)).finish(0)
-            # Who generates can compute as well: a generation waits for nobody else for long.
+            # Decode replicas can prefill, too, so do not wait long for prefill replicas.
             patience_s = min(self._wait_s, fleet.health_timeout_s)
             computing = Forwarder(partial(_choice, replicas, patience_s), patience_s)
-            hand_over = HandOver(computing, Forwarder(choose, self._wait_s))
-        self._server = IngressServer(server, first.connection.facts, forwarder, self.connections, hand_over)
+            disaggregated = DisaggregatedPrefill(computing, Forwarder(choose, self._wait_s))
+        self._server = IngressServer(server, first.connection.facts, forwarder, self.connections, disaggregated)
         self._address = await self._server.start()
         _log.info("ingress listens on %s", self._address)
 
-    async def choose(self, question: Question) -> Routed:
-        """Have Ray's router choose a replica, of those that compute prompts.
+    async def choose(self, question: RoutingRequest) -> RoutedRequest:
+        """Choose a replica, or a prefill replica if they have roles, by Ray's router.
 
         Raises:
-            NoReplica: none is there, or none that the question does not avoid.
+            NoReplica: there is none, or none that the request does not avoid.
         """
         return await _choice(self._replicas, self._wait_s, question)
 
     async def connections(self) -> list[ReplicaConnection]:
-        """Return the connections to all replicas. Of those with a role of which none is there, there are none."""
+        """Return the connections to all replicas, of all roles."""
         found: list[ReplicaConnection] = []
         for handle in self._all:
-            census = Census()
+            listing = ReplicaListing()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CENSUS_S), handle.choose_replica(census, _reserve=False):
-                    found += census.connections
+                async with asyncio.timeout(_LISTING_TIMEOUT_S), handle.choose_replica(listing, _reserve=False):
+                    found += listing.connections
         return found
 
     async def check_health(self) -> None:
-        """Raise if the process should be replaced. Ray asks every few seconds."""
+        """Raise an error if the process should be replaced. Ray calls this every few seconds."""
         if self._server.has_ended:
             raise RuntimeError("ingress: expected it to serve, got one that has ended")
 
@@ -83,22 +83,22 @@ class Ingress:
         if hasattr(self, "_address"):
             await self._server.drain()
 
-    async def _first(self, choose: Choose) -> Routed:
-        """Wait for the first replica, however long its model takes to load."""
+    async def _first(self, choose: Choose) -> RoutedRequest:
+        """Wait for the first replica, without a timeout, since large models load slowly."""
         while True:
             try:
-                return await choose(Question(_ONE_TOKEN))
+                return await choose(RoutingRequest(_ONE_TOKEN))
             except NoReplica:
                 await asyncio.sleep(0)
 
 
-async def _choice(replicas: Any, wait_s: float, question: Question) -> Routed:
-    """Have Ray's router choose one of the replicas of a handle. No request is sent through Ray."""
+async def _choice(replicas: Any, wait_s: float, question: RoutingRequest) -> RoutedRequest:
+    """Choose one of the replicas of a handle by Ray's router. No request is sent through Ray."""
     question.answer = None
     try:
         async with (
             asyncio.timeout(wait_s),
-            # Ray need not reserve a place: replicas have queues of their own, and tell how many wait.
+            # Ray need not reserve a slot: replicas have their own queues, and report how many requests wait.
             replicas.choose_replica(question, _reserve=False),
         ):
             pass

@@ -1,4 +1,4 @@
-"""The gRPC server that callers of a fleet reach."""
+"""The gRPC server that clients of a fleet call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
-from radixkv.service.fleet.cache_calls import FleetCacheCalls, RollCall
-from radixkv.service.fleet.disaggregated_prefill import HandOver
+from radixkv.service.fleet.cache_service import FleetCacheService, ListReplicas
+from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill
 from radixkv.service.fleet.forwarder import Forwarder
 from radixkv.service.fleet.replica_facts import ReplicaFacts
 from radixkv.service.fleet.servicers import (
@@ -50,16 +50,16 @@ _FLUSH_S = 1.0
 
 
 class IngressServer:
-    """The gRPC server of a fleet. Callers are who they are for a single server: see `service/server/identity`.
+    """The gRPC server of a fleet. It authenticates clients as a single server does, see `service/server/identity`.
 
-    To be made inside the event loop that runs it.
+    Create it inside the event loop that runs it.
 
     Args:
         config: where to listen, who may call, and bounds on what callers hold.
-        facts: of a replica; all have the same model.
-        forwarder: sends calls to replicas.
-        roll_call: tells which replicas there are, of all roles.
-        hand_over: generates, where replicas have roles; None where all do both.
+        facts: properties of a replica; all serve the same model.
+        forwarder: forwards calls to replicas.
+        list_replicas: returns the connections to all replicas.
+        disaggregated: generates if replicas have roles; None if they do not.
 
     Raises:
         ConfigError: a file of credentials or certificates can't be used.
@@ -70,11 +70,11 @@ class IngressServer:
         config: ServerConfig,
         facts: ReplicaFacts,
         forwarder: Forwarder,
-        roll_call: RollCall,
-        hand_over: HandOver | None = None,
+        list_replicas: ListReplicas,
+        disaggregated: DisaggregatedPrefill | None = None,
     ) -> None:
         self._config = config
-        self._hand_over = hand_over
+        self._hand_over = disaggregated
         self._doors = Doors(config)
         self._unfinished = UnfinishedCalls()
         self._health = HealthStatus()
@@ -83,18 +83,20 @@ class IngressServer:
         self._intake = Intake(config, limits, self._unfinished)
         entry = Entry(Gate(self._doors.requests), self._intake)
         self._grpc = bounded_server(config, limits, StatusInterceptor(entry))
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FleetPrefillServicer(forwarder, hand_over), self._grpc)  # type: ignore[no-untyped-call]
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
+            FleetPrefillServicer(forwarder, disaggregated), self._grpc
+        )  # type: ignore[no-untyped-call]
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
-        add_partial_service(self._grpc, _CACHE, FleetCacheCalls(roll_call).methods)
+        add_partial_service(self._grpc, _CACHE, FleetCacheService(list_replicas).methods)
         add_partial_service(self._grpc, _EVENTS)
         add_standard_services(self._grpc, self._health, _SERVICES)
 
     async def start(self) -> str:
-        """Bind and serve.
+        """Bind the address and serve.
 
         Returns:
-            `HOST:PORT` with the port that was taken.
+            `HOST:PORT` with the port that was bound.
 
         Raises:
             ConfigError: the address can't be bound.
@@ -133,7 +135,7 @@ class IngressServer:
 
 
 def _limits(facts: ReplicaFacts) -> Limits:
-    """Return the bounds on messages. Replicas check all else."""
+    """Return the limits on messages. Replicas check everything else."""
     return Limits(
         model=facts.model,
         device="",

@@ -1,4 +1,4 @@
-"""The router that Ray asks which replica gets a request."""
+"""The request router of Ray Serve that chooses replicas by their caches."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from radixkv.routing.rule import Rule
+from radixkv.routing.policies import RoutingWeights
 from radixkv.service.fleet.fleet_state import FleetState
-from radixkv.service.fleet.replica_connection import Patience, ReplicaConnection
+from radixkv.service.fleet.replica_connection import HealthCheckTimes, ReplicaConnection
 from radixkv.service.fleet.replica_facts import ReplicaFacts
-from radixkv.service.fleet.routing_request import Census, Question
+from radixkv.service.fleet.routing_request import ReplicaListing, RoutingRequest
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
-    """Sends a request where it costs least, by the caches of the replicas.
+    """Chooses the replica with the lowest cost for a request, by the caches of the replicas.
 
-    Ray tells which replicas there are; all else comes from the replicas themselves, over gRPC: see `FleetState`. A call
-    whose first argument is a `Question` or a `Census` is answered in it. Any other call goes to any replica.
+    Ray reports which replicas there are; everything else comes from the replicas over gRPC, see `FleetState`. A call
+    whose first argument is a `RoutingRequest` or a `ReplicaListing` is answered in that argument; any other call goes
+    to any replica.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take the values of the section `fleet` that Ray brings as JSON."""
-        patience = Patience(answer_s=kwargs["health_timeout_s"])
+        """Read the values of the section `fleet`, which Ray passes as JSON."""
+        patience = HealthCheckTimes(answer_s=kwargs["health_timeout_s"])
         self._fleet_state = FleetState(
             lambda facts: ReplicaConnection(facts, patience, tls_ca=kwargs["tls_ca"], tls_name=kwargs["tls_name"]),
             routing=kwargs["routing"],
-            rule=Rule(least_match_tokens=kwargs["least_match_tokens"]),
+            weights=RoutingWeights(least_match_tokens=kwargs["least_match_tokens"]),
         )
         self._by_address: dict[str, RunningReplica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the replicas that are there now."""
+        """Add and remove replicas."""
         known = [(ReplicaFacts.of_metadata(each.replica_metadata), each) for each in replicas if each.replica_metadata]
         self._by_address = {facts.address: each for facts, each in known}
         self._fleet_state.update(facts for facts, _ in known)
@@ -43,13 +44,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
         """Choose one replica.
 
         Raises:
-            NoReplica: the question avoids all that there are.
+            NoReplica: the request avoids all replicas.
             InvalidRequest: its prompt is empty.
         """
         asked = pending_request.args[:1] if pending_request is not None else []
-        if asked and isinstance(asked[0], Census):
+        if asked and isinstance(asked[0], ReplicaListing):
             asked[0].connections = self._fleet_state.connections
-        if not asked or not isinstance(asked[0], Question):
+        if not asked or not isinstance(asked[0], RoutingRequest):
             return [candidate_replicas]
         routed = self._fleet_state.route(asked[0])
         asked[0].answer = routed

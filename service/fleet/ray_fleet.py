@@ -1,4 +1,4 @@
-"""A fleet on Ray: what it consists of, its start and its end."""
+"""A fleet on Ray: its deployments, start and stop."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from radixkv.service.missing_package import MissingPackage
 _log = logging.getLogger(__name__)
 
 APPLICATION = "radixkv"
-_OBJECT_STORE_BYTES = 80 * 2**20  # nothing is kept there; Ray takes no less than 75 MiB
+_OBJECT_STORE_BYTES = 80 * 2**20  # unused; the minimum of Ray is 75 MiB
 _LOCAL = "127.0.0.1"
+_ALL, _LOOPBACK = "[::]:", "127.0.0.1:"
 _ROUTER = "radixkv.service.fleet.prefix_router:PrefixRouter"
 _POLICY = "radixkv.service.fleet.replica:ReplicasForLoad"
-# The ingress, its router and Ray's own calls share one event loop: a request passes from one to the other at no cost.
+# The ingress, its router and Ray's own calls share one event loop, so that routing a request needs no thread switch.
 _ONE_LOOP = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 # Read by Ray when it is imported.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
 # Ray starts workers with niceness 15; 0 gives engines the usual priority.
 _USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
-# Where Ray makes no clusters, as by default on other systems, all its processes listen on loopback. Otherwise they
-# listen on all addresses, whatever address a node is given.
+# If Ray does not form clusters, which is its default on other systems than Linux, its processes listen on loopback.
+# Otherwise they listen on all addresses, whatever the address of the node is.
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
-_STOP_S = 20.0  # beside the drain: connections end, and a replica with stores saves its cache for up to 10 s
-_MOST_STARTS = 3
+_STOP_S = 20.0  # after the drain: connections are closed, and a replica with tiers saves its cache for up to 10 s
+_MAX_STARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The wanted fleet.
+    """The configuration of a fleet.
 
     Attributes:
-        config: of each engine; its section `server` is the ingress's.
-        least_replicas, most_replicas: of which there are as many as their load asks for. Where `config.fleet` has
-            numbers of replicas by their roles, these count alone.
+        config: of each engine; its section `server` is that of the ingress.
+        least_replicas, most_replicas: bounds of autoscaling. Ignored if `config.fleet` has numbers of replicas by role.
         replica_host: address that replicas listen on; `node` for that of their machine.
-        cpus, gpus: of each replica.
-        ray_address: of a running Ray cluster; None to start one on this machine, for this process alone.
+        cpus, gpus: per replica.
+        ray_address: of a running Ray cluster; None to start one on this machine for this process alone.
     """
 
     config: Config
@@ -63,11 +63,11 @@ class FleetPlan:
 
 @contextlib.contextmanager
 def running_fleet(plan: FleetPlan) -> Iterator[None]:
-    """Start a fleet, and stop it after the block. In the block it takes requests at the address of its ingress.
+    """Start a fleet, and stop it at the end of the `with` block. The ingress accepts requests in between.
 
     Raises:
         MissingPackage: Ray is not installed.
-        ConfigError: a replica does not start. The message has the cause, if it is one of ours.
+        ConfigError: a replica does not start. The message has the cause if it is an error of this package.
     """
     for name, value in (_QUIET | ({} if plan.ray_address else _USUAL_PRIORITY | _ON_LOOPBACK)).items():
         os.environ.setdefault(name, value)
@@ -82,9 +82,9 @@ def running_fleet(plan: FleetPlan) -> Iterator[None]:
         try:
             serve.run(_application(plan), name=APPLICATION, route_prefix=None)
         except RuntimeError as error:
-            told = "\n".join(each.message for each in serve.status().applications[APPLICATION].deployments.values())
+            messages = "\n".join(each.message for each in serve.status().applications[APPLICATION].deployments.values())
             serve.delete(APPLICATION)
-            raise ConfigError(f"fleet: expected replicas that start, got {_cause(told)}") from error
+            raise ConfigError(f"fleet: expected replicas that start, got {_cause(messages)}") from error
         try:
             yield
         finally:
@@ -95,15 +95,31 @@ def running_fleet(plan: FleetPlan) -> Iterator[None]:
         ray.shutdown()
 
 
-def _cause(told: str) -> str:
-    """Return the last error of ours in what Ray tells of a deployment.
+def listen_on_loopback() -> None:
+    """Make the gRPC server that Ray Serve starts in each of its processes listen on loopback.
+
+    Ray calls this function at the start of each process of a fleet on one machine. Other servers of Ray listen on the
+    address of the node; this one listens on all addresses in Ray 2.60, without a setting to change it.
+    """
+    from ray.serve._private import replica
+
+    add_port: Any = replica.add_port_to_grpc_server
+
+    def add_local_port(server: Any, address: str) -> Any:
+        return add_port(server, address.replace(_ALL, _LOOPBACK))
+
+    replica.add_port_to_grpc_server = add_local_port
+
+
+def _cause(messages: str) -> str:
+    """Return the last error of this package in the status messages of a deployment.
 
     >>> _cause("... radixkv.errors.ConfigError: model.device: expected cuda, got none\\n  more")
     'model.device: expected cuda, got none'
     >>> _cause("out of luck")
     'others: see the logs of Ray'
     """
-    found = re.findall(r"radixkv\.errors\.\w+: (.+)", told)
+    found = re.findall(r"radixkv\.errors\.\w+: (.+)", messages)
     return found[-1] if found else "others: see the logs of Ray"
 
 
@@ -111,7 +127,7 @@ def _ray_options(plan: FleetPlan) -> dict[str, Any]:
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     if plan.ray_address is not None:
         return {"address": plan.ray_address, "namespace": APPLICATION, **quiet}
-    cpus = max(os.cpu_count() or 1, round(sum(each.most for each in _groups(plan)) * plan.cpus + 0.5))
+    cpus = max(os.cpu_count() or 1, round(sum(each.most for each in _deployments(plan)) * plan.cpus + 0.5))
     return {
         "address": "local",
         "namespace": APPLICATION,
@@ -119,20 +135,21 @@ def _ray_options(plan: FleetPlan) -> dict[str, Any]:
         "include_dashboard": False,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "_node_ip_address": _LOCAL,
-        "runtime_env": {"worker_process_setup_hook": "radixkv.service.fleet.loopback.listen_on_loopback"},
+        "runtime_env": {"worker_process_setup_hook": "radixkv.service.fleet.ray_fleet.listen_on_loopback"},
         **quiet,
     }
 
 
 def _application(plan: FleetPlan) -> Any:
-    """Describe the fleet to Ray."""
+    """Return the Ray Serve application of the fleet."""
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
     from radixkv.service.fleet.ingress import Ingress
     from radixkv.service.fleet.replica import Replica
 
-    fleet, drain_s = plan.config.fleet, plan.config.server.drain_timeout_s
+    fleet = plan.config.fleet
+    drain_s = plan.config.server.drain_timeout_s
     lives = {"health_check_period_s": _HEALTH_PERIOD_S, "health_check_timeout_s": _HEALTH_TIMEOUT_S}
     ends = {"graceful_shutdown_timeout_s": drain_s + _STOP_S, "graceful_shutdown_wait_loop_s": 0.1}
     routing = RequestRouterConfig(
@@ -147,15 +164,15 @@ def _application(plan: FleetPlan) -> Any:
     )
     secrets = FleetSecrets.make()
     replicas = []
-    for group in _groups(plan):
-        number: dict[str, Any] = {"num_replicas": group.least}
-        if group.most > group.least:
+    for deployment in _deployments(plan):
+        number: dict[str, Any] = {"num_replicas": deployment.least}
+        if deployment.most > deployment.least:
             policy = AutoscalingPolicy(
                 policy_function=_POLICY, policy_kwargs={"calls_per_replica": fleet.calls_per_replica}
             )
             scaling = AutoscalingConfig(
-                min_replicas=group.least,
-                max_replicas=group.most,
+                min_replicas=deployment.least,
+                max_replicas=deployment.most,
                 policy=policy,
                 upscale_delay_s=fleet.grow_after_s,
                 downscale_delay_s=fleet.shrink_after_s,
@@ -163,15 +180,15 @@ def _application(plan: FleetPlan) -> Any:
             number = {"autoscaling_config": scaling}
         described = serve.deployment(
             Replica,
-            name=group.name,
+            name=deployment.name,
             request_router_config=routing,
             ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
-            max_constructor_retry_count=_MOST_STARTS,
+            max_constructor_retry_count=_MAX_STARTS,
             **number,
             **lives,
             **ends,
         )
-        replicas.append(described.bind(with_role(plan.config, group.role), secrets, plan.replica_host))
+        replicas.append(described.bind(with_role(plan.config, deployment.role), secrets, plan.replica_host))
     return serve.deployment(
         Ingress,
         name="Ingress",
@@ -182,8 +199,8 @@ def _application(plan: FleetPlan) -> Any:
     ).bind(plan.config.server, fleet, *replicas)
 
 
-class _Group(NamedTuple):
-    """Replicas that take the same calls: Ray's name for them, their role, and how many there are."""
+class _Deployment(NamedTuple):
+    """Replicas with the same role: the name of their Ray deployment, the role, and the bounds of their number."""
 
     name: str
     role: str
@@ -191,14 +208,14 @@ class _Group(NamedTuple):
     most: int
 
 
-def _groups(plan: FleetPlan) -> list[_Group]:
-    """Return the replicas of a plan: those that compute prompts come first."""
+def _deployments(plan: FleetPlan) -> list[_Deployment]:
+    """Return the deployments of a plan; prefill replicas come first."""
     fleet = plan.config.fleet
     if fleet.prefill_replicas is None or fleet.decode_replicas is None:
-        return [_Group("Replica", plan.config.transfer.role, plan.least_replicas, plan.most_replicas)]
+        return [_Deployment("Replica", plan.config.transfer.role, plan.least_replicas, plan.most_replicas)]
     return [
-        _Group("Prefill", "prefill", fleet.prefill_replicas, fleet.prefill_replicas),
-        _Group("Decode", "decode", fleet.decode_replicas, fleet.decode_replicas),
+        _Deployment("Prefill", "prefill", fleet.prefill_replicas, fleet.prefill_replicas),
+        _Deployment("Decode", "decode", fleet.decode_replicas, fleet.decode_replicas),
     ]
 
 

@@ -19,9 +19,9 @@ from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.telemetry.otlp import exported_spans
 
 CALLS = "calls"
-"""Name of the number by which a fleet grows and shrinks."""
+"""Name of the metric that a fleet is autoscaled by."""
 
-# Callers of the ingress have two of them at most, those who come by a route the rest.
+# The ingress uses at most two of these, clients that use `Route` the rest.
 _TIMES_MAX_CALLS = 4
 _MAX_INT32 = 2**31 - 1
 _YEAR_S = 366 * 24 * 3600
@@ -30,16 +30,15 @@ _log = logging.getLogger(__name__)
 
 
 class Replica:
-    """An engine with a server of its own, whose life Ray watches.
+    """An engine with its own server, supervised by Ray.
 
-    Requests do not pass through Ray: the ingress, and callers who asked for a route, reach the server over gRPC. Ray
-    starts the process, asks for its health, starts another one where it ends, and has it drained before it is stopped.
+    Requests do not pass through Ray: the ingress, and clients that use `Route`, call the server over gRPC. Ray starts
+    the process, checks its health, restarts it if it ends, and drains it before it stops it.
 
     Args:
-        config: of the engine and the server; the server's port is a free one, and it has no ports for admins or
-            metrics.
+        config: of the engine and the server. The server picks a free port, and has no admin or metrics port.
         secrets: of the fleet.
-        host: address to listen on; `node` for the address that this machine has in Ray's cluster.
+        host: address to listen on; `node` for the address of this machine in the Ray cluster.
     """
 
     async def __init__(self, config: Config, secrets: FleetSecrets, host: str) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -86,23 +85,23 @@ class Replica:
         _log.info("replica listens on %s", self._facts.address)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return what the router needs to know. Ray asks once, and hands it to every router."""
+        """Return the metadata for the router. Ray calls this once and passes the result to every router."""
         return self._facts.to_metadata()
 
     async def check_health(self) -> None:
-        """Raise if the process should be replaced. Ray asks every few seconds."""
+        """Raise an error if the process should be replaced. Ray calls this every few seconds."""
         if self._server.has_ended:
             raise RuntimeError("server: expected it to serve, got one that has ended")
         if not self._engine.is_healthy:
             raise RuntimeError("engine: expected steps that end, got one that hangs, or several that failed")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the requests that run or wait here. Ray asks every few seconds."""
+        """Return the number of running and waiting requests. Ray calls this every few seconds."""
         load = await answer_of(self._engine, self._mailbox, self._engine.load())
         return {CALLS: float(load.requests.running + load.requests.waiting)}
 
     async def __del__(self) -> None:
-        """Let running requests finish, then stop. Ray calls it when it no longer sends anything here."""
+        """Let running requests finish, then stop. Ray calls this after it has removed the replica from routing."""
         if hasattr(self, "_facts"):
             await self._server.drain()
         if hasattr(self, "_resources"):
@@ -110,17 +109,17 @@ class Replica:
 
 
 def _sending(config: Config) -> Config:
-    """Return the configuration of an engine whose K/V other replicas may fetch."""
+    """Return the configuration with `transfer.serve`, so that other replicas can fetch K/V."""
     return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, serve=True))
 
 
 def replica_server(config: Config, host: str) -> ServerConfig:
-    """Return the configuration of a replica's server: a free port, and TLS only if the ingress knows its authorities.
+    """Return the configuration of a replica's server: a free port, and TLS only if `fleet.tls_ca` is set.
 
-    Certificates of callers end at the ingress, which has none itself: it shows a token. To the replica all callers of
-    the ingress are one, on one connection. The ingress bounds their calls, to twice `max_calls` in all, and ends each
-    within `max_deadline_s`; the replica's bounds are beyond that, so that none of them is refused for the calls of
-    another, or ends with the connection because another one reads slowly.
+    Client certificates end at the ingress, which authenticates to replicas with a token. To a replica, all clients of
+    the ingress are one client on one connection. The ingress limits their calls to twice `max_calls` in all, and their
+    duration to `max_deadline_s`. The limits of replicas are higher, so that no call is refused because of the calls of
+    another client, or ends with the connection because another client reads slowly.
     """
     has_tls = config.fleet.tls_ca is not None
     max_calls = min(_TIMES_MAX_CALLS * config.server.max_calls, _MAX_INT32)
@@ -140,10 +139,10 @@ def replica_server(config: Config, host: str) -> ServerConfig:
 
 
 class ReplicasForLoad:
-    """Ray's rule for the number of replicas: as many as share the calls that run or wait.
+    """Ray's autoscaling policy: the number of running and waiting calls divided by a target per replica.
 
     Args:
-        calls_per_replica: to aim at.
+        calls_per_replica: the target.
     """
 
     def __init__(self, calls_per_replica: float) -> None:
@@ -151,8 +150,8 @@ class ReplicasForLoad:
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return the number of replicas, and no state. `context` is Ray's `AutoscalingContext`."""
-        told = (context.aggregated_metrics or {}).get(CALLS, {})
-        wanted = math.ceil(sum(told.values()) / self._calls_per_replica)
+        calls = (context.aggregated_metrics or {}).get(CALLS, {})
+        wanted = math.ceil(sum(calls.values()) / self._calls_per_replica)
         most, least = context.capacity_adjusted_max_replicas, context.capacity_adjusted_min_replicas
         return max(least, min(most, wanted)), {}
 

@@ -1,4 +1,4 @@
-"""The connection of a fleet's ingress to one replica."""
+"""The connection of the ingress to one replica, with its health checks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from radixkv.v1.model_pb2_grpc import ModelServiceStub
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 _PERIOD_S = 0.05
-# Any other refusal of a health check is an answer.
-_SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# A line that has been idle for minutes may have been forgotten by what is on its way.
+# Any other status of a health check means that the replica responds.
+_NO_RESPONSE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Middleboxes may have dropped a connection that was idle for minutes.
 _IDLE_MS = 60_000
 
 _log = logging.getLogger(__name__)
@@ -40,16 +40,16 @@ Answer = TypeVar("Answer")
 
 
 class ReplicaLost(Exception):
-    """A replica does not answer its health checks any more."""
+    """A replica no longer answers health checks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class HealthCheckTimes:
     """The times of health checks.
 
     Attributes:
-        period_s: seconds between two of them.
-        answer_s: seconds that an answer may take; then the replica counts as lost until it answers again.
+        period_s: seconds between two checks.
+        answer_s: timeout in seconds, after which the replica counts as lost until it responds again.
     """
 
     period_s: float = 0.5
@@ -57,45 +57,45 @@ class Patience:
 
 
 class ReplicaConnection:
-    """The connection to one replica: its calls, and whether it still answers.
+    """The connection to one replica: its calls, and whether it is alive.
 
-        calls of callers ───── one line ────▶ replica
-        health, events ─────── another ─────▶
+        calls of clients ───── one channel ────▶ replica
+        health, events ─────── another ────────▶
 
-    A replica whose machine is gone or whose process is stopped closes no connection. So it is asked for its health all
-    the time, and calls that wait for a replica that no longer tells are given up. Health and events have a line of
-    their own, so that no number of calls, and no size of their messages, keeps them waiting.
+    A replica whose machine fails or whose process is suspended closes no connection. So it is checked periodically, and
+    calls that wait for a replica that no longer responds are abandoned. Health checks and events have their own
+    channel, so that no number or size of calls delays them.
 
-    To be made inside the event loop that uses it.
+    Create it inside the event loop that uses it.
 
     Args:
-        facts: about the replica.
-        patience: of health checks.
-        sleep: waits, in seconds.
+        facts: properties of the replica.
+        patience: times of health checks.
+        sleep: sleeps for a number of seconds.
         tls_ca: PEM file with the authorities of its certificate; None for no TLS.
         tls_name: name in its certificate; empty for its address.
 
     Raises:
-        OSError, ValueError: the file can't be used.
+        OSError, ValueError: `tls_ca` can't be used.
 
     Attributes:
         facts: see above.
-        is_up: whether it may be sent requests, by its last answer.
-        num_calls: calls under way, by those who make them.
+        is_up: whether it accepts requests, by its last health check.
+        num_calls: number of calls in flight, maintained by the callers.
         prefill, cache, model: stubs of its services.
-        metadata: to be sent with each call.
+        metadata: to send with each call.
     """
 
     def __init__(
         self,
         facts: ReplicaFacts,
-        patience: Patience = Patience(),
+        patience: HealthCheckTimes = HealthCheckTimes(),
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         tls_ca: str | None = None,
         tls_name: str = "",
     ) -> None:
         self.facts = facts
-        self.is_up = True  # Ray says so
+        self.is_up = True  # according to Ray
         self.num_calls = 0
         self._patience = patience
         self._sleep = sleep
@@ -103,7 +103,7 @@ class ReplicaConnection:
         credentials = None if tls_ca is None else tls_credentials(tls_ca)
         options = channel_options(server_name_options(tls_name), 0)
         calls = open_async_channel(facts.address, credentials, (*options, ("grpc.client_idle_timeout_ms", _IDLE_MS)))
-        # Channels to one address would share a line otherwise.
+        # Otherwise channels to one address share a connection.
         watch = open_async_channel(facts.address, credentials, (*options, ("grpc.use_local_subchannel_pool", 1)))
         self._channels = calls, watch
         self.prefill = PrefillServiceStub(calls)  # type: ignore[no-untyped-call]
@@ -116,23 +116,23 @@ class ReplicaConnection:
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
     ) -> AsyncIterator[events_pb2.EventBatch]:
-        """Follow what the replica has cached, and with `stores` what its stores have."""
+        """Subscribe to the cache events of the replica, and with `stores` to those of its tiers."""
         request = events_pb2.SubscribeRequest(start_sequence_number=start_sequence_number, stores=stores)
         return AsyncResponseStream(self._events.Subscribe(request, metadata=self.metadata))
 
     async def watch(self) -> None:
-        """Ask for the replica's health until cancelled."""
+        """Check the health of the replica until cancelled."""
         while True:
-            await self.look()
+            await self.check()
             await self._sleep(self._patience.period_s)
 
-    async def look(self) -> None:
-        """Ask for the replica's health once. One that refuses to tell it is there, and counts as what it was."""
+    async def check(self) -> None:
+        """Check the health of the replica once. If it refuses the check, it is alive and keeps its state."""
         try:
             response = await self._check_health(StringValue(), timeout=self._patience.answer_s)
             self.is_up = ServingStatus(response.value) is ServingStatus.SERVING
         except grpc.aio.AioRpcError as error:
-            if error.code() in _SILENCE:
+            if error.code() in _NO_RESPONSE:
                 if self.is_up:
                     _log.warning("replica %s: expected an answer to a health check, got none", self._name)
                 self.is_up = False
@@ -142,10 +142,10 @@ class ReplicaConnection:
             self._lost = asyncio.Event()
 
     async def wait_for(self, awaitable: Awaitable[Answer]) -> Answer:
-        """Wait for a replica's answer, as long as the replica answers health checks.
+        """Wait for a response while the replica answers health checks.
 
         Raises:
-            ReplicaLost: it does not any more; what was awaited is cancelled.
+            ReplicaLost: it no longer does; the awaited call is cancelled.
         """
         lost = asyncio.ensure_future(self._lost.wait())
         asked = asyncio.ensure_future(awaitable)
@@ -162,12 +162,12 @@ class ReplicaConnection:
                     await asked
 
     async def finish(self) -> None:
-        """Wait until no call is under way. A replica that drains leaves the fleet before its last answer."""
+        """Wait until no call is in flight. A draining replica leaves the fleet before its last response."""
         while self.num_calls:
             await self._sleep(_PERIOD_S)
 
     async def close(self) -> None:
-        """Close both lines. Calls under way end."""
+        """Close both channels. Calls in flight end."""
         self._lost.set()
         await asyncio.gather(*(channel.close(None) for channel in self._channels))
 

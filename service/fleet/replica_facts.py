@@ -1,4 +1,4 @@
-"""Facts that a replica of a fleet tells the fleet's router about itself."""
+"""The metadata of a replica, which Ray passes to the router of the fleet."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class FleetSecrets:
-    """The secrets that one fleet makes at its start. Ray carries them to its processes; no caller is told of them.
+    """The secrets of one fleet, generated at its start. Ray passes them to its processes; clients never get them.
 
     Attributes:
-        events_key: names namespaces in events, so that the router knows the hashes of all tenants.
-        token: shown by the ingress and the replicas to each other, where callers need credentials.
+        events_key: key of the namespaces in events, so that the router can compute the hashes of all tenants.
+        token: authenticates the ingress and the replicas to each other, if clients need credentials.
     """
 
     events_key: bytes = field(repr=False)
@@ -23,24 +23,24 @@ class FleetSecrets:
 
     @classmethod
     def make(cls) -> Self:
-        """Draw new ones."""
+        """Generate new secrets."""
         return cls(secrets.token_bytes(32), secrets.token_urlsafe(32))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """Facts about a replica that stay the same for its whole life.
+    """Properties of a replica that never change.
 
     Attributes:
         address: of its gRPC server, HOST:PORT.
-        epoch: of its pool; another one means that it has started again.
+        epoch: of its pool; it changes with each restart.
         model: name of the model.
         fingerprint: of the model; part of each namespace.
         vocab_size: token ids are below it.
-        max_prompt_tokens: of the longest prompt.
-        event_block_size: tokens of a block in its events.
-        open_tenant: whose hashes in its events begin without a key; see `Identities`.
-        max_deadline_s: seconds that no call to it takes.
+        max_prompt_tokens: maximum length of a prompt.
+        event_block_size: tokens per block in its events.
+        open_tenant: tenant whose events use no key; see `Identities`.
+        max_deadline_s: maximum duration of a call in seconds.
         secrets: of its fleet.
     """
 
@@ -56,12 +56,12 @@ class ReplicaFacts:
     secrets: FleetSecrets
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return the facts as Ray carries them: text and numbers."""
+        """Return the properties as text and numbers, which Ray can pass on."""
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "secrets"}
         return {**plain, "events_key": self.secrets.events_key.hex(), "token": self.secrets.token}
 
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, Any]) -> Self:
-        """Read what `to_metadata` wrote."""
+        """Return the properties from the result of `to_metadata`."""
         plain = {key: value for key, value in metadata.items() if key not in ("events_key", "token")}
         return cls(**plain, secrets=FleetSecrets(bytes.fromhex(metadata["events_key"]), metadata["token"]))

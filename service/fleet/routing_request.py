@@ -1,4 +1,4 @@
-"""A request that a fleet's router is asked about, and its answer."""
+"""A request to route a prompt within a fleet, and its result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from radixkv.service.fleet.replica_connection import ReplicaConnection
 from radixkv.v1 import fleet_pb2
 
 
-class Reason(Enum):
-    """Why a replica gets a request; the numbers of the wire."""
+class RoutingReason(Enum):
+    """Why a replica was chosen; the values of the wire."""
 
     LOAD = fleet_pb2.ROUTED_BY_LOAD
     PREFIX = fleet_pb2.ROUTED_BY_PREFIX
@@ -21,21 +21,21 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
-    """The replica that gets a request.
+class RoutedRequest:
+    """The replica that was chosen for a request.
 
     Attributes:
         connection: the connection to it.
-        route: what the router knew.
-        reason: why it was this one.
-        seconds: that the request should take there.
-        num_replicas: that could have got it.
-        finish: to be called once the prompt is computed, or will not be: with the computed tokens, or None.
+        route: the decision of the router.
+        reason: why it was chosen.
+        seconds: expected time until the prompt is computed.
+        num_replicas: number of candidates.
+        finish: to be called when the prompt was computed or failed, with the computed tokens or None.
     """
 
     connection: ReplicaConnection
     route: Route
-    reason: Reason
+    reason: RoutingReason
     seconds: float
     num_replicas: int
     finish: Callable[[int | None], None]
@@ -47,16 +47,16 @@ class Routed:
 
 
 @dataclass(slots=True)
-class Question:
-    """A prompt that is to be routed. It goes through Ray's router within one process, and carries the answer back.
+class RoutingRequest:
+    """A prompt that is to be routed. It passes through Ray's router within one process, which stores the result in it.
 
     Attributes:
         tokens: the prompt, little-endian uint32 bytes.
         tenant, adapter, salt: of the request.
-        avoid: addresses of replicas that must not get it.
-        source: address of the replica that has its K/V to fetch, which gets it only if there is no other; empty for
-            none.
-        answer: set by the router.
+        avoid: addresses of replicas that must not be chosen.
+        source: address of the replica that its K/V are fetched from, which is chosen only if there is no other; empty
+            for none.
+        answer: the result, set by the router.
     """
 
     tokens: bytes = field(repr=False)
@@ -65,15 +65,15 @@ class Question:
     salt: str = ""
     avoid: set[str] = field(default_factory=set)
     source: str = ""
-    answer: Routed | None = None
+    answer: RoutedRequest | None = None
 
 
 @dataclass(slots=True)
-class Census:
-    """The question which replicas there are, which goes the way of a `Question`.
+class ReplicaListing:
+    """A request for the connections to all replicas, which passes through Ray's router like a `RoutingRequest`.
 
     Attributes:
-        connections: to all of them, set by the router.
+        connections: the result, set by the router.
     """
 
     connections: tuple[ReplicaConnection, ...] = ()

@@ -14,10 +14,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from radixkv.errors import InvalidRequest, SwitchedOff
-from radixkv.service.fleet.disaggregated_prefill import HandOver, SourceLost
+from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill, SourceLost
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection
-from radixkv.service.fleet.routing_request import Question, Routed
+from radixkv.service.fleet.routing_request import RoutedRequest, RoutingRequest
 from radixkv.service.server.accept_loop import add_handlers
 from radixkv.service.server.calls import traceparent_of
 from radixkv.service.server.generation.options import read_num_answers, read_sampling
@@ -27,26 +27,26 @@ from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 REPLICA = "radixkv-replica"
-"""Name of the trailing metadata that tells which replica has answered."""
+"""Name of the trailing metadata with the address of the replica that responded."""
 
 _Prompt = TypeVar("_Prompt", prefill_pb2.PrefillRequest, prefill_pb2.ProbeRequest, fleet_pb2.RouteRequest)
 
 
 class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Sends prompts where they cost least.
+    """Forwards prompts to the replica with the lowest cost.
 
     Args:
-        forwarder: sends calls; where the replicas have roles, to those that compute prompts.
-        hand_over: generates then; None where all do both.
+        forwarder: forwards calls; if replicas have roles, to prefill replicas.
+        disaggregated: generates if replicas have roles; None if they do not.
     """
 
-    def __init__(self, forwarder: Forwarder, hand_over: HandOver | None = None) -> None:
+    def __init__(self, forwarder: Forwarder, disaggregated: DisaggregatedPrefill | None = None) -> None:
         self._forwarder = forwarder
-        self._hand_over = hand_over
-        self._generating = forwarder if hand_over is None else hand_over.generating
+        self._hand_over = disaggregated
+        self._generating = forwarder if disaggregated is None else disaggregated.generating
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
-        """Have a replica compute the part of a prompt that it has not cached."""
+        """Prefill a prompt on a replica."""
         if request.hold_lease:
             raise _ask_a_replica("hold_lease")
         question = _question(request)
@@ -62,40 +62,41 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Generate(  # noqa: N802
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
-        """Have a replica generate tokens after a prompt; with `kv_source` another one than has computed it."""
+        """Generate on a replica; with a `kv_source`, on another replica than the source."""
         async with replica_errors_as_status(context), contextlib.aclosing(await self._parts(request, context)) as parts:
             async for routed, part in parts:
                 if part.HasField("usage"):
-                    if self._hand_over is None:  # else its load is what it generates, until the end
+                    if self._hand_over is None:  # otherwise the request counts as load until its end
                         routed.finish(part.usage.computed_tokens)
                     _name(routed, context)
                 yield part
 
     async def _parts(
         self, request: prefill_pb2.GenerateRequest, context: Context
-    ) -> AsyncGenerator[tuple[Routed, prefill_pb2.GenerateResponse], None]:
-        """Return the parts of an answer as they come, each with the replica that generates."""
+    ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
+        """Return a stream of responses, each with the replica that generates."""
         question = _question(request.prefill, "prefill.token_ids")
         if self._hand_over is not None:
             if not request.HasField("kv_source"):
-                read_sampling(request), read_num_answers(request)  # before anything is computed
+                read_sampling(request)
+                read_num_answers(request)  # validate before anything is computed
                 return self._hand_over.stream(
                     request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
                 )
             there = _question(request.prefill)
             there.source = _source(request)
-            (await self._forwarder.routed(there)).finish(0)  # no address but that of a replica
+            (await self._forwarder.routed(there)).finish(0)  # refuses addresses that are not replicas
         elif request.HasField("kv_source"):
             question.source = _source(request)
         return self._generating.stream(
             question,
             lambda connection: connection.prefill.Generate(
-                _for(connection, request), **call_options(connection, context)
+                _without_own_source(connection, request), **call_options(connection, context)
             ),
         )
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
-        """Ask the replica that would get a prompt what it would reuse."""
+        """Probe the replica that would get the prompt."""
         async with replica_errors_as_status(context):
             routed, answer = await self._forwarder.answer(
                 _question(request),
@@ -107,33 +108,33 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return response
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
-        """Refuse: only the replica that holds a lease knows it."""
+        """Refuse the call: only the replica that holds a lease can answer it."""
         raise _ask_a_replica("Release")
 
     async def Renew(self, request: prefill_pb2.RenewRequest, context: Context) -> prefill_pb2.RenewResponse:  # noqa: N802
-        """Refuse: only the replica that holds a lease knows it."""
+        """Refuse the call: only the replica that holds a lease can answer it."""
         raise _ask_a_replica("Renew")
 
     async def FetchKV(  # noqa: N802
         self, request: prefill_pb2.FetchKVRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.FetchKVResponse]:
-        """Refuse: only the replica that holds a lease knows it."""
+        """Refuse the call: only the replica that holds a lease can answer it."""
         raise _ask_a_replica("FetchKV")
-        yield  # which makes it a stream
+        yield  # makes this method a stream
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """Tells which replica to ask.
+    """Returns the replica that a client should call for a prompt.
 
     Args:
-        forwarder: knows them.
+        forwarder: chooses it.
     """
 
     def __init__(self, forwarder: Forwarder) -> None:
         self._forwarder = forwarder
 
     async def Route(self, request: fleet_pb2.RouteRequest, context: Context) -> fleet_pb2.RouteResponse:  # noqa: N802
-        """Choose a replica. It counts as busy with the prompt for as long as computing that should take."""
+        """Choose a replica. The prompt counts as its load for the expected time to compute it."""
         question = _question(request)
         question.avoid.update(request.avoid)
         async with replica_errors_as_status(context):
@@ -150,10 +151,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
 
 class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """Has a replica send the model's tokenizer: all have the same.
+    """Forwards calls for the tokenizer to any replica, since all serve the same model.
 
     Args:
-        forwarder: sends calls.
+        forwarder: forwards calls.
     """
 
     def __init__(self, forwarder: Forwarder) -> None:
@@ -164,7 +165,7 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Send the files of the tokenizer."""
         parts = self._forwarder.stream(
-            Question(bytes(4)),
+            RoutingRequest(bytes(4)),
             lambda connection: connection.model.GetTokenizer(request, **call_options(connection, context)),
         )
         async with replica_errors_as_status(context), contextlib.aclosing(parts):
@@ -178,7 +179,7 @@ def add_partial_service(
     service: ServiceDescriptor,
     methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({}),
 ) -> None:
-    """Add a service of which a fleet has only some methods. The error of each other method says to ask a replica."""
+    """Add a service of which a fleet implements only some methods; the errors of the others refer to replicas."""
 
     def refusal(name: str) -> Any:
         async def refuse(request: object, context: Context) -> None:
@@ -201,24 +202,26 @@ def _ask_a_replica(subject: str) -> SwitchedOff:
     return SwitchedOff(f"{subject}: expected a call to a replica, whose address Route tells, got one to the fleet")
 
 
-def _question(request: _Prompt, field: str = "token_ids") -> Question:
+def _question(request: _Prompt, field: str = "token_ids") -> RoutingRequest:
     require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
     tokens = read_token_ids(request)
     if not tokens:
         raise InvalidRequest(f"{field}: expected at least 1 token, got 0")
-    return Question(tokens, request.tenant, request.adapter, request.salt)
+    return RoutingRequest(tokens, request.tenant, request.adapter, request.salt)
 
 
 def _source(request: prefill_pb2.GenerateRequest) -> str:
-    """Return the address of the replica that a request names as the source of its K/V."""
+    """Return the address in the `kv_source` of a request."""
     address: str = request.kv_source.address
     if not address:
         raise InvalidRequest("kv_source.address: expected that of a replica, got none")
     return address
 
 
-def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) -> prefill_pb2.GenerateRequest:
-    """Return a request for a replica: one that has the K/V itself fetches nothing."""
+def _without_own_source(
+    connection: ReplicaConnection, request: prefill_pb2.GenerateRequest
+) -> prefill_pb2.GenerateRequest:
+    """Remove the `kv_source` from a request if it is the replica that gets the request."""
     if request.kv_source.address == connection.facts.address:
         request.ClearField("kv_source")
     return request
@@ -227,21 +230,22 @@ def _for(connection: ReplicaConnection, request: prefill_pb2.GenerateRequest) ->
 def call_options(connection: ReplicaConnection, context: Context) -> dict[str, Any]:
     """Return the deadline and the metadata of a call to a replica on behalf of another call.
 
-    Each has a deadline: a caller who reads on for ever, however slowly, does not keep an answer in the replica.
+    Each call has a deadline, so that a slow reader does not occupy the replica forever.
     """
-    left_s, most_s = context.time_remaining(), connection.facts.max_deadline_s
+    remaining_s = context.time_remaining()
+    max_s = connection.facts.max_deadline_s
     traceparent = traceparent_of(context)
     metadata = (*connection.metadata, ("traceparent", traceparent)) if traceparent else connection.metadata
-    return {"timeout": most_s if left_s is None else min(left_s, most_s), "metadata": metadata}
+    return {"timeout": max_s if remaining_s is None else min(remaining_s, max_s), "metadata": metadata}
 
 
-def _name(routed: Routed, context: Context) -> None:
+def _name(routed: RoutedRequest, context: Context) -> None:
     context.set_trailing_metadata(((REPLICA, routed.name),))
 
 
 @contextlib.asynccontextmanager
 async def replica_errors_as_status(context: Context) -> AsyncIterator[None]:
-    """End a call as the replica has ended it."""
+    """Return the status of the replica to the client."""
     try:
         yield
     except ReplicaRefusal as refusal:

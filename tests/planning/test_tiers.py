@@ -12,7 +12,7 @@ import pytest
 
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import OPTIMAL, Simulation, simulate
-from radixkv.planning.tiers import TierRoom, check_tiers, room_tokens
+from radixkv.planning.tiers import TierCapacity, check_tiers, tier_capacity_tokens
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, load_trace
 
 TRACE = os.environ.get("RADIXKV_TRACE")
@@ -27,7 +27,7 @@ def trace(paths: list[Block], num_tokens: list[int] | None = None) -> list[Trace
 def replay(
     requests: list[TraceRequest], num_blocks: int, *tiers: tuple[str, int | None], policy: str = "lru"
 ) -> Simulation:
-    rooms = [TierRoom(name, None if blocks is None else blocks * TOKENS_PER_ID) for name, blocks in tiers]
+    rooms = [TierCapacity(name, None if blocks is None else blocks * TOKENS_PER_ID) for name, blocks in tiers]
     return simulate(requests, policy=policy, capacity_tokens=num_blocks * TOKENS_PER_ID, tiers=rooms)
 
 
@@ -191,14 +191,14 @@ def test_the_optimum_is_one_cache_with_the_room_of_all(host_blocks: int | None) 
 @pytest.mark.parametrize(
     ("rooms", "message"),
     [
-        ([TierRoom("host", 4096), TierRoom("host", None)], r"^tier host: expected each tier once, got 2$"),
+        ([TierCapacity("host", 4096), TierCapacity("host", None)], r"^tier host: expected each tier once, got 2$"),
         (
-            [TierRoom("disk", 511)],
+            [TierCapacity("disk", 511)],
             r"^tier disk: expected room for at least a block of 512 tokens, got 511 tokens$",
         ),
     ],
 )
-def test_tiers_that_make_no_sense_are_refused(rooms: list[TierRoom], message: str) -> None:
+def test_tiers_that_make_no_sense_are_refused(rooms: list[TierCapacity], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_tiers(rooms, 512)
     with pytest.raises(ConfigError, match=message):
@@ -221,13 +221,13 @@ def test_bytes_are_the_tokens_that_stores_have_room_for(tmp_path: Path, block_si
     for name, store in (("host", host), ("disk", disk)):
         num_blocks = store.size().max_objects
         assert num_blocks is not None
-        assert room_tokens(name, num_bytes, token_bytes, block_size) == num_blocks * block_size
+        assert tier_capacity_tokens(name, num_bytes, token_bytes, block_size) == num_blocks * block_size
     disk.close()
 
 
 def test_bytes_without_room_for_a_block_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^tier disk: expected room for a block, 69632 bytes, got 69631$"):
-        room_tokens("disk", 69_631, token_bytes=1024, block_size=64)
+        tier_capacity_tokens("disk", 69_631, token_bytes=1024, block_size=64)
 
 
 needs_trace = pytest.mark.skipif(TRACE is None, reason="RADIXKV_TRACE names no conversation trace")
@@ -243,7 +243,7 @@ def conversations() -> list[TraceRequest]:
 @needs_trace
 @pytest.mark.slow
 def test_device_and_host_find_on_the_trace_what_one_cache_of_both_finds() -> None:
-    host = [TierRoom("host", HOST_TOKENS)]
+    host = [TierCapacity("host", HOST_TOKENS)]
     both = simulate(conversations(), policy="adaptive", capacity_tokens=DEVICE_TOKENS, tiers=host)
     one = simulate(conversations(), policy="adaptive", capacity_tokens=DEVICE_TOKENS + HOST_TOKENS)
     assert one.token_hit_rate <= both.token_hit_rate <= one.token_hit_rate + 0.005
@@ -252,7 +252,7 @@ def test_device_and_host_find_on_the_trace_what_one_cache_of_both_finds() -> Non
 @needs_trace
 @pytest.mark.slow
 def test_with_a_disk_without_bound_nearly_nothing_on_the_trace_is_computed_twice() -> None:
-    tiers = [TierRoom("host", HOST_TOKENS), TierRoom("disk", None)]
+    tiers = [TierCapacity("host", HOST_TOKENS), TierCapacity("disk", None)]
     done = simulate(conversations(), policy="adaptive", capacity_tokens=DEVICE_TOKENS, tiers=tiers)
     assert 0.370 <= done.token_hit_rate <= 0.3737
     assert all(tier.cached_tokens > 0 for tier in done.tiers)

@@ -20,21 +20,21 @@ def verdicts(cursor: EventCursor, *batches: EventBatch) -> str:
 
 def test_a_cursor_begins_with_a_snapshot() -> None:
     cursor = EventCursor()
-    assert verdicts(cursor, batch(5)) == "A"
-    assert verdicts(cursor, part(7, 0, 2), part(7, 1, 2), batch(8), batch(9)) == "RRRR"
+    assert verdicts(cursor, batch(5)) == "R"
+    assert verdicts(cursor, part(7, 0, 2), part(7, 1, 2), batch(8), batch(9)) == "AAAA"
     assert (cursor.number, cursor.is_in_step) == (9, True)
 
 
 def test_a_gap_is_healed_by_a_snapshot_only() -> None:
     cursor = EventCursor()
-    assert verdicts(cursor, part(7, 0, 1), batch(9), batch(10), batch(8)) == "RAAA"
+    assert verdicts(cursor, part(7, 0, 1), batch(9), batch(10), batch(8)) == "ARRR"
     assert (cursor.number, cursor.is_in_step) == (0, False)
-    assert verdicts(cursor, part(10, 0, 1), batch(11)) == "RR"
+    assert verdicts(cursor, part(10, 0, 1), batch(11)) == "AA"
 
 
 def test_what_was_read_is_skipped() -> None:
     cursor = EventCursor()
-    assert verdicts(cursor, part(7, 0, 1), batch(8), batch(8), batch(7), batch(9)) == "RRSSR"
+    assert verdicts(cursor, part(7, 0, 1), batch(8), batch(8), batch(7), batch(9)) == "AASSA"
 
 
 def test_a_snapshot_with_a_missing_part_is_none() -> None:
@@ -44,24 +44,24 @@ def test_a_snapshot_with_a_missing_part_is_none() -> None:
         (part(7, 1, 2),),
     ):
         cursor = EventCursor()
-        assert verdicts(cursor, *batches) == "R" * (len(batches) - 1) + "A"
+        assert verdicts(cursor, *batches) == "A" * (len(batches) - 1) + "R"
         assert not cursor.is_in_step
 
 
 def test_a_snapshot_may_begin_anew() -> None:
     cursor = EventCursor()
-    assert verdicts(cursor, part(7, 0, 2), part(8, 0, 2), part(8, 1, 2), batch(9), part(9, 0, 1)) == "RRRRR"
+    assert verdicts(cursor, part(7, 0, 2), part(8, 0, 2), part(8, 1, 2), batch(9), part(9, 0, 1)) == "AAAAA"
     assert cursor.is_in_step
 
 
 def test_parts_of_two_snapshots_do_not_make_one() -> None:
     cursor = EventCursor()
-    assert verdicts(cursor, part(7, 0, 2), part(9, 1, 2)) == "RA"
+    assert verdicts(cursor, part(7, 0, 2), part(9, 1, 2)) == "AR"
 
 
 def test_a_cursor_is_out_of_step_within_a_snapshot() -> None:
     cursor = EventCursor()
     cursor.take(part(7, 0, 2))
     assert not cursor.is_in_step
-    assert cursor.take(part(7, 1, 2)) is Verdict.READ
+    assert cursor.take(part(7, 1, 2)) is Verdict.APPLY
     assert cursor.is_in_step

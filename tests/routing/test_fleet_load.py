@@ -37,13 +37,6 @@ def test_a_queue_is_what_was_sent_and_not_finished(load: FleetLoad) -> None:
     assert load.queue_tokens("a") == 0
 
 
-def test_a_report_counts_where_it_is_more(load: FleetLoad) -> None:
-    load.sent("a", 100)
-    load.reported("a", 90)
-    load.reported("b", 50)
-    assert (load.queue_tokens("a"), load.queue_tokens("b")) == (100, 50)
-
-
 def test_a_request_whose_end_is_never_told_is_forgotten(load: FleetLoad, clock: Clock) -> None:
     load.sent("a", 100)
     clock.now_s += 59
@@ -94,8 +87,6 @@ def test_a_tenant_waits_for_as_many_tokens_of_each_other_as_of_its_own(load: Fle
     assert load.waits(["a", "b"], "small", [20, 20]) == [(30 + 50, 1030), (50, 50)]
     assert load.waits(["a", "b"], "flood", [20, 20]) == [(1030, 1030), (20, 50)]
     assert load.waits(["a"], "new", [10]) == [(20, 1030)]
-    load.reported("a", 1100)  # 70 of them are not known by tenant: all wait for these
-    assert load.waits(["a"], "small", [20]) == [(30 + 50 + 70, 1030)]
 
 
 def test_one_that_is_lost_is_forgotten_on_each_replica(load: FleetLoad, clock: Clock) -> None:

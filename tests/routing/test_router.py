@@ -14,10 +14,10 @@ from radixkv.namespace import Namespace
 from radixkv.routing.candidate import Hits, TokenTimes
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.policies import make_routing
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.routing.router import Route, Router
-from radixkv.routing.routings import make_routing
 
 SIZE = 16
 COMPUTE_S = 1e-3
@@ -223,7 +223,7 @@ def test_no_more_is_hashed_than_some_replica_has(monkeypatch: pytest.MonkeyPatch
 
 def test_prompts_too_short_for_a_block_go_to_the_shortest_queue() -> None:
     fleet = Fleet("a", "b")
-    fleet.router.load.reported("a", 10_000)
+    fleet.router.load.sent("a", 10_000)
     assert fleet.route(bytes(4)).name == "b"
-    fleet.router.load.reported("b", 20_000)
+    fleet.router.load.sent("b", 20_000)
     assert fleet.route(bytes(4)).name == "a"

@@ -13,13 +13,12 @@ from radixkv.namespace import Namespace
 from radixkv.routing.candidate import Hits
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.policies import RoutingWeights, make_routing
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.routing.router import Router
-from radixkv.routing.routings import make_routing
-from radixkv.routing.rule import Rule
 from radixkv.service.client import AsyncClient
-from radixkv.service.fleet.event_subscription import EventStream
+from radixkv.service.fleet.event_subscription import EventSubscription
 from tests.patience import PATIENCE_S
 from tests.service.serving import becomes_true
 from tests.whole.forked_server import serving
@@ -42,14 +41,14 @@ class RoutedServers:
             FleetView(BLOCK_SIZE),
             FleetLoad(),
             PrefixDemand(),
-            make_routing("prefix", Rule(least_match_tokens=64)),
+            make_routing("prefix", RoutingWeights(least_match_tokens=64)),
             identities=Identities(),
         )
         self.clients = {address: AsyncClient(address) for address in addresses}
         for address in addresses:
             self.router.join(address)
         self.streams = [
-            asyncio.create_task(EventStream(address, client, self.router.view).run())
+            asyncio.create_task(EventSubscription(address, client, self.router.view).run())
             for address, client in self.clients.items()
         ]
 

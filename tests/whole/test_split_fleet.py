@@ -14,11 +14,11 @@ import pytest
 
 from radixkv.config import ServerConfig
 from radixkv.service.client import AsyncClient, Client, KVSource
-from radixkv.service.fleet.disaggregated_prefill import HandOver
+from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill
 from radixkv.service.fleet.fleet_state import FleetState
 from radixkv.service.fleet.forwarder import Forwarder
 from radixkv.service.fleet.ingress_server import IngressServer
-from radixkv.service.fleet.replica_connection import Patience, ReplicaConnection
+from radixkv.service.fleet.replica_connection import HealthCheckTimes, ReplicaConnection
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.fleet.fake_connection import facts
 from tests.whole.forked_server import serving
@@ -48,7 +48,7 @@ async def split_fleet(computing: list[str], generating: list[str]) -> AsyncItera
     async with contextlib.AsyncExitStack() as stack:
         states = []
         for addresses in (computing, generating):
-            state = FleetState(lambda about: ReplicaConnection(about, Patience(0.1, 5.0)))
+            state = FleetState(lambda about: ReplicaConnection(about, HealthCheckTimes(0.1, 5.0)))
             stack.push_async_callback(state.close)
             state.update(dataclasses.replace(facts(address), event_block_size=16) for address in addresses)
             states.append(state)
@@ -63,12 +63,12 @@ async def split_fleet(computing: list[str], generating: list[str]) -> AsyncItera
             return states[1].route(question)
 
         forwarder = Forwarder(choose, 0.5)
-        hand_over = HandOver(forwarder, Forwarder(choose_generating, 1.0))
+        disaggregated = DisaggregatedPrefill(forwarder, Forwarder(choose_generating, 1.0))
 
-        async def roll_call():
+        async def list_replicas():
             return [connection for state in states for connection in state.connections]
 
-        server = IngressServer(ServerConfig(port=0), facts(computing[0]), forwarder, roll_call, hand_over)
+        server = IngressServer(ServerConfig(port=0), facts(computing[0]), forwarder, list_replicas, disaggregated)
         address = await server.start()
         stack.push_async_callback(server.drain)
         split = Split(await stack.enter_async_context(AsyncClient(address, timeout_s=PATIENCE_S)))

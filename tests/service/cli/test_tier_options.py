@@ -2,8 +2,8 @@ import argparse
 
 import pytest
 
-from radixkv.planning.tiers import TierRoom
-from radixkv.service.cli.tier_options import TierSize, rooms_of, tier_numbers, tier_sizes
+from radixkv.planning.tiers import TierCapacity
+from radixkv.service.cli.tier_options import TierSize, tier_capacities, tier_numbers, tier_sizes
 
 
 def test_sizes_are_bytes_tokens_or_nothing():
@@ -29,9 +29,9 @@ def test_only_bytes_ask_for_the_bytes_of_a_token():
         return 1024
 
     sizes = tier_sizes("host=1MiB,disk=1000,far=unbounded")
-    assert rooms_of(sizes, token_bytes_of, 16) == [
-        TierRoom("host", 1_048_576 // 16_640 * 16),
-        TierRoom("disk", 1000),
-        TierRoom("far", None),
+    assert tier_capacities(sizes, token_bytes_of, 16) == [
+        TierCapacity("host", 1_048_576 // 16_640 * 16),
+        TierCapacity("disk", 1000),
+        TierCapacity("far", None),
     ]
     assert asked == ["--tier host in bytes"]

@@ -47,7 +47,7 @@ class FakeConnection:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         self.num_looks += 1
 
     async def wait_for(self, awaitable: Awaitable):

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from radixkv.routing.fleet_view import FleetView
-from radixkv.service.fleet.event_subscription import EventStream
+from radixkv.service.fleet.event_subscription import EventSubscription
 from radixkv.v1 import events_pb2
 
 SIZE = 4
@@ -69,11 +69,11 @@ class ScriptedServer:
         finally:
             self.num_closed += 1
 
-    def run(self, before_the_last=lambda: True) -> EventStream:
+    def run(self, before_the_last=lambda: True) -> EventSubscription:
         """Follow until the streams are used up."""
 
-        async def follow() -> EventStream:
-            stream = EventStream("a", self, self.view, sleep=self._sleep, clock=lambda: self._now_s)
+        async def follow() -> EventSubscription:
+            stream = EventSubscription("a", self, self.view, sleep=self._sleep, clock=lambda: self._now_s)
             task = asyncio.create_task(stream.run())
             over = asyncio.create_task(self._is_over.wait())
             await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)

@@ -11,10 +11,19 @@ import grpc.aio
 import pytest
 
 from radixkv.errors import Cause, NoReplica
-from radixkv.service.fleet.disaggregated_prefill import HandOver
+from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill, with_prefill_usage
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
-from radixkv.service.fleet.routing_request import Question
-from radixkv.v1.prefill_pb2 import GenerateRequest, GenerateResponse, PrefillRequest, PrefillResponse, Usage
+from radixkv.service.fleet.routing_request import RoutingRequest
+from radixkv.v1.prefill_pb2 import (
+    DIVERGED,
+    NONE,
+    GenerateRequest,
+    GenerateResponse,
+    PrefillRequest,
+    PrefillResponse,
+    Timing,
+    Usage,
+)
 from tests.service.fleet.fake_connection import FakeConnection, facts, failure
 
 GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
@@ -40,7 +49,7 @@ class Replicas:
             connection.prefill.Release = lambda request, name=name, **_: self.release(name, request)
         self.forwarder = Forwarder(self.choose, 0.0)
 
-    async def choose(self, question: Question) -> Any:
+    async def choose(self, question: RoutingRequest) -> Any:
         for name, connection in self.connections.items():
             if name not in question.avoid:
                 return SimpleNamespace(name=name, connection=connection, finish=lambda *_: None)
@@ -88,17 +97,19 @@ class Split:
 
     def __init__(self, computing: Replicas, generating: Replicas) -> None:
         self.computing, self.generating = computing, generating
-        self.hand_over = HandOver(computing.forwarder, generating.forwarder)
+        self.disaggregated = DisaggregatedPrefill(computing.forwarder, generating.forwarder)
 
     def parts(self, request: GenerateRequest = REQUEST) -> Any:
-        return self.hand_over.stream(request, lambda: Question(b"123412341234", "acme"), lambda connection: {})
+        return self.disaggregated.stream(
+            request, lambda: RoutingRequest(b"123412341234", "acme"), lambda connection: {}
+        )
 
     def answer(self, request: GenerateRequest = REQUEST) -> list[GenerateResponse]:
         async def all_parts() -> list[GenerateResponse]:
             try:
                 return [part async for _, part in self.parts(request)]
             finally:
-                await self.hand_over.finish()
+                await self.disaggregated.finish()
 
         return asyncio.run(all_parts())
 
@@ -217,7 +228,7 @@ def test_a_reader_that_leaves_gives_the_lease_back() -> None:
         for _ in range(num_parts):
             await anext(parts)
         await parts.aclose()
-        await split.hand_over.finish()
+        await split.disaggregated.finish()
 
     asyncio.run(leave(1))
     assert (split.computing.released, split.generating.calls[0].is_cancelled) == ([("p", "lease")], True)
@@ -234,3 +245,36 @@ def test_what_no_lease_could_bring_is_computed_where_it_is_generated(change: str
     split = Split(Replicas(p=[]), Replicas(d=[ANSWER]))
     assert tokens_of(split.answer(request)) == [7, 8]
     assert (split.computing.requests, split.sources) == ([], [("d", "")])
+
+
+COMPUTED = PrefillResponse(
+    usage=Usage(prompt_tokens=9, cached_tokens=4, computed_tokens=5, written_tokens=5, device_tokens=3, disk_tokens=1),
+    miss_reason=DIVERGED,
+    timing=Timing(queue_us=1, prefill_us=20, total_us=30),
+)
+
+
+def part(**fields) -> GenerateResponse:
+    usage = Usage(prompt_tokens=9, cached_tokens=8, computed_tokens=1, generated_tokens=2, remote_tokens=8)
+    usage.written_tokens = 3
+    timing = Timing(queue_us=3, prefill_us=4, total_us=500, decode_us=6)
+    return GenerateResponse(usage=usage, timing=timing, miss_reason=NONE, **fields)
+
+
+def test_a_prompt_counts_as_it_was_computed_and_an_answer_as_it_was_generated() -> None:
+    told = with_prefill_usage(part(finished=True), COMPUTED)
+    expected = Usage()
+    expected.CopyFrom(COMPUTED.usage)
+    expected.generated_tokens = 2
+    expected.written_tokens = 8
+    assert told.usage == expected
+    assert told.usage.remote_tokens == 0
+    assert told.miss_reason == DIVERGED
+    assert told.timing == Timing(queue_us=1, prefill_us=27, total_us=530, decode_us=6)
+    assert with_prefill_usage(part(), COMPUTED).timing == part().timing, "times are told at the end"
+
+
+def test_other_answers_and_parts_without_counts_stay_as_they_are() -> None:
+    assert with_prefill_usage(part(index=1, finished=True), COMPUTED) == part(index=1, finished=True)
+    assert with_prefill_usage(part(finished=True), None) == part(finished=True)
+    assert with_prefill_usage(GenerateResponse(token_ids=[1]), COMPUTED) == GenerateResponse(token_ids=[1])

@@ -10,13 +10,16 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch, SnapshotPart
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.routing.candidate import Hits
 from radixkv.routing.fleet_view import FleetView
 from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.service.client import AsyncClient
-from radixkv.service.fleet.event_subscription import EventStream
+from radixkv.service.fleet.event_subscription import EventSubscription, batch_of
+from radixkv.service.server.events.servicer import EventServicer
+from radixkv.v1.events_pb2 import EventBatch as Message
 from tests.events.fake_source import BASE, BLOCK_SIZE, FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
@@ -50,7 +53,7 @@ async def server_with_events():
 async def followed(view: FleetView, name: str, address: str):
     """Yield a stream that runs."""
     async with AsyncClient(address) as client:
-        stream = EventStream(name, client, view)
+        stream = EventSubscription(name, client, view)
         task = asyncio.create_task(stream.run())
         try:
             yield stream
@@ -112,11 +115,11 @@ def test_a_server_without_events_and_blocks_of_another_size_end_a_stream():
         async with server_with_events() as (source, address), AsyncClient(address) as client:
             source.store(*prompt(0))
             with pytest.raises(ConfigError, match=r"events\.block_size: expected 5 tokens"):
-                await EventStream("a", client, view).run()
+                await EventSubscription("a", client, view).run()
         async with serving(FakeEngine()) as (_, address), AsyncClient(address) as client:
             view.join("a")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await EventStream("a", client, view).run()
+                await EventSubscription("a", client, view).run()
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     run(test)
@@ -172,3 +175,20 @@ def test_a_refused_caller_is_told():
     server = ScriptedServer([refusal(grpc.StatusCode.UNAUTHENTICATED)])
     with pytest.raises(grpc.aio.AioRpcError):
         server.run()
+
+
+EVENTS = (
+    AllCleared(),
+    BlocksStored(None, np.array([1, 2**64 - 1], "<u8").tobytes(), np.arange(8, dtype="<u4").tobytes(), 4, ""),
+    BlocksStored(2**64 - 1, np.array([7], "<u8").tobytes(), np.arange(4, dtype="<u4").tobytes(), 4, "name"),
+    BlocksStored(None, np.array([7], "<u8").tobytes(), b"", 4, "name", "host"),
+    BlocksRemoved(np.array([1], "<u8").tobytes(), "name"),
+    BlocksRemoved(np.array([7], "<u8").tobytes(), "name", "redis"),
+)
+
+
+def test_what_the_service_writes_is_read_as_it_was() -> None:
+    for part in (None, SnapshotPart(1, 3, 99)):
+        batch = EventBatch(12, 3.5, EVENTS, part)
+        read = batch_of(Message.FromString(EventServicer(None, 1)._write(batch, True)))  # type: ignore[arg-type]
+        assert (read.sequence_number, read.time_s, read.events, read.snapshot) == (12, 3.5, EVENTS, part)

@@ -8,9 +8,9 @@ import pytest
 from radixkv.errors import InvalidRequest, NoReplica, UnknownLease
 from radixkv.events.block_identity import Identities, hash_blocks
 from radixkv.namespace import Namespace
-from radixkv.routing.rule import Rule
+from radixkv.routing.policies import RoutingWeights
 from radixkv.service.fleet.fleet_state import FleetState
-from radixkv.service.fleet.routing_request import Question, Reason
+from radixkv.service.fleet.routing_request import RoutingReason, RoutingRequest
 from radixkv.v1 import events_pb2
 from tests.patience import PATIENCE_S
 from tests.service.fleet.fake_connection import SECRETS, FakeConnection, facts
@@ -31,7 +31,9 @@ class Seen:
     def __init__(self, *names: str, least: int = 8) -> None:
         self.connections: dict[str, FakeConnection] = {}
         self.now_s = 0.0
-        self.state = FleetState(self.connect, rule=Rule(least_match_tokens=least), clock=lambda: self.now_s)
+        self.state = FleetState(
+            self.connect, weights=RoutingWeights(least_match_tokens=least), clock=lambda: self.now_s
+        )
         self.state.update([facts(name) for name in names])
 
     def connect(self, about):
@@ -42,20 +44,25 @@ class Seen:
 def test_a_prefix_is_followed_and_the_reason_told() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
-        first = seen.state.route(Question(tokens(0), "acme"))
-        again = seen.state.route(Question(tokens(0), "acme"))
-        assert (first.reason, again.reason) == (Reason.LOAD, Reason.PREFIX)
+        first = seen.state.route(RoutingRequest(tokens(0), "acme"))
+        again = seen.state.route(RoutingRequest(tokens(0), "acme"))
+        assert (first.reason, again.reason) == (RoutingReason.LOAD, RoutingReason.PREFIX)
         assert (again.name, again.route.hits.total) == (first.name, 40)
         assert (again.num_replicas, first.connection) == (2, seen.connections[first.name])
-        other = seen.state.route(Question(tokens(0), "acme", avoid={first.name}))
-        assert (other.name != first.name, other.reason, other.num_replicas) == (True, Reason.LOAD, 1)
+        other = seen.state.route(RoutingRequest(tokens(0), "acme", avoid={first.name}))
+        assert (other.name != first.name, other.reason, other.num_replicas) == (True, RoutingReason.LOAD, 1)
         for start in range(20):
-            seen.state.route(Question(tokens(10_000 * (start + 1), 1000), "acme", avoid={other.name}))
-        away = seen.state.route(Question(tokens(0, 61), "acme", avoid=set()))
-        assert (away.name, away.reason, away.route.hits.total) == (other.name, Reason.PREFIX, 40)
-        fresh = seen.state.route(Question(tokens(500_000), "acme", avoid={other.name}))
-        away = seen.state.route(Question(tokens(500_000), "acme"))
-        assert (fresh.name, away.name, away.reason, away.route.most_tokens) == (first.name, other.name, Reason.AWAY, 40)
+            seen.state.route(RoutingRequest(tokens(10_000 * (start + 1), 1000), "acme", avoid={other.name}))
+        away = seen.state.route(RoutingRequest(tokens(0, 61), "acme", avoid=set()))
+        assert (away.name, away.reason, away.route.hits.total) == (other.name, RoutingReason.PREFIX, 40)
+        fresh = seen.state.route(RoutingRequest(tokens(500_000), "acme", avoid={other.name}))
+        away = seen.state.route(RoutingRequest(tokens(500_000), "acme"))
+        assert (fresh.name, away.name, away.reason, away.route.most_tokens) == (
+            first.name,
+            other.name,
+            RoutingReason.AWAY,
+            40,
+        )
         await seen.state.close()
 
     run(test)
@@ -72,9 +79,9 @@ def test_named_tenants_are_found_by_the_fleets_key() -> None:
         seen.connections["b"].batches.put_nowait(message)
         assert await becomes_true(lambda: seen.state.is_in_step("b"))
         assert not seen.state.is_in_step("a")
-        routed = seen.state.route(Question(tokens(0), "acme"))
-        assert (routed.name, routed.route.hits.total, routed.reason) == ("b", 40, Reason.PREFIX)
-        assert seen.state.route(Question(tokens(0), "other")).route.hits.total == 0
+        routed = seen.state.route(RoutingRequest(tokens(0), "acme"))
+        assert (routed.name, routed.route.hits.total, routed.reason) == ("b", 40, RoutingReason.PREFIX)
+        assert seen.state.route(RoutingRequest(tokens(0), "other")).route.hits.total == 0
         await seen.state.close()
 
     run(test)
@@ -83,12 +90,12 @@ def test_named_tenants_are_found_by_the_fleets_key() -> None:
 def test_a_silent_replica_gets_nothing_unless_it_is_the_last() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
-        home = seen.state.route(Question(tokens(0))).name
+        home = seen.state.route(RoutingRequest(tokens(0))).name
         (other,) = {"a", "b"} - {home}
         seen.connections[home].is_up = False
-        assert seen.state.route(Question(tokens(0))).name == other
+        assert seen.state.route(RoutingRequest(tokens(0))).name == other
         seen.connections[other].is_up = False
-        assert seen.state.route(Question(tokens(0), avoid={other})).name == home
+        assert seen.state.route(RoutingRequest(tokens(0), avoid={other})).name == home
         await seen.state.close()
 
     run(test)
@@ -105,7 +112,7 @@ def test_replicas_come_and_go() -> None:
         assert await becomes_true(lambda: before["a"].is_closed)
         seen.state.update([])
         with pytest.raises(NoReplica):
-            seen.state.route(Question(tokens(0)))
+            seen.state.route(RoutingRequest(tokens(0)))
         await seen.state.close()
         assert all(connection.is_closed for connection in seen.connections.values())
 
@@ -130,12 +137,12 @@ def test_calls_to_a_replica_that_leaves_go_on() -> None:
 def test_nobody_is_routed_without_replicas_or_tokens() -> None:
     async def test() -> None:
         with pytest.raises(NoReplica):
-            FleetState().route(Question(tokens(0)))
+            FleetState().route(RoutingRequest(tokens(0)))
         seen = Seen("a")
         with pytest.raises(NoReplica):
-            seen.state.route(Question(tokens(0), avoid={"a"}))
+            seen.state.route(RoutingRequest(tokens(0), avoid={"a"}))
         with pytest.raises(InvalidRequest):
-            seen.state.route(Question(b""))
+            seen.state.route(RoutingRequest(b""))
         await seen.state.close()
 
     run(test)
@@ -145,12 +152,12 @@ def test_a_slow_replica_gets_less() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         for start in range(8):
-            routed = seen.state.route(Question(tokens(1000 * start, 200)))
+            routed = seen.state.route(RoutingRequest(tokens(1000 * start, 200)))
             seen.now_s += 0.2 if routed.name == "a" else 0.002
             routed.finish(200)
             seen.now_s += 1.0
             routed.finish(None)  # the end of the answer, after its first part
-        names = [seen.state.route(Question(tokens(100_000 + 1000 * start, 200))).name for start in range(4)]
+        names = [seen.state.route(RoutingRequest(tokens(100_000 + 1000 * start, 200))).name for start in range(4)]
         assert names == ["b"] * 4
         await seen.state.close()
 
@@ -161,9 +168,9 @@ def test_a_tenant_waits_for_its_share_alone() -> None:
     async def test() -> None:
         seen = Seen("a")
         for start in range(10):
-            seen.state.route(Question(tokens(1000 * start, 101), "flood"))
-        assert seen.state.route(Question(tokens(0, 101), "light")).route.queue_tokens == 101
-        assert seen.state.route(Question(tokens(50_000, 101), "flood")).route.queue_tokens == 10 * 101 + 101
+            seen.state.route(RoutingRequest(tokens(1000 * start, 101), "flood"))
+        assert seen.state.route(RoutingRequest(tokens(0, 101), "light")).route.queue_tokens == 101
+        assert seen.state.route(RoutingRequest(tokens(50_000, 101), "flood")).route.queue_tokens == 10 * 101 + 101
         await seen.state.close()
 
     run(test)
@@ -172,12 +179,12 @@ def test_a_tenant_waits_for_its_share_alone() -> None:
 def test_what_one_computed_another_one_decodes() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
-        home = seen.state.route(Question(tokens(0))).name
+        home = seen.state.route(RoutingRequest(tokens(0))).name
         (other,) = {"a", "b"} - {home}
-        assert seen.state.route(Question(tokens(0), source=home)).name == other
-        assert seen.state.route(Question(tokens(0), source=home, avoid={other})).name == home
+        assert seen.state.route(RoutingRequest(tokens(0), source=home)).name == other
+        assert seen.state.route(RoutingRequest(tokens(0), source=home, avoid={other})).name == home
         with pytest.raises(UnknownLease, match=r"kv_source\.address: expected that of a replica"):
-            seen.state.route(Question(tokens(0), source="c"))
+            seen.state.route(RoutingRequest(tokens(0), source="c"))
         await seen.state.close()
 
     run(test)

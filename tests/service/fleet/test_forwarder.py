@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.errors import Cause, NoReplica
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
-from radixkv.service.fleet.routing_request import Question
+from radixkv.service.fleet.routing_request import RoutingRequest
 from tests.service.fleet.fake_connection import FakeConnection, facts, failure
 
 GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
@@ -50,7 +50,7 @@ class Fleet:
 
     async def parts(self):
         parts = []
-        async for routed, part in self.forwarder.stream(Question(b"1234"), self.stream):
+        async for routed, part in self.forwarder.stream(RoutingRequest(b"1234"), self.stream):
             parts.append((routed.name, part))
         return parts
 
@@ -73,7 +73,7 @@ class FakeCall:
 
 
 def answered(fleet: Fleet):
-    routed, answer = asyncio.run(fleet.forwarder.answer(Question(b"1234"), fleet.ask))
+    routed, answer = asyncio.run(fleet.forwarder.answer(RoutingRequest(b"1234"), fleet.ask))
     return routed.name, answer
 
 
@@ -151,7 +151,7 @@ def test_a_reader_that_leaves_ends_the_call() -> None:
         return calls[-1]
 
     async def leave() -> None:
-        parts = fleet.forwarder.stream(Question(b"1234"), ask)
+        parts = fleet.forwarder.stream(RoutingRequest(b"1234"), ask)
         await anext(parts)
         await parts.aclose()
 

@@ -11,7 +11,7 @@ from radixkv.config import FleetConfig, ServerConfig
 from radixkv.errors import NoReplica
 from radixkv.service.fleet.fleet_state import FleetState
 from radixkv.service.fleet.ingress import Ingress
-from radixkv.service.fleet.routing_request import Census, Question
+from radixkv.service.fleet.routing_request import ReplicaListing, RoutingRequest
 from tests.patience import PATIENCE_S
 from tests.service.fleet.fake_connection import FakeConnection, facts
 
@@ -27,7 +27,7 @@ class Handle:
     async def choose_replica(self, question, *, _reserve):
         assert not _reserve
         await self.is_there.wait()
-        if isinstance(question, Census):
+        if isinstance(question, ReplicaListing):
             question.connections = self.state.connections
         else:
             question.answer = self.state.route(question)
@@ -44,13 +44,13 @@ def test_the_ingress_listens_once_a_replica_is_there() -> None:
         handle.is_there.set()
         ingress = await starting
         await ingress.check_health()
-        assert (await ingress.choose(Question(b"1234"))).name == "a"
+        assert (await ingress.choose(RoutingRequest(b"1234"))).name == "a"
         assert [connection.facts.address for connection in await ingress.connections()] == ["a"]
         with pytest.raises(NoReplica):
-            await ingress.choose(Question(b"1234", avoid={"a"}))
+            await ingress.choose(RoutingRequest(b"1234", avoid={"a"}))
         handle.is_there.clear()
         with pytest.raises(NoReplica, match=r"expected one within 0\.05 s"):
-            await ingress.choose(Question(b"1234"))
+            await ingress.choose(RoutingRequest(b"1234"))
         assert await ingress.connections() == []
         await ingress.__del__()
         del Ingress.__del__  # as Ray does, since Python can't await it

@@ -14,15 +14,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from radixkv.config import Config, ServerConfig
-from radixkv.routing.rule import Rule
+from radixkv.routing.policies import RoutingWeights
 from radixkv.service.client import AsyncClient, Client
 from radixkv.service.fleet.fleet_state import FleetState
 from radixkv.service.fleet.forwarder import Forwarder
 from radixkv.service.fleet.ingress_server import IngressServer
 from radixkv.service.fleet.replica import replica_server
-from radixkv.service.fleet.replica_connection import Patience, ReplicaConnection
+from radixkv.service.fleet.replica_connection import HealthCheckTimes, ReplicaConnection
 from radixkv.service.fleet.replica_facts import ReplicaFacts
-from radixkv.service.fleet.routing_request import Question
+from radixkv.service.fleet.routing_request import RoutingRequest
 from radixkv.service.fleet.servicers import REPLICA, call_options
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.events.fake_source import FakeSource
@@ -74,7 +74,8 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
             _, address = await stack.enter_async_context(serving(engine, **replica_bounds(config)))
             engines[address] = engine
         state = FleetState(
-            lambda facts: ReplicaConnection(facts, Patience(0.05, answer_s)), rule=Rule(least_match_tokens=8)
+            lambda facts: ReplicaConnection(facts, HealthCheckTimes(0.05, answer_s)),
+            weights=RoutingWeights(least_match_tokens=8),
         )
         stack.push_async_callback(state.close)
         state.update(facts_of(address) for address in engines)
@@ -84,10 +85,10 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
 
         forwarder = Forwarder(choose, 0.5)
 
-        async def roll_call():
+        async def list_replicas():
             return state.connections
 
-        server = IngressServer(ServerConfig(port=0, **config), facts_of(next(iter(engines))), forwarder, roll_call)
+        server = IngressServer(ServerConfig(port=0, **config), facts_of(next(iter(engines))), forwarder, list_replicas)
         address = await server.start()
         stack.push_async_callback(server.drain)
         assert not server.has_ended
@@ -206,7 +207,7 @@ def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
             async def choose(question):
                 """Go to the first replica unless the question avoids it."""
                 avoid = question.avoid or served.engines.keys() - {first}
-                return served.state.route(Question(question.tokens, avoid=set(avoid)))
+                return served.state.route(RoutingRequest(question.tokens, avoid=set(avoid)))
 
             served.forwarder._choose = choose
             assert (await client.prefill(PROMPT)).next_token_id == next_token_of(PROMPT)
@@ -230,7 +231,7 @@ def test_one_caller_with_all_the_calls_there_may_be_keeps_nobody_else_away() -> 
             under_way = [asyncio.ensure_future(many.prefill([7, number])) for number in range(20)]
             assert await becomes_true(lambda: len(engine.futures) == 20)
             (connection,) = served.state.connections
-            await connection.look()
+            await connection.check()
             assert connection.is_up
             asked = asyncio.ensure_future(other.prefill(PROMPT))
             assert await becomes_true(lambda: asked.done() or len(engine.futures) == 21)

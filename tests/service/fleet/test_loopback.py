@@ -3,7 +3,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType, SimpleNamespace
 
-from radixkv.service.fleet.loopback import listen_on_loopback
+from radixkv.service.fleet.ray_fleet import listen_on_loopback
 
 
 def test_only_the_address_of_all_is_changed(monkeypatch) -> None:

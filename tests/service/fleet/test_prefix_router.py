@@ -12,7 +12,7 @@ with warnings.catch_warnings():
 
 from radixkv.errors import NoReplica
 from radixkv.service.fleet.prefix_router import PrefixRouter
-from radixkv.service.fleet.routing_request import Question
+from radixkv.service.fleet.routing_request import RoutingRequest
 from tests.service.fleet.fake_connection import facts
 
 
@@ -22,7 +22,7 @@ def test_a_question_is_answered_and_other_calls_go_anywhere() -> None:
         router.initialize_state(routing="prefix", least_match_tokens=8, health_timeout_s=1.0, tls_ca=None, tls_name="")
         router._fleet_state.update([facts("127.0.0.1:1"), facts("127.0.0.1:2")])
         router._by_address = {name: f"replica at {name}" for name in router._fleet_state.names}
-        question = Question(bytes(400))
+        question = RoutingRequest(bytes(400))
         chosen = await router.choose_replicas(["any"], SimpleNamespace(args=[question]))
         assert chosen == [[f"replica at {question.answer.name}"]]
         for other in (None, SimpleNamespace(args=[]), SimpleNamespace(args=["something"])):

@@ -12,7 +12,7 @@ import pytest
 
 from radixkv.config import Config, ServerConfig
 from radixkv.service.fleet.replica import replica_server
-from radixkv.service.fleet.replica_connection import Patience, ReplicaConnection, ReplicaLost
+from radixkv.service.fleet.replica_connection import HealthCheckTimes, ReplicaConnection, ReplicaLost
 from radixkv.v1 import prefill_pb2
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
@@ -24,7 +24,7 @@ from tests.service.serving import becomes_true, serving
 
 @contextlib.asynccontextmanager
 async def connection_to(address: str):
-    connection = ReplicaConnection(replace(facts(address)), Patience(0.01, 5.0))
+    connection = ReplicaConnection(replace(facts(address)), HealthCheckTimes(0.01, 5.0))
     try:
         yield connection
     finally:
@@ -38,10 +38,10 @@ def run(test) -> None:
 def test_a_line_is_up_while_the_server_says_so() -> None:
     async def test() -> None:
         async with serving(FakeEngine()) as (server, address), connection_to(address) as connection:
-            await connection.look()
+            await connection.check()
             assert connection.is_up
             server._health.leave()
-            await connection.look()
+            await connection.check()
             assert not connection.is_up
             assert await connection.wait_for(asyncio.sleep(0, "an answer under way")) == "an answer under way"
 
@@ -60,8 +60,8 @@ def test_a_line_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
                 ({"tls_ca": str(tmp_path / "client_ca.pem")}, False),
                 ({}, False),
             ):
-                connection = ReplicaConnection(facts(address), Patience(0.01, 5.0), **options)
-                await connection.look()
+                connection = ReplicaConnection(facts(address), HealthCheckTimes(0.01, 5.0), **options)
+                await connection.check()
                 assert connection.is_up == is_up, options
                 await connection.close()
 
@@ -73,7 +73,7 @@ def test_calls_to_a_server_that_is_gone_are_given_up() -> None:
         async with connection_to("127.0.0.1:1") as connection:
             waiting = asyncio.ensure_future(connection.wait_for(asyncio.Event().wait()))
             await asyncio.sleep(0)
-            await connection.look()
+            await connection.check()
             assert not connection.is_up
             with pytest.raises(ReplicaLost, match="expected an answer, got none"):
                 await waiting
@@ -85,10 +85,10 @@ def test_a_line_recovers() -> None:
     async def test() -> None:
         async with serving(FakeEngine()) as (_, address), connection_to(address) as connection:
             check, connection._check_health = connection._check_health, Refusing(grpc.StatusCode.DEADLINE_EXCEEDED)
-            await connection.look()
+            await connection.check()
             assert not connection.is_up
             connection._check_health = check
-            await connection.look()
+            await connection.check()
             assert connection.is_up
             assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
 
@@ -109,11 +109,11 @@ def test_a_replica_that_refuses_to_tell_its_health_is_there() -> None:
     async def test() -> None:
         async with connection_to("127.0.0.1:1") as connection:
             connection._check_health = Refusing(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            await connection.look()
+            await connection.check()
             assert connection.is_up
             assert await connection.wait_for(asyncio.sleep(0, "an answer")) == "an answer"
             connection._check_health = Refusing(grpc.StatusCode.UNAVAILABLE)
-            await connection.look()
+            await connection.check()
             assert not connection.is_up
 
     run(test)
@@ -127,7 +127,7 @@ def test_calls_keep_neither_health_nor_events_waiting() -> None:
             request = prefill_pb2.PrefillRequest(token_ids=[1, 2, 3])
             calls = [asyncio.ensure_future(connection.prefill.Prefill(request)) for _ in range(3)]
             assert await becomes_true(lambda: len(engine.futures) == 2)
-            await connection.look()
+            await connection.check()
             assert connection.is_up
             engine.events.store(1, 2, 3, 4)
             assert (await anext(connection.subscribe())).events

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.routing.candidate import DEFAULT_TIMES
-from radixkv.service.fleet.replica_speeds import MeasuredTimes
+from radixkv.service.fleet.replica_speeds import ReplicaSpeeds
 
 
 class Told:
@@ -11,7 +11,7 @@ class Told:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.times = MeasuredTimes(lambda: self.now_s)
+        self.times = ReplicaSpeeds(lambda: self.now_s)
 
     def answer(
         self, name: str, seconds: float, computed_tokens: int | None = 100, asked_s: float | None = None

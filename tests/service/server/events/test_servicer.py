@@ -12,7 +12,7 @@ from radixkv.api.events import BlocksRemoved, BlocksStored
 from radixkv.errors import InvariantViolation
 from radixkv.events.readers import MAX_READERS, EventReaders
 from radixkv.service.client import AsyncClient, Client
-from radixkv.service.fleet.event_messages import batch_of
+from radixkv.service.fleet.event_subscription import batch_of
 from radixkv.service.server.events.servicer import SERVICE, EventServicer
 from radixkv.v1.events_pb2 import SubscribeRequest
 from tests.events.fake_source import BLOCK_SIZE, SALTED, FakeSource

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from radixkv.api.events import AllCleared, EventBatch, SnapshotPart
+from radixkv.cache.lease import Lease
+from radixkv.cache.policies import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
+from radixkv.events.event_log import EventLog
+from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
 from radixkv.planning.simulate import OPTIMAL, check_simulation
-from radixkv.planning.simulated_replica import Job, SimulatedReplica
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
 from radixkv.routing.candidate import TokenTimes
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
+from radixkv.routing.policies import DEFAULT_WEIGHTS, ROUTINGS, RoutingWeights, make_routing
 from radixkv.routing.prefix_demand import PrefixDemand
-from radixkv.routing.router import Router
-from radixkv.routing.routings import ROUTINGS, make_routing
-from radixkv.routing.rule import DEFAULT_RULE, Rule
+from radixkv.routing.router import Route, Router
+from radixkv.tokens import TOKEN_BYTES
 
 _VOCAB_SIZE = 2**32
 _LEAST_STEP_S = 1e-5  # so that time passes in a trace without times
@@ -93,7 +98,7 @@ def simulate_fleet(
     policy: str = "adaptive",
     block_size: int = TOKENS_PER_ID,
     probation_share: float = 1.0,
-    rule: Rule = DEFAULT_RULE,
+    weights: RoutingWeights = DEFAULT_WEIGHTS,
     on_request: Callable[[], object] | None = None,
 ) -> FleetSimulation:
     """Replay a trace through a fleet on the trace's clock. The same arguments give the same counts everywhere.
@@ -116,7 +121,7 @@ def simulate_fleet(
     """
     check_fleet(fleet, routing=routing, policy=policy, block_size=block_size)
     start_s = time.perf_counter()
-    replay = _Replay(fleet, routing, policy, block_size, probation_share, rule)
+    replay = _FleetReplay(fleet, routing, policy, block_size, probation_share, weights)
     for index, request in enumerate(requests):
         replay.send(index, request)
         if on_request is not None:
@@ -144,11 +149,129 @@ def check_fleet(fleet: Fleet, *, routing: str, policy: str, block_size: int = TO
         raise ConfigError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing}")
 
 
-class _Replay:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that a replica was sent.
+
+    Attributes:
+        index: in the trace.
+        arrival_s: when it was sent.
+        tokens: the prompt, little-endian uint32 bytes.
+        route: as it was routed.
+    """
+
+    index: int
+    arrival_s: float
+    tokens: bytes
+    route: Route
+
+
+class SimulatedReplica:
+    """Computes prompts in the order in which they came, each as a whole, in time in proportion to its uncached tokens.
+
+    Args:
+        name: of the replica.
+        num_blocks, block_size, policy, probation_share: of its cache; a block of its events is one of its pool.
+        namespace: of all requests.
+        identities: names of namespaces, as the router has them.
+        compute_s: seconds to compute a token.
+        clock: seconds of the simulation.
+
+    Attributes:
+        computed_tokens, cached_tokens: of the prompts that are finished.
+        waits_s: times from sending to the end, of each.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_blocks: int,
+        block_size: int,
+        policy: str,
+        probation_share: float,
+        namespace: Namespace,
+        identities: Identities,
+        compute_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.computed_tokens = self.cached_tokens = 0
+        self.waits_s: list[float] = []
+        self._namespace = namespace
+        self._compute_s = compute_s
+        self._clock = clock
+        self._queue: deque[Job] = deque()
+        self._running: tuple[Job, Lease | None, int] | None = None
+        self._log = EventLog(clock=lambda: clock() + 1.0)  # from 1: number 0 asks for a snapshot
+        self._feed = TreeFeed(self._log, block_size, block_size, identities)
+        self._read = self._log.start
+        self._cache = PrefixCache(
+            num_blocks,
+            block_size,
+            policy=make_policy(policy, num_blocks),
+            probation_share=probation_share,
+            evicted_prefixes=0,
+            listeners=[self._feed],
+            clock=clock,
+        )
+        self._feed.switch_on(self._cache.nodes)
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks that its cache evicted."""
+        return self._cache.num_evicted_blocks
+
+    @property
+    def number(self) -> int:
+        """Number of the last batch that was read."""
+        return self._read
+
+    def send(self, job: Job) -> float | None:
+        """Put a request into the queue. Returns when its computing ends, if it begins at once."""
+        self._queue.append(job)
+        return self._begin() if self._running is None else None
+
+    def end(self) -> tuple[Job, int, float | None]:
+        """End the request that is computed, and begin the next.
+
+        Returns:
+            The request, the tokens that it computed, and when the next one ends; None if there is none.
+        """
+        assert self._running is not None
+        job, lease, computed_tokens = self._running
+        if lease is not None:
+            lease.commit(lease.num_tokens)
+            lease.close()
+            self._feed.publish()
+        self.computed_tokens += computed_tokens
+        self.cached_tokens += len(job.tokens) // TOKEN_BYTES - computed_tokens
+        self.waits_s.append(self._clock() - job.arrival_s)
+        self._running = None
+        return job, computed_tokens, self._begin() if self._queue else None
+
+    def news(self) -> Iterator[EventBatch]:
+        """Iterate over the batches since the last call."""
+        while (batch := self._log.after(self._read)) is not None:
+            self._read = batch.sequence_number
+            yield batch
+
+    def _begin(self) -> float:
+        job = self._queue.popleft()
+        num_tokens = len(job.tokens) // TOKEN_BYTES
+        lease = None
+        if num_tokens <= self._cache.pool.num_blocks * self._cache.block_size:
+            lease = self._cache.lease(self._namespace, job.tokens)
+        computed_tokens = num_tokens - (lease.cached_tokens if lease is not None else 0)
+        self._running = job, lease, computed_tokens
+        return self._clock() + computed_tokens * self._compute_s
+
+
+class _FleetReplay:
     """Moves the clock from one end of a request, or arrival of events, to the next."""
 
     def __init__(
-        self, fleet: Fleet, routing: str, policy: str, block_size: int, probation_share: float, rule: Rule
+        self, fleet: Fleet, routing: str, policy: str, block_size: int, probation_share: float, weights: RoutingWeights
     ) -> None:
         self.now_s = 0.0
         self.num_new_homes = 0
@@ -161,7 +284,7 @@ class _Replay:
             FleetView(block_size, clock=self._clock),
             FleetLoad(clock=self._clock),
             PrefixDemand(clock=self._clock),
-            make_routing(routing, rule),
+            make_routing(routing, weights),
             identities=identities,
             times=lambda name: times,
         )
@@ -219,7 +342,7 @@ class _Replay:
 
 
 def _result(
-    replay: _Replay,
+    replay: _FleetReplay,
     requests: Sequence[TraceRequest],
     fleet: Fleet,
     routing: str,

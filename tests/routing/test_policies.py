@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from radixkv.errors import NoReplica
+from radixkv.errors import ConfigError, NoReplica
 from radixkv.routing.candidate import Candidate, Hits, TokenTimes
-from radixkv.routing.rule import Rule, Wish, choose
+from radixkv.routing.policies import ROUTINGS, RoutedPrompt, RoutingWeights, choose, make_routing
 
-RULE = Rule(least_match_tokens=100, queue_weight=0.5, balance=0.1, home_share=0.8, slack_s=1e-9)
-WISH = Wish(1000)
+WEIGHTS = RoutingWeights(least_match_tokens=100, queue_weight=0.5, balance=0.1, home_share=0.8, slack_s=1e-9)
+PROMPT = RoutedPrompt(1000)
 TIMES = TokenTimes(compute_s=1.0, host_s=0.1, disk_s=0.4, remote_s=0.6)
 
 
@@ -20,8 +20,8 @@ def replica(name: str, device: int = 0, *, queue: float = 0, recent: float = 0, 
     return Candidate(name, hits or Hits(device=device), queue, recent, TIMES)
 
 
-def chosen(candidates: list[Candidate], wish: Wish = WISH, rule: Rule = RULE) -> str:
-    choice = choose(wish, candidates, rule)
+def chosen(candidates: list[Candidate], prompt: RoutedPrompt = PROMPT, weights: RoutingWeights = WEIGHTS) -> str:
+    choice = choose(prompt, candidates, weights)
     assert choice.hits == candidates[choice.index].hits
     return candidates[choice.index].name
 
@@ -52,7 +52,7 @@ def test_each_place_costs_its_time() -> None:
         order.append(chosen(rest))
         rest = [each for each in rest if each.name != order[-1]]
     assert order == ["0", "1", "2", "3", "4"]
-    choice = choose(Wish(1000), [replica("a", hits=Hits(device=100, host=200, disk=50, remote=50))], RULE)
+    choice = choose(RoutedPrompt(1000), [replica("a", hits=Hits(device=100, host=200, disk=50, remote=50))], WEIGHTS)
     assert choice.cost_s == pytest.approx(600 + 200 * 0.1 + 50 * 0.4 + 50 * 0.6)
 
 
@@ -63,8 +63,8 @@ def test_a_longer_match_on_a_slow_disk_loses_to_a_shorter_one_on_the_device() ->
 
 def test_what_loads_slower_than_it_computes_is_no_worse_than_nothing() -> None:
     slow = dataclasses.replace(TIMES, remote_s=5.0)
-    cost_s = choose(Wish(1000), [Candidate("a", Hits(remote=500), times=slow)], RULE).cost_s
-    assert cost_s == choose(Wish(1000), [Candidate("a", times=slow)], RULE).cost_s
+    cost_s = choose(RoutedPrompt(1000), [Candidate("a", Hits(remote=500), times=slow)], WEIGHTS).cost_s
+    assert cost_s == choose(RoutedPrompt(1000), [Candidate("a", times=slow)], WEIGHTS).cost_s
 
 
 def test_a_replica_that_computes_slowly_has_a_longer_queue() -> None:
@@ -81,40 +81,40 @@ def test_a_part_of_what_was_computed_of_late_counts_as_a_queue() -> None:
 
 def test_a_prefix_gets_another_home_when_more_is_wanted_than_its_homes_can_serve() -> None:
     candidates = [replica("a", 900, queue=10), replica("b", queue=5), replica("c", queue=20)]
-    assert chosen(candidates, Wish(1000, demand=0.8)) == "a"
-    choice = choose(Wish(1000, demand=0.81), candidates, RULE)
+    assert chosen(candidates, RoutedPrompt(1000, demand=0.8)) == "a"
+    choice = choose(RoutedPrompt(1000, demand=0.81), candidates, WEIGHTS)
     assert (candidates[choice.index].name, choice.is_new_home) == ("b", True)
 
 
 def test_two_homes_serve_twice_as_much() -> None:
     candidates = [replica("a", 900, queue=10), replica("b", 850, queue=9), replica("c")]
-    assert chosen(candidates, Wish(1000, demand=1.6)) == "a"  # 50 tokens less, a queue of 1 less
-    choice = choose(Wish(1000, demand=1.61), candidates, RULE)
+    assert chosen(candidates, RoutedPrompt(1000, demand=1.6)) == "a"  # 50 tokens less, a queue of 1 less
+    choice = choose(RoutedPrompt(1000, demand=1.61), candidates, WEIGHTS)
     assert (candidates[choice.index].name, choice.is_new_home) == ("c", True)
 
 
 def test_a_home_is_not_left_for_one_that_is_as_idle() -> None:
-    choice = choose(Wish(1000, demand=9.0), [replica("a", 900), replica("b")], RULE)
+    choice = choose(RoutedPrompt(1000, demand=9.0), [replica("a", 900), replica("b")], WEIGHTS)
     assert (choice.index, choice.is_new_home) == (0, False)
 
 
 def test_a_prompt_that_nobody_knows_is_no_new_home() -> None:
-    assert not choose(Wish(1000, demand=9.0), [replica("a", 50), replica("b")], RULE).is_new_home
+    assert not choose(RoutedPrompt(1000, demand=9.0), [replica("a", 50), replica("b")], WEIGHTS).is_new_home
 
 
 def test_equals_are_drawn_by_the_prefix_and_evenly() -> None:
     names = [f"replica-{index}" for index in range(8)]
     candidates = [replica(name) for name in names]
-    drawn = [chosen(candidates, Wish(1000, key=key)) for key in range(4000)]
-    assert [chosen(candidates, Wish(1000, key=key)) for key in range(100)] == drawn[:100]
+    drawn = [chosen(candidates, RoutedPrompt(1000, key=key)) for key in range(4000)]
+    assert [chosen(candidates, RoutedPrompt(1000, key=key)) for key in range(100)] == drawn[:100]
     assert all(400 < drawn.count(name) < 600 for name in names)
 
 
 def test_a_replica_that_leaves_moves_only_its_own_prefixes() -> None:
     candidates = [replica(f"replica-{index}") for index in range(8)]
     for key in range(500):
-        before = chosen(candidates, Wish(1000, key=key))
-        after = chosen(candidates[1:], Wish(1000, key=key))
+        before = chosen(candidates, RoutedPrompt(1000, key=key))
+        after = chosen(candidates[1:], RoutedPrompt(1000, key=key))
         assert after == before or before == "replica-0"
 
 
@@ -125,23 +125,65 @@ def test_the_order_of_the_replicas_decides_nothing() -> None:
             replica(str(index), draw.choice((0, 50, 300)), queue=draw.choice((0, 40)), recent=draw.choice((0, 700)))
             for index in range(6)
         ]
-        wish = Wish(1000, key=draw.getrandbits(64), demand=draw.choice((0.0, 1.0, 9.0)))
-        expected = chosen(candidates, wish)
+        prompt = RoutedPrompt(1000, key=draw.getrandbits(64), demand=draw.choice((0.0, 1.0, 9.0)))
+        expected = chosen(candidates, prompt)
         draw.shuffle(candidates)
-        assert chosen(candidates, wish) == expected
+        assert chosen(candidates, prompt) == expected
 
 
 def test_a_longer_match_never_makes_a_replica_lose() -> None:
     draw = random.Random(2)
     for _ in range(300):
         candidates = [replica(str(index), draw.randrange(900), queue=draw.randrange(500)) for index in range(5)]
-        choice = choose(Wish(1000, key=7), candidates, RULE)
+        choice = choose(RoutedPrompt(1000, key=7), candidates, WEIGHTS)
         winner = candidates[choice.index]
         longer = Hits(device=winner.hits.total + draw.randrange(99))
         candidates[choice.index] = winner._replace(hits=longer)
-        assert choose(Wish(1000, key=7), candidates, RULE).index == choice.index
+        assert choose(RoutedPrompt(1000, key=7), candidates, WEIGHTS).index == choice.index
 
 
 def test_nowhere_to_go_is_an_error() -> None:
     with pytest.raises(NoReplica, match="expected at least one"):
-        choose(Wish(10), [])
+        choose(RoutedPrompt(10), [])
+
+
+CANDIDATES = [
+    Candidate("a", Hits(device=2000), queue_tokens=90_000),
+    Candidate("b", Hits(device=1900), queue_tokens=10),
+    Candidate("c", Hits(device=1900), queue_tokens=5),
+    Candidate("d", queue_tokens=0, recent_tokens=3),
+    Candidate("e", queue_tokens=0, recent_tokens=2),
+]
+
+
+def chosen_by_name(name: str, times: int = 1) -> str:
+    routing = make_routing(name, RoutingWeights(balance=0))
+    choices = [routing(RoutedPrompt(3000), CANDIDATES) for _ in range(times)]
+    assert all(choice.hits == CANDIDATES[choice.index].hits for choice in choices)
+    return "".join(CANDIDATES[choice.index].name for choice in choices)
+
+
+def test_each_routing_chooses_by_what_it_is_named_for() -> None:
+    assert chosen_by_name("prefix") == "c"
+    assert chosen_by_name("longest-prefix") == "a"
+    assert chosen_by_name("least-loaded") == "e"
+    assert chosen_by_name("threshold") == "a"
+    assert chosen_by_name("round-robin", 7) == "abcdeab"
+    assert set(chosen_by_name("random", 100)) == set("abcde")
+    assert chosen_by_name("random", 9) == chosen_by_name("random", 9)
+
+
+def test_equal_matches_go_to_the_shorter_queue() -> None:
+    routing = make_routing("longest-prefix")
+    assert routing(RoutedPrompt(3000), CANDIDATES[1:]).index == 1
+
+
+def test_a_match_below_the_threshold_attracts_nobody() -> None:
+    routing = make_routing("threshold")
+    assert [routing(RoutedPrompt(tokens), CANDIDATES).index for tokens in (6666, 6667)] == [0, 4]
+
+
+def test_the_names_are_known() -> None:
+    assert all(make_routing(name)(RoutedPrompt(10), CANDIDATES[:1]).index == 0 for name in ROUTINGS)
+    with pytest.raises(ConfigError, match=r"expected one of prefix, threshold, .* got sideways"):
+        make_routing("sideways")

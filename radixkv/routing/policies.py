@@ -1,0 +1,185 @@
+"""Routing policies: pure functions from what is known of the replicas to the one that gets a request."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from radixkv.errors import ConfigError, NoReplica
+from radixkv.routing.candidate import NO_HITS, Candidate, Hits
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingWeights:
+    """The weights of the policy `prefix`.
+
+    Attributes:
+        least_match_tokens: a shorter cached prefix is ignored. All prompts of a model may share some hundred tokens,
+            and would all be sent where the first of them went.
+        queue_weight: cost of a second in the queue relative to a second of computing. Waiting delays one request;
+            computing again what is cached on another replica delays all requests.
+        balance: fraction of the recently computed tokens of a replica that counts as if it were still in the queue. It
+            balances the load of replicas whose queues are empty.
+        home_share: fraction of a replica's time that requests for one prefix may take before another replica computes
+            the prefix as well.
+        slack_s: costs that differ by less are equal. The prefix then decides, in the same way in every router.
+    """
+
+    least_match_tokens: int = 1024
+    queue_weight: float = 0.1
+    balance: float = 0.1
+    home_share: float = 0.8
+    slack_s: float = 1e-3
+
+
+DEFAULT_WEIGHTS = RoutingWeights()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """The prompt of a request that is to be routed.
+
+    Attributes:
+        prompt_tokens: its length.
+        key: hash of its longest prefix that a replica has, or of its beginning if no replica has any. Equal prefixes
+            have equal keys.
+        demand: number of replicas that recent requests for this prefix would have kept busy.
+    """
+
+    prompt_tokens: int
+    key: int = 0
+    demand: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaChoice:
+    """The replica that gets a request.
+
+    Attributes:
+        index: of the candidate.
+        hits: prompt tokens that it has.
+        cost_s: cost of the request there, in seconds.
+        is_new_home: whether it computes a prefix that other replicas have, since demand exceeds what they can serve.
+    """
+
+    index: int
+    hits: Hits
+    cost_s: float
+    is_new_home: bool = False
+
+
+RoutingPolicy = Callable[[RoutedPrompt, Sequence[Candidate]], ReplicaChoice]
+
+PREFIX = "prefix"
+ROUTINGS = (PREFIX, "threshold", "longest-prefix", "least-loaded", "round-robin", "random")
+_THRESHOLD = 0.3  # the default of SGLang's gateway
+
+
+def choose(
+    prompt: RoutedPrompt, candidates: Sequence[Candidate], weights: RoutingWeights = DEFAULT_WEIGHTS
+) -> ReplicaChoice:
+    """Choose the replica with the lowest cost: the time to compute or load the prompt there, and the time in the queue.
+
+    If the demand for a prefix exceeds what the replicas that have it can serve, the others are treated as if they had
+    it: the least loaded one computes it once more and becomes another home of the prefix.
+
+    Args:
+        prompt: of the request.
+        candidates: replicas that may get it. Their order does not matter.
+        weights: of the cost.
+
+    Returns:
+        The choice, the same one for the same arguments.
+
+    Raises:
+        NoReplica: there is no candidate.
+
+    Complexity: O(candidates).
+    """
+    if not candidates:
+        raise NoReplica("replicas: expected at least one that may get the request, got none")
+    least_match_tokens = weights.least_match_tokens
+    totals = [sum(each.hits) for each in candidates]
+    useful = [each.hits for each in candidates]
+    for index, total in enumerate(totals):
+        if total < least_match_tokens:
+            totals[index] = 0
+            useful[index] = NO_HITS
+    longest = max(totals)
+    homes = sum(longest - total < least_match_tokens for total in totals) if longest else 0
+    needs_new_home = bool(longest) and prompt.demand > homes * weights.home_share
+    if needs_new_home:
+        useful = [Hits(device=longest) if total < longest else hits for hits, total in zip(useful, totals, strict=True)]
+    prompt_tokens = prompt.prompt_tokens
+    queue_weight = weights.queue_weight
+    balance = weights.balance
+    costs = [
+        times.seconds(prompt_tokens, hits) + queue_weight * ((queue_tokens + balance * recent_tokens) * times.compute_s)
+        for hits, (_, _, queue_tokens, recent_tokens, times) in zip(useful, candidates, strict=True)
+    ]
+    lowest_s = min(costs)
+    slack_s = weights.slack_s
+    equals = [index for index, cost_s in enumerate(costs) if cost_s - lowest_s < slack_s]
+    best = max(equals, key=lambda index: (totals[index], _draw(prompt.key, candidates[index].name)))
+    return ReplicaChoice(best, candidates[best].hits, costs[best], needs_new_home and totals[best] < longest)
+
+
+def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS, seed: int = 0) -> RoutingPolicy:
+    """Return a routing policy.
+
+    Args:
+        name: one of `ROUTINGS`. `prefix` is `choose`. `longest-prefix` takes the replica with the longest cached
+            prefix, and among equals the one with the shortest queue. `threshold` does so if that prefix is at least 0.3
+            of the prompt, and otherwise takes the shortest queue. `least-loaded` always takes the shortest queue.
+            `round-robin` and `random` ignore caches and queues.
+        weights: of `prefix`.
+        seed: of `random`.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name == PREFIX:
+        return lambda prompt, candidates: choose(prompt, candidates, weights)
+    if name == "threshold":
+        return _threshold
+    if name == "longest-prefix":
+        return lambda prompt, candidates: _best(candidates, _longest)
+    if name == "least-loaded":
+        return lambda prompt, candidates: _best(candidates, _load)
+    if name == "round-robin":
+        turns = itertools.count()
+        return lambda prompt, candidates: _take(candidates, next(turns) % len(candidates))
+    if name == "random":
+        draw = random.Random(seed)
+        return lambda prompt, candidates: _take(candidates, draw.randrange(len(candidates)))
+    raise ConfigError(f"routing: expected one of {', '.join(ROUTINGS)}, got {name}")
+
+
+def _threshold(prompt: RoutedPrompt, candidates: Sequence[Candidate]) -> ReplicaChoice:
+    choice = _best(candidates, _longest)
+    return choice if choice.hits.total >= _THRESHOLD * prompt.prompt_tokens else _best(candidates, _load)
+
+
+def _longest(candidate: Candidate) -> tuple[float, ...]:
+    return (-candidate.hits.total, *_load(candidate))
+
+
+def _load(candidate: Candidate) -> tuple[float, float]:
+    return candidate.queue_tokens, candidate.recent_tokens
+
+
+def _best(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]]) -> ReplicaChoice:
+    return _take(candidates, min(range(len(candidates)), key=lambda index: key(candidates[index])))
+
+
+def _take(candidates: Sequence[Candidate], index: int) -> ReplicaChoice:
+    return ReplicaChoice(index, candidates[index].hits, 0.0)
+
+
+def _draw(key: int, name: str) -> int:
+    """Draw a number for a prefix and a replica; the highest one wins, in every router (rendezvous hashing)."""
+    return xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"), seed=key & (2**64 - 1))

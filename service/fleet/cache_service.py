@@ -1,0 +1,192 @@
+"""Stats and Purge of a fleet: each call is made on all replicas, and the responses are aggregated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from radixkv.api.stats import DEFAULT_MAX_TENANTS
+from radixkv.errors import NoReplica
+from radixkv.service.fleet.forwarder import ReplicaRefusal
+from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
+from radixkv.service.fleet.servicers import call_options, replica_errors_as_status
+from radixkv.service.server.messages import require_names
+from radixkv.service.server.unfinished_calls import Context
+from radixkv.v1 import cache_pb2
+
+_NAME_OF = {"tenants": "tenant", "tiers": "tier"}
+# Equal on all replicas.
+_EQUAL = ("model", "device", "block_size", "block_bytes", "kv_dtype", "model_fingerprint", "bounds_s", "tenant", "tier")
+_MAXIMA = ("uptime_s", "known_tenants")
+
+ListReplicas = Callable[[], Awaitable[Sequence[ReplicaConnection]]]
+"""Returns the connections to all replicas."""
+
+
+class FleetCacheService:
+    """Makes each call on all replicas concurrently.
+
+    Args:
+        list_replicas: returns the connections to all replicas.
+    """
+
+    def __init__(self, list_replicas: ListReplicas) -> None:
+        self._roll_call = list_replicas
+
+    @property
+    def methods(self) -> Mapping[str, Callable[[Any, Context], Awaitable[Any]]]:
+        """The methods of CacheService that a fleet implements."""
+        return {"Purge": self.purge, "Stats": self.stats}
+
+    async def purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:
+        """Purge namespaces on all replicas. The call succeeds only if it did on each of them."""
+        require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        async with replica_errors_as_status(context):
+            answers, failures = await self._ask_all(
+                lambda connection: connection.cache.Purge(request, **call_options(connection, context))
+            )
+            if failures:
+                raise _incomplete(failures, len(answers))
+        response = cache_pb2.PurgeResponse()
+        deleted: dict[str, list[cache_pb2.DeletedBlocks]] = {}
+        for answer in answers.values():
+            response.freed_blocks += answer.freed_blocks
+            response.pinned_blocks += answer.pinned_blocks
+            for each in answer.stores:
+                deleted.setdefault(each.store, []).append(each)
+        for store, numbers in deleted.items():
+            is_known = all(each.HasField("blocks") for each in numbers)
+            blocks = sum(each.blocks for each in numbers) if is_known else None
+            response.stores.append(cache_pb2.DeletedBlocks(store=store, blocks=blocks))
+        return response
+
+    async def stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:
+        """Return the sum of the statistics of all replicas, and the statistics of each."""
+        require_names(tenant=request.tenant)
+        async with replica_errors_as_status(context):
+            answers, failures = await self._ask_all(
+                lambda connection: connection.cache.Stats(request, **call_options(connection, context))
+            )
+            if not answers:
+                raise _incomplete(failures, 0)
+        max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
+        response = summed(answers.values(), max_tenants)
+        for address, answer in answers.items():
+            response.replicas.add(address=address).stats.CopyFrom(answer)
+        for address, failure in failures.items():
+            response.replicas.add(address=address, error=_reason(failure))
+        return response
+
+    async def _ask_all(
+        self, ask: Callable[[ReplicaConnection], Awaitable[Any]]
+    ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
+        """Call each replica. Returns the responses and the failures by address."""
+        connections = await self._roll_call()
+        if not connections:
+            raise NoReplica("replicas: expected at least one, got none")
+
+        async def one(connection: ReplicaConnection) -> Any:
+            connection.num_calls += 1
+            try:
+                return await connection.wait_for(ask(connection))
+            except (grpc.aio.AioRpcError, ReplicaLost) as failure:
+                return failure
+            finally:
+                connection.num_calls -= 1
+
+        answers: dict[str, Any] = {}
+        failures: dict[str, grpc.aio.AioRpcError | ReplicaLost] = {}
+        for connection, answer in zip(connections, await asyncio.gather(*map(one, connections)), strict=True):
+            if isinstance(answer, (grpc.aio.AioRpcError, ReplicaLost)):
+                failures[connection.facts.address] = answer
+            else:
+                answers[connection.facts.address] = answer
+        return answers, failures
+
+
+def summed(answers: Iterable[cache_pb2.StatsResponse], max_tenants: int) -> cache_pb2.StatsResponse:
+    """Add up the statistics of replicas.
+
+    What several replicas have, such as a namespace or a segment, counts several times. A fleet has no epoch. A number
+    that one of the replicas omits, such as the bytes of a store, is omitted.
+
+    Args:
+        answers: of the replicas, at least one.
+        max_tenants: number of tenants to list, those with the most blocks.
+    """
+    parts = list(answers)
+    total = cache_pb2.StatsResponse()
+    _add(total, parts)
+    total.ClearField("epoch")
+    largest = sorted(total.tenants, key=lambda each: (-each.cached_blocks, each.tenant))[:max_tenants]
+    kept = cache_pb2.StatsResponse(tenants=largest)
+    del total.tenants[:]
+    total.MergeFrom(kept)
+    return total
+
+
+def _incomplete(failures: Mapping[str, grpc.aio.AioRpcError | ReplicaLost], num_done: int) -> ReplicaRefusal:
+    """Return the error of a call that failed on some replicas: their own status if all refused it alike."""
+    codes = {each.code() if isinstance(each, grpc.aio.AioRpcError) else None for each in failures.values()}
+    code = codes.pop() if len(codes) == 1 and not num_done else None
+    failed = "; ".join(f"{address} ({_reason(failure)})" for address, failure in sorted(failures.items()))
+    details = f"replicas: expected an answer of all {len(failures) + num_done}, got none of {failed}: ask again"
+    return ReplicaRefusal(code or grpc.StatusCode.UNAVAILABLE, details)
+
+
+def _reason(failure: grpc.aio.AioRpcError | ReplicaLost) -> str:
+    if isinstance(failure, grpc.aio.AioRpcError):
+        return f"{failure.code().name}: {failure.details()}"
+    return str(failure)
+
+
+def _add(total: Message, parts: Sequence[Message]) -> None:
+    """Add up messages of one type into an empty one, field by field."""
+    for field in total.DESCRIPTOR.fields:
+        name, values = field.name, [getattr(part, field.name) for part in parts]
+        if name == "replicas":
+            continue
+        if name in _NAME_OF:
+            _add_by_name(getattr(total, name), values, _NAME_OF[name])
+        elif name in _EQUAL:
+            _copy_first(total, parts[0], field.name, is_list=field.is_repeated)
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            for each in values:
+                for key, number in each.items():
+                    getattr(total, name)[key] += number
+        elif field.message_type is not None:
+            there = [getattr(part, name) for part in parts if part.HasField(name)]
+            if there:
+                getattr(total, name).SetInParent()
+                _add(getattr(total, name), there)
+        elif field.is_repeated:
+            getattr(total, name).extend(map(sum, zip(*(each for each in values if each), strict=True)))
+        elif field.type == FieldDescriptor.TYPE_BOOL:
+            setattr(total, name, all(values))
+        elif name in _MAXIMA:
+            setattr(total, name, max(values))
+        elif not field.has_presence or all(part.HasField(name) for part in parts):
+            setattr(total, name, sum(values))
+
+
+def _add_by_name(total: Any, values: Sequence[Any], name: str) -> None:
+    """Add up the messages in lists that have the same name."""
+    named: dict[str, list[Message]] = {}
+    for each in values:
+        for message in each:
+            named.setdefault(getattr(message, name), []).append(message)
+    for messages in named.values():
+        _add(total.add(), messages)
+
+
+def _copy_first(total: Message, first: Message, name: str, *, is_list: bool) -> None:
+    if is_list:
+        getattr(total, name).extend(getattr(first, name))
+    else:
+        setattr(total, name, getattr(first, name))
