@@ -77,10 +77,10 @@ class TreeFeed(Listener):
     @property
     def has_backlog(self) -> bool:
         """Whether something waits to be published."""
-        return bool(self._changes) or bool(self._asking) or self._have_stores_pending_changes
+        return bool(self._changes) or bool(self._asking) or self._stores_have_pending_changes
 
     @property
-    def _have_stores_pending_changes(self) -> bool:
+    def _stores_have_pending_changes(self) -> bool:
         return self._stores is not None and self._stores.has_pending_changes
 
     def follow(self, offload_index: OffloadIndex) -> None:
@@ -129,7 +129,7 @@ class TreeFeed(Listener):
             self.log.append(events)
         if self._snapshot is not None and self._age_of(self._snapshot) > _MAX_SNAPSHOT_AGE:
             self._snapshot = None
-        if self._asking and not self._changes and not self._have_stores_pending_changes:
+        if self._asking and not self._changes and not self._stores_have_pending_changes:
             if self._snapshot is None or self._snapshot.sequence_number + 1 < self.log.first:
                 self._snapshot = self._take_snapshot()
             asking, self._asking = self._asking, []

@@ -624,7 +624,7 @@ EVENT_MUTANTS = (
     Mutant("events/stored_blocks.py", "            max_blocks -= 1\n", ""),
     Mutant("events/tree_feed.py", "tail = above.tokens[-(size - len(tail)) :] + tail", "tail = above.tokens"),
     Mutant("events/tree_feed.py", "if self._asking and not self._changes and", "if self._asking and"),
-    Mutant("events/tree_feed.py", " and not self._have_stores_pending_changes:", ":"),
+    Mutant("events/tree_feed.py", " and not self._stores_have_pending_changes:", ":"),
     Mutant("events/tree_feed.py", "            self._note((node,))\n", "            pass\n"),
     Mutant("events/event_log.py", "if not self.first - 1 <= after <= self.last:", "if False:"),
     Mutant("events/event_log.py", " or batch.sequence_number != number + 1:", ":"),
