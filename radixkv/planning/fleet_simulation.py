@@ -28,7 +28,7 @@ from radixkv.routing.router import Route, Router
 from radixkv.tokens import TOKEN_BYTES
 
 _VOCAB_SIZE = 2**32
-_LEAST_STEP_S = 1e-5  # so that time passes in a trace without times
+_MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Fleet:
     """The fleet of a simulation.
 
     Attributes:
-        replicas: number of them.
-        capacity_tokens: that each one's cache holds.
-        tokens_per_s: that each one computes.
-        event_delay_s: from the end of a request until the router knows what it left in the cache.
+        replicas: number of replicas.
+        capacity_tokens: cache capacity per replica.
+        tokens_per_s: prefill rate per replica.
+        event_delay_s: delay from the end of a request until its events reach the router.
     """
 
     replicas: int
@@ -50,24 +50,24 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetSimulation:
-    """The result of one routing.
+    """The result of one routing policy.
 
     Attributes:
-        routing: its name.
+        routing: name of the routing policy.
         policy: name of the eviction policy.
-        replicas: number of them.
-        capacity_tokens: that each one's cache holds.
-        tokens_per_s: that each one computes.
-        block_size: tokens a block.
+        replicas: number of replicas.
+        capacity_tokens: cache capacity per replica.
+        tokens_per_s: prefill rate per replica.
+        block_size: tokens per block.
         requests: number of replayed requests.
         prompt_tokens: tokens of all prompts.
         cached_tokens: prompt tokens that were reused.
         token_hit_rate: `cached_tokens / prompt_tokens`.
         evicted_tokens: evicted blocks times `block_size`, of all replicas.
-        load_spread: tokens that the busiest replica computed, over the mean.
-        busy: part of the time in which the mean replica computed.
+        load_spread: computed tokens of the busiest replica divided by the mean.
+        busy: mean fraction of the time in which a replica computed.
         ttft_p50_s, ttft_p99_s: seconds from arrival to the end of the prefill.
-        new_homes: prefixes that were computed once more because the replicas that had them were busy with them.
+        new_homes: number of prefixes that were computed on another replica, too, because of their demand.
         seconds: wall time of the replay.
     """
 
@@ -103,21 +103,21 @@ def simulate_fleet(
 ) -> FleetSimulation:
     """Replay a trace through a fleet on the trace's clock. The same arguments give the same counts everywhere.
 
-    Each replica computes one prompt at a time, in order, in time in proportion to its uncached tokens. The router sees
-    what a router sees: events after a delay, and what it sent. Every request is answered, however long it waits.
+    Each replica computes one prompt at a time, in order, in a time proportional to its uncached tokens. The router sees
+    events after a delay, and what it sent. Every request is answered, however long it waits.
 
     Args:
         requests: the trace, in the order of its times.
         fleet: the replicas.
         routing: one of `ROUTINGS`.
-        policy: eviction policy of the caches; `optimal` is none that a replica can have.
-        block_size: tokens a block, of caches and events.
-        probation_share: of the caches, as `PrefixCache` describes.
-        rule: weights of the routing `prefix`.
+        policy: eviction policy of the caches; not `optimal`.
+        block_size: tokens per block, of caches and events.
+        probation_share: of the caches, see `PrefixCache`.
+        weights: of the policy `prefix`.
         on_request: called after each request that was sent.
 
     Raises:
-        ConfigError: an argument makes no sense.
+        ConfigError: an argument is invalid.
     """
     check_fleet(fleet, routing=routing, policy=policy, block_size=block_size)
     start_s = time.perf_counter()
@@ -150,14 +150,14 @@ def check_fleet(fleet: Fleet, *, routing: str, policy: str, block_size: int = TO
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request that a replica was sent.
+class SimulatedRequest:
+    """A request that was sent to a replica.
 
     Attributes:
         index: in the trace.
-        arrival_s: when it was sent.
+        arrival_s: time of arrival.
         tokens: the prompt, little-endian uint32 bytes.
-        route: as it was routed.
+        route: the decision of the router.
     """
 
     index: int
@@ -167,19 +167,19 @@ class Job:
 
 
 class SimulatedReplica:
-    """Computes prompts in the order in which they came, each as a whole, in time in proportion to its uncached tokens.
+    """Computes whole prompts in order of arrival, in a time proportional to their uncached tokens.
 
     Args:
         name: of the replica.
         num_blocks, block_size, policy, probation_share: of its cache; a block of its events is one of its pool.
         namespace: of all requests.
-        identities: names of namespaces, as the router has them.
+        identities: published names of namespaces, as the router has them.
         compute_s: seconds to compute a token.
         clock: seconds of the simulation.
 
     Attributes:
-        computed_tokens, cached_tokens: of the prompts that are finished.
-        waits_s: times from sending to the end, of each.
+        computed_tokens, cached_tokens: of the finished prompts.
+        waits_s: times from arrival to the end of each.
     """
 
     def __init__(
@@ -196,13 +196,14 @@ class SimulatedReplica:
         clock: Callable[[], float],
     ) -> None:
         self.name = name
-        self.computed_tokens = self.cached_tokens = 0
+        self.computed_tokens = 0
+        self.cached_tokens = 0
         self.waits_s: list[float] = []
         self._namespace = namespace
         self._compute_s = compute_s
         self._clock = clock
-        self._queue: deque[Job] = deque()
-        self._running: tuple[Job, Lease | None, int] | None = None
+        self._queue: deque[SimulatedRequest] = deque()
+        self._running: tuple[SimulatedRequest, Lease | None, int] | None = None
         self._log = EventLog(clock=lambda: clock() + 1.0)  # from 1: number 0 asks for a snapshot
         self._feed = TreeFeed(self._log, block_size, block_size, identities)
         self._read = self._log.start
@@ -227,12 +228,12 @@ class SimulatedReplica:
         """Number of the last batch that was read."""
         return self._read
 
-    def send(self, job: Job) -> float | None:
+    def send(self, job: SimulatedRequest) -> float | None:
         """Put a request into the queue. Returns when its computing ends, if it begins at once."""
         self._queue.append(job)
         return self._begin() if self._running is None else None
 
-    def end(self) -> tuple[Job, int, float | None]:
+    def end(self) -> tuple[SimulatedRequest, int, float | None]:
         """End the request that is computed, and begin the next.
 
         Returns:
@@ -250,7 +251,7 @@ class SimulatedReplica:
         self._running = None
         return job, computed_tokens, self._begin() if self._queue else None
 
-    def news(self) -> Iterator[EventBatch]:
+    def take_events(self) -> Iterator[EventBatch]:
         """Iterate over the batches since the last call."""
         while (batch := self._log.after(self._read)) is not None:
             self._read = batch.sequence_number
@@ -268,7 +269,7 @@ class SimulatedReplica:
 
 
 class _FleetReplay:
-    """Moves the clock from one end of a request, or arrival of events, to the next."""
+    """Advances the clock from one event to the next: the end of a request, or the arrival of cache events."""
 
     def __init__(
         self, fleet: Fleet, routing: str, policy: str, block_size: int, probation_share: float, weights: RoutingWeights
@@ -308,16 +309,16 @@ class _FleetReplay:
 
     def send(self, index: int, request: TraceRequest) -> None:
         """Route a request at its time."""
-        self.run_until(max(self.now_s + _LEAST_STEP_S, request.timestamp_ms / 1000))
+        self.run_until(max(self.now_s + _MIN_STEP_S, request.timestamp_ms / 1000))
         tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
         route = self.router.route(self._namespace, tokens)
         self.router.remember()
         self.num_new_homes += route.is_new_home
         place = int(route.name)
-        self._note(place, self.replicas[place].send(Job(index, self.now_s, tokens, route)))
+        self._note(place, self.replicas[place].send(SimulatedRequest(index, self.now_s, tokens, route)))
 
     def run_until(self, end_s: float) -> None:
-        """Let happen what happens until a time."""
+        """Process all events up to a time."""
         while self._due and self._due[0][0] <= end_s:
             self.now_s, _, place, batch = heapq.heappop(self._due)
             replica = self.replicas[place]
@@ -326,8 +327,8 @@ class _FleetReplay:
                 continue
             job, computed_tokens, next_end_s = replica.end()
             self.router.finished(job.route, computed_tokens)
-            for news in replica.news():
-                self._note(place, self.now_s + self._event_delay_s, news)
+            for events in replica.take_events():
+                self._note(place, self.now_s + self._event_delay_s, events)
             self._note(place, next_end_s)
         if end_s < float("inf"):
             self.now_s = end_s

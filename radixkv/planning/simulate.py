@@ -24,7 +24,7 @@ from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
 OPTIMAL = "optimal"
 SIMULATED_POLICIES = (*EVICTION_POLICIES, OPTIMAL)
 _VOCAB_SIZE = 2**32
-_LEAST_STEP_S = 1e-5  # so that time passes in a trace without times
+_MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -35,14 +35,14 @@ class Simulation:
     Attributes:
         policy: name of the eviction policy.
         capacity_tokens: capacity of the cache.
-        block_size: tokens a block.
+        block_size: tokens per block.
         requests: number of replayed requests.
         prompt_tokens: tokens of all prompts.
         cached_tokens: prompt tokens that were reused.
         token_hit_rate: `cached_tokens / prompt_tokens`.
         evicted_tokens: evicted blocks times `block_size`.
         seconds: wall time of the replay.
-        tiers: the stores below the cache, whose hits are among `cached_tokens`.
+        tiers: the tiers below the cache, whose hits are included in `cached_tokens`.
     """
 
     policy: str
@@ -58,12 +58,12 @@ class Simulation:
 
     @property
     def device_tokens(self) -> int:
-        """Prompt tokens that were reused and did not have to be loaded."""
+        """Prompt tokens that were reused on the device."""
         return self.cached_tokens - sum(tier.cached_tokens for tier in self.tiers)
 
 
 class FarthestFuture(EvictionPolicy):
-    """Evicts the block whose next use is farthest away: the offline optimum, which must be told the future.
+    """Evicts the block whose next use is farthest away: the offline optimum, which knows the future.
 
     Source: Belady: "A study of replacement algorithms for a virtual-storage computer", 1966.
 
@@ -74,12 +74,12 @@ class FarthestFuture(EvictionPolicy):
     def __init__(self, num_blocks: int) -> None:
         self._next_uses = np.full(num_blocks, _NEVER, dtype=np.int32)
 
-    def note(self, block_ids: BlockIds, next_uses: npt.NDArray[np.int32]) -> None:
-        """Note which request needs each of these blocks next."""
+    def set_next_uses(self, block_ids: BlockIds, next_uses: npt.NDArray[np.int32]) -> None:
+        """Record which request uses each of these blocks next."""
         self._next_uses[block_ids] = next_uses
 
     def key(self, node: Node) -> int:
-        """Return the next use of the node's last block, negated so that the farthest sorts first."""
+        """Return the next use of the node's last block, negated so that the farthest one sorts first."""
         return -int(self._next_uses[int.from_bytes(node.block_ids[-4:], "little")])
 
     def num_offered_blocks(self, leaf: Node) -> int:
@@ -99,22 +99,22 @@ def simulate(
     tiers: Sequence[TierCapacity] = (),
     on_request: Callable[[], object] | None = None,
 ) -> Simulation:
-    """Replay a trace in its order and on its clock; each prompt is leased, published and closed before the next.
+    """Replay a trace in order and on its clock; each prompt is leased, published and closed before the next one.
 
     The same arguments give the same counts on every machine. A prompt longer than the cache is counted but not cached.
-    Only `optimal` gets room for the longest prompt beyond its capacity, and evicts down to its capacity after each
-    request: an upper bound must not lose hits to the prompt that is being computed.
+    Only `optimal` gets space for the longest prompt in addition to its capacity, and evicts down to its capacity after
+    each request: an upper bound must not lose hits to the prompt that is being computed.
 
-    Tiers are asked as the engine asks them, but load and store in no time, and all that they have is loaded. With tiers
-    `optimal` is one cache with the room of all of them: nothing finds more in that room.
+    Tiers are used as by the engine, but loading and storing take no time, and everything that they have is loaded. With
+    tiers, `optimal` is one cache with the capacity of all of them, which is an upper bound.
 
     Args:
         requests: the trace, at least one request.
         policy: one of `SIMULATED_POLICIES`.
         capacity_tokens: capacity of the cache, rounded down to whole blocks.
-        block_size: tokens a block, at least 1.
-        probation_share: the cache's, as `PrefixCache` describes; `optimal` has none.
-        tiers: stores below the cache, the fastest first.
+        block_size: tokens per block, at least 1.
+        probation_share: of the cache, see `PrefixCache`; `optimal` has none.
+        tiers: tiers below the cache, the fastest first.
         on_request: called after each request.
 
     Raises:
@@ -125,7 +125,7 @@ def simulate(
     start_s = time.perf_counter()
     num_blocks = capacity_tokens // block_size
     if policy == OPTIMAL and tiers:
-        num_blocks, tiers = _num_blocks_in_all(requests, num_blocks, block_size, tiers), ()
+        num_blocks, tiers = _total_blocks(requests, num_blocks, block_size, tiers), ()
     replay = _CacheReplay(requests, policy, num_blocks, block_size, probation_share, tiers)
     for index in range(len(requests)):
         replay.step(index)
@@ -157,7 +157,8 @@ class _CacheReplay:
         probation_share: float,
         tiers: Sequence[TierCapacity],
     ) -> None:
-        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.tiers = SimulatedTiers(tiers, block_size) if tiers else None
         self._requests = requests
         self._num_kept_blocks = num_blocks
@@ -181,7 +182,7 @@ class _CacheReplay:
     def step(self, index: int) -> None:
         """Replay the request at `index`."""
         request = self._requests[index]
-        self._now_s = max(self._now_s + _LEAST_STEP_S, request.timestamp_ms / 1000)
+        self._now_s = max(self._now_s + _MIN_STEP_S, request.timestamp_ms / 1000)
         tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
         self.num_prompt_tokens += request.input_length
         if request.input_length > self.cache.pool.num_blocks * self.cache.block_size:
@@ -193,7 +194,7 @@ class _CacheReplay:
             lease.commit(lease.num_tokens)
             self.num_cached_tokens += lease.cached_tokens
             if self._future is not None:
-                self._tell_future(self._future, lease, index)
+                self._set_next_uses(self._future, lease, index)
         if self._future is not None:
             self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
 
@@ -205,14 +206,14 @@ class _CacheReplay:
             lease.commit(lease.num_tokens)
             self.num_cached_tokens += lease.cached_tokens + tiers.load(lease, first_block, run)
 
-    def _tell_future(self, future: FarthestFuture, lease: Lease, index: int) -> None:
+    def _set_next_uses(self, future: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
         ids = np.minimum(last_tokens // TOKENS_PER_ID, len(self._requests[index].hash_ids) - 1)
         # The tree may keep its own copy of a partly filled last block.
         known = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
         next_uses = self._next_uses[index][ids]
-        future.note(lease.block_ids, next_uses)
-        future.note(known, next_uses[: known.size])
+        future.set_next_uses(lease.block_ids, next_uses)
+        future.set_next_uses(known, next_uses[: known.size])
 
 
 def check_simulation(
@@ -232,10 +233,10 @@ def check_simulation(
     check_tiers(tiers, block_size)
 
 
-def _num_blocks_in_all(
+def _total_blocks(
     requests: Sequence[TraceRequest], num_blocks: int, block_size: int, tiers: Sequence[TierCapacity]
 ) -> int:
-    """Return the blocks of a cache with the room of a device and all tiers, but no more than all prompts have."""
+    """Return the number of blocks of the device and all tiers together, but at most those of all prompts."""
     most = sum(-(-request.input_length // block_size) for request in requests)
     if any(tier.capacity_tokens is None for tier in tiers):
         return most

@@ -1,4 +1,4 @@
-"""Stores below the cache in a simulation: real decisions about blocks that have no bytes."""
+"""Simulated tiers below the cache: the real decisions about blocks, without their bytes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py, which needs torch
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """The room of a store.
+    """The capacity of a tier.
 
     Attributes:
         name: such as `host`.
-        capacity_tokens: tokens that it holds; None for any number.
+        capacity_tokens: capacity in tokens; None if unbounded.
     """
 
     name: str
@@ -37,15 +37,15 @@ class TierCapacity:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """The use of a store in a simulation.
+    """The use of a tier in a simulation.
 
     Attributes:
-        tier: name of the store.
-        capacity_tokens: its room; None without a bound.
+        tier: name of the tier.
+        capacity_tokens: capacity in tokens; None if unbounded.
         cached_tokens: prompt tokens that were loaded from it.
-        token_hit_rate: these, as a share of all prompt tokens.
+        token_hit_rate: `cached_tokens` divided by all prompt tokens.
         written_blocks: blocks that were written to it.
-        held_blocks: blocks that it held at the end.
+        held_blocks: blocks that it holds at the end.
     """
 
     tier: str
@@ -57,13 +57,13 @@ class TierUsage:
 
 
 class SimulatedTiers:
-    """Stores that have at once what they are given, behind the real `OffloadIndex`.
+    """Tiers that store blocks immediately, with the real `OffloadIndex`.
 
-    It does what the engine does for a request: find before the lease, save what the lease evicts, then load.
+    It follows the engine: look up before the lease, save what the lease evicts, then load.
 
     Args:
-        rooms: the stores, the fastest first. Rooms are rounded down to whole blocks.
-        block_size: tokens a block.
+        rooms: the tiers, the fastest first. Capacities are rounded down to whole blocks.
+        block_size: tokens per block.
 
     Attributes:
         index: to listen to the cache.
@@ -79,7 +79,7 @@ class SimulatedTiers:
         self.written_blocks: Counter[str] = Counter()
 
     def save(self) -> None:
-        """Store what has left the cache since the last call."""
+        """Store the blocks that were evicted from the cache since the last call."""
         evicted_blocks, _ = self.index.take_evicted_blocks()
         for each in evicted_blocks:
             for name in each.tiers:
@@ -87,7 +87,7 @@ class SimulatedTiers:
                 self.index.stored(name, [each.block.key])
 
     def load(self, lease: Lease, first_block: int, run: Sequence[StoredBlock]) -> int:
-        """Load what was found for a lease.
+        """Load the blocks that were found for a lease.
 
         Args:
             lease: its cached tokens are on the device.
@@ -95,7 +95,7 @@ class SimulatedTiers:
             run: what `OffloadIndex.find` found before the lease.
 
         Returns:
-            Tokens that were loaded.
+            Number of loaded tokens.
         """
         start, size = lease.cached_tokens, self._block_size
         first = start // size
@@ -103,12 +103,12 @@ class SimulatedTiers:
         if not found:
             return 0
         self.cached_tokens.update({name: size * num for name, num in Counter(each.tier for each in found).items()})
-        self.cached_tokens[found[0].tier] -= start - first * size  # the device has the beginning of that block
+        self.cached_tokens[found[0].tier] -= start - first * size  # the beginning of that block is on the device
         self.index.loaded([each.block.key for each in found])
         return (first + len(found)) * size - start
 
     def uses(self, num_prompt_tokens: int) -> tuple[TierUsage, ...]:
-        """Return the counts of each store, in their order."""
+        """Return the use of each tier."""
         return tuple(
             TierUsage(
                 room.name,
@@ -133,9 +133,10 @@ class SimulatedTiers:
 
 
 def tier_capacity_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) -> int:
-    """Return the tokens in whole blocks that a store has room for, in slots as `host` and `disk` cut them.
+    """Return the capacity of a tier in tokens of whole blocks, in slots as used by `host` and `disk`.
 
-    A slot has the block's key, tokens and checksum beside its K and V. On `disk` it takes whole pages.
+    A slot contains the key, the tokens and the checksum of the block in addition to its K/V. On `disk` it takes whole
+    pages.
 
     >>> tier_capacity_tokens("host", 16 * 10**9, token_bytes=131_072, block_size=64)
     122048
@@ -154,10 +155,10 @@ def tier_capacity_tokens(name: str, num_bytes: int, token_bytes: int, block_size
 
 
 def check_tiers(rooms: Sequence[TierCapacity], block_size: int) -> None:
-    """Check stores before anything is replayed.
+    """Validate tiers before anything is replayed.
 
     Raises:
-        ConfigError: two have one name, or one has no room for a block.
+        ConfigError: two tiers have the same name, or one is smaller than a block.
     """
     names = [room.name for room in rooms]
     for name in names:

@@ -997,14 +997,14 @@ ROUTING_MUTANTS = (
         "            + remote * min(self.remote_s, self.compute_s)",
         "            + remote * self.remote_s",
     ),
-    Mutant("routing/policies.py", "if total < rule.least_match_tokens:", "if False:"),
-    Mutant("routing/policies.py", "wish.demand > homes * rule.home_share", "wish.demand > rule.home_share"),
-    Mutant("routing/policies.py", "is_wanted_more = bool(longest) and ", "is_wanted_more = False and "),
+    Mutant("routing/policies.py", "if total < least_match_tokens:", "if False:"),
+    Mutant("routing/policies.py", "prompt.demand > homes * weights.home_share", "prompt.demand > weights.home_share"),
+    Mutant("routing/policies.py", "needs_new_home = bool(longest) and ", "needs_new_home = False and "),
     Mutant("routing/policies.py", "+ balance * recent_tokens", ""),
     Mutant("routing/policies.py", "+ queue_weight * (", "+ ("),
     Mutant("routing/policies.py", "recent_tokens) * times.compute_s)", "recent_tokens))"),
     Mutant("routing/policies.py", "seed=key & (2**64 - 1)", "seed=0"),
-    Mutant("routing/policies.py", "is_wanted_more and totals[best] < longest", "is_wanted_more"),
+    Mutant("routing/policies.py", "needs_new_home and totals[best] < longest", "needs_new_home"),
     Mutant("routing/block_index.py", "self._live &= ~bit", "pass"),
     Mutant("routing/block_index.py", "self.num_blocks + len(hashes) > max_blocks", "False"),
     Mutant("routing/block_index.py", "            if known is not bit:\n", "            if False:\n"),
@@ -1016,21 +1016,21 @@ ROUTING_MUTANTS = (
     Mutant("routing/event_cursor.py", "if batch.sequence_number > self.number + 1:", "if False:"),
     Mutant("routing/event_cursor.py", "if batch.sequence_number <= self.number:", "if False:"),
     Mutant("routing/event_cursor.py", " and batch.sequence_number == self.number\n", "\n"),
-    Mutant("routing/fleet_view.py", "        if is_purge:  # while", "        if True:  # while"),
-    Mutant("routing/fleet_view.py", "        if is_purge:  # while", "        if False:  # while"),
-    Mutant("routing/fleet_view.py", "(_DEVICE,) if is_purge else range(_NUM_PLACES)", "(_DEVICE,)"),
-    Mutant("routing/fleet_view.py", "(_DEVICE,) if is_purge else range(_NUM_PLACES)", "range(_NUM_PLACES)"),
-    Mutant("routing/fleet_view.py", "(known.expected if place == _DEVICE else 0)", "0"),
+    Mutant("routing/fleet_view.py", "        if is_purge:  # a", "        if True:  # a"),
+    Mutant("routing/fleet_view.py", "        if is_purge:  # a", "        if False:  # a"),
+    Mutant("routing/fleet_view.py", "(_DEVICE,) if is_purge else range(_NUM_TIERS)", "(_DEVICE,)"),
+    Mutant("routing/fleet_view.py", "(_DEVICE,) if is_purge else range(_NUM_TIERS)", "range(_NUM_TIERS)"),
+    Mutant("routing/fleet_view.py", "(known.expected if tier == _DEVICE else 0)", "0"),
     Mutant(
         "routing/fleet_view.py",
         "            bits |= known.tiers[_SHARED]\n",
         "            bits = known.tiers[_SHARED]\n",
     ),
-    Mutant("routing/fleet_view.py", "                if is_all_over:\n", "                if False:\n"),
+    Mutant("routing/fleet_view.py", "                if is_long_over:\n", "                if False:\n"),
     Mutant(
-        "routing/fleet_view.py", "for bit in (*known.tiers, known.lately, known.before):", "for bit in known.tiers:"
+        "routing/fleet_view.py", "for bit in (*known.tiers, known.current, known.previous):", "for bit in known.tiers:"
     ),
-    Mutant("routing/fleet_view.py", "& (known.tiers[0] | known.lately):", ":"),
+    Mutant("routing/fleet_view.py", "& (known.tiers[0] | known.current):", ":"),
     Mutant("routing/fleet_view.py", "            hashes = hashes[num_matched:]\n", "            return\n"),
     Mutant("routing/fleet_load.py", "each if each < turn else turn", "each"),
     Mutant("routing/fleet_load.py", "self._oldest_s = min(self._oldest_s, sent.then_s)", "pass"),
@@ -1046,7 +1046,7 @@ ROUTING_MUTANTS = (
         "            self.view.expect(name, blocks.all(), num_matched)\n",
         "",
     ),
-    Mutant("routing/router.py", "        self._demand.add(wish.key, computed_tokens * times.compute_s)\n", ""),
+    Mutant("routing/router.py", "        self._demand.add(prompt.key, computed_tokens * times.compute_s)\n", ""),
     Mutant("routing/router.py", "if name not in avoid]", "]"),
 )
 
@@ -1315,7 +1315,7 @@ FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
     Mutant("service/fleet/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),
     Mutant("service/fleet/replica_connection.py", "HEALTH_CHECK.bind(watch)", "HEALTH_CHECK.bind(calls)"),
-    Mutant("service/fleet/replica_connection.py", "if error.code() in _SILENCE:", "if True:"),
+    Mutant("service/fleet/replica_connection.py", "if error.code() in _NO_RESPONSE:", "if True:"),
 )
 SERVICE_MUTANTS = (
     Mutant(

@@ -145,7 +145,7 @@ OFFLOAD_TESTS = (
 )
 ROUTING_TESTS = (
     "tests/routing/test_candidate.py",
-    "tests/routing/test_rule.py",
+    "tests/routing/test_policies.py",
     "tests/routing/test_block_index.py",
     "tests/routing/test_event_cursor.py",
     "tests/routing/test_fleet_load.py",

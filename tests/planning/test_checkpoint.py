@@ -188,7 +188,12 @@ def test_layers_that_share_nothing_are_equal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"{", "not JSON"), (b"\xff", "not JSON"), (b"[1]", "expected a JSON object, got list [1]")]
+    ("content", "words"),
+    [
+        (b"{", "expected a JSON object"),
+        (b"\xff", "expected a JSON object"),
+        (b"[1]", "expected a JSON object, got list [1]"),
+    ],
 )
 def test_a_file_that_is_no_object_is_refused(tmp_path, content, words):
     (tmp_path / "config.json").write_bytes(content)

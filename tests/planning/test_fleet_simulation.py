@@ -12,7 +12,14 @@ from radixkv.api.events import BlocksRemoved, BlocksStored
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
-from radixkv.planning.fleet_simulation import Fleet, FleetSimulation, Job, SimulatedReplica, check_fleet, simulate_fleet
+from radixkv.planning.fleet_simulation import (
+    Fleet,
+    FleetSimulation,
+    SimulatedReplica,
+    SimulatedRequest,
+    check_fleet,
+    simulate_fleet,
+)
 from radixkv.planning.simulate import simulate
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
 from radixkv.routing.candidate import Hits
@@ -144,7 +151,7 @@ class World:
 
     def send(self, index: int, *ids: int) -> float | None:
         tokens = np.array(ids, "<u4").tobytes()
-        return self.replica.send(Job(index, self.now_s, tokens, Route("a", Hits(), False, index)))
+        return self.replica.send(SimulatedRequest(index, self.now_s, tokens, Route("a", Hits(), False, index)))
 
 
 def test_requests_are_computed_one_after_the_other() -> None:
@@ -169,10 +176,10 @@ def test_news_are_the_events_of_the_cache() -> None:
     for index in range(2):
         world.send(index, *range(100 * index, 100 * index + 8))
         world.replica.end()
-    batches = list(world.replica.news())
+    batches = list(world.replica.take_events())
     assert [batch.sequence_number for batch in batches] == [number + 1, number + 2]
     assert [type(event) for batch in batches for event in batch.events] == [BlocksStored, BlocksRemoved, BlocksStored]
-    assert list(world.replica.news()) == []
+    assert list(world.replica.take_events()) == []
     assert world.replica.num_evicted_blocks == 2
 
 
@@ -180,4 +187,4 @@ def test_a_prompt_without_room_is_computed_and_not_cached() -> None:
     world = World()
     assert world.send(0, *range(9)) == 19.0
     assert world.replica.end()[1] == 9
-    assert list(world.replica.news()) == []
+    assert list(world.replica.take_events()) == []
