@@ -1,4 +1,4 @@
-"""Hashes of event blocks, and the names of namespaces that readers may see."""
+"""Hashes of event blocks, and the published names of namespaces."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from radixkv.namespace import Namespace
 
 _BEGINNING = bytes(HASH_BYTES)
 _SALT_BYTES = 16
-_MAX_NAMESPACES = 4096  # to be remembered; the others are worked out again, in 2 us
+_MAX_NAMESPACES = 4096  # to cache; others are recomputed in 2 us
 
 
 class NamespaceIdentity(NamedTuple):
-    """The names under which one namespace is published.
+    """The published name of a namespace.
 
     Attributes:
-        root: the eight bytes that are hashed before its first block.
-        cache_salt: empty for the namespace that may be matched by tokens alone.
+        root: eight bytes that precede its first block in the hash chain.
+        cache_salt: empty for the namespace that can be matched by tokens alone.
     """
 
     root: bytes
@@ -31,15 +31,15 @@ class NamespaceIdentity(NamedTuple):
 
 
 class Identities:
-    """Gives each namespace a beginning of its own for hashes, and a name that tells nobody what it stands for.
+    """Maps each namespace to a root of its hash chains and an opaque name.
 
-    One namespace, that of a tenant without adapter and salt, can be matched by whoever knows the tokens. Each other one
-    gets a name that is derived from its fields with a secret key.
+    One namespace, that of a tenant without adapter and salt, can be matched by anyone who knows the tokens. The names
+    of all others are derived from their fields with a secret key.
 
     Args:
         tenant: the tenant of the namespace that can be matched by tokens.
-        key: 16 to 64 bytes; by default random ones, so that names and hashes of the other namespaces differ in each
-            life of the process.
+        key: 16 to 64 bytes; by default random, so that names and hashes of the other namespaces change with each
+            restart.
     """
 
     def __init__(self, tenant: str = "", key: bytes | None = None) -> None:
@@ -60,18 +60,18 @@ class Identities:
 
 
 def hash_blocks(before: bytes, tokens: bytes, block_bytes: int) -> bytes:
-    """Hash the whole blocks of a run: XXH3-64 over the hash before, as little-endian uint64, and a block's tokens.
+    """Hash the full blocks of a run: XXH3-64 over the previous hash, as little-endian uint64, and the block's tokens.
 
     Args:
-        before: packed hash of the block before the run, or the root of its namespace.
-        tokens: little-endian uint32 token ids, from the beginning of a block on.
-        block_bytes: bytes of a block's tokens.
+        before: packed hash of the previous block, or the root of the namespace.
+        tokens: little-endian uint32 token ids, starting at a block boundary.
+        block_bytes: bytes of the tokens of a block.
 
     Returns:
         Packed little-endian uint64 hashes.
 
-    Complexity: O(tokens); 0.2 us a block of 16. Cutting all blocks by one call, and turning round digests, which are
-    big-endian, takes 0.6 of the time of a slice and a number for each.
+    Complexity: O(tokens); 0.2 us per block of 16. Unpacking all blocks in one call and reversing the big-endian digests
+    takes 0.6 of the time of slicing and converting each block.
 
     Example:
         >>> hash_blocks(bytes(8), bytes(16), 8) == hash_blocks(hash_blocks(bytes(8), bytes(8), 8), bytes(8), 8)

@@ -1,4 +1,4 @@
-"""The last batches of events, by their numbers."""
+"""A ring of the last event batches, by sequence number."""
 
 from __future__ import annotations
 

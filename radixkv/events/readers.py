@@ -15,26 +15,26 @@ from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot
 from radixkv.events.tree_feed import TreeFeed
 
-# Batches that all readers of a loop get in a second, and at once. gRPC takes 60 us for each, so readers, however many
-# they are, take a sixteenth of the loop's time, and 2 ms at once. Where that is not enough they lag behind.
-MAX_BATCHES_A_SECOND = 1000
+# Batches that all readers of a loop get per second, and in one burst. gRPC takes 60 us for each, so all readers
+# together take at most 1/16 of the time of the loop, and 2 ms at once. If that is not enough, they lag behind.
+MAX_BATCHES_PER_S = 1000
 _MAX_BATCHES_AT_ONCE = 32
 
-# Readers of a loop. Routers are few, and each of a thousand callers would still cost the loop a batch in its turn.
+# Readers per loop. There are few routers, and a thousand readers would take up the loop.
 MAX_READERS = 64
 
 
 class EventSource:
-    """The event log of an engine, for any thread.
+    """The event log of an engine, usable from any thread.
 
     Args:
-        feed: belongs to the engine's thread.
+        feed: used on the engine's thread.
         nodes: yields all nodes of the cache, parents before children.
-        call: calls a function on the engine's thread between two steps.
+        call: runs a function on the engine's thread between two steps.
 
     Attributes:
         log: the batches.
-        num_readers: readers of event loops that read now.
+        num_readers: current readers on event loops.
         num_lost: readers that got EventsLost.
     """
 
@@ -55,15 +55,15 @@ class EventSource:
         """Record events from now on; see `TreeFeed.switch_on`.
 
         Raises:
-            Draining, StepHangs: the engine takes no calls.
+            Draining, StepHangs: the engine accepts no calls.
         """
         return self._call(lambda: self._feed.switch_on(self._nodes))
 
     def snapshot(self) -> Future[Snapshot]:
-        """Ask for all blocks that are cached. Records events from now on.
+        """Request a snapshot of all cached blocks. Events are recorded from now on.
 
         Raises:
-            Draining, StepHangs: the engine takes no calls.
+            Draining, StepHangs: the engine accepts no calls.
             Later, through the future: Draining; it may also be cancelled.
         """
         answer: Future[Snapshot] = Future()
@@ -77,16 +77,16 @@ class EventSource:
         return answer
 
     def close(self, error: RadixKVError) -> None:
-        """End all readers with `error`, after what is logged."""
+        """End all readers with `error` after the last batch."""
         self.log.close(error)
 
 
 class EventReader:
-    """One reader: an iterator of batches that gives its place back when it ends or is closed.
+    """One reader: an iterator over batches that unregisters itself when it ends or is closed.
 
     Args:
-        batches: what it reads.
-        leave: gives the place back; called once.
+        batches: the batches.
+        leave: unregisters the reader; called once.
     """
 
     def __init__(self, batches: AsyncGenerator[EventBatch, None], leave: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ class EventReader:
     async def __anext__(self) -> EventBatch:
         try:
             return await anext(self._batches)
-        except BaseException:  # after which there is no batch more
+        except BaseException:  # after which there are no more batches
             self._end()
             raise
 
@@ -115,42 +115,41 @@ class EventReader:
 
 
 class EventReaders:
-    """The readers of one event loop. A new batch wakes the loop once, however many they are.
+    """The readers on one event loop. A new batch wakes the loop once, whatever their number.
 
-    A reader is a number: the last batch that it has. Nothing is queued for it, so one that reads slowly or not at all
-    costs nobody anything; it gets `EventsLost` when the batch after its own is forgotten. All readers together get
-    `MAX_BATCHES_A_SECOND`, one after the other, so that requests on the same loop go on.
+    The state of a reader is the number of its last batch. Nothing is queued for it, so a slow reader uses no memory; it
+    gets `EventsLost` when the batch after its own was dropped. All readers together get
+    `MAX_BATCHES_PER_S`, one after the other, so that requests on the same loop go on.
 
-    To be made and used inside the event loop.
+    Create and use it inside the event loop.
     """
 
     def __init__(self, source: EventSource) -> None:
         self._source = source
         self._log = source.log
         self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
+        self._new_batch = asyncio.Event()
         self._is_waking = False
-        self._free_s = 0.0  # when all batches that were handed out have had their time
+        self._free_s = 0.0  # when the rate limit allows the next batch
         self._log.listen(self._wake)
 
     def close(self) -> None:
-        """Wake nobody any more."""
+        """Stop waking the event loop."""
         self._log.unlisten(self._wake)
 
     def subscribe(self, start: int) -> EventReader:
         """Read batches until the log ends.
 
         Args:
-            start: the last number that the reader has; 0 to begin with a snapshot, a batch or several.
+            start: number of the last batch that the reader has; 0 to begin with a snapshot of one or more batches.
 
         Returns:
-            An iterator. It raises EventsLost if the reader falls too far behind, or Draining when the service ends. It
-            keeps a place until it ends or is closed.
+            An iterator. It raises EventsLost if the reader falls too far behind, or Draining when the service stops. It
+            counts as a reader until it ends or is closed.
 
         Raises:
-            TooManyReaders: `MAX_READERS` read.
-            UnknownSequence: `start` is a number of another life, or the batches after it are forgotten. Subscribe
-                from 0 then.
+            TooManyReaders: there are `MAX_READERS` readers.
+            UnknownSequence: `start` is from before a restart, or the batches after it were dropped: subscribe from 0.
         """
         if start:
             self._log.require(start)
@@ -171,7 +170,7 @@ class EventReaders:
                     yield batch
                 number = snapshot.sequence_number
             while True:
-                news = self._news  # before looking, so that a batch that comes from now on is noticed
+                new_batch = self._new_batch  # read before the log, so that no batch is missed
                 batch_or_none = self._log.after(number)
                 if batch_or_none is not None:
                     number += 1
@@ -180,16 +179,16 @@ class EventReaders:
                 elif self._log.error is not None:
                     raise self._log.error
                 else:
-                    await news.wait()
+                    await new_batch.wait()
         except EventsLost:
             self._source.num_lost += 1
             raise
 
     async def _take_turn(self) -> None:
-        """Wait for the time of one batch more."""
+        """Wait until the rate limit allows another batch."""
         now_s = self._loop.time()
-        begins_s = max(now_s - _MAX_BATCHES_AT_ONCE / MAX_BATCHES_A_SECOND, self._free_s)
-        self._free_s = begins_s + 1 / MAX_BATCHES_A_SECOND
+        begins_s = max(now_s - _MAX_BATCHES_AT_ONCE / MAX_BATCHES_PER_S, self._free_s)
+        self._free_s = begins_s + 1 / MAX_BATCHES_PER_S
         if begins_s > now_s:
             await asyncio.sleep(begins_s - now_s)
 
@@ -208,23 +207,24 @@ class EventReaders:
         finally:
             asked.cancel()
             ended.cancel()
-        await asyncio.to_thread(lambda: snapshot.batches)  # of a large cache it takes a while
+        await asyncio.to_thread(lambda: snapshot.batches)  # slow for a large cache
         return snapshot
 
     async def _ended(self) -> None:
-        """Wait for the end of the log, and raise its error."""
+        """Wait until the log ends, and raise its error."""
         while self._log.error is None:
-            await self._news.wait()
+            await self._new_batch.wait()
         raise self._log.error
 
     def _wake(self) -> None:
-        """Wake the event loop, if anybody reads. Called on the engine's thread."""
+        """Wake the event loop if there are readers. Called on the engine's thread."""
         if self._source.num_readers and not self._is_waking and not self._loop.is_closed():
             self._is_waking = True
-            with contextlib.suppress(RuntimeError):  # it was closed since
-                self._loop.call_soon_threadsafe(self._tell)
+            with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
+                self._loop.call_soon_threadsafe(self._notify)
 
-    def _tell(self) -> None:
-        self._is_waking = False  # before the readers look, so that a batch that comes from now on wakes the loop again
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self) -> None:
+        self._is_waking = False  # reset before readers run, so that the next batch wakes the loop again
+        new_batch = self._new_batch
+        self._new_batch = asyncio.Event()
+        new_batch.set()

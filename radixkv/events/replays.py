@@ -14,8 +14,8 @@ from radixkv.errors import EventsLost
 from radixkv.events.event_log import EventLog
 
 MAX_REPLAYS = 64
-_BATCHES_A_TURN = 100
-_PATIENCE_S = 30.0
+_BATCHES_PER_TURN = 100
+_STALLED_S = 30.0
 _SEQUENCE_BYTES = 8
 _END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
 
@@ -37,18 +37,18 @@ class _ReplayState:
 
 
 class ReplayServer:
-    """Answers requests for kept batches on a ROUTER socket, a few batches of each in turn.
+    """Answers replay requests on a ROUTER socket, round-robin with a few batches per turn.
 
         request   [reader, b"", first sequence wanted]
         answers   [reader, b"", topic, sequence, payload] ..., then [reader, b"", topic, -1, b""]
 
-    A reader that takes nothing for 30 seconds is given up, as is the oldest of more than 64 replays at a time.
+    A replay is dropped if its reader accepts nothing for 30 seconds; of more than 64 concurrent replays, the oldest is.
 
     Args:
-        socket: a ROUTER that is bound. Whoever makes this may not use it further.
-        log: has the batches.
+        socket: a bound ROUTER socket, which is owned by this object from then on.
+        log: the batches.
         topic: of all messages.
-        payload: writes a batch.
+        payload: serializes the batch with a number.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], log: EventLog, topic: bytes, payload: Callable[[int], bytes]) -> None:
@@ -60,12 +60,12 @@ class ReplayServer:
         self._replays: deque[_ReplayState] = deque()
 
     @property
-    def are_under_way(self) -> bool:
-        """Whether any reader still waits for batches."""
+    def has_replays(self) -> bool:
+        """Whether any replay is in progress."""
         return bool(self._replays)
 
     def read_requests(self) -> None:
-        """Take the requests that have come. One that can't be read is left unanswered, and logged."""
+        """Read pending requests. An invalid one is logged and not answered."""
         while self._socket.poll(0):
             frames = self._socket.recv_multipart()
             if len(frames) != 3 or frames[1] or len(frames[2]) != _SEQUENCE_BYTES:
@@ -76,8 +76,8 @@ class ReplayServer:
                 self._replays.popleft()
             self._replays.append(_ReplayState(frames[0], max(number, self._log.first - 1), time.monotonic()))
 
-    def go_on(self, last: int) -> None:
-        """Send some batches more to each reader, up to the number `last`."""
+    def advance(self, last: int) -> None:
+        """Send the next batches to each reader, up to the number `last`."""
         for _ in range(len(self._replays)):
             replay = self._replays.popleft()
             if not self._is_done(replay, last):
@@ -85,7 +85,7 @@ class ReplayServer:
 
     def _is_done(self, replay: _ReplayState, last: int) -> bool:
         try:
-            for _ in range(_BATCHES_A_TURN):
+            for _ in range(_BATCHES_PER_TURN):
                 replay.number = max(replay.number, self._log.first - 1)
                 if replay.number >= last:
                     self._send(replay, _END, b"")
@@ -94,11 +94,11 @@ class ReplayServer:
                 self._send(replay, sequence_frame(self._log, replay.number + 1), payload)
                 replay.number += 1
                 replay.moved_s = time.monotonic()
-        except zmq.Again:  # its queue is full
-            return time.monotonic() - replay.moved_s > _PATIENCE_S
-        except EventsLost:  # since a moment ago: it goes on with what is kept
+        except zmq.Again:  # the queue of the reader is full
+            return time.monotonic() - replay.moved_s > _STALLED_S
+        except EventsLost:  # dropped in the meantime: continue with what is kept
             return False
-        except zmq.ZMQError:  # it has gone
+        except zmq.ZMQError:  # the reader has disconnected
             return True
         return False
 

@@ -1,4 +1,4 @@
-"""All blocks that are cached at one moment."""
+"""A snapshot of all cached blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from radixkv.api.events import HASH_BYTES, AllCleared, BlocksStored, Event, EventBatch, SnapshotPart
 from radixkv.events.store_feed import KnownBlock
 
-MAX_PART_BLOCKS = 512  # 37 kB of a message, which each reader that does not read may hold back
+MAX_PART_BLOCKS = 512  # 37 kB per message, which each stalled reader may keep in memory
 _MAX_STORED_PART_BLOCKS = 4096  # 33 kB: without tokens
 
 
@@ -37,16 +37,16 @@ class StoredRun(NamedTuple):
 
 
 class Snapshot:
-    """The blocks that are cached after one batch. It is made of what the trees hold, without a copy.
+    """The blocks that are cached after one batch. It references the tokens of the trees without copying them.
 
     Args:
         sequence_number: the number of that batch.
         runs: parents before children.
         block_size: tokens of an event block.
-        known: what stores have.
+        known: blocks in stores.
 
     Attributes:
-        sequence_number: the same.
+        sequence_number: see above.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Snapshot:
     def batches(self) -> tuple[EventBatch, ...]:
         """The snapshot as batches, all with its number; the first one begins with `AllCleared`, stores come last.
 
-        Complexity: O(nodes + tokens), the first time. Any thread may ask.
+        Complexity: O(nodes + tokens) for the first access, from any thread.
         """
         parts: list[list[Event]] = [[AllCleared()]]
         num_blocks, room = 0, MAX_PART_BLOCKS
@@ -85,7 +85,7 @@ class Snapshot:
         )
 
     def _stored_pieces(self) -> Iterator[BlocksStored]:
-        """Yield the blocks that each store has of each namespace."""
+        """Yield the blocks of each store and namespace."""
         runs: dict[tuple[str, str], list[bytes]] = {}
         for block in self._known:
             for store in block.stores:
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def _num_known(run: StoredRun, known: set[bytes]) -> int:
-    """Count the blocks at the front of a run that an earlier one had, and note those that a later one may have."""
+    """Count the leading blocks of a run that an earlier run had, and record those that a later run may have."""
     num_known = 0
     for start in range(0, run.num_shared * HASH_BYTES, HASH_BYTES):
         block = run.hashes[start : start + HASH_BYTES]

@@ -1,4 +1,4 @@
-"""Records which blocks stores have, for readers that ask for it."""
+"""Records which blocks the tiers below the device have, for readers that request it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KnownBlock(NamedTuple):
     Attributes:
         hashes: packed.
         cache_salt: as in `BlocksStored`.
-        stores: names of those that readers know to have it.
+        stores: names of the stores that were reported to have it.
     """
 
     hashes: bytes
@@ -37,18 +37,18 @@ class _Change(NamedTuple):
 
 
 class StoreFeed(StoreListener):
-    """Turns what stores get and lose into events, whose hashes are those that the blocks had on the device.
+    """Turns changes of the stores into events with the hashes that the blocks had on the device.
 
         met: key ─▶ hashes        stored, removed: key ─▶ event of these hashes, with the store's name
 
-    Stores know keys alone, so a block is told once a prompt with it leaves the device, or finds it in a store: of what
-    an earlier process left on a disk, or another one in a shared store, nothing is told before. A block is known as
-    long as a store has it.
+    Stores only know keys, so a block is reported when a prompt with it is evicted from the device or finds it in a
+    store. Blocks that an earlier process left on a disk, or another one in a shared store, are not reported before. A
+    block is tracked as long as a store has it.
 
     Args:
         tier_indexes: the stores, by name.
-        block_size: tokens of an event block. Unless it divides a block of the pool, nothing is told.
-        pool_block_size: tokens of a block of the pool.
+        block_size: tokens per event block. Nothing is reported unless it divides `pool_block_size`.
+        pool_block_size: tokens per block of the pool.
         identities: names of namespaces.
     """
 
@@ -64,7 +64,7 @@ class StoreFeed(StoreListener):
 
     @property
     def has_pending_changes(self) -> bool:
-        """Whether something waits to be published."""
+        """Whether changes wait to be published."""
         return bool(self._changes)
 
     def switch_on(self) -> None:
@@ -72,13 +72,13 @@ class StoreFeed(StoreListener):
         self.is_on = self._pool_block_size % self._block_size == 0
 
     def close(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         self.is_on = False
         self._changes.clear()
         self._known.clear()
 
     def met(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
-        """Note the hashes of blocks, and tell of those that are stored. No reader could match an invoked adapter's."""
+        """Record the hashes of blocks, and report those that are stored, except blocks of invoked adapters."""
         plain = (each for each in enumerate(blocks, start) if each[1].namespace == namespace)
         new = [(place, block) for place, block in plain if self._is_new(block.key)]
         if not new:
@@ -95,14 +95,14 @@ class StoreFeed(StoreListener):
                     self.stored(name, block.key)
 
     def stored(self, store: str, key: bytes) -> None:
-        """Note that a store has a block."""
+        """Record that a store has a block."""
         known = self._known.get(key)
         if known is not None and store not in known.stores:
             self._known[key] = known._replace(stores=(*known.stores, store))
             self._changes.append((_Change(True, store, known.cache_salt), known.hashes))
 
     def removed(self, store: str, key: bytes) -> None:
-        """Note that a store does not have a block, and forget its hashes if no other one has it."""
+        """Record that a store lost a block, and drop its hashes if no other store has it."""
         known = self._known.get(key)
         if known is None:
             return
@@ -114,7 +114,7 @@ class StoreFeed(StoreListener):
             del self._known[key]
 
     def take(self, max_blocks: int) -> list[BlocksStored | BlocksRemoved]:
-        """Return what happened since the last call, in its order, up to a number of event blocks; then the rest."""
+        """Return the events since the last call in order, up to a number of event blocks per call."""
         max_changes = 1 + max_blocks * self._block_size // self._pool_block_size
         changes = [self._changes.popleft() for _ in range(min(max_changes, len(self._changes)))]
         events: list[BlocksStored | BlocksRemoved] = []
@@ -127,7 +127,7 @@ class StoreFeed(StoreListener):
         return events
 
     def known(self) -> list[KnownBlock]:
-        """List the blocks of which something was told. Complexity: O(blocks), by one call."""
+        """List the tracked blocks. Complexity: O(blocks)."""
         return list(self._known.values())
 
     def _is_new(self, key: bytes) -> bool:

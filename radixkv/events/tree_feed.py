@@ -1,4 +1,4 @@
-"""Records what happens to the trees, and turns it into numbered batches between two steps."""
+"""Records changes of the trees, and turns them into numbered event batches between two steps."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_STEP_BLOCKS = 2048  # 0.6 ms
-_MAX_SNAPSHOT_AGE = 1000  # batches that a reader of an old snapshot reads instead of a new one
+_MAX_SNAPSHOT_AGE = 1000  # in batches; a reader of an older snapshot would read more than a new one has
 
 _logger = logging.getLogger(__name__)
 
 
 class TreeFeed(Listener):
-    """Feeds an event log from the trees of one cache. One thread owns both.
+    """Feeds an event log from the trees of one cache, on one thread.
 
         commit, evict, purge ── note ──▶ [ change, change ... ] ── publish, after a step ──▶ batch ──▶ log
         first reader ── every node ─────────▲
 
-    Nothing is recorded before `switch_on`: until then it costs a test of a flag. After that, a change of a tree notes a
-    few references, and `publish` hashes the tokens that are new. What it hashes between two steps is bounded; the rest
-    waits for the next step.
+    Nothing is recorded before `switch_on`; until then, a change tests one flag. After that, a change of a tree records
+    a few references, and `publish` hashes the new tokens. It hashes a bounded number of blocks between two steps; the
+    rest waits for the next step.
 
     Args:
-        log: where batches go.
-        block_size: tokens of an event block.
-        pool_block_size: tokens of a block of the pool.
-        identities: names of namespaces.
-        max_step_blocks: blocks that are hashed at once. More than steps compute, or the rest would grow.
-        marks: tell what invoked adapters computed. It is not published, since no reader could match it.
+        log: receives the batches.
+        block_size: tokens per event block.
+        pool_block_size: tokens per block of the pool.
+        identities: published names of namespaces.
+        max_step_blocks: maximum number of blocks hashed per step; more than steps compute, or the backlog grows.
+        marks: tokens that invoked adapters computed. They are not published, since no reader could match them.
 
     Attributes:
-        log: the same.
+        log: see above.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TreeFeed(Listener):
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something waits to be published."""
+        """Whether changes wait to be published."""
         return bool(self._changes) or bool(self._asking) or self._stores_have_pending_changes
 
     @property
@@ -84,12 +84,12 @@ class TreeFeed(Listener):
         return self._stores is not None and self._stores.has_pending_changes
 
     def follow(self, offload_index: OffloadIndex) -> None:
-        """Record also what stores have, from `switch_on` on."""
+        """Also record changes of the stores, from `switch_on` on."""
         self._stores = StoreFeed(offload_index.tiers, self._block_size, self._pool_block_size, self._identities)
         offload_index.subscribe(self._stores)
 
     def switch_on(self, nodes: Callable[[], Iterable[Node]]) -> None:
-        """Record changes from now on, and what is cached already. Doing so again changes nothing.
+        """Record changes from now on, and everything that is cached. Calling it again does nothing.
 
         Args:
             nodes: yields all nodes of the cache, parents before children.
@@ -104,15 +104,15 @@ class TreeFeed(Listener):
             self._changes.extend((node, self._plain(node), node.parent, self._tail(node)) for node in nodes())
 
     def ask(self, answer: Future[Snapshot]) -> None:
-        """Have `publish` answer with a snapshot, once it has published all that is recorded."""
+        """Request a snapshot, which `publish` returns when everything recorded is published."""
         self._asking.append(answer)
         if self.log.error is not None:
             self.close(self.log.error)
 
     def publish(self) -> None:
-        """Publish what happened since the last time as one batch, if anything did. Call it after each step.
+        """Publish the changes since the last call as one batch, if there are any. Call it after each step.
 
-        Should this fail, which would be a bug, it is logged and the log ends; requests go on.
+        An exception, which would be a bug, is logged and ends the event log; requests continue.
         """
         if self._is_on and self.has_backlog:
             try:
@@ -138,7 +138,7 @@ class TreeFeed(Listener):
                     answer.set_result(self._snapshot)
 
     def close(self, error: RadixKVError) -> None:
-        """Record nothing more. Readers get `error`."""
+        """Stop recording. Readers get `error`."""
         self._is_on = False
         self._changes.clear()
         if self._stores is not None:
@@ -150,40 +150,40 @@ class TreeFeed(Listener):
                 answer.set_exception(error)
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """Note a new leaf."""
+        """Record a new leaf."""
         if self._is_on:
             tail = b"" if self._is_aligned else self._tail(leaf)
             self._note((leaf, self._plain(leaf), leaf.parent, tail))
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """Note the tokens of a leaf that has grown."""
+        """Record the new tokens of a leaf that was extended."""
         if self._is_on:
             tail = b"" if self._is_aligned else self._tail(leaf)
             self._note((leaf, self._plain(leaf), None, tail))
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Note where a node was cut."""
+        """Record where a node was split."""
         if self._is_on:
             upper = lower.parent
             assert upper is not None
             self._note((lower, upper, upper.tokens))
 
     def cut(self, lower: Node) -> None:
-        """Note where a node was cut."""
+        """Record where a node was split."""
         self.split(lower, 0.0, 0.0)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Note which nodes are one now."""
+        """Record which nodes were merged."""
         if self._is_on:
             self._note(MergedNodes(uppers, lower))
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Note how much a leaf keeps."""
+        """Record how many tokens of a leaf remain."""
         if self._is_on:
             self._note((leaf, (leaf.num_blocks - num_blocks) * self._pool_block_size))
 
     def purged(self, node: Node) -> None:
-        """Note a node that is gone."""
+        """Record a purged node."""
         if self._is_on:
             self._note((node,))
 

@@ -1,4 +1,4 @@
-"""Publishes the event log over ZMQ, on a thread of its own."""
+"""Publishes the event log over ZMQ on its own thread."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from radixkv.events.replays import ReplayServer, sequence_frame
 from radixkv.events.zmq_forms import PAYLOADS
 
 _MAX_PORT = 65_535
-_REPLAY_PERIOD_MS = 10  # between two turns of replays whose readers are slow
-_MAX_WRITTEN = 256  # batches whose messages are kept for replays
+_REPLAY_PERIOD_MS = 10  # between two turns of replays with slow readers
+_MAX_WRITTEN = 256  # serialized batches that are cached for replays
 _LINGER_MS = 500  # for the last messages to leave
 
 _logger = logging.getLogger(__name__)
@@ -28,15 +28,15 @@ _logger = logging.getLogger(__name__)
 class ZmqPublisher:
     """Publishes each batch as `[topic, sequence, payload]` on a PUB socket, and again on request; see `ReplayServer`.
 
-    The engine's thread writes one byte to wake this one, unless it is awake, and waits for nothing. A slow subscriber
-    loses messages, sees a gap in the sequence, and asks for a replay.
+    The engine's thread wakes this thread with one byte unless it is awake, and never blocks. A slow subscriber loses
+    messages, sees a gap in the sequence, and requests a replay.
 
     Args:
-        source: the log; events are recorded from now on.
+        source: the log, which records events from now on.
         config: `zmq_endpoint` is not None.
 
     Attributes:
-        endpoint: address of the PUB socket, with the port that was taken.
+        endpoint: address of the PUB socket, with the port that was bound.
         replay_endpoint: address of the ROUTER socket; None without one.
 
     Raises:
@@ -72,7 +72,7 @@ class ZmqPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is logged, and end the thread. Closing again does nothing."""
+        """Publish the remaining batches and stop the thread. Closing again does nothing."""
         self._is_stopping = True
         with contextlib.suppress(OSError):  # closed before
             self._waking.send(b"!")
@@ -93,14 +93,14 @@ class ZmqPublisher:
         try:
             while not self._is_stopping:
                 replays = self._replays
-                poller.poll(_REPLAY_PERIOD_MS if replays is not None and replays.are_under_way else None)
+                poller.poll(_REPLAY_PERIOD_MS if replays is not None and replays.has_replays else None)
                 with contextlib.suppress(BlockingIOError):
                     self._wakes.recv(4096)
-                self._is_waking = False  # before looking, so that a batch that comes from now on wakes the thread again
+                self._is_waking = False  # reset before reading the log, so that the next batch wakes the thread again
                 self._publish()
                 if replays is not None:
                     replays.read_requests()
-                    replays.go_on(self._number)
+                    replays.advance(self._number)
             self._publish()
         except Exception:
             _logger.exception("events are published over ZMQ no more")
@@ -110,7 +110,7 @@ class ZmqPublisher:
             self._wakes.close()
 
     def _publish(self) -> None:
-        """Send what is new. Subscribers whose queues are full get nothing, and this waits for none."""
+        """Send new batches. Subscribers whose queues are full lose them; this never blocks."""
         while self._number < self._log.last:
             try:
                 payload = self._payload(self._number + 1)
@@ -122,14 +122,14 @@ class ZmqPublisher:
             self._publisher.send_multipart((self._topic, sequence_frame(self._log, self._number), payload))
 
     def _payload(self, number: int) -> bytes:
-        """Return the message of the batch of a number. Raises EventsLost if it is forgotten."""
+        """Return the serialized batch with a number. Raises EventsLost if it was dropped."""
         batch = self._log.after(number - 1)
         assert isinstance(batch, EventBatch)
         return self._write(batch)
 
 
 def require_addresses(config: EventsConfig) -> None:
-    """Bind the addresses of a configuration for a moment.
+    """Check that the addresses of a configuration can be bound.
 
     Raises:
         ConfigError: one can't be bound; the message names the key.

@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.api.events import EventBatch
 from radixkv.errors import Draining, EventsLost, StepHangs, TooManyReaders, UnknownSequence
-from radixkv.events.readers import MAX_BATCHES_A_SECOND, MAX_READERS, EventReaders
+from radixkv.events.readers import MAX_BATCHES_PER_S, MAX_READERS, EventReaders
 from tests.events.event_oracle import Knowledge
 from tests.events.fake_source import SALTED, FakeSource
 from tests.patience import PATIENCE_S
@@ -195,7 +195,7 @@ def test_readers_together_get_a_bounded_number_of_batches_a_second() -> None:
                 await readers._take_turn()
             assert len(slept) <= 1
             slept.clear()
-            for _ in range(2 * MAX_BATCHES_A_SECOND):
+            for _ in range(2 * MAX_BATCHES_PER_S):
                 await readers._take_turn()
             assert slept[-1] == pytest.approx(2.0, abs=0.01)
             now_s[0] += 3.0
