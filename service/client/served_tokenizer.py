@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 from radixkv.service.client.tokenizer_files import ArchiveReader, stored_files
 from radixkv.service.text.tokenizer import Tokenizer
@@ -86,13 +87,14 @@ class AsyncServedTokenizer:
     async def _load(self, timeout_s: float | None) -> Tokenizer:
         digest = (await self._read(timeout_s, digest_only=True)).digest
         if self._tokenizer is None or digest != self._digest:
-            directory = await asyncio.to_thread(stored_files, digest)
-            if directory is None:
-                reader = await self._read(timeout_s, digest_only=False)
-                directory = await asyncio.to_thread(reader.store)
+            directory = await asyncio.to_thread(stored_files, digest) or await self._fetch_files(timeout_s)
             self._tokenizer = await asyncio.to_thread(Tokenizer.load, directory)
             self._digest = digest
         return self._tokenizer
+
+    async def _fetch_files(self, timeout_s: float | None) -> Path:
+        reader = await self._read(timeout_s, digest_only=False)
+        return await asyncio.to_thread(reader.store)
 
     async def _read(self, timeout_s: float | None, *, digest_only: bool) -> ArchiveReader:
         reader = ArchiveReader()

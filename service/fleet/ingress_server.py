@@ -74,7 +74,7 @@ class IngressServer:
         disaggregated: DisaggregatedPrefill | None = None,
     ) -> None:
         self._config = config
-        self._hand_over = disaggregated
+        self._disaggregated = disaggregated
         self._doors = Doors(config)
         self._unfinished = UnfinishedCalls()
         self._health = HealthStatus()
@@ -126,8 +126,8 @@ class IngressServer:
         self._health.leave()
         self._intake.refuse_new()
         await self._unfinished.finish(self._config.drain_timeout_s)
-        if self._hand_over is not None:
-            await self._hand_over.finish()
+        if self._disaggregated is not None:
+            await self._disaggregated.finish()
         if self._port is not None:
             await end_connections({self._port}, _FLUSH_S)
             self._port = None

@@ -42,7 +42,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def __init__(self, forwarder: Forwarder, disaggregated: DisaggregatedPrefill | None = None) -> None:
         self._forwarder = forwarder
-        self._hand_over = disaggregated
+        self._disaggregated = disaggregated
         self._generating = forwarder if disaggregated is None else disaggregated.generating
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
@@ -66,7 +66,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         async with replica_errors_as_status(context), contextlib.aclosing(await self._parts(request, context)) as parts:
             async for routed, part in parts:
                 if part.HasField("usage"):
-                    if self._hand_over is None:  # otherwise the request counts as load until its end
+                    if self._disaggregated is None:  # otherwise the request counts as load until its end
                         routed.finish(part.usage.computed_tokens)
                     _name(routed, context)
                 yield part
@@ -76,11 +76,11 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
         """Return a stream of responses, each with the replica that generates."""
         question = _question(request.prefill, "prefill.token_ids")
-        if self._hand_over is not None:
+        if self._disaggregated is not None:
             if not request.HasField("kv_source"):
                 read_sampling(request)
                 read_num_answers(request)  # validate before anything is computed
-                return self._hand_over.stream(
+                return self._disaggregated.stream(
                     request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
                 )
             there = _question(request.prefill)
