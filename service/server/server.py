@@ -80,6 +80,7 @@ class Server:
         services: add more services; see `optional_services`.
         gateway_tenant: the owner of the gateway's data.
         count_refusal: is called with the exception of each call that is refused before the engine knows of it.
+        doors: who is authenticated on which port; None for what the configuration says.
 
     Attributes:
         stop: set when the service should drain: by a caller of `Drain`, or by whoever runs the server.
@@ -97,12 +98,13 @@ class Server:
         services: Iterable[AddService] = (),
         gateway_tenant: str = "",
         count_refusal: CountRefusal | None = None,
+        doors: Doors | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self.stop = asyncio.Event()
         self.admin_address: str | None = None
-        self._doors = Doors(config)
+        self._doors = Doors(config) if doors is None else doors
         self._sources = sources_of(engine)
         self._gateway_tenant = gateway_tenant
         self._count_refusal = count_refusal
