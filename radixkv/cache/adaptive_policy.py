@@ -1,4 +1,4 @@
-"""The default eviction policy: it tries three orders on samples of the traffic and follows the best one."""
+"""The default eviction policy: tries three orders on a sample of the traffic, and follows the best one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from radixkv.tokens import TOKEN_BYTES
 Weights = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-# Ages fall into half octaves from 2**-20 s to 2**22 s, seven weeks. Whole octaves cost 3 % of the hits.
+# Buckets of ages are half octaves from 2**-20 s to 2**22 s (seven weeks). Whole octaves lose 3 % of the hits.
 _AGES_PER_OCTAVE = 2
 _SHORTEST_LOG_AGE = -20
 _NUM_AGES = 42 * _AGES_PER_OCTAVE
 _AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  # [num_ages], upper edges
 _LIFETIMES_S = np.concatenate(([0.0], _AGES_S))  # [num_lifetimes = 1 + num_ages]
-_LEAST_UNUSED = 1e-3  # assumed share of blocks never used again, so that no lifetime is longer than it needs to be
+_LEAST_UNUSED = 1e-3  # assumed share of blocks that are never used again, so that no lifetime is longer than necessary
 
 
 class ReuseCounts:
-    """Counts after how many seconds the blocks of each kind were used again.
+    """Statistics of how many seconds it took until blocks of each kind were used again.
 
     Args:
         num_kinds: kinds of leaves.
@@ -41,8 +41,8 @@ class ReuseCounts:
 
     def __init__(self, num_kinds: int) -> None:
         self.hits = np.zeros((num_kinds, _NUM_AGES))  # blocks used again, by age
-        self.waits = np.zeros((num_kinds, _NUM_AGES))  # block seconds until then
-        self.stays = np.zeros(num_kinds)  # blocks that began to wait for their next use
+        self.waits = np.zeros((num_kinds, _NUM_AGES))  # block seconds until the reuse
+        self.stays = np.zeros(num_kinds)  # blocks that started to wait for their next use
         self.seconds = 0.0
 
     def hit(self, kind: int, num_blocks: int, age_s: float) -> None:
@@ -52,14 +52,14 @@ class ReuseCounts:
         self.waits[kind, index] += num_blocks * age_s
 
     def forget(self, kept: float) -> None:
-        """Multiply everything counted so far by `kept`, a number below 1."""
+        """Multiply all counts by `kept`, a number below 1."""
         self.hits *= kept
         self.waits *= kept
         self.stays *= kept
         self.seconds *= kept
 
     def plan(self, num_blocks: int) -> tuple[list[tuple[float, float]], float]:
-        """Choose the lifetimes with the most hits for which all blocks just fit.
+        """Choose the lifetimes with the most hits with which all blocks just fit.
 
         Args:
             num_blocks: blocks of the cache's pool.
@@ -128,12 +128,12 @@ def _age_index(age_s: float) -> int:
     return min(_NUM_AGES - 1, math.ceil((math.log2(age_s) - _SHORTEST_LOG_AGE) * _AGES_PER_OCTAVE))
 
 
-_SAMPLED_TOKENS = 512  # one block in this many tokens may be sampled, so short blocks cost no more than long ones
-_NUM_SAMPLED = 1024  # blocks that a shadow cache holds; with 8192 the trace has the same hits within noise
+_SAMPLED_TOKENS = 512  # at most one block per this many tokens is sampled, so short blocks cost no more than long ones
+_NUM_SAMPLED = 1024  # blocks in a shadow cache; with 8192 the hits on the trace are the same within noise
 
 
 class Sample(NamedTuple):
-    """One of a node's blocks that shadow caches follow.
+    """A block of a node that the shadow caches follow.
 
     Attributes:
         place: index of the block in the node.
@@ -145,7 +145,7 @@ class Sample(NamedTuple):
 
 
 class BlockSampler:
-    """Picks blocks by the hash of their prefix, so the same prefixes are followed wherever nodes begin and end.
+    """Samples blocks by the hash of their prefix, independent of where nodes begin and end.
 
     Source: Waldspurger et al.: "Efficient MRC construction with SHARDS", FAST 2015.
 
@@ -157,7 +157,7 @@ class BlockSampler:
         self._num_blocks = num_blocks
 
     def capacity(self, block_size: int) -> int:
-        """Return how many sampled blocks stand for the whole cache."""
+        """Return how many sampled blocks represent the whole cache."""
         return max(1, min(_NUM_SAMPLED, self._num_blocks // _stride(block_size)))
 
     def sample(self, node: Node, start: int) -> tuple[Sample, ...]:
@@ -185,7 +185,7 @@ class BlockSampler:
 
 
 class ShadowCache:
-    """Holds the digests of the sampled blocks that a cache would hold if it evicted the smallest key first."""
+    """The digests of the sampled blocks that a cache would have if it evicted the smallest key first."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[float, int, int]] = {}  # by digest: key, use and digest
@@ -199,7 +199,7 @@ class ShadowCache:
         return digest in self._entries
 
     def use(self, digests: list[int], new_key: float, held_key: float, capacity: int) -> list[bool]:
-        """Add blocks, and drop those with the smallest keys until no more than `capacity` are left.
+        """Add blocks, and evict those with the smallest keys until no more than `capacity` are left.
 
         Args:
             digests: the blocks, in the order of their use.
@@ -245,10 +245,10 @@ def _ancestors(node: Node) -> list[Node]:
     return above[::-1]
 
 
-# One turn is as many inserted blocks as the cache has. A change of order gives all leaves new keys, so it waits for a
-# tenth of a turn; lifetimes are given four turns to be learned. Another order must lead by twice the noise. docs/LOG.md
-# says what other values do.
-_TURNS_A_VERDICT = 0.1
+# One turn is as many inserted blocks as the cache has. A change of order gives all leaves new keys, so the orders are
+# compared every tenth of a turn; lifetimes have four turns to be learned. Another order must lead by twice the standard
+# deviation. docs/LOG.md compares other values.
+_TURNS_PER_COMPARISON = 0.1
 _TURNS_TO_LEARN = 4.0
 _TURNS_TO_HALVE = 2.0
 _LEAST_DEVIATIONS = 2.0
@@ -256,7 +256,7 @@ FOREVER_S = 2.0**30
 
 
 class Order(IntEnum):
-    """The orders that leaves may be evicted in."""
+    """The orders in which leaves can be evicted."""
 
     LAST_USE = 0
     REUSED_LAST = 1
@@ -264,24 +264,24 @@ class Order(IntEnum):
 
 
 class OrderTrial:
-    """Follows a sample of the blocks in one shadow cache for each order, and picks the order with the most hits.
+    """Simulates each order with a sample of the blocks in a shadow cache, and selects the order with the most hits.
 
-    Two orders are compared on the blocks that one of them held and the other did not. The order in force gives way to
-    one that leads by more than chance would explain.
+    Two orders are compared on the blocks that only one of them had. The current order is replaced by one that leads by
+    more than chance would explain.
 
     Args:
         num_blocks: blocks of the cache's pool.
 
     Attributes:
-        order: the order in force.
+        order: the current order.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.order = Order.LIFETIMES  # the same as last use until lifetimes are learned
+        self.order = Order.LIFETIMES  # equal to LRU until lifetimes are learned
         self._num_blocks = num_blocks
         self._sampler = BlockSampler(num_blocks)
         self._shadows = [ShadowCache() for _ in Order]
-        self._wins = [[0.0] * len(Order) for _ in Order]  # sampled blocks that one held lately and the other did not
+        self._wins = [[0.0] * len(Order) for _ in Order]  # recently sampled blocks that only one of two orders had
         self._num_new_blocks = 0  # since the last verdict
         self._num_turns = 0.0
 
@@ -290,13 +290,13 @@ class OrderTrial:
         return self._sampler.sample(node, start)
 
     def use(self, block_size: int, samples: tuple[Sample, ...], now_s: float, end_s: float) -> None:
-        """Show sampled blocks of one node to each shadow cache, the deepest first, as it has to go before the others.
+        """Record a use of sampled blocks of a node in each shadow cache, the deepest first, since it is evicted first.
 
         Args:
             block_size: tokens a block.
             samples: the blocks.
             now_s: time of this use.
-            end_s: when their learned lifetime ends.
+            end_s: end of their learned lifetime.
 
         Complexity: O(log sampled blocks) for each block.
         """
@@ -304,21 +304,25 @@ class OrderTrial:
             return
         capacity = self._sampler.capacity(block_size)
         digests = [digest for _, digest in reversed(samples)]
-        keys = ((now_s, now_s), (now_s, now_s + FOREVER_S), (end_s, end_s))  # by order: of new blocks, of held ones
+        keys = (
+            (now_s, now_s),
+            (now_s, now_s + FOREVER_S),
+            (end_s, end_s),
+        )  # by order: keys of new blocks and of present ones
         held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
         if not held[0] == held[1] == held[2]:
             for winner, loser in itertools.permutations(Order, 2):
                 self._wins[winner][loser] += sum(map(operator.gt, held[winner], held[loser]))
 
     def filled(self, num_blocks: int) -> bool:
-        """Note that `num_blocks` more blocks were inserted, and pick the order anew if enough were since the last time.
+        """Note that `num_blocks` more blocks were inserted, and select the order again after enough of them.
 
         Returns:
             Whether the order has changed.
         """
         self._num_new_blocks += num_blocks
         turns = self._num_new_blocks / self._num_blocks
-        if turns < _TURNS_A_VERDICT:
+        if turns < _TURNS_PER_COMPARISON:
             return False
         self._num_new_blocks = 0
         self._num_turns += turns
@@ -332,19 +336,19 @@ class OrderTrial:
         return True
 
     def _lead(self, order: Order) -> float:
-        """Return how many more sampled blocks an order held lately than the one in force."""
+        """Return how many more of the recently sampled blocks an order had than the current one."""
         return self._wins[order][self.order] - self._wins[self.order][order]
 
 
-# Nine kinds of nodes that were never used: below a parent with no, one, or more uses, each by three lengths. Four kinds
-# of others, by uses: 1, 2 to 3, 4 to 7, more. docs/LOG.md says what other kinds win or lose.
+# Nine kinds of nodes that were never reused: below a parent with no, one, or more uses, each in three lengths. Four
+# kinds of other nodes, by uses: 1, 2 to 3, 4 to 7, more. docs/LOG.md compares other kinds.
 _LENGTHS_TOKENS = (1024, 8192)
 _NUM_KINDS = 13
 # Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times as many make no difference on the
-# conversation trace. In a cache of few blocks uses return sooner, so half as many events as blocks do.
-_EVENTS_A_PLAN = 256
-_LEAST_EVENTS_A_PLAN = 16
-_KEPT_AN_EVENT = 0.99 ** (1 / 256)  # what was learned halves within 18,000 events
+# conversation trace. In a small cache blocks are reused sooner, so there it is half the number of blocks.
+_EVENTS_PER_PLAN = 256
+_LEAST_EVENTS_PER_PLAN = 16
+_KEPT_PER_EVENT = 0.99 ** (1 / 256)  # counts are halved within 18,000 events
 _LEAST_GHOSTS = 4096  # for a cache of a few blocks
 
 
@@ -353,12 +357,12 @@ class _Stay(NamedTuple):
 
     Attributes:
         kind: the kind of node, 0 to 12.
-        num_blocks: its blocks then; some may have been evicted since.
-        num_uses: its uses, those before it was evicted included.
+        num_blocks: its blocks at that time; some may have been evicted since.
+        num_uses: its uses, including those before an eviction.
         samples: its blocks that the shadow caches follow.
-        marks: index and hash of a few of its whole blocks, the last one first; taken when some are evicted.
-        ghost: what is remembered of it, if it was evicted and came back, perhaps in several chunks.
-        num_returned_blocks: blocks that came back so far.
+        marks: index and hash of a few of its whole blocks, the last one first; recorded when some are evicted.
+        ghost: the record of its eviction, if it was evicted and published again, perhaps in several chunks.
+        num_returned_blocks: blocks that were published again so far.
     """
 
     kind: int
@@ -377,18 +381,18 @@ class _Ghost(NamedTuple):
     stay: _Stay
 
 
-class BestOfThreeOrders(EvictionPolicy):
-    """Evicts leaves in whichever of three orders has had the most hits lately; see `OrderTrial`.
+class AdaptivePolicy(EvictionPolicy):
+    """Evicts leaves in the one of three orders that had the most hits recently; see `OrderTrial`.
 
-    The orders are: least recently used; never reused, then least recently used; and learned lifetimes. So this policy
-    is never much worse than the first two, and what it learns decides only while that has more hits.
+    The orders are least recently used; never reused, then least recently used; and learned lifetimes. So this policy is
+    never much worse than the first two, and learned lifetimes are only used while they have more hits.
 
     Learned lifetimes: a leaf is of one of 13 kinds, by its uses, its parent's uses and its length. For each kind the
-    policy counts after how many seconds blocks are used again, those that were evicted too early included. From these
-    counts it plans a lifetime for each kind, so that all blocks just fit and have the most hits:
+    policy records after how many seconds blocks are used again, including those that were evicted too early. From these
+    statistics it plans a lifetime for each kind, so that all blocks just fit and have the most hits:
 
         hits(kind, lifetime)   blocks used again within the lifetime
-        room(kind, lifetime)   block seconds that they take: until the use, or until the lifetime ends
+        room(kind, lifetime)   block seconds until the reuse, or until the lifetime ends
         plan                   for each kind the lifetime with the greatest hits - price * room,
                                at the price for which all room together is num_blocks * seconds
 
@@ -414,14 +418,14 @@ class BestOfThreeOrders(EvictionPolicy):
         self._counts = ReuseCounts(_NUM_KINDS)
         self._lifetimes_s = [(0.0, 0.0)] * _NUM_KINDS  # short and long
         self._long_share = 0.0
-        self._events_a_plan = min(_EVENTS_A_PLAN, max(_LEAST_EVENTS_A_PLAN, num_blocks // 2))
+        self._events_per_plan = min(_EVENTS_PER_PLAN, max(_LEAST_EVENTS_PER_PLAN, num_blocks // 2))
         self._num_events = 0
         self._last_event_s: float | None = None
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
         self._trial = OrderTrial(num_blocks)
 
     def key(self, node: Node) -> float:
-        """Return the time at which its lifetime ends in the order in force."""
+        """Return the time at which the lifetime of a node ends in the current order."""
         if self._trial.order == Order.LIFETIMES:
             return node.last_used_s + self._learned_lifetime_s(node)
         is_kept = self._trial.order == Order.REUSED_LAST and node.num_uses > 0
@@ -433,19 +437,19 @@ class BestOfThreeOrders(EvictionPolicy):
         return long_s if node.fingerprint < self._long_share * 2.0**64 else short_s
 
     def are_alike(self, upper: Node, lower: Node) -> bool:
-        """Return whether both are of one kind."""
+        """Return whether both nodes are of the same kind."""
         above: _Stay = upper.policy_note
         below: _Stay = lower.policy_note
         return above.kind == below.kind
 
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Learn from the nodes of the path that were found whole, the last ones of a deep path."""
+        """Learn from the nodes of the path that were found completely; see `used_nodes`."""
         for used in used_nodes(node, num_bytes):
             self._use(used, used.last_used_s, now_s)
         self._tick(now_s)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Learn from the use of the upper half; the lower half still waits for its next use."""
+        """Learn from the use of the upper half. The lower half still waits for its next use."""
         self.cut(lower)
         upper, stay = lower.parent, lower.policy_note
         assert upper is not None
@@ -486,7 +490,7 @@ class BestOfThreeOrders(EvictionPolicy):
         )
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """Start to wait for its next use. If it was evicted before, learn how long it should have stayed."""
+        """Wait for the next use of a leaf. If it was evicted before, learn how long it should have stayed."""
         num_uses = num_blocks = 0
         ghost = self._ghosts.pop(leaf.fingerprint, None)
         if ghost is not None:
@@ -502,7 +506,7 @@ class BestOfThreeOrders(EvictionPolicy):
         self._filled(leaf.num_blocks)
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """Wait for the new blocks as well. If they were evicted before, learn how long they should have stayed."""
+        """Wait for the next use of the new blocks as well. If they were evicted before, learn from that."""
         stay: _Stay = leaf.policy_note
         num_new_blocks = max(0, leaf.num_blocks - stay.num_blocks)  # others were evicted since `stay` and are back
         samples = self._trial.sample(leaf, stay.samples[-1].place + 1 if stay.samples else 0)
@@ -518,7 +522,7 @@ class BestOfThreeOrders(EvictionPolicy):
         self._filled(num_new_blocks)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Mark some of its blocks, and remember the leaf once all of it is gone."""
+        """Record hashes of some blocks, and remember the leaf when all of it is evicted."""
         stay: _Stay = leaf.policy_note._replace(ghost=None)
         if not stay.marks:
             leaf.policy_note = stay = stay._replace(marks=_marks(leaf))
@@ -543,11 +547,13 @@ class BestOfThreeOrders(EvictionPolicy):
             self._counts.seconds += now_s - self._last_event_s
         self._last_event_s = now_s
         self._num_events += 1
-        is_due = self._num_events % self._events_a_plan == 0
-        if is_due or (self._num_events < self._events_a_plan and self._num_events.bit_count() == 1):  # no wait at first
+        is_due = self._num_events % self._events_per_plan == 0
+        if is_due or (
+            self._num_events < self._events_per_plan and self._num_events.bit_count() == 1
+        ):  # no wait at first
             self._lifetimes_s, self._long_share = self._counts.plan(self._num_blocks)
         if is_due:
-            self._counts.forget(_KEPT_AN_EVENT**self._events_a_plan)
+            self._counts.forget(_KEPT_PER_EVENT**self._events_per_plan)
 
     def _try(self, node: Node, samples: tuple[Sample, ...], now_s: float) -> None:
         self._trial.use(node.owner.block_size, samples, now_s, now_s + self._learned_lifetime_s(node))

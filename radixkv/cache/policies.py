@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from radixkv.cache.adaptive_policy import BestOfThreeOrders
+from radixkv.cache.adaptive_policy import AdaptivePolicy
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.node import Node
 
@@ -42,7 +42,7 @@ class LeastFrequentlyUsed(EvictionPolicy):
 
 
 _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "adaptive": BestOfThreeOrders,
+    "adaptive": AdaptivePolicy,
     "lru": lambda _: LeastRecentlyUsed(),
     "slru": lambda _: SegmentedLeastRecentlyUsed(),
     "lfu": lambda _: LeastFrequentlyUsed(),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from radixkv.api.retention import Retention
-from radixkv.cache.adaptive_policy import BestOfThreeOrders, BlockSampler, Order, OrderTrial, ShadowCache
+from radixkv.cache.adaptive_policy import AdaptivePolicy, BlockSampler, Order, OrderTrial, ShadowCache
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from tests.fakes import MODEL, FakeClock, publish, spell
@@ -71,8 +71,8 @@ def make_cache(policy: str, num_blocks: int = 32) -> tuple[PrefixCache, FakeCloc
     return PrefixCache(num_blocks, 4, policy=make_policy(policy, num_blocks), clock=clock), clock
 
 
-def make_adaptive_cache(num_blocks: int = 32) -> tuple[PrefixCache, FakeClock, BestOfThreeOrders]:
-    clock, policy = FakeClock(), BestOfThreeOrders(num_blocks)
+def make_adaptive_cache(num_blocks: int = 32) -> tuple[PrefixCache, FakeClock, AdaptivePolicy]:
+    clock, policy = FakeClock(), AdaptivePolicy(num_blocks)
     return PrefixCache(num_blocks, 4, policy=policy, clock=clock), clock, policy
 
 
@@ -82,7 +82,7 @@ def leaf_used(num_uses: int, age_s: float, fingerprint: int = 0) -> Any:
 
 
 def test_a_lifetime_is_added_to_the_last_use_and_a_share_of_nodes_gets_the_long_one() -> None:
-    policy = BestOfThreeOrders(100)
+    policy = AdaptivePolicy(100)
     policy._lifetimes_s = [(0.0, 8.0), (64.0, 64.0)]
     policy._long_share = 0.5
     assert policy.key(leaf_used(0, 10.0, fingerprint=2**62)) == 18

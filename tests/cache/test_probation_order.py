@@ -7,7 +7,7 @@ import random
 import pytest
 
 from radixkv.api.retention import Retention
-from radixkv.cache.adaptive_policy import BestOfThreeOrders, Order
+from radixkv.cache.adaptive_policy import AdaptivePolicy, Order
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -127,7 +127,7 @@ def test_without_a_bound_leaves_go_in_the_order_of_the_policys_keys(policy: str,
 
 @pytest.mark.parametrize("share", [1.0, NEVER_OVER])
 def test_without_a_bound_the_default_policy_goes_in_the_order_in_force(share: float) -> None:
-    clock, policy, dice = FakeClock(), BestOfThreeOrders(24), random.Random(2)
+    clock, policy, dice = FakeClock(), AdaptivePolicy(24), random.Random(2)
     cache = PrefixCache(24, 4, policy=policy, probation_share=share, clock=clock)
     num_choices = 0
     for turn in range(900):
