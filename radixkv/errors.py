@@ -40,7 +40,7 @@
     │   ├── StoreLate
     │   ├── StorePaused
     │   └── StoreUnavailable
-    ├── StepFailed                   a forward pass raised; the requests in it failed, the engine goes on
+    ├── StepFailed                   a forward pass raised; its requests failed, the engine continues
     │   └── NotFinite
     └── InvariantViolation           a bug of ours
 
@@ -58,7 +58,7 @@ import enum
 
 
 class Cause(enum.Enum):
-    """Why a call was refused, where programs go on differently than the status alone tells. Values are on the wire."""
+    """Why a call was rejected, where clients need to know more than the status. Values are part of the protocol."""
 
     KV_SOURCE = "kv_source"  # the server that holds the lease
     HOLD_LEASE = "hold_lease"  # as many leases are held, or blocks in them, as may be
@@ -80,31 +80,31 @@ class RadixKVError(Exception):
 
 
 class RequestError(RadixKVError):
-    """The request is wrong and would be wrong again."""
+    """The request is invalid, and would be invalid again."""
 
 
 class InvalidAdapter(RequestError):
-    """An adapter's directory can't be read, asks for something that is not served, or does not fit the model."""
+    """The directory of an adapter cannot be read, needs something unsupported, or does not fit the model."""
 
 
 class InvalidRequest(RequestError):
-    """A field of the request holds a value that is never allowed."""
+    """A field of the request has a value that is never allowed."""
 
 
 class InvalidCredential(RequestError):
-    """The caller shows no credential that this service knows."""
+    """The client has no valid credentials."""
 
 
 class NotPermitted(RequestError):
-    """The caller's credential does not allow this call, or not for this tenant."""
+    """The client's credentials do not permit this call, or not for this tenant."""
 
 
 class PromptTooLong(RequestError):
-    """The prompt exceeds what the model or the whole block pool can hold."""
+    """The prompt exceeds the maximum length of the model, or the size of the block pool."""
 
 
 class BeyondCeiling(RequestError):
-    """The request needs more than its tenant's ceiling. Only another configuration can let it pass."""
+    """The request needs more than its tenant's ceiling, so it can never be served with this configuration."""
 
 
 class UnknownAdapter(RequestError):
@@ -112,7 +112,7 @@ class UnknownAdapter(RequestError):
 
 
 class UnknownLease(RequestError):
-    """No held lease of this id belongs to this tenant: never given, released, or expired."""
+    """The tenant has no held lease with this id: it never existed, was released, or has expired."""
 
 
 class UnknownPublicPrefix(RequestError):
@@ -120,15 +120,15 @@ class UnknownPublicPrefix(RequestError):
 
 
 class UnknownSequence(RequestError):
-    """No event batches follow this number: it is of another life of the service, or they are forgotten."""
+    """No event batches follow this number: it is from before a restart, or the batches were discarded."""
 
 
 class UnknownTokenizer(RequestError):
-    """The served model has no tokenizer: it is served to callers who know its token ids."""
+    """The served model has no tokenizer, so only token ids are accepted."""
 
 
 class SwitchedOff(RequestError):
-    """The service does not implement what the request needs, or its configuration leaves it out."""
+    """The service does not implement what the request needs, or it is disabled in the configuration."""
 
 
 class CapacityError(RadixKVError):
@@ -144,31 +144,31 @@ class CapacityError(RadixKVError):
 
 
 class NoReplica(CapacityError):
-    """No replica of the fleet may take the request."""
+    """No replica of the fleet can take the request."""
 
 
 class OutOfBlocks(CapacityError):
-    """Not enough free or evictable blocks, or no more that leases may keep."""
+    """There are not enough free or evictable blocks, or held leases have too many."""
 
 
 class OutOfMemory(CapacityError):
-    """The device has no memory to compute a single token."""
+    """The device has too little memory to compute a single token."""
 
 
 class QueueFull(CapacityError):
-    """Too many requests are unfinished, of all or of one tenant."""
+    """Too many requests are unfinished, in total or of one tenant."""
 
 
 class RateExceeded(CapacityError):
-    """The tenant calls, or has tokens computed, faster than it may. `retry_after_s` is exact."""
+    """The tenant exceeds its rate limit for requests or tokens. `retry_after_s` is exact."""
 
 
 class TooManyAdapters(CapacityError):
-    """As many adapters are loaded, or drain, as may."""
+    """The maximum number of loaded and draining adapters is reached."""
 
 
 class TooManyReaders(CapacityError):
-    """As many readers follow the events as may."""
+    """The maximum number of event subscribers is reached."""
 
 
 class QuotaExceeded(CapacityError):
@@ -176,19 +176,19 @@ class QuotaExceeded(CapacityError):
 
 
 class LifecycleError(RadixKVError):
-    """Something was used outside its life."""
+    """An object was used after its end."""
 
 
 class LeaseClosed(LifecycleError):
-    """A closed lease was asked to do more than close again."""
+    """A closed lease was used."""
 
 
 class DoubleRelease(LifecycleError):
-    """A block was given back by somebody who does not hold it."""
+    """A block was released that is not leased."""
 
 
 class DeadlineExceeded(LifecycleError):
-    """The request's deadline passed before its answer was known."""
+    """The deadline of the request passed before its result was known."""
 
 
 class Draining(LifecycleError):
@@ -196,61 +196,61 @@ class Draining(LifecycleError):
 
 
 class EventsLost(LifecycleError):
-    """A reader of events fell behind: the next batch is forgotten. It has to begin again with a snapshot."""
+    """An event subscriber fell too far behind: its next batch was discarded. It must start again with a snapshot."""
 
 
 class StepHangs(LifecycleError):
-    """A forward pass does not come back."""
+    """A forward pass is stalled."""
 
 
 class KVSourceError(RadixKVError):
-    """Another server can't be reached, or does not send K/V as it should."""
+    """Another server cannot be reached, or sends invalid K/V."""
 
     cause = Cause.KV_SOURCE
 
 
 class KVFormatDiffers(KVSourceError):
-    """The K/V of another server is of no use here: its model, its dtypes or its block size are others."""
+    """The K/V of another server cannot be used: its model, dtype or block size differs."""
 
 
 class ConfigError(RadixKVError):
-    """The service can't start with this configuration."""
+    """The service cannot start with this configuration."""
 
 
 class UnsupportedModel(ConfigError):
-    """The model can't be served with a prefix cache; the message names what stands in the way."""
+    """The model cannot be served with a prefix cache; the message names the reason."""
 
 
 class StoreError(RadixKVError):
-    """A store of blocks outside the device can't do what it was asked. No request fails of it."""
+    """A call to a tier failed. Requests do not fail because of it."""
 
 
 class StoreBusy(StoreError):
-    """As many calls wait for the store as may."""
+    """Too many calls wait for the tier."""
 
 
 class StoreClosed(StoreError):
-    """The store was closed before the call began."""
+    """The tier was closed before the call began."""
 
 
 class StoreLate(StoreError):
-    """The store did not answer within its time limit."""
+    """The tier did not respond within its timeout."""
 
 
 class StorePaused(StoreError):
-    """The store is left alone for a while after it failed."""
+    """The tier is not used for a while after failures."""
 
 
 class StoreUnavailable(StoreError):
-    """The store can't be reached or used."""
+    """The tier cannot be reached or used."""
 
 
 class StepFailed(RadixKVError):
-    """A forward pass raised. The requests in it failed; the engine goes on."""
+    """A forward pass raised an exception. Its requests failed; the engine continues."""
 
 
 class NotFinite(StepFailed):
-    """The model computed NaN or infinite values for a request. It failed, and nothing of the step was published."""
+    """The model computed NaN or infinity for a request. The request failed, and nothing of the step was published."""
 
 
 class InvariantViolation(RadixKVError):

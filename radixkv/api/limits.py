@@ -179,7 +179,7 @@ class Limits:
             )
 
     def _require_compressed(self, params: PrefillParams, max_new_tokens: int, compression: Compression) -> None:
-        """Refuse a generation whose prompt and private blocks never fit beside each other, or whose positions end."""
+        """Reject a generation whose prompt and private blocks never fit together, or that exceeds all positions."""
         if self.compression_refusal:
             raise SwitchedOff(f"compression: expected a model that allows it, got {self.compression_refusal}")
         num_tokens, most = params.num_tokens, self.max_model_tokens

@@ -50,15 +50,15 @@ class Sampling:
         min_tokens: stop tokens, the model's own end-of-sequence tokens included, do not come before these many others,
             unless no other token may come.
         logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
-        logprobs: number of most likely tokens whose log probabilities are told with each token, beside the token's own;
+        logprobs: number of most likely tokens whose log probabilities are returned with each token and its own;
             0 for its own alone, None for none.
-        prompt_logprobs: the same for each token of the prompt but the first. The prompt is computed anew for them,
+        prompt_logprobs: the same for each token of the prompt but the first. The prompt is computed again for them,
             whatever is cached.
         seed: 0 to 2**64 - 1; a random one by default.
         stop_token_ids: each of them ends the generation, and is its last token.
         ignore_eos: whether to go on after the model's own end-of-sequence tokens.
         constraint: what the answer must follow; the generation ends when nothing more may come. None for nothing.
-        compression: what K/V are kept while it goes on. None for all.
+        compression: which K/V are kept during the generation; None for all.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -89,7 +89,7 @@ class Sampling:
         return dataclasses.replace(self, seed=(self.seed + index) % _NUM_SEEDS, prompt_logprobs=None)
 
     def prompt_params(self, params: PrefillParams) -> PrefillParams:
-        """Return the prompt's options with what these need: logits of cached tokens are not there to be told."""
+        """Return the prompt's options, adapted to these: logits of cached tokens are not available."""
         return params if self.prompt_logprobs is None else dataclasses.replace(params, read_cache=False)
 
     @property

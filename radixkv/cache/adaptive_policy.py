@@ -304,11 +304,8 @@ class OrderTrial:
             return
         capacity = self._sampler.capacity(block_size)
         digests = [digest for _, digest in reversed(samples)]
-        keys = (
-            (now_s, now_s),
-            (now_s, now_s + FOREVER_S),
-            (end_s, end_s),
-        )  # by order: keys of new blocks and of present ones
+        # By order: the key of blocks that were not present, and of those that were.
+        keys = ((now_s, now_s), (now_s, now_s + FOREVER_S), (end_s, end_s))
         held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
         if not held[0] == held[1] == held[2]:
             for winner, loser in itertools.permutations(Order, 2):
@@ -548,9 +545,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._last_event_s = now_s
         self._num_events += 1
         is_due = self._num_events % self._events_per_plan == 0
-        if is_due or (
-            self._num_events < self._events_per_plan and self._num_events.bit_count() == 1
-        ):  # no wait at first
+        is_early = self._num_events < self._events_per_plan and self._num_events.bit_count() == 1  # 1, 2, 4, 8 ...
+        if is_due or is_early:
             self._lifetimes_s, self._long_share = self._counts.plan(self._num_blocks)
         if is_due:
             self._counts.forget(_KEPT_PER_EVENT**self._events_per_plan)

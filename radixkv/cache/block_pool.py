@@ -37,7 +37,7 @@ class BlockPool:
         | a lease |... its room ...| the next lease |... its room ...|  a run of free blocks
                                                                      └ the next one begins here
 
-    An acquire goes on where the one before it ended, as long as it fits into that run, and then turns to the largest
+    An acquire continues where the previous one ended, as long as it fits into that run, and then turns to the largest
     run that is known. If even that one is too short, it takes several, the longest first. Room is only left, not
     reserved: it is given away when no other run is as large.
 

@@ -312,7 +312,7 @@ class WindowPool:
         parts = sorted([*self._free, *self.table[with_part].tolist()])
         require_invariant("parts", parts == list(range(self.num_parts)), "one is lost, or two blocks have one")
         require_invariant("parts", self._needs == needs, "the needed ones are not those of the holders")
-        require_invariant("parts", min(self._needs.values(), default=1) > 0, "a block is kept that nobody needs")
+        require_invariant("parts", min(self._needs.values(), default=1) > 0, "a block without leases counts as pinned")
         lines = [*self._passed, *self._ended]
         require_invariant("parts", len(set(lines)) == len(lines), "a block waits in two lines")
         owners = sorted([*self._needs, *lines])

@@ -124,7 +124,7 @@ class WindowLease:
         wanted = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
         lacking = {block_id: at for block_id, at in wanted.items() if self._pool.table[block_id] == NO_PART}
         self._move({block_id: at for block_id, at in wanted.items() if block_id not in lacking}, num_blocks)
-        self._pool.need(lacking)  # last, so that none of the others goes for them
+        self._pool.need(lacking)  # last, so that they evict none of the others
         self._needed.update(lacking)
         self._num_found_blocks = num_blocks
         return list(lacking.values())
