@@ -50,8 +50,8 @@ class Sampling:
         min_tokens: stop tokens, the model's own end-of-sequence tokens included, do not come before these many others,
             unless no other token may come.
         logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
-        logprobs: number of most likely tokens whose log probabilities are returned with each token and its own;
-            0 for its own alone, None for none.
+        logprobs: number of most likely tokens whose log probabilities are returned with each token, and
+            those of the token itself; 0 for the token alone, None for none.
         prompt_logprobs: the same for each token of the prompt but the first. The prompt is computed again for them,
             whatever is cached.
         seed: 0 to 2**64 - 1; a random one by default.
