@@ -24,8 +24,7 @@ from bench.parts.result_file import write_json
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
-from radixkv.model.adapters.adapter_files import AdapterFiles, LowRank
-from radixkv.model.adapters.layers import adaptable_layers
+from radixkv.model.adapters.adapter_files import AdapterFiles, LowRank, adaptable_layers
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model

@@ -11,8 +11,8 @@ import torch
 
 from radixkv.api.compression import Compression
 from radixkv.blocks import BlockIds
-from radixkv.compute.compression.kept_entries import KeptEntries, Rule
 from radixkv.compute.forward import Chunk
+from radixkv.compute.kept_entries import KeptEntries, Rule
 from radixkv.compute.runner import Runner
 from radixkv.engine.compression import rule_of
 from radixkv.model.attention.torch_kernels import TorchKernels

@@ -25,7 +25,7 @@ from radixkv.config import Config
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.service.server.server import run
-from radixkv.startup.host_memory import keep_freed_memory
+from radixkv.startup.malloc import keep_freed_memory
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
 
 VOCAB_SIZE = 256

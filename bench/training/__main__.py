@@ -18,8 +18,7 @@ from bench.training.pace import Pace
 from bench.training.sequences import build_sequences
 from bench.training.tokenizer import load_tokenizer
 from bench.training.trainer import Trainer
-from radixkv.model.tiny_model import tiny_config
-from radixkv.model.tiny_weights import write_weights
+from radixkv.model.tiny_model import tiny_config, write_weights
 
 _SAVE_EVERY_S = 120.0
 _SAY_EVERY_STEPS = 10

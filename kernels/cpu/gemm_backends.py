@@ -63,13 +63,13 @@ class GemmBackend(NamedTuple):
 
 
 def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the packings that compute the same numbers on this machine, with a weight like this one."""
+    """Return the names of the backends that compute the same numbers on this machine, with a weight like this one."""
     dtype = weight.dtype
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     excluded = {"int8"} if has_mkl else {"int8", "packed"}
     if not gemm.multiplies(weight):
         excluded.add("native")
-    names = [name for name, packing in GEMM_BACKENDS.items() if dtype in packing.dtypes and name not in excluded]
+    names = [name for name, backend in GEMM_BACKENDS.items() if dtype in backend.dtypes and name not in excluded]
     return tuple(name for name in names if name not in _ONEDNN or _onednn_computes(_ONEDNN[name] or dtype))
 
 
@@ -184,7 +184,7 @@ def _float32_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tenso
     return _blocked_product(rows.float(), packed, None if bias is None else bias.float()).to(rows.dtype)
 
 
-# Packings of oneDNN, and the dtype that each multiplies in; None for the weight's own.
+# Backends of oneDNN, and the dtype that each multiplies in; None for the weight's own.
 _ONEDNN: dict[str, torch.dtype | None] = {"blocked": None, "convolution": None, "float32": torch.float32}
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -47,15 +47,15 @@ _FEWEST_TO_BEGIN = 8
 # of them, a trial took 24 s.
 _MAX_TIMED_NUMBERS = 2**23
 
-# A packing whose calls with a part of the weight take this many times the fastest one's is dropped at once. Without the
+# A backend whose calls with a part of the weight take this many times the fastest one's is dropped at once. Without the
 # instructions for it, a convolution in bfloat16 to more than 256 features takes 150 times as long.
 _HOPELESS = 8.0
 _PART = 512  # features, in and out
 
-# A packing that is behind is not expected to be this many times as fast as the first one for any other number of rows.
+# A backend that is behind is not expected to be this many times as fast as the first one for any other number of rows.
 _CATCHING_UP = 1.5
 
-# A packing whose rows are alike may take this much longer than the fastest other one: no rows are filled up for it, a
+# A backend whose rows are alike may take this much longer than the fastest other one: no rows are filled up for it, a
 # layer all of whose products are such runs in one call, and a trial on a busy machine is off by as much.
 LEAD = 1.5
 
@@ -65,38 +65,38 @@ class GemmChoice:
     """The way to compute products with weights of one shape.
 
     Attributes:
-        packing: a name of `GEMM_BACKENDS`.
+        backend: a name of `GEMM_BACKENDS`.
         costs: number of rows of a call and what it took, in seconds: numbers whose rows have equal bits. Empty: any
             number will do, since all rows are alike or may differ.
     """
 
-    packing: str
+    backend: str
     costs: tuple[tuple[int, float], ...] = ()
 
 
 def choose_gemm(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    packings: Sequence[str],
+    backends: Sequence[str],
     *,
     is_exact: bool,
     most_rows: int = SIZES[-1],
     limit_s: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> GemmChoice | None:
-    """Choose the fastest packing for weights of this shape, dtype and strides.
+    """Choose the fastest backend for weights of this shape, dtype and strides.
 
     While the machine has other work that is not known, and one whose rows are alike is chosen, if it is among them.
 
-    Packings whose rows are alike are timed first, then the others in the order of `packings`. When the time limit is
-    reached, the fastest of those that were timed is chosen; with no time at all, the first one. A packing whose rows
+    Backends whose rows are alike are timed first, then the others in the order of `backends`. When the time limit is
+    reached, the fastest of those that were timed is chosen; with no time at all, the first one. A backend whose rows
     are not alike is called only with numbers of rows whose bits were seen to agree. Half of the time is kept for these
     checks; with less time fewer numbers of rows are checked, at least 1 and 8.
 
     Args:
         weight: `[out_features, in_features]`.
         bias: `[out_features]`, or None.
-        packings: names of candidates.
+        backends: names of candidates.
         is_exact: whether only numbers of rows with equal bits may be used.
         most_rows: rows of a call at most.
         limit_s: seconds after which nothing more is timed. Checks may take longer.
@@ -115,8 +115,8 @@ def choose_gemm(
     num_timed = max(_PART, _MAX_TIMED_NUMBERS // weight.shape[1])
     rows, part, part_bias = sensitive_linear(weight[:num_timed], None if bias is None else bias[:num_timed], sizes[-1])
     weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
-    hopeful = _hopeful(packings, rows[:2], part, part_bias, watch)
-    steady = next((each for each in packings if GEMM_BACKENDS[each].rows_are_alike), None)
+    hopeful = _hopeful(backends, rows[:2], part, part_bias, watch)
+    steady = next((each for each in backends if GEMM_BACKENDS[each].rows_are_alike), None)
     entrants = [_Entrant(hopeful[0])]
     if len(hopeful) > 1:
         kept_s = limit_s / 2 if is_exact and steady is None and limit_s < math.inf else 0.0
@@ -139,10 +139,10 @@ def choose_gemm(
 
 @dataclass(slots=True, eq=False)
 class _Entrant:
-    """A packing that is timed.
+    """A backend that is timed.
 
     Attributes:
-        name: of the packing.
+        name: of the backend.
         calls: products with copies of the weight, in turn, while it is in front.
         known: what numbers of rows cost, in seconds.
         costs: the same, and what the numbers that were not timed are expected to cost.
@@ -169,7 +169,7 @@ def _hopeful(
     bias: torch.Tensor | None,
     watch: Stopwatch,
 ) -> list[str]:
-    """Return the names of packings that are not slower by far with the first features of a weight."""
+    """Return the names of backends that are not slower by far with the first features of a weight."""
     if len(names) == 1:
         return list(names)
     part, part_bias = weight[:_PART, :_PART], None if bias is None else bias[:_PART]
@@ -189,7 +189,7 @@ def _race(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> list[_Entrant]:
-    """Time packings one after the other. One that is too far behind the first gives up.
+    """Time backends one after the other. One that is too far behind the first gives up.
 
     Returns:
         All of them, the fastest first; those that the time did not suffice for at the end.
@@ -231,7 +231,7 @@ def _confirm(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> None:
-    """Time a leader whose rows are not alike once more, in turn with the fastest packing whose rows are.
+    """Time a leader whose rows are not alike once more, in turn with the fastest backend whose rows are.
 
     It keeps its lead only if it has it with the slower of its own times and the faster ones of the other: what
     disturbed the machine during one of them rarely does so twice. A wrong leader costs a model more than a right one
@@ -262,10 +262,10 @@ def _fastest_exact(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> GemmChoice | None:
-    """Choose the fastest packing with numbers of rows that give equal bits.
+    """Choose the fastest backend with numbers of rows that give equal bits.
 
     Args:
-        entrants: packings, the fastest first.
+        entrants: backends, the fastest first.
         whole: rows, weight and bias of the checks.
         sizes: numbers of rows, in ascending order.
         weighed: numbers of rows whose costs count.
@@ -273,7 +273,7 @@ def _fastest_exact(
         left_s: returns the seconds that are left.
 
     Returns:
-        The choice; None if no packing has equal bits for any of the numbers of rows that there was time to check.
+        The choice; None if no backend has equal bits for any of the numbers of rows that there was time to check.
     """
     rows, weight, bias = whole
     best: GemmChoice | None = None
@@ -306,7 +306,7 @@ def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> l
     """Lay out a weight as often as it takes to fill more than the cache.
 
     Args:
-        name: of the packing.
+        name: of the backend.
         weight: `[out_features, in_features]`.
         bias: `[out_features]`, or None.
 
@@ -332,9 +332,9 @@ def _cache_bytes() -> int:
 
 def _packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
     """Lay out a weight. Returns its product."""
-    packing = GEMM_BACKENDS[name]
-    packed = packing.pack(weight)
-    return lambda rows: packing.multiply(rows, packed, bias)
+    backend = GEMM_BACKENDS[name]
+    packed = backend.pack(weight)
+    return lambda rows: backend.multiply(rows, packed, bias)
 
 
 def _score(times: Sequence[float]) -> float:

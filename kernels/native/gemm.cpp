@@ -121,7 +121,7 @@ void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
 
 // Lays out words of up to kLanes rows, one row's beside the other's.
 template <class Arithmetic>
-void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+void lay_out(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {
   const int64_t row_bytes = product.in_features * bytes_of(product.kind);
   const char* rows = static_cast<const char*>(product.rows) + first_row * row_bytes;
@@ -137,7 +137,7 @@ void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_
 }
 
 // Adds the bias to the sums of some panels, gates those of the other weight with them, and stores the result.
-void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
+void finish(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
             const float* sums, int64_t stride) {
   const int64_t first = panel * kFeatures, end = std::min(product.out_features, first + num_panels * kFeatures);
   for (int64_t r = 0; r < num_rows; r++)
@@ -153,7 +153,7 @@ void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t
 
 // Up to `kMostRows` rows. Sums are kept in the result where it has their shape; elsewhere a panel is summed up at once.
 template <class Arithmetic>
-void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
+void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
   using Row = typename Arithmetic::Row;
   using Weight = typename Arithmetic::Weight;
   const int64_t num_words = product.in_features / Arithmetic::kNumbers;
@@ -201,7 +201,7 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
 }
 
 template <class Arithmetic>
-void multiply_all(const Product& product) {
+void multiply_all(const Matmul& product) {
   for (int64_t row = 0; row < product.num_rows; row += kMostRows)
     multiply<Arithmetic>(product, row, std::min(kMostRows, product.num_rows - row));
 }
@@ -252,7 +252,7 @@ extern "C" void radixkv_lay_out(const void* weight, int64_t num_features, int64_
   }
 }
 
-extern "C" void radixkv_multiply(const Product* product) {
+extern "C" void radixkv_multiply(const Matmul* product) {
   if (multiply_in_tiles(*product)) return;
   if (product->kind == kFloat32) return multiply_all<InFloat32<kFloat32>>(*product);
   product->kind == kBfloat16 ? multiply_all<InBfloat16>(*product) : multiply_all<InFloat32<kFloat16>>(*product);

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 // Fields are told in `kernels/native/gemm.py`.
-struct Product {
+struct Matmul {
   const void* rows;
   const void *weight, *other_weight;
   const void *bias, *other_bias;
@@ -15,12 +15,12 @@ struct Product {
   int64_t num_rows, in_features, out_features, kind, num_threads;
 };
 
-extern "C" void radixkv_multiply(const Product* product);
+extern "C" void radixkv_multiply(const Matmul* product);
 
 constexpr int kFeatures = 2 * kLanes;  // of a panel
 
 // Computes a product in tiles, if the processor has them and they can hold it.
-bool multiply_in_tiles(const Product& product);
+bool multiply_in_tiles(const Matmul& product);
 
 inline Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, Lanes lanes) {
   const Floats sum = load_floats(sums);

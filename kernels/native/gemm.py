@@ -31,7 +31,7 @@ _library: _Library | None = None
 
 
 class _Product(ctypes.Structure):
-    """`Product` of gemm.cpp."""
+    """`Matmul` of gemm.cpp."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("rows", "weight", "other_weight", "bias", "other_bias", "out")),

@@ -135,7 +135,7 @@ class LayerOfTokens {
   }
 
   void multiply(const void* rows, const Weight& weight, const Weight* up, void* output) const {
-    const Product product = {rows,       weight.panels,      up ? up->panels : nullptr, weight.bias, up ? up->bias : nullptr,
+    const Matmul product = {rows,       weight.panels,      up ? up->panels : nullptr, weight.bias, up ? up->bias : nullptr,
                              output,     num_tokens_,        weight.in_features,        weight.out_features,
                              layer_.kind, num_threads_};
     radixkv_multiply(&product);

@@ -20,7 +20,7 @@ constexpr int64_t kPanelBytes = kFeatures * 4;  // of a word
 int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines * kLines; }
 
 // Lays out words of some rows, and lines of zeros after the last one.
-void lay_out(const Product& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+void lay_out(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {
   const int64_t num_lines = whole_tiles(num_rows), row_words = product.in_features / 2;
   const uint32_t* rows = static_cast<const uint32_t*>(product.rows) + first_row * row_words + first_word;
@@ -76,7 +76,7 @@ struct Sums {
 };
 
 // Adds the bias to the sums of some rows of a panel, gates those of the other weight with them, and stores the result.
-void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
+void finish(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
             const float* other_sums) {
   const int64_t first = panel * kFeatures, left = product.out_features - first;
   const __mmask32 lanes = left >= kFeatures ? 0xffffffffu : (1u << left) - 1;
@@ -93,7 +93,7 @@ void finish(const Product& product, int64_t first_row, int64_t num_rows, int64_t
 }
 
 // Up to kMostRows rows. Between blocks of words, sums are kept for all rows and panels.
-void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
+void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
   const int64_t num_words = product.in_features / 2, num_steps = num_words / kTileWords;
   const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
   const int64_t num_pairs = (num_rows + kPairRows - 1) / kPairRows;  // of tiles of rows
@@ -137,12 +137,12 @@ void multiply(const Product& product, int64_t first_row, int64_t num_rows) {
 
 }  // namespace
 
-bool multiply_in_tiles(const Product& product) {
+bool multiply_in_tiles(const Matmul& product) {
   if (product.kind != kBfloat16 || product.in_features % (2 * kTileWords) || !has_tiles()) return false;
   for (int64_t row = 0; row < product.num_rows; row += kMostRows)
     multiply(product, row, std::min(kMostRows, product.num_rows - row));
   return true;
 }
 #else
-bool multiply_in_tiles(const Product&) { return false; }
+bool multiply_in_tiles(const Matmul&) { return false; }
 #endif

@@ -13,14 +13,12 @@ from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import require_invariant
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import to_device
-from radixkv.model.adapters.adapter_range import AdapterRange
-from radixkv.model.attention.grouped_step import GroupedStep
+from radixkv.model.adapters.adapter_set import AdapterRange
 from radixkv.model.attention.interface import AttentionKernels, QueryWatcher, WatchedRows
-from radixkv.model.attention.paged_step import PagedStep
+from radixkv.model.attention.paged_step import GroupedStep, PagedStep
 from radixkv.model.last_layer import Answers
 from radixkv.model.model import Model
-from radixkv.model.states.state_rows import StateRows
-from radixkv.model.states.state_step import StateStep
+from radixkv.model.states.state_step import StateRows, StateStep
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.state_pool import StatePool
 from radixkv.tokens import TOKEN_BYTES

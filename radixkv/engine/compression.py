@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.cache.lease import Lease
-from radixkv.compute.compression.kept_entries import KeptEntries, Rule
+from radixkv.compute.kept_entries import KeptEntries, Rule
 from radixkv.compute.runner import Runner
 from radixkv.engine.step import chunk_of
 from radixkv.errors import RadixKVError, StepFailed

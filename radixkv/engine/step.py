@@ -15,8 +15,8 @@ import torch
 from radixkv.api.logprob_table import LogprobRows
 from radixkv.cache.lease import Lease
 from radixkv.cache.windowed_layers import Cover
-from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk, ChunkState
+from radixkv.compute.kept_entries import KeptEntries
 from radixkv.compute.runner import Runner, StepResult, Wait
 from radixkv.engine.sampler import Allowed, Prediction, allowed_tokens, predict, read_logprob_rows
 from radixkv.errors import RadixKVError

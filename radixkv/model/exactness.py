@@ -14,9 +14,9 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.kernels.cpu.row_pieces import in_row_pieces
 from radixkv.kernels.cpu.row_tiles import SIZES
+from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
+from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.on_gpu import exact_kernels
-from radixkv.model.products.choices import ProductChoices, TrialBudget
-from radixkv.model.products.packed_linear import Product
 from radixkv.model.refusals import SERVE_FAST
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ def _choose_plain(
     budget: TrialBudget | None,
 ) -> Callable[[torch.Tensor, torch.Tensor | None], GemmChoice | None]:
     """For products of layers that are not packed: experts, and code that calls torch's functions itself."""
-    choices = ProductChoices(is_exact=True, budget=budget)
+    choices = GemmTuner(is_exact=True, budget=budget)
     return lambda weight, bias: choices.choose(weight, bias, ("plain",))
 
 
@@ -159,7 +159,7 @@ def _multiply(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: GemmChoice | None
 ) -> torch.Tensor:
     assert choice is not None, "refused before"
-    return Product([weight], bias, choice)(rows)
+    return Matmul([weight], bias, choice)(rows)
 
 
 def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -14,21 +14,21 @@ from transformers import PreTrainedModel
 from radixkv.errors import UnknownAdapter, UnsupportedModel
 from radixkv.model.adapters.adapted_layers import AdaptedLayers, Products
 from radixkv.model.adapters.adapter_files import AdapterFiles
-from radixkv.model.adapters.adapter_range import AdapterRange
-from radixkv.model.adapters.low_rank_products import LowRankProducts
+from radixkv.model.adapters.adapter_set import AdapterRange
+from radixkv.model.adapters.low_rank_matmuls import LowRankMatmuls
 from radixkv.model.architecture import check_windows
 from radixkv.model.attention.interface import AttentionStep, AttentionUse
-from radixkv.model.attention.latent_parts import LatentParts
+from radixkv.model.attention.latent import LatentParts
 from radixkv.model.attention.paged_step import PaddedStep, RunningPass
 from radixkv.model.attention.probe import probe_attention
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.fingerprint import fingerprint_model
 from radixkv.model.last_layer import Answers, LastLayer, answers_alone
+from radixkv.model.layers.cpu_layers import FusedCpuLayers
+from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
+from radixkv.model.layers.packed_linear import pack_linears
 from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
-from radixkv.model.products.choices import ProductChoices, TrialBudget
-from radixkv.model.products.joined_parts import JoinedParts
-from radixkv.model.products.packed_linear import pack_linears
 from radixkv.model.report import Report, report_nothing
 from radixkv.model.states.short_convs import ShortConvs
 from radixkv.storage.device_pool import KVShape
@@ -103,15 +103,15 @@ class Model:
         self.latent = LatentParts(module, is_exact=is_exact, budget=budget)
         short_convs = ShortConvs(module)
         self.state_shape: StateShape | None = short_convs.shape
-        choices = ProductChoices(is_exact=is_exact, weights=weights, budget=budget)
+        choices = GemmTuner(is_exact=is_exact, weights=weights, budget=budget)
         is_packed = device.type == "cpu" and is_fused is None
         if is_packed:
             report("loading or compiling the C++ kernels")
-        library = native_library() if is_packed else None  # before packings are chosen
+        library = native_library() if is_packed else None  # before backends are chosen
         if is_packed:
             pack_linears(module, choices, may_gate=not max_adapters)
         if max_adapters:
-            products = _low_rank_products(device, is_exact=is_exact)
+            products = _low_rank_matmuls(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
         self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone, short_convs.undone]
         self._pads_rows = is_exact
@@ -119,7 +119,7 @@ class Model:
             self._undone.append(fuse_modules(module))
         elif is_packed:
             report("comparing layers in C++ with those of transformers")
-            joined = JoinedParts(module, is_exact=is_exact, library=library)
+            joined = FusedCpuLayers(module, is_exact=is_exact, library=library)
             self._undone.append(joined.undone)
             self._pads_rows = is_exact and not joined.computes_rows_alone
         self._mode: AbstractContextManager[object] = (
@@ -254,10 +254,10 @@ class Model:
         self._hidden_states = getattr(output, "last_hidden_state", self._hidden_states)
 
 
-def _low_rank_products(device: torch.device, *, is_exact: bool) -> Products[Any]:
+def _low_rank_matmuls(device: torch.device, *, is_exact: bool) -> Products[Any]:
     if device.type == "cuda":
         return low_rank_kernels(device, is_exact=is_exact)
-    return LowRankProducts(ProductChoices(is_exact=is_exact))
+    return LowRankMatmuls(GemmTuner(is_exact=is_exact))
 
 
 def _max_tokens(config: Any) -> int | None:

@@ -58,14 +58,14 @@ def flashinfer_candidate(use: AttentionUse) -> FlashInferKernels | None:
 
 
 def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """Let known parts of a model run as one kernel each; see `FusedModules`.
+    """Let known parts of a model run as one kernel each; see `FusedGpuLayers`.
 
     Returns:
         A function that makes a context manager. Inside it all parts run as transformers wrote them.
     """
-    from radixkv.model.fused_modules import FusedModules
+    from radixkv.model.layers.gpu_layers import FusedGpuLayers
 
-    return FusedModules(module).undone
+    return FusedGpuLayers(module).undone
 
 
 def low_rank_kernels(device: torch.device, *, is_exact: bool) -> LowRankKernels:

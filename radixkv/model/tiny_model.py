@@ -2,11 +2,63 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import hashlib
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
 
+import torch
+from safetensors.torch import load, save
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from radixkv.errors import ConfigError
 from radixkv.model.tiny_files import CONFIG
-from radixkv.model.tiny_weights import load_weights, shipped_weights
+
+_NAME = "weights.safetensors"
+_DIGEST_SUFFIX = ".sha256"
+
+
+def shipped_weights() -> Traversable:
+    """Return the file that comes with the package."""
+    return files("radixkv.model") / "tiny" / _NAME
+
+
+def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
+    """Read weights by name, bfloat16.
+
+    Args:
+        file: the weights; `<file>.sha256` is beside it, as `sha256sum` writes it.
+
+    Raises:
+        ConfigError: a file is missing, or damaged: its digest is another one.
+    """
+    try:
+        content = file.read_bytes()
+        expected = _beside(file).read_text(encoding="ascii").split()[0]
+    except (OSError, IndexError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.path: tiny: expected {file} and its digest, got {error!r}") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != expected:
+        raise ConfigError(f"model.path: tiny: expected {file} with sha256 {expected}, got {digest}: it is damaged")
+    return load(content)
+
+
+def write_weights(module: PreTrainedModel, path: Path) -> None:
+    """Write a model's weights in bfloat16, tied ones once, and the digest beside them."""
+    tied = set(module._tied_weights_keys or ()) if module.config.tie_word_embeddings else set()
+    tensors = {
+        name: tensor.detach().to(torch.bfloat16).contiguous()
+        for name, tensor in module.state_dict().items()
+        if name not in tied
+    }
+    content = save(tensors, {"format": "pt"})
+    path.write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    path.with_name(path.name + _DIGEST_SUFFIX).write_text(f"{digest}  {path.name}\n", encoding="ascii")
+
+
+def _beside(file: Traversable) -> Traversable:
+    return Path(str(file) + _DIGEST_SUFFIX)
 
 
 def tiny_config() -> LlamaConfig:

@@ -37,7 +37,7 @@ from radixkv.startup.adapters import adapter_source, load_adapters
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
-from radixkv.startup.host_memory import keep_freed_memory, use_huge_pages
+from radixkv.startup.malloc import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.openmp_threads import end_own_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks
@@ -62,7 +62,7 @@ def build_engine(
 ) -> Engine:
     """Load the model, check it, and allocate the pool. Logs each phase when it begins, and what came of it.
 
-    The process keeps freed memory from then on, and asks for huge pages: see `radixkv.startup.host_memory`.
+    The process keeps freed memory from then on, and asks for huge pages: see `radixkv.startup.malloc`.
 
     Args:
         config: describes it.

@@ -19,9 +19,9 @@ from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.exactness import ExactFunctions
+from radixkv.model.layers.gemm_tuner import GemmTuner
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
-from radixkv.model.products.choices import ProductChoices
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS, models_for, run_cases
@@ -218,7 +218,7 @@ def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None
 def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_checkpoint(CONFIGS["llama"], tmp_path)
 
-    monkeypatch.setattr(ProductChoices, "choose", lambda _, weight, *__, **___: None)
+    monkeypatch.setattr(GemmTuner, "choose", lambda _, weight, *__, **___: None)
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: expected the rows"):
         load_model(ModelConfig(path=str(directory), device="cpu"))
 

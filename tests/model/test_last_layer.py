@@ -23,7 +23,7 @@ from radixkv.model.last_layer import Answers
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE
-from tests.model.products.test_joined_parts import MODELS, Keep
+from tests.model.layers.test_cpu_layers import MODELS, Keep
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ NEED_TRITON = (
     "attention.flashinfer_kernels",
     "attention.triton_kernels",
     "exactness_on_gpu",
-    "fused_modules",
+    "layers.gpu_layers",
 )
 WITHOUT_TRITON = """
 import sys

@@ -560,14 +560,14 @@ KERNEL_MUTANTS = (
     Mutant("kernels/cpu/gemm_trial.py", "if watch.is_busy and steady", "if steady is None and steady"),
     Mutant(
         "kernels/cpu/gemm_trial.py",
-        "for each in packings if GEMM_BACKENDS[each].rows",
+        "for each in backends if GEMM_BACKENDS[each].rows",
         "for each in hopeful if GEMM_BACKENDS[each].rows",
     ),
     Mutant("kernels/cpu/stopwatch.py", "if not each.has_waited), default", "), default"),
     Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _is_enough(took))", "not _is_enough(took)"),
     Mutant("kernels/cpu/gemm_trial.py", "LEAD if GEMM_BACKENDS[entrant.name].rows_are_alike else 1.0", "1.0"),
-    Mutant("model/products/native_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
-    Mutant("model/products/native_layers.py", "len(native.weight) != head_dim", "False"),
+    Mutant("model/layers/cpu_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
+    Mutant("model/layers/cpu_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),
     Mutant("model/attention/paged_step.py", " or queries.num_tokens != self._num_tokens", ""),
     Mutant("kernels/native/copies.cpp", "(num_bytes - 1) / kStripe", "num_bytes / kStripe"),
@@ -606,11 +606,11 @@ LOADING_MUTANTS = (
         "kernels/native/library.py", "                    os.utime(file)  # it was used\n", "                    pass\n"
     ),
     Mutant("config/cache_directory.py", "    except RuntimeError:", "    except OSError:"),
-    Mutant("model/products/choices.py", "0 < cost_s < math.inf", "0 < cost_s"),
-    Mutant("model/products/choices.py", ", ValueError, OverflowError)", ", ValueError)"),
-    Mutant("model/products/joined_attention.py", "each.dtype == rows.dtype and ", ""),
-    Mutant("model/products/joined_attention.py", " and each.is_contiguous()", ""),
-    Mutant("model/products/joined_parts.py", "attention.takes(rows, rotations)", "True"),
+    Mutant("model/layers/gemm_tuner.py", "0 < cost_s < math.inf", "0 < cost_s"),
+    Mutant("model/layers/gemm_tuner.py", ", ValueError, OverflowError)", ", ValueError)"),
+    Mutant("model/layers/cpu_layers.py", "each.dtype == rows.dtype and ", ""),
+    Mutant("model/layers/cpu_layers.py", " and each.is_contiguous()", ""),
+    Mutant("model/layers/cpu_layers.py", "attention.takes(rows, rotations)", "True"),
     Mutant("startup/model_check.py", "contextlib.suppress(UnsupportedModel)", "contextlib.nullcontext()"),
 )
 
@@ -1145,7 +1145,7 @@ STATE_MUTANTS = (
     Mutant("engine/completion.py", "            request.state.advance(end)\n", "            pass\n"),
     Mutant("scheduling/request.py", "            self.state.close()\n", ""),
     Mutant("scheduling/request.py", "            self.lease.close()\n", ""),
-    Mutant("model/states/state_rows.py", "np.where(row >= 0,", "np.where(row >= -1,"),
+    Mutant("model/states/state_step.py", "np.where(row >= 0,", "np.where(row >= -1,"),
     Mutant(
         "model/states/state_step.py",
         "for index, each in enumerate(inputs[1:], 1):",

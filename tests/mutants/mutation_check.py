@@ -97,14 +97,14 @@ KERNEL_TESTS = (
     "tests/kernels/native/test_gemm.py",
     "tests/kernels/native/test_rows.py",
     "tests/kernels/native/test_layer.py",
-    "tests/model/products/test_native_layers.py",
+    "tests/model/layers/test_native_layers.py",
     "tests/kernels/native/test_copies.py",
 )
 LOADING_TESTS = (
     "tests/config/test_cache_directory.py",
     "tests/kernels/native/test_library.py",
-    "tests/model/products/test_choices.py",
-    "tests/model/products/test_joined_attention.py",
+    "tests/model/layers/test_gemm_tuner.py",
+    "tests/model/layers/test_fused_attention.py",
     "tests/startup/test_model_check.py",
 )
 EVENT_TESTS = (
@@ -167,9 +167,6 @@ ANSWER_TESTS = (
 )
 STATE_TESTS = (
     "tests/cache/test_recurrent_states.py",
-    "tests/cache/test_recurrent_states.py",
-    "tests/cache/test_recurrent_states.py",
-    "tests/model/states/test_state_rows.py",
     "tests/model/states/test_state_step.py",
     "tests/engine/test_recurrent_states.py",
 )

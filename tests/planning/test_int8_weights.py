@@ -6,8 +6,8 @@ import pytest
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
 from radixkv.kernels.cpu.int8_linear import Int8Weight
+from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.loading import load_model
-from radixkv.model.products.packed_linear import Product
 from radixkv.planning.int8_weights import int8_weights_bytes
 from tests.model.coverage.small_configs import small_config
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
@@ -18,9 +18,9 @@ from tests.processor import needs_exact_int8
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral", "phi", "opt"])
 def test_a_plan_counts_what_a_loaded_model_holds(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    make = Product.__init__
+    make = Matmul.__init__
 
-    def watched(product: Product, *arguments: object) -> None:
+    def watched(product: Matmul, *arguments: object) -> None:
         make(product, *arguments)  # type: ignore[arg-type]
         weight = product._packed
         assert isinstance(weight, Int8Weight)
@@ -28,7 +28,7 @@ def test_a_plan_counts_what_a_loaded_model_holds(tmp_path: Path, name: str, monk
         if product._bias is not None:
             held.append(product._bias.nbytes)
 
-    monkeypatch.setattr(Product, "__init__", watched)
+    monkeypatch.setattr(Matmul, "__init__", watched)
     directory = write_checkpoint(CONFIGS[name] if name in CONFIGS else small_config(name), tmp_path)
     model = load_model(ModelConfig(path=str(directory), device="cpu", exactness="fast", weights="int8"))
     kept = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}

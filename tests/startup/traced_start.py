@@ -34,11 +34,12 @@ from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.gpu.linear import linear, rows_agree
-from radixkv.model import exactness, fused_modules
+from radixkv.model import exactness
 from radixkv.model import model as model_module
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.triton_kernels import TritonKernels, candidates
 from radixkv.model.exactness_on_gpu import row_functions
+from radixkv.model.layers import gpu_layers
 from radixkv.model.model import Model
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
@@ -241,7 +242,7 @@ def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
         num_rows = len(layout.logit_rows)
         return StepResult(torch.zeros(num_rows, VOCAB_SIZE), [5] * num_rows, [True] * layout.batch.num_requests)
 
-    patch.setattr(fused_modules, "agree", agree)
+    patch.setattr(gpu_layers, "agree", agree)
     patch.setattr(model_module, "make_exact", exact)
     patch.setattr(model_module, "padded_tokens", lambda num_tokens, _: exactness.padded_tokens(num_tokens, GPU))
     patch.setattr(runner_module, "_read", read)

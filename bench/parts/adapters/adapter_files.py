@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from radixkv.model.adapters.layers import adaptable_layers
+from radixkv.model.adapters.adapter_files import adaptable_layers
 from radixkv.model.tiny_model import build_tiny_model
 
 RANK = 8

@@ -11,18 +11,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from radixkv.model.adapters.adapter_files import AdapterFiles
-from radixkv.model.adapters.adapter_range import AdapterRange
-from radixkv.model.adapters.adapter_set import AdapterSet
-from radixkv.model.adapters.layers import adaptable_layers
-from radixkv.model.adapters.low_rank_products import Part, Ranges
-from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
+from radixkv.model.adapters.adapter_files import AdapterFiles, adaptable_layers
+from radixkv.model.adapters.adapter_set import AdapterRange, AdapterSet
+from radixkv.model.adapters.low_rank_matmuls import Part, Ranges
+from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 
 P = TypeVar("P")
 
 
 class Products(Protocol[P]):
-    """Computes what adapters add, on one kind of device. See `LowRankProducts`."""
+    """Computes what adapters add, on one kind of device. See `LowRankMatmuls`."""
 
     def place(self, sites: Mapping[int, Sequence[Part]]) -> P:
         """Lay out an adapter, given its parts by site."""
@@ -126,9 +124,9 @@ class AdaptedLayers(Generic[P]):
 def _multiplier_of(part: Any) -> tuple[Any, int, int]:
     """Find what multiplies for a layer, and the columns there that are the layer's."""
     if isinstance(part, PackedSlice):
-        return part.joined.product, part.start, part.end
+        return part.joined.matmul, part.start, part.end
     if isinstance(part, PackedLinear):
-        return part.product, 0, part.out_features
+        return part.matmul, 0, part.out_features
     return part, 0, part.weight.shape[0] if isinstance(part, nn.Linear) else part.weight.shape[1]
 
 

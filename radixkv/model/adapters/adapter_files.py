@@ -8,19 +8,52 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from radixkv.errors import InvalidAdapter
 from radixkv.model.adapters.adapter_config import TENSOR_FILE, LoraFields, absent, read_config
-from radixkv.model.adapters.layers import LayerShape, adaptable_layers
-from radixkv.model.attention.latent_heads import absorbed_layers
+from radixkv.model.attention.latent import absorbed_layers
+from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 from radixkv.tokens import TOKEN_BYTES
+
+
+class LayerShape(NamedTuple):
+    """Features of a linear layer."""
+
+    in_features: int
+    out_features: int
+
+
+def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
+    """Find the linear layers of a model, packed or not, by the names that transformers gives them.
+
+    The head is not among them: it makes logits of few rows. Nor are experts, which see some of the rows, and the layers
+    of `absorbed_layers`.
+    """
+    left_out = {id(module.get_output_embeddings()), *map(id, absorbed_layers(module))}
+    return {
+        name: shape
+        for name, part in module.named_modules()
+        if id(part) not in left_out and ".experts." not in name and (shape := _shape_of(part)) is not None
+    }
+
+
+def _shape_of(part: nn.Module) -> LayerShape | None:
+    if isinstance(part, (nn.Linear, PackedLinear, PackedSlice)):
+        return LayerShape(part.in_features, part.out_features)
+    if type(part) is Conv1D:
+        in_features, out_features = map(int, part.get_parameter("weight").shape)
+        return LayerShape(in_features, out_features)
+    return None
+
 
 _DIGEST_BYTES = 20
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")

@@ -5,10 +5,19 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from radixkv.errors import InvalidAdapter, TooManyAdapters, UnknownAdapter
 from radixkv.model.adapters.adapter_files import AdapterFiles
+
+
+class AdapterRange(NamedTuple):
+    """Rows `[start, end)` of a step, and the digest of the adapter that they are computed with."""
+
+    digest: str
+    start: int
+    end: int
+
 
 T = TypeVar("T")
 

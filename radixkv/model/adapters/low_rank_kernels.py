@@ -11,7 +11,7 @@ import torch
 
 from radixkv.errors import InvalidAdapter
 from radixkv.kernels.gpu.low_rank import RANKS, LowRankStep, add_low_rank, low_rank_rows_agree, padded_rank
-from radixkv.model.adapters.low_rank_products import Part, Ranges
+from radixkv.model.adapters.low_rank_matmuls import Part, Ranges
 from radixkv.model.refusals import SERVE_FAST
 
 
@@ -92,7 +92,7 @@ class LowRankKernels:
             self._launches.append(_Launch(rank, step, sites))
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Add what the adapters of the forward pass add at a site; see `LowRankProducts.add`."""
+        """Add what the adapters of the forward pass add at a site; see `LowRankMatmuls.add`."""
         for rank, step, sites in self._launches:
             if site in sites:
                 with torch._C.DisableTorchFunction():  # the kernel is exact by itself

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionStep
-from radixkv.model.attention.latent_heads import latent_heads_of
+from radixkv.model.attention.latent import latent_heads_of
 from radixkv.model.attention.paged_step import RunningPass
 
 ATTENTION_NAME = "radixkv_paged"

@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
-from radixkv.model.states.state_rows import StateRows
-from radixkv.model.states.state_step import StateStep
+from radixkv.model.states.state_step import StateRows, StateStep
 from radixkv.storage.state_pool import StatePool, StateShape
 
 # Where a layer that is replaced keeps its index among the layers with a state.

@@ -16,14 +16,14 @@ def test_every_packing_is_a_linear_layer(name: str, dtype: torch.dtype) -> None:
     rows, weight, bias = (each.to(dtype) for each in (random(33, 96), random(40, 96) / 10, random(40)))
     if name not in gemm_backends(weight):
         pytest.skip(f"{name} does not take {dtype} on this machine")
-    packing = GEMM_BACKENDS[name]
-    packed = packing.pack(weight)
+    backend = GEMM_BACKENDS[name]
+    packed = backend.pack(weight)
     for given in (None, bias):
         for num_rows in (1, 2, 33):
             expected = torch.nn.functional.linear(
                 rows[:num_rows].double(), weight.double(), None if given is None else given.double()
             )
-            got = packing.multiply(rows[:num_rows], packed, given)
+            got = backend.multiply(rows[:num_rows], packed, given)
             assert (got.shape, got.dtype) == (expected.shape, dtype)
             assert got.is_contiguous()
             assert (got - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
@@ -50,10 +50,10 @@ def test_a_torch_without_mkl_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> N
 def test_mkl_multiplies_any_number_of_rows_with_a_weight_laid_out_for_one() -> None:
     rows, weight = random(1030, 96), random(40, 96)
     expected = rows.double() @ weight.double().t()
-    packing = GEMM_BACKENDS["packed"]
-    packed = packing.pack(weight)
+    backend = GEMM_BACKENDS["packed"]
+    packed = backend.pack(weight)
     for num_rows in [*range(1, 66), 511, 512, 513, 1030]:
-        got = packing.multiply(rows[:num_rows], packed, None)
+        got = backend.multiply(rows[:num_rows], packed, None)
         assert (got - expected[:num_rows]).abs().max() <= 1e-5 * expected.abs().max(), num_rows
 
 

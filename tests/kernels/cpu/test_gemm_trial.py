@@ -20,7 +20,7 @@ def add(monkeypatch: pytest.MonkeyPatch, name: str, multiply: object) -> None:
 
 
 def tried(name: str, weight: torch.Tensor, **keywords: object) -> GemmChoice | None:
-    """Try one packing whose calls all take the same time, so that the machine has no say."""
+    """Try one backend whose calls all take the same time, so that the machine has no say."""
     clock = map(float, itertools.count()).__next__
     return choose_gemm(weight, None, (name,), is_exact=True, clock=clock, **keywords)  # type: ignore[arg-type]
 
@@ -38,11 +38,11 @@ def test_a_row_has_the_same_bits_however_many_there_are(
         if choice is None:
             continue
         rows, cancelling, _ = sensitive_linear(weight, None, 1100)
-        packing = GEMM_BACKENDS[name]
-        packed, tiles = packing.pack(cancelling), RowTiles(dict(choice.costs) or dict.fromkeys(range(1, 1101), 1.0))
+        backend = GEMM_BACKENDS[name]
+        packed, tiles = backend.pack(cancelling), RowTiles(dict(choice.costs) or dict.fromkeys(range(1, 1101), 1.0))
 
         def multiply(some: torch.Tensor) -> torch.Tensor:
-            return in_tiles(lambda piece: packing.multiply(piece, packed, None), some.clone(), tiles)  # noqa: B023
+            return in_tiles(lambda piece: backend.multiply(piece, packed, None), some.clone(), tiles)  # noqa: B023
 
         whole = multiply(rows)
         for start, end in ((0, 1), (1, 4), (4, 20), (20, 53), (53, 600), (599, 600), (600, 1100)):
@@ -116,7 +116,7 @@ def test_one_whose_rows_are_alike_may_be_slower(
     monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
     choice = choose_gemm(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
     assert choice is not None
-    assert choice.packing == expected
+    assert choice.backend == expected
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
@@ -160,14 +160,14 @@ def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: 
     for names in (("slow", "fast"), ("fast", "slow")):
         choice = choose_gemm(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
         assert choice is not None
-        assert choice.packing == "fast"
+        assert choice.backend == "fast"
         assert bool(choice.costs) == is_exact
 
 
 def timed(
     monkeypatch: pytest.MonkeyPatch, now_s: list[float], name: str, took_s: float, place: float = 0.0
 ) -> list[int]:
-    """Add a packing whose calls take a time. Returns the features of the weights that it multiplied with."""
+    """Add a backend whose calls take a time. Returns the features of the weights that it multiplied with."""
     features: list[int] = []
 
     def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_one_that_gave_up_is_taken_where_the_fastest_does_not_compute_rows_alike
             for is_exact in (True, False)
         )
         assert exact is not None
-        assert (exact.packing, dict(exact.costs).keys()) == ("slow", {*SIZES})
+        assert (exact.backend, dict(exact.costs).keys()) == ("slow", {*SIZES})
         assert fast == GemmChoice("fast")
 
 
@@ -202,7 +202,7 @@ def test_a_hopeless_one_is_tried_with_a_part_of_the_weight_only(monkeypatch: pyt
     names = ("hopeless", "other")
     choice = choose_gemm(torch.empty(600, 8), None, names, is_exact=True, clock=lambda: now_s[0])
     assert choice is not None
-    assert choice.packing == "other"
+    assert choice.backend == "other"
     assert set(hopeless) == {512}
     assert set(other) == {512, 600}
 
@@ -222,7 +222,7 @@ def test_without_time_one_whose_rows_are_alike_is_chosen(
         )
         for each in (limit_s, math.inf)
     ]
-    assert [choice.packing for choice in choices if choice is not None] == ["alike", "fast"]
+    assert [choice.backend for choice in choices if choice is not None] == ["alike", "fast"]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_large_weight_is_timed_by_its_first_features_and_checked_as_a_whole(mo
     names = ("slow", "fast")
     choice = choose_gemm(torch.empty(1400, 8), None, names, is_exact=True, clock=lambda: now_s[0])
     assert choice is not None
-    assert (choice.packing, dict(choice.costs).keys()) == ("fast", {*SIZES})
+    assert (choice.backend, dict(choice.costs).keys()) == ("fast", {*SIZES})
     assert set(fast) == {512, 700, 1400}
     assert set(slow) == {512, 700}
     assert dict(choice.costs)[8] == pytest.approx(2e-2), "as long as the whole weight is expected to take"

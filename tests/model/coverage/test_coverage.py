@@ -66,8 +66,8 @@ def test_half_precision_is_served(
     if is_native and library is None:
         pytest.skip("there are no kernels in C++ on this machine")
     monkeypatch.setattr("radixkv.model.model.native_library", lambda: library)
-    packing = "native" if is_native else "plain"
-    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: (packing,))
+    backend = "native" if is_native else "plain"
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: (backend,))
     kernels = TorchKernels() if library is None else NativeKernels(library)
     write_checkpoint(small_config(model_type), tmp_path, max_shard_size="10MB")
     for exactness in ("exact", "fast"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from radixkv.model.adapters.adapter_files import AdapterFiles, LowRank
-from radixkv.model.adapters.layers import adaptable_layers
+from radixkv.model.adapters.adapter_files import AdapterFiles, LowRank, adaptable_layers
 from radixkv.model.model import Model
 
 

@@ -13,8 +13,7 @@ from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.attention.paged_step import RunningPass
 from radixkv.model.states.short_convs import ShortConvs
-from radixkv.model.states.state_rows import StateRows
-from radixkv.model.states.state_step import StateStep
+from radixkv.model.states.state_step import StateRows, StateStep
 from radixkv.storage.state_pool import StatePool
 from tests.model.coverage.coverage import cover
 from tests.model.coverage.small_configs import small_config

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.startup import host_memory
+from radixkv.startup import malloc as host_memory
 from tests.patience import PATIENCE_S
 
 OFF = {"THP_MEM_ALLOC_ENABLE": "0"}
 
 _PROGRAM = """
 import resource, sys, torch
-from radixkv.startup.host_memory import keep_freed_memory
+from radixkv.startup.malloc import keep_freed_memory
 assert sys.argv[1] == "given back" or keep_freed_memory()
 def use():
     large, small = torch.ones(20_000_000), torch.ones(10_000_000)
@@ -27,7 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 _PAGES = """
 import sys, torch
-from radixkv.startup.host_memory import use_huge_pages
+from radixkv.startup.malloc import use_huge_pages
 if sys.argv[1] == "huge":
     use_huge_pages()
 tensor, is_inside = torch.ones(1 << 24), False

@@ -10,7 +10,7 @@ import torch
 
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.kernels.cpu.stopwatch import Stopwatch
-from radixkv.model.products.choices import ProductChoices, TrialBudget, _machine
+from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget, _machine
 
 WEIGHT = torch.empty(8, 16)
 
@@ -24,16 +24,16 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         tried.append(tuple(weight.shape))
         return GemmChoice("plain", ((2, 1.5e-6), (512, 2e-3)) if is_exact else ())
 
-    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", choose)
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.choose_gemm", choose)
     return tried
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_shape_is_tried_once_on_a_machine(tmp_path: Path, trials: list[tuple[int, ...]], *, is_exact: bool) -> None:
-    choices = ProductChoices(is_exact=is_exact, directory=tmp_path / "cache")
+    choices = GemmTuner(is_exact=is_exact, directory=tmp_path / "cache")
     first = choices.choose(WEIGHT, None)
     assert choices.choose(WEIGHT.clone(), None) == first
-    assert ProductChoices(is_exact=is_exact, directory=tmp_path / "cache").choose(WEIGHT, None) == first
+    assert GemmTuner(is_exact=is_exact, directory=tmp_path / "cache").choose(WEIGHT, None) == first
     assert trials == [(8, 16)]
 
 
@@ -42,13 +42,12 @@ def test_a_log_tells_before_the_first_trial_what_takes_time(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="radixkv"):
         for _ in range(2):
-            choices = ProductChoices(is_exact=True, directory=tmp_path)
+            choices = GemmTuner(is_exact=True, directory=tmp_path)
             choices.choose(WEIGHT, None)
             choices.choose(torch.empty(16, 8), None)
     first, *tried = [record.getMessage() for record in caplog.records]
     assert (
-        first
-        == f"choosing a matmul for each shape of weight, which {tmp_path / 'products.json'} keeps for later starts"
+        first == f"choosing a matmul for each shape of weight, which {tmp_path / 'gemms.json'} keeps for later starts"
     )
     assert [message.split(" in ")[0] for message in tried] == [
         "tried matmuls with 8 by 16 weights",
@@ -65,11 +64,11 @@ def test_shapes_share_a_budget_and_get_what_others_left(tmp_path: Path, monkeypa
         now_s[0] += 0.5
         return GemmChoice("native")
 
-    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", choose)
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.choose_gemm", choose)
     monkeypatch.setattr(Stopwatch, "here", lambda: Stopwatch(lambda: now_s[0]))
     reports: list[str] = []
     budget = TrialBudget(4.0, reports.append)
-    one, two = (ProductChoices(is_exact=is_exact, directory=tmp_path, budget=budget) for is_exact in (True, False))
+    one, two = (GemmTuner(is_exact=is_exact, directory=tmp_path, budget=budget) for is_exact in (True, False))
     one.choose(torch.empty(64, 8), None, ("native",), share=0.5)
     two.choose(torch.empty(16, 8), None, ("native",), share=0.25)
     one.choose(torch.empty(24, 8), None, ("native",), share=0.0)
@@ -88,28 +87,28 @@ def test_without_a_budget_there_is_no_limit(tmp_path: Path, monkeypatch: pytest.
         limits_s.append(limit_s)
         return GemmChoice("native")
 
-    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", choose)
-    ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native",), share=0.0)
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.choose_gemm", choose)
+    GemmTuner(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native",), share=0.0)
     assert limits_s == [math.inf]
 
 
 def test_processes_that_start_side_by_side_choose_alike(
     tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = (ProductChoices(is_exact=True, directory=tmp_path) for _ in range(2))
+    one, two = (GemmTuner(is_exact=True, directory=tmp_path) for _ in range(2))
     first = one.choose(WEIGHT, None)
     later = GemmChoice("plain", ((2, 9e-6),))
-    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", lambda *_, **__: later)
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.choose_gemm", lambda *_, **__: later)
     assert two.choose(WEIGHT, None) == first != later
     assert two.choose(torch.empty(16, 8), None) == later
-    assert ProductChoices(is_exact=True, directory=tmp_path).choose(torch.empty(16, 8), None) == later
+    assert GemmTuner(is_exact=True, directory=tmp_path).choose(torch.empty(16, 8), None) == later
 
 
 def test_what_decides_the_order_of_sums_is_tried_anew(
     tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choose(weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_exact: bool = True, **more: int) -> int:
-        ProductChoices(is_exact=is_exact, directory=tmp_path).choose(weight, bias, **more)  # type: ignore[arg-type]
+        GemmTuner(is_exact=is_exact, directory=tmp_path).choose(weight, bias, **more)  # type: ignore[arg-type]
         return len(trials)
 
     assert choose(WEIGHT) == 1
@@ -121,7 +120,7 @@ def test_what_decides_the_order_of_sums_is_tried_anew(
     assert choose(WEIGHT, most_rows=64) == 7
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert choose(WEIGHT) == 8
-    monkeypatch.setattr("radixkv.model.products.choices._machine", lambda: "another")
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner._machine", lambda: "another")
     assert choose(WEIGHT) == 9
     assert choose(WEIGHT) == 9
 
@@ -137,12 +136,12 @@ def test_what_older_sources_chose_is_not_remembered(monkeypatch: pytest.MonkeyPa
 def test_a_file_that_cannot_be_read_is_written_anew(
     text: str, tmp_path: Path, trials: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "products.json"
+    file = tmp_path / "gemms.json"
     file.write_text(text, encoding="utf-8")
     with caplog.at_level(logging.INFO, logger="radixkv"):
-        ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+        GemmTuner(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
     assert f"{file} can't be read" in caplog.text
-    ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+    GemmTuner(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
     assert len(trials) == 1
 
 
@@ -152,25 +151,25 @@ def test_a_file_that_cannot_be_read_is_written_anew(
         None,
         7,
         {},
-        {"packing": "nonsense", "costs": [[2, 1e-6]]},
-        {"packing": "plain", "costs": []},  # in exact mode some number of rows must agree
-        {"packing": "plain", "costs": [[3, 1e-6]]},
-        {"packing": "plain", "costs": [[2, -1.0]]},
-        {"packing": "plain", "costs": [[2, "x"]]},
-        {"packing": "plain", "costs": [[2, math.inf]]},
-        {"packing": "plain", "costs": [[2, 10**400]]},
-        {"packing": "plain", "costs": [[math.inf, 1e-6]]},
-        {"packing": ["plain"], "costs": 3},
-        {"packing": "native", "costs": [[2, 1e-6]]},  # its rows are alike for any number
+        {"backend": "nonsense", "costs": [[2, 1e-6]]},
+        {"backend": "plain", "costs": []},  # in exact mode some number of rows must agree
+        {"backend": "plain", "costs": [[3, 1e-6]]},
+        {"backend": "plain", "costs": [[2, -1.0]]},
+        {"backend": "plain", "costs": [[2, "x"]]},
+        {"backend": "plain", "costs": [[2, math.inf]]},
+        {"backend": "plain", "costs": [[2, 10**400]]},
+        {"backend": "plain", "costs": [[math.inf, 1e-6]]},
+        {"backend": ["plain"], "costs": 3},
+        {"backend": "native", "costs": [[2, 1e-6]]},  # its rows are alike for any number
     ],
 )
 def test_an_entry_that_we_did_not_write_is_tried_again(
     entry: object, tmp_path: Path, trials: list[tuple[int, ...]]
 ) -> None:
-    ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
-    file = tmp_path / "products.json"
+    GemmTuner(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+    file = tmp_path / "gemms.json"
     file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), entry)))
-    choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
+    choice = GemmTuner(is_exact=True, directory=tmp_path).choose(WEIGHT, None)
     assert choice == GemmChoice("plain", ((2, 1.5e-6), (512, 2e-3)))
     assert len(trials) == 2
 
@@ -179,9 +178,9 @@ def test_a_product_for_any_number_of_rows_is_remembered_without_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choices = iter([GemmChoice("native")])
-    monkeypatch.setattr("radixkv.model.products.choices.choose_gemm", lambda *_, **__: next(choices))
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.choose_gemm", lambda *_, **__: next(choices))
     for _ in range(2):
-        choice = ProductChoices(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native", "plain"))
+        choice = GemmTuner(is_exact=True, directory=tmp_path).choose(WEIGHT, None, ("native", "plain"))
         assert choice == GemmChoice("native")
 
 
@@ -191,7 +190,7 @@ def test_a_directory_that_cannot_be_written_costs_a_trial_and_nothing_else(
     (tmp_path / "file").touch()
     for count in (1, 2):
         with caplog.at_level(logging.INFO, logger="radixkv"):
-            assert ProductChoices(is_exact=True, directory=tmp_path / "file").choose(WEIGHT, None) is not None
+            assert GemmTuner(is_exact=True, directory=tmp_path / "file").choose(WEIGHT, None) is not None
         assert len(trials) == count
     assert "can't be written" in caplog.text
 
@@ -200,14 +199,14 @@ def test_the_file_is_where_caches_are(
     tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ProductChoices(is_exact=True).choose(WEIGHT, None)
-    assert {file.name for file in (tmp_path / "radixkv").iterdir()} == {"products.json", "products.lock"}
+    GemmTuner(is_exact=True).choose(WEIGHT, None)
+    assert {file.name for file in (tmp_path / "radixkv").iterdir()} == {"gemms.json", "gemms.lock"}
 
 
 def test_int8_weights_are_rounded_also_in_fast_mode(tmp_path: Path) -> None:
     for is_exact in (True, False):
-        choice = ProductChoices(is_exact=is_exact, weights="int8", directory=tmp_path).choose(WEIGHT, None)
+        choice = GemmTuner(is_exact=is_exact, weights="int8", directory=tmp_path).choose(WEIGHT, None)
         assert choice is not None
-        assert choice.packing == "int8"
+        assert choice.backend == "int8"
         assert {2, 512} <= set(dict(choice.costs))
-    assert len(json.loads((tmp_path / "products.json").read_text())) == 1
+    assert len(json.loads((tmp_path / "gemms.json").read_text())) == 1

@@ -24,9 +24,9 @@ from radixkv.kernels.native.gemm import multiplies
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.layers import cpu_layers
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
-from radixkv.model.products import joined_parts
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
 
@@ -96,21 +96,21 @@ def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         pytest.skip("there are no kernels in C++ on this machine")
 
 
-@pytest.mark.parametrize("packing", ["native", "plain"])
+@pytest.mark.parametrize("backend", ["native", "plain"])
 @pytest.mark.parametrize("family", list(MODELS))
 @pytest.mark.usefixtures("between_products")
 def test_a_lone_row_is_filled_up_unless_all_of_it_is_computed_alone(
-    family: str, packing: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    family: str, backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if packing == "native" and not multiplies(torch.empty(1, 1)):
+    if backend == "native" and not multiplies(torch.empty(1, 1)):
         pytest.skip("there are no products in C++ on this machine")
-    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: (packing,))
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: (backend,))
     model = Model(family, make(family), CPU, is_exact=True)
     num_rows: list[int] = []
     model.module.get_input_embeddings().register_forward_hook(lambda *call: num_rows.append(call[2].shape[1]))
     (alone, _), (among, _) = answer(model, 1), answer(model, 19)
     assert torch.equal(alone[0], among[0])
-    is_alone = packing == "native" and family in ("llama", "qwen2", "qwen3") and "[C++-" in request.node.name
+    is_alone = backend == "native" and family in ("llama", "qwen2", "qwen3") and "[C++-" in request.node.name
     assert num_rows == ([1, 19] if is_alone else [2, 24])
 
 
@@ -182,7 +182,7 @@ def test_what_computes_something_else_is_left_alone(
     module = make("llama", dtype)
     part = module.get_submodule(f"model.{name}")
     swap_class(part, forward)
-    with caplog.at_level(logging.INFO, logger="radixkv.model.replaced_parts"):
+    with caplog.at_level(logging.INFO, logger="radixkv.model.layers.replaced_parts"):
         model = Model("odd", module, CPU)
     assert f"model.{name}" not in replaced(model.module)
     assert "model.layers.0" not in replaced(model.module)
@@ -229,6 +229,6 @@ def test_the_oracle_runs_as_transformers_wrote_it(monkeypatch: pytest.MonkeyPatc
     assert replaced(model.module) == names
     torch.testing.assert_close(answer(model, 9)[0], unfused, rtol=1e-5, atol=1e-5)
     assert not torch.equal(answer(model, 9)[0], unfused), "it did not run otherwise"
-    assert joined_parts.JoinedParts(make("llama"), is_exact=True).names == tuple(
+    assert cpu_layers.FusedCpuLayers(make("llama"), is_exact=True).names == tuple(
         name for name, _ in make("llama").named_modules() if name.endswith("norm")
     ), "without packed layers only norms are known"

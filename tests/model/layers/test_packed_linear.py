@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
-from radixkv.model.products.choices import ProductChoices
-from radixkv.model.products.packed_linear import JOINS, PackedLinear, PackedSlice, Product, pack_linears
+from radixkv.model.layers.gemm_tuner import GemmTuner
+from radixkv.model.layers.packed_linear import JOINS, Matmul, PackedLinear, PackedSlice, pack_linears
 
 SIZES = {"vocab_size": 50, "initializer_range": 0.2}
 MODELS = {
@@ -32,37 +32,37 @@ def built(name: str) -> PreTrainedModel:
     return module.eval().requires_grad_(False)
 
 
-class Given(ProductChoices):
-    """Always the same packing."""
+class Given(GemmTuner):
+    """Always the same backend."""
 
-    def __init__(self, packing: str | None, *, is_exact: bool) -> None:
+    def __init__(self, backend: str | None, *, is_exact: bool) -> None:
         super().__init__(is_exact=is_exact)
-        self.packing, self.costs = packing, ((2, 1e-6), (16, 4e-6)) if is_exact else ()
+        self.backend, self.costs = backend, ((2, 1e-6), (16, 4e-6)) if is_exact else ()
 
     def choose(self, *_: object, **__: object) -> GemmChoice | None:
-        return None if self.packing is None else GemmChoice(self.packing, self.costs)
+        return None if self.backend is None else GemmChoice(self.backend, self.costs)
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("packing", gemm_backends(torch.empty(1, 1)))
+@pytest.mark.parametrize("backend", gemm_backends(torch.empty(1, 1)))
 @pytest.mark.parametrize("name", list(MODELS))
-def test_a_packed_model_answers_alike(name: str, packing: str, *, is_exact: bool) -> None:
+def test_a_packed_model_answers_alike(name: str, backend: str, *, is_exact: bool) -> None:
     module = built(name)
     ids = torch.arange(37)[None]
     with torch.inference_mode():
         expected = module(ids).logits
-        pack_linears(module, Given(packing, is_exact=is_exact))
+        pack_linears(module, Given(backend, is_exact=is_exact))
         got = module(ids).logits
     assert sum(isinstance(part, (PackedLinear, PackedSlice)) for part in module.modules()) >= 9
     assert not any(type(part) is nn.Linear for part in module.modules())
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("packing", ["plain", "blocked"])
-def test_a_packed_weight_is_not_held_twice(packing: str) -> None:
+@pytest.mark.parametrize("backend", ["plain", "blocked"])
+def test_a_packed_weight_is_not_held_twice(backend: str) -> None:
     module = built("llama")
     weights = {name: weakref.ref(weight) for name, weight in module.named_parameters() if "proj.weight" in name}
-    pack_linears(module, Given(packing, is_exact=False))
+    pack_linears(module, Given(backend, is_exact=False))
     gc.collect()
     assert len(weights) == 14
     assert [name for name, weight in weights.items() if weight() is not None] == []
@@ -94,7 +94,7 @@ def test_leading_dimensions_stay(shape: tuple[int, ...]) -> None:
     weight = torch.randn(8, 16)
     rows = torch.randn(shape)
     for costs in ((), ((2, 1e-6),)):
-        product = Product([weight], None, GemmChoice("plain", costs))
+        product = Matmul([weight], None, GemmChoice("plain", costs))
         torch.testing.assert_close(product(rows), rows @ weight.t())
 
 
@@ -114,8 +114,8 @@ def test_layers_of_the_same_rows_are_one_product(monkeypatch: pytest.MonkeyPatch
     expected = [mlp.gate_proj(rows), mlp.up_proj(rows)]
     pack_linears(module, Given("blocked", is_exact=False))
     calls: list[int] = []
-    product = Product.__call__
-    monkeypatch.setattr(Product, "__call__", lambda self, rows: calls.append(self.out_features) or product(self, rows))
+    product = Matmul.__call__
+    monkeypatch.setattr(Matmul, "__call__", lambda self, rows: calls.append(self.out_features) or product(self, rows))
     torch.testing.assert_close([mlp.gate_proj(rows), mlp.up_proj(rows)], expected)
     assert calls == [96]
     torch.testing.assert_close(mlp.up_proj(rows), expected[1])

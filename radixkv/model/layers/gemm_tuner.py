@@ -28,8 +28,8 @@ from radixkv.model.report import Report, report_nothing
 
 _log = logging.getLogger(__name__)
 
-_FILE = "products.json"
-_LOCK = "products.lock"  # held while the file is read and replaced
+_FILE = "gemms.json"
+_LOCK = "gemms.lock"  # held while the file is read and replaced
 _LARGEST_FILE = 2**20  # bytes; a shape takes 400
 
 # What else decides how libraries compute.
@@ -77,7 +77,7 @@ class TrialBudget:
         self._left_s = max(0.0, self._left_s - seconds)
 
 
-class ProductChoices:
+class GemmTuner:
     """Tries each shape of weight once, and keeps the result in a file for this machine.
 
     The file is a memory, never a need: one that can't be read, written or understood is logged and done without.
@@ -110,7 +110,7 @@ class ProductChoices:
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        packings: tuple[str, ...] | None = None,
+        backends: tuple[str, ...] | None = None,
         most_rows: int = SIZES[-1],
         share: float = _UNKNOWN_SHARE,
     ) -> GemmChoice | None:
@@ -122,28 +122,28 @@ class ProductChoices:
         Args:
             weight: `[out_features, in_features]` on a CPU.
             bias: `[out_features]`, or None.
-            packings: names of candidates; None for all that fit the configured weights.
+            backends: names of candidates; None for all that fit the configured weights.
             most_rows: rows of a call at most.
             share: the part of the model's weights that have this shape, 0 to 1.
 
         Returns:
             The choice; None if rows are not computed alike.
         """
-        if packings is None:
-            packings = ("int8",) if self._weights == "int8" else gemm_backends(weight)
-        key = self._key(weight, bias, packings, most_rows)
+        if backends is None:
+            backends = ("int8",) if self._weights == "int8" else gemm_backends(weight)
+        key = self._key(weight, bias, backends, most_rows)
         if key not in self._known:
             limit_s = math.inf if self._budget is None else self._budget.grant(share)
-            choice = _parsed(self._remembered.get(key), packings, is_exact=self._is_exact)
+            choice = _parsed(self._remembered.get(key), backends, is_exact=self._is_exact)
             if choice is None:
-                choice = self._tried(weight, bias, packings, most_rows, limit_s)
+                choice = self._tried(weight, bias, backends, most_rows, limit_s)
                 if choice is not None:
-                    choice = self._settled(key, choice, packings)
+                    choice = self._settled(key, choice, backends)
             self._known[key] = choice
         return self._known[key]
 
     def _tried(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, packings: tuple[str, ...], most_rows: int, limit_s: float
+        self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], most_rows: int, limit_s: float
     ) -> GemmChoice | None:
         if not self._has_announced:
             self._has_announced = True
@@ -153,7 +153,7 @@ class ProductChoices:
             self._budget.report(f"trying matmuls with {weight.shape[0]} by {weight.shape[1]} weights in {dtype}")
         now = Stopwatch.here().now
         start_s = now()
-        choice = choose_gemm(weight, bias, packings, is_exact=self._is_exact, most_rows=most_rows, limit_s=limit_s)
+        choice = choose_gemm(weight, bias, backends, is_exact=self._is_exact, most_rows=most_rows, limit_s=limit_s)
         took_s = now() - start_s
         if self._budget is not None:
             self._budget.spend(took_s)
@@ -163,16 +163,16 @@ class ProductChoices:
             weight.shape[1],
             dtype,
             took_s,
-            "no library gives a row the same bits in batches of any size" if choice is None else choice.packing,
+            "no library gives a row the same bits in batches of any size" if choice is None else choice.backend,
         )
         return choice
 
-    def _key(self, weight: torch.Tensor, bias: torch.Tensor | None, packings: tuple[str, ...], most_rows: int) -> str:
+    def _key(self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], most_rows: int) -> str:
         mode = "exact" if self._is_exact else "fast"
         has_bias = "" if bias is None else "+bias"
         shape = f"{tuple(weight.shape)}{weight.stride()}{has_bias} {weight.dtype}"
         threads = torch.get_num_threads()
-        return f"{_machine()} {threads} threads {mode} {shape} {most_rows} rows {','.join(packings)}"
+        return f"{_machine()} {threads} threads {mode} {shape} {most_rows} rows {','.join(backends)}"
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -188,7 +188,7 @@ class ProductChoices:
             return {}
         return tree
 
-    def _settled(self, key: str, choice: GemmChoice, packings: tuple[str, ...]) -> GemmChoice:
+    def _settled(self, key: str, choice: GemmChoice, backends: tuple[str, ...]) -> GemmChoice:
         """Add a choice to the file, and return it; or return that of a process which was first.
 
         Replicas that start side by side try the same shapes. Trials depend on time, and choices decide the last bits of
@@ -199,10 +199,10 @@ class ProductChoices:
             with (self._file.parent / _LOCK).open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
                 tree = self._read()
-                first = _parsed(tree.get(key), packings, is_exact=self._is_exact)
+                first = _parsed(tree.get(key), backends, is_exact=self._is_exact)
                 if first is not None:
                     return first
-                self._write({**tree, key: {"packing": choice.packing, "costs": [list(pair) for pair in choice.costs]}})
+                self._write({**tree, key: {"backend": choice.backend, "costs": [list(pair) for pair in choice.costs]}})
         except OSError as error:
             _log.info("%s can't be written, so the next start tries matmuls again: %s", self._file, error)
         return choice
@@ -215,19 +215,19 @@ class ProductChoices:
             written.replace(self._file)
 
 
-def _parsed(entry: Any, packings: tuple[str, ...], *, is_exact: bool) -> GemmChoice | None:
+def _parsed(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> GemmChoice | None:
     """Read what the file remembers of a shape; None for nothing, or for something that this program did not write."""
     try:
-        packing = entry["packing"]
+        backend = entry["backend"]
         costs = tuple((int(size), float(cost_s)) for size, cost_s in entry["costs"])
     except (TypeError, KeyError, ValueError, OverflowError):
         return None
     are_costs = all(size in SIZES and 0 < cost_s < math.inf for size, cost_s in costs)
-    is_known = packing in packings and packing in GEMM_BACKENDS and are_costs
+    is_known = backend in backends and backend in GEMM_BACKENDS and are_costs
     if not is_known:
         return None
-    needs_costs = is_exact and not GEMM_BACKENDS[packing].rows_are_alike
-    return GemmChoice(packing, costs) if bool(costs) == needs_costs else None
+    needs_costs = is_exact and not GEMM_BACKENDS[backend].rows_are_alike
+    return GemmChoice(backend, costs) if bool(costs) == needs_costs else None
 
 
 @cache

@@ -21,8 +21,8 @@ from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.kernels.cpu.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
 from radixkv.kernels.native.gemm import Panels
 from radixkv.kernels.native.layer import Weights
-from radixkv.model.part_trial import has_hooks
-from radixkv.model.products.choices import ProductChoices
+from radixkv.model.layers.gemm_tuner import GemmTuner
+from radixkv.model.layers.replaced_parts import has_hooks
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ SILU = (nn.SiLU, SiLUActivation)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Product:
+class Matmul:
     """The product of rows with weights, plus a bias.
 
     Args:
@@ -53,11 +53,11 @@ class Product:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: GemmChoice) -> None:
-        packing = GEMM_BACKENDS[choice.packing]
+        backend = GEMM_BACKENDS[choice.backend]
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
-        self._packed = packing.pack(*weights)
+        self._packed = backend.pack(*weights)
         self._bias = bias
-        self._multiply, self._gate = packing.multiply, packing.gate
+        self._multiply, self._gate = backend.multiply, backend.gate
         self._tiles = tiles_of(choice.costs) if choice.costs else None
         self.addition: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
@@ -96,7 +96,7 @@ class Product:
         """Return the product with rows as `aligned_rows` lays them out, a number of `row_counts`, in one call."""
         return self._multiply(rows, self._packed, self._bias)
 
-    def gate(self, rows: torch.Tensor, up: Product) -> torch.Tensor:
+    def gate(self, rows: torch.Tensor, up: Matmul) -> torch.Tensor:
         """Return SiLU of the product with rows `[..., in_features]`, times `up`'s product with them.
 
         Args:
@@ -105,7 +105,7 @@ class Product:
         """
 
         def gated(piece: torch.Tensor) -> torch.Tensor:
-            assert self._gate is not None, "its packing gates"
+            assert self._gate is not None, "its backend gates"
             return self._gate(aligned_rows(piece), self._packed, self._bias, up._packed, up._bias)
 
         return self._in_calls(gated, aligned_rows(rows)).view(*rows.shape[:-1], self.out_features)
@@ -121,28 +121,28 @@ class PackedLinear(nn.Module):
     """A linear layer without parameters: what it needs of them is in its product.
 
     Args:
-        product: what it computes.
+        matmul: what it computes.
     """
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, matmul: Matmul) -> None:
         super().__init__()
-        self.in_features, self.out_features = product.in_features, product.out_features
-        self.product = product
+        self.in_features, self.out_features = matmul.in_features, matmul.out_features
+        self.matmul = matmul
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product with rows `[..., in_features]`."""
-        return self.product(rows)
+        return self.matmul(rows)
 
 
-class JoinedProduct:
+class MergedMatmul:
     """The product of rows with several weights at once. Layers ask for their parts one after the other.
 
     Args:
-        product: the product with all weights, the first one's features first.
+        matmul: the product with all weights, the first one's features first.
     """
 
-    def __init__(self, product: Product) -> None:
-        self.product = product
+    def __init__(self, matmul: Matmul) -> None:
+        self.matmul = matmul
         self._rows: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
 
@@ -152,9 +152,9 @@ class JoinedProduct:
         The whole product is computed for the first part and kept until the last one is asked for.
         """
         if self._rows is not rows or self._whole is None:
-            self._rows, self._whole = rows, self.product(rows)
+            self._rows, self._whole = rows, self.matmul(rows)
         part = self._whole[..., start:end]
-        if end == self.product.out_features:
+        if end == self.matmul.out_features:
             self._rows = self._whole = None
         return part
 
@@ -167,9 +167,9 @@ class PackedSlice(nn.Module):
         start, end: its features there.
     """
 
-    def __init__(self, joined: JoinedProduct, start: int, end: int) -> None:
+    def __init__(self, joined: MergedMatmul, start: int, end: int) -> None:
         super().__init__()
-        self.in_features, self.out_features = joined.product.in_features, end - start
+        self.in_features, self.out_features = joined.matmul.in_features, end - start
         self.joined, self.start, self.end = joined, start, end
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ class PackedSlice(nn.Module):
         return self.joined.part(rows, self.start, self.end)
 
 
-def pack_linears(module: PreTrainedModel, choices: ProductChoices, *, may_gate: bool = True) -> None:
+def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool = True) -> None:
     """Replace the linear layers of a model on a CPU. Logs how they are computed.
 
     Layers of the same rows become one product: queries, keys and values, and a gate and what it gates, unless the
@@ -261,7 +261,7 @@ def _weights_read_by(forward: Callable[..., object]) -> frozenset[str]:
         return frozenset()
 
 
-def _can_gate(layers: list[nn.Module], choices: ProductChoices, share: float) -> bool:
+def _can_gate(layers: list[nn.Module], choices: GemmTuner, share: float) -> bool:
     """Whether products with two weights are better left apart, since one can be the other's gate.
 
     In bfloat16, 512 rows of a 0.2B model spend a fifth of their MLP between its products. In float32 it is 2 %, less
@@ -271,10 +271,10 @@ def _can_gate(layers: list[nn.Module], choices: ProductChoices, share: float) ->
     if any(each is None or each[0].dtype != torch.bfloat16 for each in parameters):
         return False
     chosen = [choices.choose(*each, share=share) for each in parameters if each is not None]
-    return chosen[0] is not None and chosen[0] == chosen[1] and GEMM_BACKENDS[chosen[0].packing].gate is not None
+    return chosen[0] is not None and chosen[0] == chosen[1] and GEMM_BACKENDS[chosen[0].backend].gate is not None
 
 
-def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[str], share: float) -> list[PackedSlice]:
+def _joined(layers: list[nn.Module], choices: GemmTuner, counts: Counter[str], share: float) -> list[PackedSlice]:
     """Join linear layers of the same rows. Returns their replacements; none if they can't be joined."""
     parameters = [_parameters(layer) for layer in layers]
     known = [each for each in parameters if each is not None]
@@ -284,7 +284,7 @@ def _joined(layers: list[nn.Module], choices: ProductChoices, counts: Counter[st
     product = _product(known, choices, counts, SIZES[-1], share)
     if product is None:
         return []
-    joined = JoinedProduct(product)
+    joined = MergedMatmul(product)
     ends = list(itertools.accumulate(weight.shape[0] for weight, _ in known))
     return [PackedSlice(joined, start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -304,12 +304,12 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | 
 
 def _product(
     parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    choices: ProductChoices,
+    choices: GemmTuner,
     counts: Counter[str],
     most_rows: int,
     share: float,
-) -> Product | None:
-    """Pack weights and biases of one dtype as one, and count the packing. Returns None for what must stay as it is."""
+) -> Matmul | None:
+    """Pack weights and biases of one dtype as one, and count the backend. Returns None for what must stay as it is."""
     weights = [weight for weight, _ in parameters]
     biases = [bias for _, bias in parameters if bias is not None]
     # Of weights that are joined, a choice asks for their shape alone.
@@ -318,5 +318,5 @@ def _product(
     choice = choices.choose(whole, bias, most_rows=most_rows, share=share)
     if choice is None:
         return None
-    counts[choice.packing] += 1
-    return Product(weights, bias, choice)
+    counts[choice.backend] += 1
+    return Matmul(weights, bias, choice)

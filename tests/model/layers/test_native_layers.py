@@ -22,8 +22,8 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
 from tests.model.exact.checkpoints import VOCAB_SIZE
-from tests.model.products.test_joined_attention import strided_llama
-from tests.model.products.test_joined_parts import CPU, make, replaced, scaled, swap_class
+from tests.model.layers.test_cpu_layers import CPU, make, replaced, scaled, swap_class
+from tests.model.layers.test_fused_attention import strided_llama
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_LAYERS = 2
@@ -34,7 +34,7 @@ def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products are in C++, whatever is faster here."""
     if native_library() is None:
         pytest.skip("there are no kernels in C++ on this machine")
-    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: ("native",))
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: ("native",))
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import GemmChoice, choose_gemm
-from radixkv.model.part_trial import Refused
-from radixkv.model.products.gated_mlp import is_gated, is_joined, tried_mlp
-from radixkv.model.products.packed_linear import PackedLinear, Product, pack_linears
-from tests.model.products.test_packed_linear import Given
+from radixkv.model.layers.gated_mlp import is_gated, is_joined, tried_mlp
+from radixkv.model.layers.packed_linear import Matmul, PackedLinear, pack_linears
+from radixkv.model.layers.replaced_parts import Refused
+from tests.model.layers.test_packed_linear import Given
 
 WIDTHS = {"hidden_size": 96, "intermediate_size": 160}
 GATING = [
@@ -34,10 +34,10 @@ def made(*, bias: bool = False, activation: str = "silu", dtype: torch.dtype = t
     return mlp
 
 
-def packed(mlp: Any, packing: str, *, is_exact: bool) -> Any:
+def packed(mlp: Any, backend: str, *, is_exact: bool) -> Any:
     parent = nn.ModuleDict({"mlp": mlp})
     parent.get_output_embeddings = lambda: None
-    pack_linears(parent, Given(packing, is_exact=is_exact))
+    pack_linears(parent, Given(backend, is_exact=is_exact))
     return mlp
 
 
@@ -47,11 +47,11 @@ def rows_of(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("packing", GATING)
-def test_a_gate_in_the_library_gives_the_modules_numbers(packing: str, *, bias: bool, is_exact: bool) -> None:
+@pytest.mark.parametrize("backend", GATING)
+def test_a_gate_in_the_library_gives_the_modules_numbers(backend: str, *, bias: bool, is_exact: bool) -> None:
     wide = made(bias=bias).float()
     gates: set[tuple[int, int]] = set()
-    mlp = packed(made(bias=bias), packing, is_exact=is_exact)
+    mlp = packed(made(bias=bias), backend, is_exact=is_exact)
     assert is_gated(mlp)
     function = tried_mlp(mlp, torch.bfloat16, is_exact=is_exact, gates=gates)
     assert gates == {(96, 160)}
@@ -63,13 +63,13 @@ def test_a_gate_in_the_library_gives_the_modules_numbers(packing: str, *, bias: 
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 15, 17, 64, 101, 512, 700])
-@pytest.mark.parametrize("packing", GATING)
-def test_rows_of_a_gate_are_alike_whatever_their_number(packing: str, count: int) -> None:
+@pytest.mark.parametrize("backend", GATING)
+def test_rows_of_a_gate_are_alike_whatever_their_number(backend: str, count: int) -> None:
     weight = torch.randn(160, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    choice = choose_gemm(weight, None, (packing,), is_exact=True)
+    choice = choose_gemm(weight, None, (backend,), is_exact=True)
     if choice is None:
-        pytest.skip("this machine does not compute rows of this packing alike")
-    gate, up = Product([weight], None, choice), Product([weight.flip(0).contiguous()], None, choice)
+        pytest.skip("this machine does not compute rows of this backend alike")
+    gate, up = Matmul([weight], None, choice), Matmul([weight.flip(0).contiguous()], None, choice)
     rows = rows_of(700)[0]
     assert torch.equal(gate.gate(rows[:count], up), gate.gate(rows, up)[:count])
     assert torch.equal(gate.gate(rows[-count:], up), gate.gate(rows, up)[-count:])
@@ -85,7 +85,7 @@ def test_float32_and_other_activations_keep_one_product_for_gate_and_up() -> Non
 def test_a_library_that_gates_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (lambda gated: 1.05 * gated, lambda gated: gated + gated.shape[0]):
         mlp = packed(made(), "blocked", is_exact=True)
-        product = mlp.gate_proj.product
+        product = mlp.gate_proj.matmul
         own = product._gate
         product._gate = lambda *args, own=own, change=change: change(own(*args))
         with pytest.raises(Refused, match="something else"):
@@ -94,7 +94,7 @@ def test_a_library_that_gates_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_a_library_that_gates_few_rows_otherwise_is_refused_in_exact_mode() -> None:
     mlp = packed(made(), "blocked", is_exact=True)
-    product = mlp.gate_proj.product
+    product = mlp.gate_proj.matmul
     own = product._gate
 
     def gate(rows: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_a_library_that_gates_few_rows_otherwise_is_refused_in_exact_mode() -> N
 
 def test_a_shape_is_tried_once() -> None:
     mlp = packed(made(), "blocked", is_exact=True)
-    product, calls = mlp.gate_proj.product, []
+    product, calls = mlp.gate_proj.matmul, []
     own = product._gate
     product._gate = lambda *args: calls.append(len(args[0])) or own(*args)
     gates: set[tuple[int, int]] = set()
@@ -126,4 +126,4 @@ def test_layers_that_are_not_packed_are_neither_joined_nor_gated() -> None:
     part = SimpleNamespace(act_fn=nn.Tanh(), gate_proj=mlp.gate_proj, up_proj=mlp.up_proj, down_proj=mlp.down_proj)
     assert not is_gated(part)
     weight = torch.randn(4, 4).bfloat16()
-    assert not PackedLinear(Product([weight], None, GemmChoice("plain"))).product.can_gate
+    assert not PackedLinear(Matmul([weight], None, GemmChoice("plain"))).matmul.can_gate

@@ -16,8 +16,8 @@ from radixkv.errors import InvalidAdapter
 from radixkv.kernels.cpu.gemm_backends import ALIGNMENT_BYTES, aligned_rows, gemm_backends
 from radixkv.kernels.cpu.row_tiles import RowTiles, tiles_of
 from radixkv.model.adapters.adapter_files import LowRank
-from radixkv.model.products.choices import ProductChoices
-from radixkv.model.products.packed_linear import Product
+from radixkv.model.layers.gemm_tuner import GemmTuner
+from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.refusals import SERVE_FAST
 
 # Ranks are filled up with zeros to a multiple of this, so that few shapes have to be tried.
@@ -46,8 +46,8 @@ class _Addition(NamedTuple):
 
     start: int
     end: int
-    down: Product
-    up: Product
+    down: Matmul
+    up: Matmul
     tiles: RowTiles | None
 
 
@@ -55,14 +55,14 @@ class _Addition(NamedTuple):
 Placed = Mapping[int, _Addition]
 
 
-class LowRankProducts:
+class LowRankMatmuls:
     """Lays out adapters, and adds them to rows.
 
     Args:
         choices: how products are computed; in exact mode so that a row's bits do not depend on other rows.
     """
 
-    def __init__(self, choices: ProductChoices) -> None:
+    def __init__(self, choices: GemmTuner) -> None:
         self._choices = choices
         self._groups: list[tuple[slice | torch.Tensor, Placed]] = []
 
@@ -127,18 +127,18 @@ class LowRankProducts:
         products = self._product(down), self._product(up)
         return _Addition(start, end, *products, _tiles(*products))
 
-    def _product(self, weight: torch.Tensor) -> Product:
+    def _product(self, weight: torch.Tensor) -> Matmul:
         # The first that will do. Weights as they are: with 8 to 48 output features they were the fastest, and packed
         # ones took up to 4 times as long. A trial of all takes twice as long.
-        packings = sorted(gemm_backends(weight), key=lambda name: name != "plain")
-        tried = (self._choices.choose(weight, None, (packing,)) for packing in packings)
+        backends = sorted(gemm_backends(weight), key=lambda name: name != "plain")
+        tried = (self._choices.choose(weight, None, (backend,)) for backend in backends)
         choice = next((each for each in tried if each is not None), None)
         if choice is None:
             raise InvalidAdapter(
                 "adapter: expected the rows of a product to be computed alike, got others for "
                 f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
             )
-        return Product([weight], None, choice)
+        return Matmul([weight], None, choice)
 
 
 def _ranks(parts: Sequence[Part]) -> list[int]:
@@ -153,7 +153,7 @@ def _chosen(ranges: Ranges) -> slice | torch.Tensor:
     return torch.cat([torch.arange(start, end) for start, end in ranges])
 
 
-def _tiles(down: Product, up: Product) -> RowTiles | None:
+def _tiles(down: Matmul, up: Matmul) -> RowTiles | None:
     costs = tuple((size, cost + up.costs[size]) for size, cost in down.costs.items() if size in up.costs)
     return tiles_of(costs) if costs else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,65 @@ from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.cpu.row_tiles import RowFunction
-from radixkv.model.attention.latent_heads import ATTRIBUTE, CHILD, LatentHeads
-from radixkv.model.products.choices import ProductChoices, TrialBudget
-from radixkv.model.products.packed_linear import Product
+from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
+from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.refusals import SERVE_FAST
+
+# Where a layer keeps its heads, and the linear layer in it whose weight they share.
+ATTRIBUTE, CHILD = "latent_heads", "kv_b_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Products of one layer, a weight for each head.
+
+    Attributes:
+        rank: numbers in a latent.
+        absorb: makes `[num_tokens, num_heads, rank]` of the first parts of queries, `[num_tokens, num_heads, n]`.
+        expand: makes values `[num_tokens, num_heads, value_dim]` of latents `[num_tokens, num_heads, rank]`.
+        rope_dim: numbers in a rotated key.
+    """
+
+    rank: int
+    absorb: RowFunction
+    expand: RowFunction
+    rope_dim: int
+
+    def queries(self, rows: torch.Tensor) -> torch.Tensor:
+        """Turn queries of keys into queries of what is stored.
+
+        Args:
+            rows: `[num_tokens, num_heads, n + rope_dim]`, the last numbers rotated.
+
+        Returns:
+            `[num_tokens, num_heads, rank + rope_dim]`.
+        """
+        first, rotated = rows[..., : -self.rope_dim], rows[..., -self.rope_dim :]
+        with torch._C.DisableTorchFunction():  # the products are exact by themselves
+            return torch.cat((self.absorb(first), rotated), -1)
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        """Turn attention over what is stored, `[num_tokens, num_heads, rank + rope_dim]`, into that over values."""
+        with torch._C.DisableTorchFunction():
+            return self.expand(attended[..., : self.rank])
+
+
+def latent_heads_of(module: nn.Module) -> LatentHeads:
+    """Return the heads of a layer that passes no values to its attention.
+
+    Raises:
+        UnsupportedModel: the layer is not known to have latents.
+    """
+    heads = getattr(module, ATTRIBUTE, None)
+    if not isinstance(heads, LatentHeads):
+        raise UnsupportedModel(f"{type(module).__name__}: expected values to attend to, got none")
+    return heads
+
+
+def absorbed_layers(module: nn.Module) -> list[nn.Module]:
+    """List the linear layers of a model that see no rows, since heads have their weights."""
+    return [getattr(part, CHILD) for part in module.modules() if hasattr(part, ATTRIBUTE)]
+
 
 # Transformers' layers make keys and values of latents in a method of this name.
 _METHOD = "expand_kv"
@@ -41,7 +97,7 @@ class LatentParts:
 
     def __init__(self, module: PreTrainedModel, *, is_exact: bool, budget: TrialBudget | None = None) -> None:
         self._parts: list[Any] = []
-        choices = ProductChoices(is_exact=is_exact, budget=budget)
+        choices = GemmTuner(is_exact=is_exact, budget=budget)
         for part in module.modules():
             if hasattr(part, _METHOD) and hasattr(part, CHILD):
                 heads = _heads(part, choices if is_exact else None)
@@ -76,7 +132,7 @@ def _stored(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.cat((latent, rotated), -1), None
 
 
-def _heads(part: Any, choices: ProductChoices | None) -> LatentHeads:
+def _heads(part: Any, choices: GemmTuner | None) -> LatentHeads:
     """Make the products of one layer; exact ones if there are choices."""
     name, layer = type(part).__name__, getattr(part, CHILD)
     if getattr(part, "indexer", None) is not None:
@@ -97,7 +153,7 @@ def _batched(weights: torch.Tensor) -> RowFunction:
     return lambda rows: torch.bmm(rows.transpose(0, 1), laid_out).transpose(0, 1)
 
 
-def _one_by_one(weights: torch.Tensor, *, name: str, choices: ProductChoices) -> RowFunction:
+def _one_by_one(weights: torch.Tensor, *, name: str, choices: GemmTuner) -> RowFunction:
     """Multiply each head by itself, so that the bits of a row do not depend on their number."""
     weights = weights.contiguous()
     choice = choices.choose(weights[0], None)
@@ -106,7 +162,7 @@ def _one_by_one(weights: torch.Tensor, *, name: str, choices: ProductChoices) ->
             f"{name}: expected the rows of a product to be computed alike, got others for {tuple(weights.shape[1:])} "
             f"in {weights.dtype} on this machine; {SERVE_FAST}"
         )
-    products = [Product([weight], None, choice) for weight in weights]
+    products = [Matmul([weight], None, choice) for weight in weights]
     return lambda rows: torch.stack([each(rows[:, head]) for head, each in enumerate(products)], 1)
 
 

@@ -21,10 +21,10 @@ from transformers import (
 
 from radixkv.compute.runner import Chunk, Runner
 from radixkv.errors import UnsupportedModel
-from radixkv.model import fused_modules
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
-from radixkv.model.fused_modules import FusedModules
+from radixkv.model.layers import gpu_layers
+from radixkv.model.layers.gpu_layers import FusedGpuLayers
 from radixkv.model.model import Model
 from radixkv.startup.model_check import check_model
 from radixkv.storage.device_pool import KVStorage
@@ -194,7 +194,7 @@ def test_a_part_that_computes_something_else_is_left_alone(
     part = module.get_submodule(f"model.{name}")
     swap_class(part, forward)
     with caplog.at_level(logging.INFO):
-        found = FusedModules(module)
+        found = FusedGpuLayers(module)
     known = {"norm", "layers.0", *(f"layers.0.{part}" for part in KNOWN["llama"] - {""})}
     assert set(found.names) == replaced(module) == {f"model.{part}" for part in known - {name}}
     assert caplog.messages == [f"{type(part).__name__} runs as it was written: {reason}"]
@@ -202,7 +202,7 @@ def test_a_part_that_computes_something_else_is_left_alone(
 
 def test_the_log_names_each_class_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        FusedModules(make("gemma2").to(device))
+        FusedGpuLayers(make("gemma2").to(device))
     assert caplog.messages == ["Gemma2MLP runs as it was written: it computes something else"]
 
 
@@ -212,7 +212,7 @@ def test_a_kernel_that_fails_is_not_used(
     def failing(*_: object) -> None:
         raise RuntimeError("no compiler\nand more")
 
-    monkeypatch.setattr(fused_modules, "swiglu", failing)
+    monkeypatch.setattr(gpu_layers, "swiglu", failing)
     with caplog.at_level(logging.INFO):
         model = fused(make("llama"), device)
     assert not {name for name in replaced(model.module) if name.endswith("mlp")}
@@ -226,7 +226,7 @@ def test_the_oracle_runs_as_transformers_wrote_it(device: torch.device, monkeypa
     with model.unfused():
         assert replaced(model.module) == set()
     assert replaced(model.module) == names
-    monkeypatch.setattr(fused_modules, "swiglu", lambda gate, up: gate * up)
+    monkeypatch.setattr(gpu_layers, "swiglu", lambda gate, up: gate * up)
     with pytest.raises(UnsupportedModel, match="over 0 cached tokens"):
         check_model(model, TorchKernels(), 4)
 
@@ -268,14 +268,14 @@ def test_norms_in_another_dtype_than_the_model_are_not_known(device: torch.devic
     """Their results have the weight's dtype, a kernel's that of the rows."""
     module = make("llama", torch.bfloat16).to(device)
     module.model.norm.float()
-    assert "model.norm" not in FusedModules(module).names
+    assert "model.norm" not in FusedGpuLayers(module).names
 
 
 def test_a_forward_pass_that_somebody_replaced_stays(device: torch.device) -> None:
     module = make("llama").to(device)
     forward = module.model.norm.forward
     module.model.norm.forward = forward
-    found = FusedModules(module)
+    found = FusedGpuLayers(module)
     assert "model.norm" not in found.names
     with found.undone():
         assert module.model.norm.forward is forward

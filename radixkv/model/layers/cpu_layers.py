@@ -14,7 +14,8 @@ most of a decode step of a small model. A part is not recognized by its class. I
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,17 +25,175 @@ from transformers import PreTrainedModel
 
 from radixkv.kernels.cpu.row_norm import row_norm
 from radixkv.kernels.cpu.row_tiles import RowFunction
-from radixkv.kernels.native.rows import NativeRows
+from radixkv.kernels.native.layer import LayerParts, NativeLayer, Weights
+from radixkv.kernels.native.rows import NativeNorm, NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
-from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, require, with_stand_ins
-from radixkv.model.products.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, tried_mlp
-from radixkv.model.products.joined_attention import JoinedAttention, rotated
-from radixkv.model.products.native_layers import LayerInOneCall, layer_in_one_call
-from radixkv.model.products.packed_linear import PackedLinear, PackedSlice
+from radixkv.model.attention.interface import AttentionStep
+from radixkv.model.layers.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, tried_mlp
+from radixkv.model.layers.packed_linear import Matmul, PackedLinear, PackedSlice
+from radixkv.model.layers.replaced_parts import (
+    Forward,
+    Refused,
+    ReplacedParts,
+    agree,
+    eps_of,
+    has_hooks,
+    is_norm,
+    require,
+    with_stand_ins,
+)
 from radixkv.model.refusals import reason_of
-from radixkv.model.replaced_parts import ReplacedParts
+
+
+class NativeLayerCall:
+    """A layer whose parts are all in C++.
+
+    Args:
+        library: of `load_library`.
+        parts: what it computes.
+        attention: of the same layer.
+    """
+
+    def __init__(self, library: ctypes.CDLL, parts: LayerParts, attention: FusedAttention) -> None:
+        self._layer = NativeLayer(library, parts)
+        self._attention = attention
+
+    def __call__(
+        self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
+    ) -> torch.Tensor | None:
+        """Compute the layer of rows `[1, num_tokens, hidden_size]`, with cosines and sines that its attention takes.
+
+        Returns:
+            A new tensor of the same shape; None, with nothing computed, if the step wants to be asked to attend, or
+            rows do not lie in order.
+        """
+        view = getattr(step, "view", None)
+        if view is None or not rows.is_contiguous():
+            return None
+        own = self._attention
+        found = view(own.layer, self._layer.queries(rows.shape[1]), own.num_kv_heads, own.scoring)
+        return None if found is None else self._layer(rows, *position_embeddings, found)
+
+
+class _NotInOneCall(Exception):
+    """A part of a layer is not in C++, or not as layer.cpp calls it."""
+
+
+def layer_in_one_call(
+    library: ctypes.CDLL,
+    rows: NativeRows,
+    norms: tuple[RowFunction, RowFunction],
+    attention: FusedAttention,
+    mlp: GatedMLP,
+) -> NativeLayerCall | None:
+    """Return a layer in one call; None if something that it computes is not in C++, or norms several heads at once.
+
+    Args:
+        library: of `load_library`.
+        rows: its functions of rows.
+        norms: before attention, and before the MLP.
+        attention, mlp: the other parts.
+    """
+    if mlp.up is None and mlp.gate_rows != rows.gate:
+        return None
+    try:
+        first, second = map(_norm, norms)
+        heads_norms = [_head_norm(norm, attention.head_dim) for norm in attention.norms]
+        query, key = heads_norms or (None, None)
+        parts = LayerParts(
+            *(first, second, _weights(attention.qkv), query, key, _weights(attention.down)),
+            *(_weights(mlp.gate), None if mlp.up is None else _weights(mlp.up), _weights(mlp.down)),
+            *(attention.num_query_heads, attention.num_kv_heads, attention.head_dim),
+        )
+    except _NotInOneCall:
+        return None
+    return NativeLayerCall(library, parts, attention)
+
+
+def _norm(norm: RowFunction) -> NativeNorm:
+    if not isinstance(norm, NativeNorm):
+        raise _NotInOneCall
+    return norm
+
+
+def _head_norm(norm: RowFunction, head_dim: int) -> NativeNorm:
+    native = _norm(norm)
+    if len(native.weight) != head_dim:  # OLMo 2 norms all heads of a token as one row
+        raise _NotInOneCall
+    return native
+
+
+def _weights(product: RowFunction) -> Weights:
+    weights = product.native_weights if isinstance(product, Matmul) else None
+    if weights is None:
+        raise _NotInOneCall
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """The attention of one layer, between its products.
+
+    Attributes:
+        layer: its index.
+        qkv: makes queries, keys and values.
+        num_query_heads, num_kv_heads, head_dim: shape.
+        norms: of queries and of keys; empty if there are none.
+        rotate: rotates heads `[num_tokens, num_heads, head_dim]`, given cosines and sines `[num_tokens, head_dim]`,
+            contiguous and in the same dtype.
+        down: makes the output of what was attended to.
+        scoring: see `AttentionStep`.
+    """
+
+    layer: int
+    qkv: RowFunction
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norms: tuple[RowFunction, ...]
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    down: RowFunction
+    scoring: Scoring
+
+    def takes(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
+        """Whether cosines and sines are of whole heads, contiguous, and in the dtype of rows.
+
+        Those of OLMo stay in float32, so that products with them are not rounded before they are added.
+        """
+        shape = (1, rows.shape[1], self.head_dim)
+        return all(
+            each.dtype == rows.dtype and each.shape == shape and each.is_contiguous() for each in position_embeddings
+        )
+
+    def __call__(
+        self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
+    ) -> torch.Tensor:
+        """Return the attention of rows `[1, num_tokens, hidden_size]`, in the same shape, with what it `takes`."""
+        num_tokens = rows.shape[1]
+        cos, sin = (each[0] for each in position_embeddings)  # [num_tokens, head_dim]
+        heads = self.qkv(rows).view(num_tokens, -1, self.head_dim)
+        num_rotated = self.num_query_heads + self.num_kv_heads
+        value = heads[:, num_rotated:]
+        if self.norms:
+            query, key = heads[:, : self.num_query_heads], heads[:, self.num_query_heads : num_rotated]
+            query, key = (norm(each) for norm, each in zip(self.norms, (query, key), strict=True))
+            query, key = self.rotate(query, cos, sin), self.rotate(key, cos, sin)
+        else:
+            both = self.rotate(heads[:, :num_rotated], cos, sin)
+            query, key = both[:, : self.num_query_heads], both[:, self.num_query_heads :]
+        attended = step.attend(self.layer, query, key, value, self.scoring)
+        return self.down(attended.reshape(1, num_tokens, -1))
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads by their positions, as transformers does; shapes as for `FusedAttention.rotate`."""
+    cos, sin = cos[:, None], sin[:, None]
+    half = heads.shape[-1] // 2
+    turned = torch.cat((heads[..., half:].neg(), heads[..., :half]), -1)
+    return (heads * cos).add_(turned.mul_(sin))
+
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -42,7 +201,7 @@ _CACHES = ("cache", "past_key_values")  # the keyword's name from transformers 5
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
-class JoinedParts(ReplacedParts):
+class FusedCpuLayers(ReplacedParts):
     """Replaces known parts of a model whose linear layers are packed.
 
     Args:
@@ -61,7 +220,7 @@ class JoinedParts(ReplacedParts):
         self._is_exact = is_exact
         self._norms: dict[nn.Module, RowFunction] = {}
         self._mlps: dict[nn.Module, GatedMLP] = {}
-        self._attentions: dict[nn.Module, JoinedAttention] = {}
+        self._attentions: dict[nn.Module, FusedAttention] = {}
         self._layers: set[nn.Module] = set()
         self._has_norms_of_torch = library is None
         self._tried_gates: set[tuple[int, int]] = set()  # by features in and out
@@ -119,7 +278,7 @@ class JoinedParts(ReplacedParts):
         native_gate = None if self._native is None else self._native.gate
         return tried_mlp(mlp, self._dtype, is_exact=self._is_exact, gates=self._tried_gates, native_gate=native_gate)
 
-    def _tried_attention(self, module: Any) -> JoinedAttention:
+    def _tried_attention(self, module: Any) -> FusedAttention:
         steps = _Heard(), _Heard()
         played = with_stand_ins(module, {"o_proj": lambda rows: rows})
         size = module.head_dim
@@ -145,17 +304,17 @@ class JoinedParts(ReplacedParts):
             output = attention(rows, handed(rows)["position_embeddings"], steps[1])
             return torch.cat((output, *steps[1].heard), -1)
 
-        def make(down: RowFunction) -> JoinedAttention:
+        def make(down: RowFunction) -> FusedAttention:
             assert steps[0].scoring is not None, "the module has run first"
             first: PackedSlice = module.q_proj
-            return JoinedAttention(
-                layer_idx, first.joined.product, first.end // size, module.k_proj.out_features // size, size, norms,
+            return FusedAttention(
+                layer_idx, first.joined.matmul, first.end // size, module.k_proj.out_features // size, size, norms,
                 rotated if self._native is None else self._native.rotate, down, steps[0].scoring,
             )  # fmt: skip
 
         like = torch.empty(module.q_proj.in_features, dtype=self._dtype)
         require(agree(own, joined, like) and steps[0].scoring == steps[1].scoring and steps[0].layers == {layer_idx})
-        return make(module.o_proj.product)
+        return make(module.o_proj.matmul)
 
     def _knows(self, children: dict[str, nn.Module]) -> bool:
         return (
@@ -221,8 +380,8 @@ def _passes_rows_on(part: nn.Module) -> bool:
 
 def _row_counts(part: nn.Module) -> tuple[int, ...]:
     if isinstance(part, PackedSlice):
-        return part.joined.product.row_counts
-    return part.product.row_counts if isinstance(part, PackedLinear) else ()
+        return part.joined.matmul.row_counts
+    return part.matmul.row_counts if isinstance(part, PackedLinear) else ()
 
 
 def _unless_hooked(
@@ -239,7 +398,7 @@ def _attended(
     hidden_states: torch.Tensor,
     *args: Any,
     inside: tuple[nn.Module, ...],
-    attention: JoinedAttention,
+    attention: FusedAttention,
     **kwargs: Any,
 ) -> Any:
     if args or not _can_join(hidden_states, kwargs, attention) or any(map(has_hooks, inside)):
@@ -254,10 +413,10 @@ def _added(
     *args: Any,
     inside: tuple[nn.Module, ...],
     first: RowFunction,
-    attention: JoinedAttention,
+    attention: FusedAttention,
     second: RowFunction,
     mlp: RowFunction,
-    in_one_call: LayerInOneCall | None,
+    in_one_call: NativeLayerCall | None,
     **kwargs: Any,
 ) -> Any:
     if args or not _can_join(hidden_states, kwargs, attention) or any(map(has_hooks, inside)):
@@ -277,7 +436,7 @@ def _layered(
     return rows + mlp(second(rows))
 
 
-def _can_join(rows: torch.Tensor, kwargs: dict[str, Any], attention: JoinedAttention) -> bool:
+def _can_join(rows: torch.Tensor, kwargs: dict[str, Any], attention: FusedAttention) -> bool:
     """Whether a layer is called as in its trial: with a step, rotations that the attention takes, and no mask."""
     rotations = kwargs.get("position_embeddings")
     return (

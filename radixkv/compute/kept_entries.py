@@ -5,15 +5,135 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import avg_pool1d
 
 from radixkv.blocks import BlockIds
-from radixkv.compute.compression.attention_mass import attention_mass
-from radixkv.compute.compression.choices import first_and_last, heaviest_and_last
-from radixkv.compute.compression.entries import copy_entries, move_entries
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import dequantize
 from radixkv.kernels.scoring import Scoring
+
+
+def copy_entries(pool: KVPool, chosen: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy chosen entries into the first slots of other blocks, as they are stored, in place.
+
+    Args:
+        pool: the K/V.
+        chosen: int64 `[num_layers, num_kv_heads, num_entries]`, the places of entries in `sources`.
+        sources: int64, blocks in order.
+        targets: int64, other blocks in order, with room for them.
+    """
+    size = pool.block_size
+    heads = torch.arange(pool.num_kv_heads, device=chosen.device)[:, None]
+    places = torch.arange(chosen.shape[-1], device=chosen.device)
+    to = (targets[places // size], places % size)
+    for layer, each in enumerate(chosen):  # [num_kv_heads, num_entries]
+        here = (sources[each // size], layer, slice(None), heads, each % size)
+        there = (to[0], layer, slice(None), heads, to[1])
+        for stored in _stored(pool):
+            stored[there] = stored[here]
+
+
+def move_entries(pool: KVPool, block_ids: torch.Tensor, source: int, targets: torch.Tensor) -> None:
+    """Write one entry of each head over another one, as it is stored, in place.
+
+    Args:
+        pool: the K/V.
+        block_ids: int64, the blocks of the request.
+        source: the place of the entries to move.
+        targets: int64 `[num_layers, num_kv_heads]`, the places to which they are moved.
+    """
+    size = pool.block_size
+    layers = torch.arange(pool.num_layers, device=targets.device)[:, None]
+    heads = torch.arange(pool.num_kv_heads, device=targets.device)
+    here = (block_ids[source // size], layers, slice(None), heads, source % size)
+    there = (block_ids[targets // size], layers, slice(None), heads, targets % size)
+    for stored in _stored(pool):
+        stored[there] = stored[here]
+
+
+def _stored(pool: KVPool) -> list[torch.Tensor]:
+    return [pool.values] if pool.scales is None else [pool.values, pool.scales]
+
+
+_POOLED = 5  # neighbors that share their mass, as in the code that came with the paper of SnapKV
+
+
+def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.Tensor:
+    """Choose the first tokens and the last ones.
+
+    Returns:
+        int64 `[num_entries]`.
+    """
+    first = torch.arange(num_sinks)
+    return torch.cat((first, torch.arange(num_tokens - (num_entries - num_sinks), num_tokens)))
+
+
+def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_pooled: bool) -> torch.Tensor:
+    """Choose the last tokens, and of the others those with the largest mass, of equal ones the first.
+
+    Args:
+        mass: float32 `[num_layers, num_kv_heads, num_tokens]`.
+        window: last tokens that are chosen in any case, below `num_entries`.
+        num_entries: tokens to choose, below `num_tokens`.
+        is_pooled: whether the mass of a token is the mean of its neighborhood, so that what belongs together stays.
+
+    Returns:
+        int64 `[num_layers, num_kv_heads, num_entries]`.
+    """
+    num_tokens = mass.shape[-1]
+    before = mass[..., : num_tokens - window]
+    if is_pooled:
+        before = avg_pool1d(before, _POOLED, stride=1, padding=_POOLED // 2)
+    order = before.sort(dim=-1, descending=True, stable=True).indices
+    heaviest = order[..., : num_entries - window].sort(dim=-1).values
+    last = torch.arange(num_tokens - window, num_tokens, device=mass.device)
+    return torch.cat((heaviest, last.expand(*mass.shape[:2], window)), dim=-1)
+
+
+_QUERIES_AT_ONCE = 16  # scores of 16 queries, 32 heads and 32,768 entries take 64 MiB
+
+
+def attention_mass(
+    query: torch.Tensor, pool: KVPool, layer: int, block_ids: torch.Tensor, num_entries: int, scoring: Scoring
+) -> torch.Tensor:
+    """Sum up the weights that each entry gets from the last queries of a request.
+
+    The arithmetic is float32. It reads nothing of other requests, so that company changes no bit.
+
+    Args:
+        query: `[num_queries, num_query_heads, head_dim]`, those of the last entries.
+        pool: the K/V; those of the queries are written.
+        layer: index into the pool's layers.
+        block_ids: int64, the request's blocks.
+        num_entries: entries in these blocks.
+        scoring: how scores are made. Without a window.
+
+    Returns:
+        float32 `[num_kv_heads, num_entries]`: sums over the queries and over the query heads that share a KV head.
+    """
+    assert scoring.window is None, "what a window leaves out is not known by the place of an entry"
+    num_kv_heads = pool.num_kv_heads
+    stored = pool.values[block_ids, layer, 0]  # [num_blocks, num_kv_heads, block_size, stored_dim]
+    key = stored.float() if pool.scales is None else dequantize(stored, pool.scales[block_ids, layer, 0], pool.dtype)
+    key = key.transpose(0, 1).flatten(1, 2)[:, :num_entries]  # [num_kv_heads, num_entries, head_dim]
+    first = num_entries - query.shape[0]
+    total = torch.zeros(num_kv_heads, num_entries, device=query.device)
+    for start in range(0, query.shape[0], _QUERIES_AT_ONCE):
+        rows = query[start : start + _QUERIES_AT_ONCE].float()
+        by_head = torch.unflatten(rows, 1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
+        scores = torch.matmul(by_head, key[:, None].transpose(2, 3)) * scoring.scale
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        places = torch.arange(num_entries, device=query.device)
+        own = first + start + torch.arange(rows.shape[0], device=query.device)
+        scores = scores.masked_fill(places > own[:, None], float("-inf"))  # [kv_heads, group, rows, num_entries]
+        if scoring.sinks is not None:
+            sinks = torch.unflatten(scoring.sinks.float(), 0, (num_kv_heads, -1))[:, :, None, None]
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), dim=-1)
+        total += scores.softmax(dim=-1)[..., :num_entries].sum(dim=(1, 2))
+    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from transformers import activations
 
 from radixkv.kernels.cpu.row_pieces import in_row_pieces
 from radixkv.kernels.cpu.row_tiles import RowFunction
-from radixkv.model.part_trial import Refused, agree, require, with_stand_ins
-from radixkv.model.products.packed_linear import SILU, PackedLinear, PackedSlice, Product
+from radixkv.model.layers.packed_linear import SILU, Matmul, PackedLinear, PackedSlice
+from radixkv.model.layers.replaced_parts import Refused, agree, require, with_stand_ins
 
 MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
 
@@ -44,10 +44,10 @@ class GatedMLP:
         down: the product of the output.
     """
 
-    gate: Product
-    up: Product | None
+    gate: Matmul
+    up: Matmul | None
     gate_rows: RowFunction
-    down: Product
+    down: Matmul
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what the MLP makes of rows."""
@@ -67,8 +67,8 @@ def is_gated(mlp: Any) -> bool:
     return (
         type(mlp.act_fn) in SILU
         and all(isinstance(layer, PackedLinear) for layer in layers)
-        and mlp.gate_proj.product.can_gate
-        and mlp.up_proj.product.can_gate
+        and mlp.gate_proj.matmul.can_gate
+        and mlp.up_proj.matmul.can_gate
     )
 
 
@@ -105,16 +105,16 @@ def tried_mlp(
 
     require(agree(played.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
     if not is_gated(mlp):
-        return GatedMLP(mlp.gate_proj.joined.product, None, gate_rows, mlp.down_proj.product)
-    gate, up = mlp.gate_proj.product, mlp.up_proj.product
+        return GatedMLP(mlp.gate_proj.joined.matmul, None, gate_rows, mlp.down_proj.matmul)
+    gate, up = mlp.gate_proj.matmul, mlp.up_proj.matmul
     shape = (gate.in_features, gate.out_features)
     if shape not in gates:
         _try_gate(gate, up)
         gates.add(shape)
-    return GatedMLP(gate, up, gate_rows, mlp.down_proj.product)
+    return GatedMLP(gate, up, gate_rows, mlp.down_proj.matmul)
 
 
-def _try_gate(gate: Product, up: Product) -> None:
+def _try_gate(gate: Matmul, up: Matmul) -> None:
     """Refuse two products that give other numbers, or rows unlike others, when one gates the other."""
     counts = gate.row_counts or (1, _GATED_ROWS)
     rows = torch.randn(max(counts), gate.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

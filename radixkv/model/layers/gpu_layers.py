@@ -20,9 +20,17 @@ from torch import nn
 from radixkv.kernels.gpu.norm import add_rms_norm, rms_norm
 from radixkv.kernels.gpu.swiglu import swiglu
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
-from radixkv.model.part_trial import Forward, Refused, agree, eps_of, has_hooks, is_norm, with_stand_ins
+from radixkv.model.layers.replaced_parts import (
+    Forward,
+    Refused,
+    ReplacedParts,
+    agree,
+    eps_of,
+    has_hooks,
+    is_norm,
+    with_stand_ins,
+)
 from radixkv.model.refusals import reason_of
-from radixkv.model.replaced_parts import ReplacedParts
 
 _MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -31,7 +39,7 @@ _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp
 _PASSED_ON = ("position_embeddings", "attention_mask", "position_ids", "radix_step")
 
 
-class FusedModules(ReplacedParts):
+class FusedGpuLayers(ReplacedParts):
     """Runs known parts of a model as kernels.
 
     Args:

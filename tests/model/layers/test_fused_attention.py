@@ -12,19 +12,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.layers.cpu_layers import FusedAttention, rotated
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
-from radixkv.model.products.joined_attention import JoinedAttention, rotated
 from tests.model.coverage.small_configs import small_config
-from tests.model.products.test_joined_parts import CPU, answer, make, replaced, swap_class
+from tests.model.layers.test_cpu_layers import CPU, answer, make, replaced, swap_class
 
-ATTENTION = JoinedAttention(0, nn.Identity(), 2, 1, 8, (), rotated, nn.Identity(), Scoring(1.0))
+ATTENTION = FusedAttention(0, nn.Identity(), 2, 1, 8, (), rotated, nn.Identity(), Scoring(1.0))
 
 
 @pytest.fixture(params=["C++", "torch"], autouse=True)
 def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, rotations and gates in C++, or by torch; products by torch."""
-    monkeypatch.setattr("radixkv.model.products.choices.gemm_backends", lambda _: ("plain",))
+    monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: ("plain",))
     if request.param == "torch":
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     elif native_library() is None:
@@ -35,13 +35,13 @@ def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each attention in few calls."""
     called: list[int] = []
-    own = JoinedAttention.__call__
+    own = FusedAttention.__call__
 
-    def counted(self: JoinedAttention, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counted(self: FusedAttention, rows: torch.Tensor, *args: Any) -> torch.Tensor:
         called.append(rows.shape[1])
         return own(self, rows, *args)
 
-    monkeypatch.setattr(JoinedAttention, "__call__", counted)
+    monkeypatch.setattr(FusedAttention, "__call__", counted)
     return called
 
 

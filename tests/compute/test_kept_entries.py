@@ -1,0 +1,122 @@
+import pytest
+import torch
+
+from radixkv.compute.kept_entries import attention_mass, copy_entries, first_and_last, heaviest_and_last, move_entries
+from radixkv.kernels.kv_pool import KVPool
+from radixkv.kernels.quantization import INT4
+from radixkv.kernels.reference import write_kv
+from radixkv.kernels.scoring import Scoring
+
+SIZE, HEADS, GROUP, DIM = 4, 2, 3, 8
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("num_queries", [1, 5, 37])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1, 2, 0, 3, 1])}])
+def test_it_is_the_sum_of_the_weights_of_plain_attention(num_queries: int, options: dict[str, object]) -> None:
+    scoring = Scoring(0.7, **options)
+    pool = KVPool.allocate(16, 2, HEADS, SIZE, DIM, dtype=torch.float32)
+    key, query = random(41, HEADS, DIM), random(num_queries, HEADS * GROUP, DIM)
+    block_ids = torch.tensor([7, 3, 9, 0, 1, 2, 15, 4, 5, 6, 8])
+    slots = block_ids[torch.arange(41) // SIZE] * SIZE + torch.arange(41) % SIZE
+    write_kv(key, key, slots, pool, 1)
+    expected = torch.zeros(HEADS, 41)
+    for row in range(num_queries):
+        for head in range(HEADS * GROUP):
+            seen = key[: 41 - num_queries + row + 1, head // GROUP]
+            scores = seen @ query[row, head] * 0.7
+            if scoring.softcap is not None:
+                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+            sink = [] if scoring.sinks is None else [scoring.sinks[head : head + 1]]
+            weights = torch.cat([scores, *sink]).softmax(0)[: len(seen)]
+            expected[head // GROUP, : len(seen)] += weights
+    mass = attention_mass(query, pool, 1, block_ids, 41, scoring)
+    torch.testing.assert_close(mass, expected)
+
+
+def test_a_window_is_refused() -> None:
+    pool = KVPool.allocate(1, 1, HEADS, SIZE, DIM, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="window"):
+        attention_mass(random(1, HEADS, DIM), pool, 0, torch.tensor([0]), 1, Scoring(1.0, window=2))
+
+
+def mass(*values: float) -> torch.Tensor:
+    return torch.tensor([[values]])
+
+
+def test_the_first_and_the_last_are_chosen() -> None:
+    assert first_and_last(10, num_sinks=2, num_entries=5).tolist() == [0, 1, 7, 8, 9]
+    assert first_and_last(10, num_sinks=0, num_entries=3).tolist() == [7, 8, 9]
+
+
+def test_the_heaviest_before_the_window_are_chosen_and_the_window_whatever_it_weighs() -> None:
+    chosen = heaviest_and_last(mass(0, 5, 1, 4, 2, 0, 0), window=2, num_entries=5, is_pooled=False)
+    assert chosen.tolist() == [[[1, 3, 4, 5, 6]]]
+
+
+def test_of_equally_heavy_ones_the_first_are_chosen() -> None:
+    chosen = heaviest_and_last(mass(*[1.0] * 1000), window=1, num_entries=4, is_pooled=False)
+    assert chosen.tolist() == [[[0, 1, 2, 999]]]
+
+
+def test_each_head_chooses_for_itself() -> None:
+    two = torch.tensor([[[3.0, 0, 0, 0], [0, 0, 3.0, 0]]])
+    chosen = heaviest_and_last(two, window=1, num_entries=2, is_pooled=False)
+    assert chosen.tolist() == [[[0, 3], [2, 3]]]
+
+
+def test_neighbors_of_a_heavy_one_are_chosen_where_mass_is_pooled() -> None:
+    lonely = mass(1, 1, 1, 1, 1, 1, 90, 1, 1, 1, 1, 0)
+    assert heaviest_and_last(lonely, window=1, num_entries=6, is_pooled=True).tolist() == [[[4, 5, 6, 7, 8, 11]]]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, INT4]
+LAYERS, HEADS, SIZE, DIM = 3, 2, 4, 8
+
+
+def filled_pool(dtype: torch.dtype, *, is_by_layer: bool) -> KVPool:
+    pool = KVPool.allocate(6, LAYERS, HEADS, SIZE, DIM, dtype=dtype, is_by_layer=is_by_layer)
+    pool.blocks.copy_(torch.randint(0, 64, pool.blocks.shape, generator=torch.Generator().manual_seed(0)))
+    return pool
+
+
+def entry(pool: KVPool, block_ids: torch.Tensor, layer: int, head: int, place: int) -> bytes:
+    where = (int(block_ids[place // SIZE]), layer, slice(None), head, place % SIZE)
+    stored = [pool.values[where]] + ([] if pool.scales is None else [pool.scales[where]])
+    return b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in stored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_by_layer", [False, True])
+def test_chosen_entries_are_copied_as_they_are_stored(dtype: torch.dtype, is_by_layer: bool) -> None:
+    pool = filled_pool(dtype, is_by_layer=is_by_layer)
+    sources, targets = torch.tensor([4, 0, 2]), torch.tensor([5, 1])
+    chosen = torch.stack([torch.randperm(12)[:7].sort().values for _ in range(LAYERS * HEADS)]).view(LAYERS, HEADS, 7)
+    before = pool.blocks.clone()
+    copy_entries(pool, chosen, sources, targets)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            for place in range(7):
+                expected = entry(pool, sources, layer, head, int(chosen[layer, head, place]))
+                assert entry(pool, targets, layer, head, place) == expected
+    others = [0, 2, 3, 4]
+    assert torch.equal(pool.blocks[others], before[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_entry_takes_the_place_of_another_one_in_each_head(dtype: torch.dtype) -> None:
+    pool = filled_pool(dtype, is_by_layer=True)
+    block_ids, targets = torch.tensor([3, 1]), torch.tensor([[0, 6], [3, 1], [6, 5]])
+    held = {
+        (layer, head, place): entry(pool, block_ids, layer, head, place)
+        for layer in range(LAYERS)
+        for head in range(HEADS)
+        for place in range(8)
+    }
+    move_entries(pool, block_ids, 6, targets)
+    for (layer, head, place), stored in held.items():
+        moved = held[layer, head, 6] if place == targets[layer, head] else stored
+        assert entry(pool, block_ids, layer, head, place) == moved
