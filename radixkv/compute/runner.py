@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,6 +23,25 @@ from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_bytes import payload_layout
 from radixkv.storage.state_pool import StatePool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """How the device computes steps, and its memory.
+
+    Attributes:
+        attention: name of the attention kernels that serve.
+        recorded_steps: sizes of steps that are recorded as CUDA graphs.
+        dropped_steps: recorded steps that failed their check at start and are not used.
+        used_bytes: memory of the device in use, also by other processes; None on a CPU.
+        total_bytes: memory of the device; None on a CPU.
+    """
+
+    attention: str
+    recorded_steps: int
+    dropped_steps: int
+    used_bytes: int | None
+    total_bytes: int | None
 
 
 class StepResult(NamedTuple):
@@ -92,6 +112,20 @@ class Runner:
     def has_graphs(self) -> bool:
         """Whether any steps are recorded."""
         return self._graphs is not None and bool(self._graphs.shapes)
+
+    def device_stats(self) -> DeviceStats:
+        """Return how steps are computed, and the memory of the device. May be called on any thread."""
+        used_bytes = total_bytes = None
+        if self.model.device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.model.device)
+            used_bytes = total_bytes - free_bytes
+        return DeviceStats(
+            attention=self._kernels.name,
+            recorded_steps=0 if self._graphs is None else len(self._graphs.shapes),
+            dropped_steps=0 if self._graphs is None else self._graphs.num_dropped,
+            used_bytes=used_bytes,
+            total_bytes=total_bytes,
+        )
 
     def without_graphs(self) -> Runner:
         """Return a runner of the same model and memory that launches every step kernel by kernel."""

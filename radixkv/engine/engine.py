@@ -20,7 +20,7 @@ from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged
 from radixkv.cache.segment_source import SegmentSource
-from radixkv.compute.runner import Runner
+from radixkv.compute.runner import DeviceStats, Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.adapters.adapters import Adapters, AdapterSource
 from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
@@ -105,6 +105,7 @@ class Engine:
             compression_refusal=runner.compression_refusal,
         )
         self.eos_token_ids = model.eos_token_ids
+        self._runner = runner
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
         offload, transfer = (None, None) if open_offload is None else open_offload(self._wake)
@@ -137,6 +138,10 @@ class Engine:
     def _wake(self) -> None:
         """Wake the engine's thread. Any thread may call this."""
         self._inbox.put(lambda: None)
+
+    def device_stats(self) -> DeviceStats:
+        """Return how the device computes steps, and its memory. May be called on any thread."""
+        return self._runner.device_stats()
 
     @property
     def is_alive(self) -> bool:

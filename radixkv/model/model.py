@@ -26,9 +26,9 @@ from radixkv.model.fingerprint import fingerprint_model
 from radixkv.model.last_layer import Answers, LastLayer, answers_alone
 from radixkv.model.layers.cpu_layers import FusedCpuLayers
 from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
-from radixkv.model.layers.packed_linear import pack_linears
+from radixkv.model.layers.packed_linear import merge_linears, pack_linears
 from radixkv.model.on_cpu import native_library
-from radixkv.model.on_gpu import fuse_modules, low_rank_kernels
+from radixkv.model.on_gpu import fuse_layers, low_rank_kernels
 from radixkv.model.report import Report, report_nothing
 from radixkv.model.states.short_convs import ShortConvs
 from radixkv.storage.device_pool import KVShape
@@ -47,8 +47,8 @@ class Model:
         module: a loaded model.
         device: device to which it is moved.
         is_exact: whether it runs in exact mode.
-        is_fused: whether its known parts run as one kernel each; None fuses them in fast mode on a GPU, and on a CPU
-            lets products and known parts run in few calls.
+        is_fused: whether linear layers are merged and known parts run as fused Triton kernels; None does so on a GPU,
+            and on a CPU uses fused layers in C++.
         weights: `auto`, or `int8` on a CPU; see `ModelConfig`.
         max_adapters: adapters that may be loaded; 0 lets none be, which is faster where a library gates products.
         adapter_bytes: bytes that they may take on the device.
@@ -87,7 +87,6 @@ class Model:
         fingerprint: str | None = None,
         report: Report = report_nothing,
     ) -> None:
-        assert not (is_exact and is_fused), "exact mode takes the place of torch's functions, which kernels do not call"
         self.name = name
         self.device = device
         self.is_exact = is_exact
@@ -115,8 +114,10 @@ class Model:
             self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
         self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone, short_convs.undone]
         self._pads_rows = is_exact
-        if is_fused if is_fused is not None else device.type == "cuda" and not is_exact:
-            self._undone.append(fuse_modules(module))
+        if is_fused if is_fused is not None else device.type == "cuda":
+            if not max_adapters:
+                merge_linears(module)
+            self._undone.append(fuse_layers(module, is_exact=is_exact))
         elif is_packed:
             report("comparing layers in C++ with those of transformers")
             joined = FusedCpuLayers(module, is_exact=is_exact, library=library)

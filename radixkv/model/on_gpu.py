@@ -57,15 +57,15 @@ def flashinfer_candidate(use: AttentionUse) -> FlashInferKernels | None:
     return flashinfer_kernels(use, (gpu.major, gpu.minor), last)
 
 
-def fuse_modules(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """Let known parts of a model run as one kernel each; see `FusedGpuLayers`.
+def fuse_layers(module: nn.Module, *, is_exact: bool) -> Callable[[], AbstractContextManager[None]]:
+    """Replace known parts of a model by fused kernels; see `FusedGpuLayers`.
 
     Returns:
         A function that makes a context manager. Inside it all parts run as transformers wrote them.
     """
     from radixkv.model.layers.gpu_layers import FusedGpuLayers
 
-    return FusedGpuLayers(module).undone
+    return FusedGpuLayers(module, is_exact=is_exact).undone
 
 
 def low_rank_kernels(device: torch.device, *, is_exact: bool) -> LowRankKernels:

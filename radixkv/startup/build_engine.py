@@ -40,7 +40,7 @@ from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.malloc import keep_freed_memory, use_huge_pages
 from radixkv.startup.model_check import check_model
 from radixkv.startup.openmp_threads import end_own_threads
-from radixkv.startup.pool_size import available_bytes, choose_num_blocks
+from radixkv.startup.pool_size import available_bytes, choose_num_blocks, reserve_step_memory
 from radixkv.startup.progress import StartProgress
 from radixkv.startup.requirements import require_usable
 from radixkv.startup.states import make_state_slots
@@ -115,6 +115,8 @@ def build_engine(
     events = _make_feed(config, limits.step_tokens, marks, events_key)
     num_slots = 0 if states is None else states.num_slots
     runner = make_runner(model, storage, kernels, recorder, num_slots, progress)
+    if model.device.type == "cuda":
+        reserve_step_memory(model, kernels, storage, limits)
     progress.begin("opening the stores of blocks, and building the engine")
     has_transfers = config.transfer.sends or bool(config.kv_sources)
     transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None

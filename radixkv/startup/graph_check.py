@@ -35,8 +35,8 @@ def drop_wrong_graphs(
 ) -> None:
     """Compute a step with each graph and without it, and drop graphs whose answers differ, with a warning.
 
-    In exact mode every bit of logits and K/V is compared. The steps have one token less than there is room for. Graphs
-    that can't be checked because the pool has too few blocks are dropped, too.
+    In exact mode every bit of logits and K/V is compared, on the device. The steps have one token less than there is
+    room for. Graphs that can't be checked because the pool has too few blocks are dropped, too.
 
     Args:
         graphs: steps recorded over `storage`.
@@ -68,26 +68,42 @@ def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runn
     for prefix_tokens in _PREFIX_TOKENS:
         chunks = _chunks(shape, tokens, storage.block_size, prefix_tokens, max_sequence_tokens)
         layout = lay_out(chunks, storage.block_size)
-        blocks = storage.pool.blocks[: int(layout.batch.block_tables.max()) + 1]
-        if len(blocks) <= int(layout.batch.block_tables.max()):
+        num_blocks = int(layout.batch.block_tables.max()) + 1
+        if num_blocks > storage.num_blocks:
             return "the pool has too few blocks to check it"
-        blocks[1:] = 0xFF  # NaN, or scales that are NaN
+        storage.pool.blocks[1:num_blocks] = 0xFF  # NaN, or scales that are NaN
         replay = graphs.prepare_as(shape, layout)
         if replay is not None:
             logits = replay(pack_tokens(chunks)).logits[: len(chunks)]
-            return _difference(logits.clone(), blocks, chunks, runner)
+            return _difference(logits.clone(), num_blocks, chunks, runner)
     return "there is no room for a step to check it"
 
 
-def _difference(got: torch.Tensor, blocks: torch.Tensor, chunks: list[Chunk], runner: Runner) -> str:
-    model = runner.model
-    got_blocks = blocks.to("cpu", copy=True) if model.is_exact else None  # the device may have no memory for a copy
+def _difference(got: torch.Tensor, num_blocks: int, chunks: list[Chunk], runner: Runner) -> str:
+    """Compute a step that was replayed again, launched. Returns what differs; empty if nothing does.
+
+    Args:
+        got: logits of the replayed step.
+        num_blocks: the first blocks of the pool, which the step may have written.
+        chunks: the step.
+        runner: launches it.
+    """
+    model, pool = runner.model, runner.storage.pool.blocks
+    blocks = pool[:num_blocks]
+    got_blocks = None
+    if model.is_exact:
+        # Kept in the pool's next blocks, if it has as many: the device may have no other memory for a copy.
+        spare = pool[num_blocks : 2 * num_blocks]
+        got_blocks = spare if len(spare) == num_blocks else torch.empty_like(blocks, device="cpu")
+        got_blocks.copy_(blocks)
     blocks[1:] = 0xFF
     expected = runner.run(chunks).logits
     if got_blocks is None:
         is_right = bool((got - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
     else:
-        is_right = torch.equal(got, expected) and torch.equal(got_blocks, blocks.cpu())
+        is_right = torch.equal(got, expected) and all(
+            torch.equal(block.to(blocks.device), other) for block, other in zip(got_blocks, blocks, strict=True)
+        )
     return "" if is_right else "its answers differ"
 
 

@@ -39,8 +39,8 @@ def choose_num_blocks(
     """Return the number of blocks of the pool.
 
     Without `cache.capacity_tokens` a GPU's pool takes the rest of `cache.memory_share` of its memory, after the
-    weights, other programs, adapters, and the memory of recorded steps and of the largest step. Both kinds of steps are
-    recorded and computed once to find out what they need.
+    weights, other programs, adapters, and the memory of recorded steps and of the largest step. To find out what these
+    need, the largest recorded step is recorded, and the largest step of all is computed.
 
         total    [ other programs | weights | recorded steps | largest step | adapters | pool .... | 1 - memory_share )
 
@@ -61,8 +61,8 @@ def choose_num_blocks(
         return cache.num_blocks
     torch.cuda.empty_cache()  # memory that loading needed; does nothing without a GPU
     storage = KVStorage(1, cache.block_size, kv_shape, model.device)
-    # First, since it empties torch's cache, too.
-    graphs = recorder.record(storage, longest_sequence(_DRY_RUN_TOKENS, model.max_tokens))
+    # Recording comes first, since it empties torch's cache, too.
+    graphs = recorder.record(storage, longest_sequence(_DRY_RUN_TOKENS, model.max_tokens), only_largest=True)
     try:
         run_largest_step(model, kernels, storage, engine)
     except torch.OutOfMemoryError as error:
@@ -83,6 +83,20 @@ def choose_num_blocks(
         )
     _log.info("%d of %d bytes of the GPU are free, enough for a pool of %d blocks", free_bytes, total_bytes, num_blocks)
     return num_blocks
+
+
+def reserve_step_memory(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:
+    """Compute the largest step again, so that torch's allocator holds the memory that `choose_num_blocks` left for it.
+
+    Recording a CUDA graph empties the allocator's cache. Without this step another program could take that memory, and
+    the first long prompt would wait for cudaMalloc. What is in the pool's first block is lost.
+    """
+    try:
+        run_largest_step(model, kernels, storage, engine)
+    except torch.OutOfMemoryError:
+        _log.warning(
+            "no memory is left for a step of %d tokens: long prompts are computed in smaller steps", engine.step_tokens
+        )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

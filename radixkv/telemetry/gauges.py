@@ -37,12 +37,13 @@ class EngineGauges(Collector):
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can select some of them by name."""
         now = (self._adapters(), _tiers([]), _families(_EMPTY), self._aliases(_EMPTY))
-        return [*self._states(is_up=False), *self._events(), *itertools.chain(*now)]
+        return [*self._states(is_up=False), *self._device(), *self._events(), *itertools.chain(*now)]
 
     def collect(self) -> Iterable[Metric]:
         """Collect all metrics, without those of the engine's load if it does not answer. Never raises."""
         load = self._load()
         yield from self._states(is_up=load is not None)
+        yield from self._device()
         yield from self._events()
         if load is not None:
             yield from self._adapters()
@@ -58,6 +59,16 @@ class EngineGauges(Collector):
         yield GaugeMetricFamily(
             "radixkv_healthy", "1 if new requests are accepted and steps succeed.", self._engine.is_healthy
         )
+
+    def _device(self) -> Iterable[Metric]:
+        """Report how the device computes, and its memory. Any thread may ask."""
+        stats = self._engine.device_stats()
+        yield InfoMetricFamily("radixkv_attention", "The attention kernels that serve.", {"kernels": stats.attention})
+        states = {"used": stats.recorded_steps, "dropped": stats.dropped_steps}
+        yield _by_label("radixkv_recorded_steps", "Steps recorded as CUDA graphs, by state.", "state", states)
+        if stats.total_bytes is not None and stats.used_bytes is not None:
+            memory = {"used": stats.used_bytes, "free": stats.total_bytes - stats.used_bytes}
+            yield _by_label("radixkv_device_memory_bytes", "Memory of the device in bytes, by state.", "state", memory)
 
     def _events(self) -> Iterable[Metric]:
         """Report the event log, if there is one. Any thread may read it."""

@@ -41,6 +41,7 @@ from radixkv.api.stats import (
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.segment_source import SegmentSource
+from radixkv.compute.runner import DeviceStats
 from radixkv.engine.adapters.adapters import Adapters
 from radixkv.engine.inbox import EngineThread
 from radixkv.engine.public_prefixes import PublicPrefixRegistry
@@ -274,6 +275,11 @@ class FakeEngine:
         )
         future.set_result(stats)
         return future
+
+    def device_stats(self) -> DeviceStats:
+        return DeviceStats(
+            "warp-specialized attention", recorded_steps=30, dropped_steps=2, used_bytes=3, total_bytes=8
+        )
 
     def _load(self) -> EngineLoad:
         return EngineLoad(

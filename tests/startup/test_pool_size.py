@@ -18,12 +18,12 @@ from radixkv.model.model import Model
 from radixkv.startup import build_engine as build_engine_module
 from radixkv.startup import pool_size
 from radixkv.startup.build_engine import build_engine, make_runner
-from radixkv.startup.pool_size import available_bytes, choose_num_blocks, run_largest_step
+from radixkv.startup.pool_size import available_bytes, choose_num_blocks, reserve_step_memory, run_largest_step
 from radixkv.storage.device_pool import KVStorage
 
 ENGINE = EngineConfig(max_step_tokens=24, max_running_requests=4)
 GIB = 2**30
-NO_GRAPHS: Any = SimpleNamespace(record=lambda *_: None)
+NO_GRAPHS: Any = SimpleNamespace(record=lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,32 @@ def test_a_device_s_memory_is_used_up_to_its_share(model: Model, monkeypatch: py
         def __del__(self) -> None:
             tried.append("forgotten")
 
-    recorder: Any = SimpleNamespace(record=lambda storage, max_sequence_tokens: Graphs())
+    def record(storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool) -> Graphs:
+        assert only_largest
+        return Graphs()
+
+    recorder: Any = SimpleNamespace(record=record)
     cache = CacheConfig(memory_share=0.5)
     num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, cache, ENGINE, recorder, memory)
     assert tried == ["recorded", "step", "memory", "forgotten"], "what graphs and a step need is not free"
     assert num_blocks == 2 * GIB // (64 * model.kv_shape.token_bytes)
+
+
+def test_the_memory_of_the_largest_step_is_held_after_recording(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(pool_size, "run_largest_step", lambda *inputs: given.append(inputs))
+    storage, kernels = one_block(model), TorchKernels()
+    reserve_step_memory(model, kernels, storage, ENGINE)
+    assert given == [(model, kernels, storage, ENGINE)]
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(pool_size, "run_largest_step", run_out)
+    reserve_step_memory(model, kernels, storage, ENGINE)
+    assert caplog.messages == ["no memory is left for a step of 24 tokens: long prompts are computed in smaller steps"]
 
 
 def test_a_quantized_pool_has_more_blocks(model: Model) -> None:

@@ -218,7 +218,7 @@ def _model(is_exact: bool, head_dim: int) -> Model:
     config._attn_implementation = ATTENTION_NAME
     torch.manual_seed(0)
     module = LlamaForCausalLM(config).to(torch.bfloat16)
-    return Model("traced", module, torch.device("cpu"), is_exact=is_exact, is_fused=not is_exact)
+    return Model("traced", module, torch.device("cpu"), is_exact=is_exact, is_fused=True)
 
 
 def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
@@ -243,6 +243,7 @@ def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
         return StepResult(torch.zeros(num_rows, VOCAB_SIZE), [5] * num_rows, [True] * layout.batch.num_requests)
 
     patch.setattr(gpu_layers, "agree", agree)
+    patch.setattr(gpu_layers, "rows_agree", lambda fused, like: agree(fused, fused, like))
     patch.setattr(model_module, "make_exact", exact)
     patch.setattr(model_module, "padded_tokens", lambda num_tokens, _: exactness.padded_tokens(num_tokens, GPU))
     patch.setattr(runner_module, "_read", read)

@@ -36,6 +36,10 @@ class StepGraphs:
         max_step_tokens: the most tokens of a step.
         max_requests: the most requests of a step.
         recorder: records each step once.
+        only_largest: whether the largest step is recorded alone.
+
+    Attributes:
+        num_dropped: recorded steps that were dropped.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class StepGraphs:
         max_step_tokens: int,
         max_requests: int,
         recorder: Recorder,
+        only_largest: bool = False,
     ) -> None:
         self._model = model
         self._storage = storage
@@ -66,8 +71,10 @@ class StepGraphs:
         table_blocks = -(-max_sequence_tokens // storage.block_size)
         self._buffers = StepBuffers(shapes, self._keys, num_kv_heads, table_blocks, storage.block_size, model.device)
         # The largest are recorded first: the others fit into their memory. `prepare` looks at the smallest first.
-        recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(shapes)]
+        chosen = shapes[-1:] if only_largest else shapes
+        recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(chosen)]
         self._replays = dict(reversed(recorded))
+        self.num_dropped = 0
         self._num_prepared = 0
 
     def _most_tokens(self) -> int:
@@ -84,6 +91,7 @@ class StepGraphs:
     def drop(self, shape: StepShape) -> None:
         """Forget a recorded step."""
         del self._replays[shape]
+        self.num_dropped += 1
 
     def prepare(self, layout: StepLayout) -> Replay | None:
         """Prepare a step as the smallest recorded one that has room for it. Does not wait for the device.

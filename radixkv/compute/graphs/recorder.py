@@ -37,12 +37,14 @@ class GraphRecorder:
         self._is_on = model.device.type == "cuda" and engine.cuda_graphs
         self._aside: torch.cuda.Stream | None = None  # one for all graphs: libraries keep memory for each stream
 
-    def record(self, storage: KVStorage, max_sequence_tokens: int) -> StepGraphs | None:
+    def record(self, storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool = False) -> StepGraphs | None:
         """Record steps over a pool.
 
         Args:
             storage: the K/V memory, whose address is recorded.
             max_sequence_tokens: tokens of the longest sequence.
+            only_largest: whether the largest step is recorded alone, to find out how much memory recorded steps need:
+                the others share its memory.
 
         Returns:
             The graphs; None on a CPU, if `engine.cuda_graphs` is off, or if the model can't be recorded.
@@ -59,6 +61,7 @@ class GraphRecorder:
                 max_step_tokens=self._engine.step_tokens,
                 max_requests=self._engine.max_running_requests,
                 recorder=lambda compute: self._record(compute, memory),
+                only_largest=only_largest,
             )
         except Exception as error:  # noqa: BLE001 - any error of a forward pass that can't be recorded
             self._is_on = False

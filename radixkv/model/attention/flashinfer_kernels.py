@@ -18,6 +18,7 @@ from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionUse, PlanKey
+from radixkv.model.attention.refused_attention import FLASHINFER
 from radixkv.model.attention.triton_kernels import TritonKernels
 
 # Memory for partial results of splits; FlashInfer raises if a plan needs more. Its documentation recommends 128 MB.
@@ -42,6 +43,7 @@ class FlashInferKernels:
         backend: FlashInfer's implementation: "fa3" on a Hopper GPU, else "fa2".
     """
 
+    name = FLASHINFER
     is_exact = False
     wants_pool_by_layer = False
 

@@ -91,6 +91,11 @@ class AttentionKernels(Protocol):
     """Operations on the pool. `kernels/reference.py` defines what each computes, and documents its arguments."""
 
     @property
+    def name(self) -> str:
+        """The name of the kernels in the log, in metrics and in RADIXKV_REFUSED_ATTENTION."""
+        ...
+
+    @property
     def wants_pool_by_layer(self) -> bool:
         """Whether a pool is read faster if its memory is ordered by layer; else it is ordered by block."""
         ...

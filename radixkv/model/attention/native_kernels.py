@@ -15,6 +15,7 @@ from radixkv.kernels.native.attention_work import AttentionWork, plan_work
 from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.native.rows import NativeRows, lies_head_by_head
 from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.refused_attention import NATIVE
 from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
 
 
@@ -28,6 +29,7 @@ class NativeKernels:
         library: of `load_library`.
     """
 
+    name = NATIVE
     wants_pool_by_layer = TorchKernels.wants_pool_by_layer
     copy_blocks = staticmethod(TorchKernels.copy_blocks)
     rotate = staticmethod(TorchKernels.rotate)

@@ -12,6 +12,7 @@ from radixkv.kernels.cpu import attention
 from radixkv.kernels.cpu.attention_plan import Demand, Group, plan_cpu_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.refused_attention import TORCH
 
 MAX_BATCHES = 2  # of a step: that of the pool, and that of the parts of windowed layers
 
@@ -22,6 +23,7 @@ class TorchKernels:
     The attention of a step is planned once for all layers that demand the same. A step has a batch for each pool.
     """
 
+    name = TORCH
     wants_pool_by_layer = True  # blocks that are adjacent are read in place
 
     write_kv = staticmethod(reference.write_kv)

@@ -71,6 +71,13 @@ class TritonKernels:
         self._plans: dict[PlanKey, AttentionPlan] = {}  # of `_batch`
         self._dequantize_plans: dict[PlanKey, DequantizePlan | None] = {}  # of `_batch`
 
+    @property
+    def name(self) -> str:
+        """See `AttentionKernels.name`."""
+        if self._dequantizes_first == "never":
+            return SPECIALIZED if self._is_specialized else POINTERS
+        return SPECIALIZED_DEQUANTIZED if self._is_specialized else DEQUANTIZED
+
     def for_service(self) -> TritonKernels:
         """Return the kernels that serve after a trial: no idle work, and dequantizing first only if it pays."""
         return TritonKernels(

@@ -1,12 +1,14 @@
-"""Runs known parts of a model as one kernel each: norms, gates, and the sum before a layer's second norm.
+"""Fuses parts of a model on a GPU: norms, the gate of an MLP, and a residual sum with the norm that follows it.
 
-    RMS norm    weight, eps                                              rms_norm
-    gated MLP   gate_proj, up_proj, act_fn, down_proj                    swiglu between the products
-    layer       input_layernorm, self_attn, post_attention_layernorm,    add_rms_norm between its halves
+    module      children                                                 fused kernel
+    RMS norm    none; weight and eps                                     rms_norm
+    gated MLP   gate_proj, up_proj, act_fn, down_proj                    swiglu, between the matmuls
+    layer       input_layernorm, self_attn, post_attention_layernorm,    add_rms_norm, between its halves
                 mlp
 
-A part is not recognized by its class. It is tried beside the kernel at load, on random rows. In the trial, stand-ins
-that only move numbers replace the products and the attention, so that only what the kernel replaces is compared.
+Classes are not looked at. Each part is compared with its fused kernel at load, on random rows. In this trial, functions
+that only permute and scale numbers take the place of the matmuls and of the attention, so that only what the kernel
+replaces is compared. In exact mode a row must also have the same bits alone and in a batch.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from radixkv.model.layers.replaced_parts import (
     eps_of,
     has_hooks,
     is_norm,
+    require,
+    rows_agree,
     with_stand_ins,
 )
 from radixkv.model.refusals import reason_of
@@ -40,51 +44,82 @@ _PASSED_ON = ("position_embeddings", "attention_mask", "position_ids", "radix_st
 
 
 class FusedGpuLayers(ReplacedParts):
-    """Runs known parts of a model as kernels.
+    """Replaces known parts of a model by fused kernels.
 
     Args:
         module: the model, on its device and in evaluation mode.
+        is_exact: whether the bits of a row must not depend on other rows.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        dtype, styles = next(module.parameters()).dtype, dict[nn.Module, NormStyle]()
-        super().__init__(module, lambda part: _known_forward(part, dtype, styles))
+    def __init__(self, module: nn.Module, *, is_exact: bool) -> None:
+        self._dtype = next(module.parameters()).dtype
+        self._is_exact = is_exact
+        self._styles: dict[nn.Module, NormStyle] = {}  # of the norms that passed their trial
+        super().__init__(module, self._fused_forward)
 
+    def _fused_forward(self, part: Any) -> Forward | None:
+        """Return the replacement of a part's forward method, which takes the part first; None for unknown parts.
 
-def _known_forward(part: Any, dtype: torch.dtype, styles: dict[nn.Module, NormStyle]) -> Forward | None:
-    """Find the replacement of a part's forward pass, which is called with the part first.
-
-    Args:
-        part: a module of the model.
-        dtype: dtype of the model's parameters.
-        styles: styles of the norms that were tried before. If the part is a norm, its style is added.
-
-    Returns:
-        The replacement; None if the part does not look known.
-
-    Raises:
-        Refused: the part looks known, but fails its trial.
-    """
-    if "forward" in vars(part):  # another library replaced it
+        Raises:
+            Refused: the part looks known, but its trial fails.
+        """
+        if "forward" in vars(part):  # another library has replaced it
+            return None
+        children = {name for name, _ in part.named_children()}
+        try:
+            with torch.inference_mode():
+                if is_norm(part, self._dtype):
+                    self._styles[part] = self._tried_style(part)
+                    return partial(_normed, style=self._styles[part])
+                if children == _MLP_PARTS:
+                    self._try_mlp(part)
+                    return _gated
+                if children == _LAYER_PARTS and part.post_attention_layernorm in self._styles:
+                    forward = partial(_added, style=self._styles[part.post_attention_layernorm])
+                    self._try_layer(part, forward)
+                    return forward
+        except Refused:
+            raise
+        except Exception as error:  # what a compiler raises, or a module that must be called in another way
+            raise Refused(reason_of(error)) from error
         return None
-    children = {name for name, _ in part.named_children()}
-    try:
-        with torch.inference_mode():
-            if is_norm(part, dtype):
-                styles[part] = _tried_style(part)
-                return partial(_normed, style=styles[part])
-            if children == _MLP_PARTS:
-                _try_mlp(part, dtype)
-                return _gated
-            if children == _LAYER_PARTS and (style := styles.get(part.post_attention_layernorm)) is not None:
-                forward = partial(_added, style=style)
-                _try_layer(part, forward)
-                return forward
-    except Refused:
-        raise
-    except Exception as error:  # what a compiler raises, or a module that wants to be called otherwise
-        raise Refused(reason_of(error)) from error
-    return None
+
+    def _tried_style(self, norm: Any) -> NormStyle:
+        for style in (LLAMA, GEMMA, TORCH):
+            fused = partial(_normed, norm, style=style)
+            if agree(norm.forward, fused, norm.weight):
+                self._require_exact_rows(fused, norm.weight)
+                return style
+        raise Refused("it computes something else")
+
+    def _try_mlp(self, mlp: Any) -> None:
+        played = with_stand_ins(
+            mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
+        )
+        fused = partial(_gated, played)
+        like = torch.empty(mlp.down_proj.in_features, dtype=self._dtype, device=mlp.down_proj.weight.device)
+        require(agree(played.forward, fused, like))
+        self._require_exact_rows(fused, like)
+
+    def _try_layer(self, layer: Any, forward: Forward) -> None:
+        """Try a layer, and check that it passes its keywords on to the attention."""
+        passed_on = {name: object() for name in _PASSED_ON}
+        was_passed_on: list[bool] = []
+
+        def attend(hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            was_passed_on.append(all(kwargs.get(name) is value for name, value in passed_on.items()))
+            return hidden_states.roll(1, -1) / 2, None
+
+        played = with_stand_ins(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
+        keywords = {**passed_on, "use_cache": False}
+        fused = partial(forward, played, **keywords)
+        like = layer.post_attention_layernorm.weight
+        require(agree(partial(played.forward, **keywords), fused, like) and all(was_passed_on))
+        self._require_exact_rows(fused, like)
+
+    def _require_exact_rows(self, fused: Forward, like: torch.Tensor) -> None:
+        if self._is_exact and not rows_agree(fused, like):
+            raise Refused("a row has other bits alone than in a batch")
 
 
 def _normed(norm: Any, rows: torch.Tensor, *, style: NormStyle) -> torch.Tensor:
@@ -104,35 +139,3 @@ def _added(layer: Any, hidden_states: torch.Tensor, *args: Any, style: NormStyle
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
     residual, normed = add_rms_norm(attended, hidden_states, norm.weight, eps_of(norm), style)
     return residual + layer.mlp(normed)
-
-
-def _tried_style(norm: Any) -> NormStyle:
-    for style in (LLAMA, GEMMA, TORCH):
-        if agree(norm.forward, partial(_normed, norm, style=style), norm.weight):
-            return style
-    raise Refused("it computes something else")
-
-
-def _try_mlp(mlp: Any, dtype: torch.dtype) -> None:
-    played = with_stand_ins(
-        mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
-    )
-    like = torch.empty(mlp.down_proj.in_features, dtype=dtype, device=mlp.down_proj.weight.device)
-    if not agree(played.forward, partial(_gated, played), like):
-        raise Refused("it computes something else")
-
-
-def _try_layer(layer: Any, forward: Forward) -> None:
-    """Try a layer, and check that it passes its keywords on to the attention."""
-    passed_on = {name: object() for name in _PASSED_ON}
-    heard: list[bool] = []
-
-    def attend(hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        heard.append(all(kwargs.get(name) is value for name, value in passed_on.items()))
-        return hidden_states.roll(1, -1) / 2, None
-
-    played = with_stand_ins(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
-    handed = {**passed_on, "use_cache": False}
-    own, fused = partial(played.forward, **handed), partial(forward, played, **handed)
-    if not (agree(own, fused, layer.post_attention_layernorm.weight) and all(heard)):
-        raise Refused("it computes something else")

@@ -7,11 +7,12 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
@@ -134,6 +135,26 @@ class PackedLinear(nn.Module):
         return self.matmul(rows)
 
 
+class PlainMatmul:
+    """The matmul of rows with a weight as it is, by PyTorch, or in exact mode by what takes PyTorch's place. For GPUs.
+
+    Args:
+        weight: `[out_features, in_features]`.
+        bias: `[out_features]`, or None.
+    """
+
+    row_counts: tuple[int, ...] = ()  # a call may have any number of rows
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the output `[..., out_features]` for rows `[..., in_features]`."""
+        return functional.linear(rows, self._weight, self._bias)
+
+
 class MergedMatmul:
     """The product of rows with several weights at once. Layers ask for their parts one after the other.
 
@@ -141,7 +162,7 @@ class MergedMatmul:
         matmul: the product with all weights, the first one's features first.
     """
 
-    def __init__(self, matmul: Matmul) -> None:
+    def __init__(self, matmul: Matmul | PlainMatmul) -> None:
         self.matmul = matmul
         self._rows: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
@@ -196,12 +217,8 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
     uses = Counter(id(child) for part in module.modules() for child in part.children())
     shares = _Shares(module)
     for part in list(module.modules()):
-        read = _weights_read_by(part.__class__.forward)
-        children = {name: child for name, child in part.named_children() if name not in read}
-        for names in JOINS:
-            layers = [children[name] for name in names if name in children]
-            if len(layers) < len(names) or any(uses[id(layer)] > 1 for layer in layers):
-                continue
+        children = _replaceable_children(part)
+        for names, layers in _mergeable(children, uses):
             if (
                 may_gate
                 and names == GATED
@@ -209,9 +226,8 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
                 and _can_gate(layers, choices, shares.of(part, layers))
             ):
                 continue
-            share = shares.of(part, layers)
-            for layer, replacement in zip(layers, _joined(layers, choices, counts, share), strict=False):
-                packed[layer] = replacement
+            make = partial(_product, choices=choices, counts=counts, share=shares.of(part, layers))
+            packed.update(zip(layers, _merged(layers, make), strict=False))
         for name, child in children.items():
             if child not in packed:
                 parameters = _parameters(child)
@@ -219,7 +235,7 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
                 product = (
                     None
                     if parameters is None
-                    else _product([parameters], choices, counts, most_rows, shares.of(part, [child]))
+                    else _product([parameters], choices, counts, shares.of(part, [child]), most_rows)
                 )
                 if product is None:
                     continue
@@ -227,6 +243,42 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
             setattr(part, name, packed[child])
     if counts:
         _log.info("matmuls by library: %s", ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+
+
+def merge_linears(module: PreTrainedModel) -> None:
+    """Merge the linear layers of a model on a GPU that read the same rows, so that one matmul computes them all.
+
+    Queries, keys and values become one, and so do a gate and what it gates. Each weight is freed once it is merged. Not
+    for a model that adapters add to.
+
+    Args:
+        module: the model on its device, in evaluation mode.
+    """
+
+    def make(parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> PlainMatmul:
+        biases = [bias for _, bias in parameters if bias is not None]
+        return PlainMatmul(torch.cat([weight for weight, _ in parameters]), torch.cat(biases) if biases else None)
+
+    uses = Counter(id(child) for part in module.modules() for child in part.children())
+    for part in list(module.modules()):
+        for names, layers in _mergeable(_replaceable_children(part), uses):
+            for name, replacement in zip(names, _merged(layers, make), strict=False):
+                setattr(part, name, replacement)
+
+
+def _replaceable_children(part: nn.Module) -> dict[str, nn.Module]:
+    read = _weights_read_by(part.__class__.forward)
+    return {name: child for name, child in part.named_children() if name not in read}
+
+
+def _mergeable(
+    children: Mapping[str, nn.Module], uses: Mapping[int, int]
+) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
+    """Yield names and layers of the children that read the same rows, unless another part uses one of them, too."""
+    for names in JOINS:
+        layers = [children[name] for name in names if name in children]
+        if len(layers) == len(names) and all(uses[id(layer)] == 1 for layer in layers):
+            yield names, layers
 
 
 class _Shares:
@@ -274,17 +326,25 @@ def _can_gate(layers: list[nn.Module], choices: GemmTuner, share: float) -> bool
     return chosen[0] is not None and chosen[0] == chosen[1] and GEMM_BACKENDS[chosen[0].backend].gate is not None
 
 
-def _joined(layers: list[nn.Module], choices: GemmTuner, counts: Counter[str], share: float) -> list[PackedSlice]:
-    """Join linear layers of the same rows. Returns their replacements; none if they can't be joined."""
+def _merged(
+    layers: list[nn.Module],
+    make: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor | None]]], Matmul | PlainMatmul | None],
+) -> list[PackedSlice]:
+    """Merge linear layers of the same rows. Returns their replacements; none if they can't be merged.
+
+    Args:
+        layers: at least two.
+        make: makes one matmul of their weights and biases; None if there is none for them.
+    """
     parameters = [_parameters(layer) for layer in layers]
     known = [each for each in parameters if each is not None]
     kinds = {(weight.shape[1], weight.dtype, bias is None) for weight, bias in known}
     if len(known) < len(layers) or len(kinds) > 1:
         return []
-    product = _product(known, choices, counts, SIZES[-1], share)
-    if product is None:
+    matmul = make(known)
+    if matmul is None:
         return []
-    joined = MergedMatmul(product)
+    joined = MergedMatmul(matmul)
     ends = list(itertools.accumulate(weight.shape[0] for weight, _ in known))
     return [PackedSlice(joined, start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -306,8 +366,8 @@ def _product(
     parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     choices: GemmTuner,
     counts: Counter[str],
-    most_rows: int,
     share: float,
+    most_rows: int = SIZES[-1],
 ) -> Matmul | None:
     """Pack weights and biases of one dtype as one, and count the backend. Returns None for what must stay as it is."""
     weights = [weight for weight, _ in parameters]

@@ -79,9 +79,8 @@ def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     num_different, num_numbers = 0, 0
     for num_rows in _NUM_ROWS:
-        sizes = 10.0 ** (torch.arange(num_rows) % _NUM_SIZES - 3)  # [num_rows]
-        rows = sizes[:, None] * torch.randn(1, num_rows, like.shape[0], generator=generator)
-        expected, got = (function(rows.to(like)) for function in (own, fused))
+        rows = _random_rows(num_rows, generator, like)
+        expected, got = own(rows), fused(rows)
         if not isinstance(expected, torch.Tensor) or (got.shape, got.dtype) != (expected.shape, expected.dtype):
             return False
         wide = expected.double()
@@ -92,6 +91,25 @@ def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
         num_different += int((got != expected).sum())
         num_numbers += got.numel()
     return like.dtype == torch.float32 or num_different <= _LARGEST_SHARE * num_numbers
+
+
+def _random_rows(num_rows: int, generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
+    sizes = 10.0 ** (torch.arange(num_rows) % _NUM_SIZES - 3)  # [num_rows]
+    return (sizes[:, None] * torch.randn(1, num_rows, like.shape[0], generator=generator)).to(like)
+
+
+def rows_agree(function: Forward, like: torch.Tensor) -> bool:
+    """Whether each row of a function's result has the same bits, computed alone, with some others, and with all.
+
+    Args:
+        function: takes rows `[1, num_rows, num_columns]` and returns a tensor of as many rows.
+        like: `[num_columns]`, in the rows' dtype and on their device.
+    """
+    num_rows = max(_NUM_ROWS)
+    rows = _random_rows(num_rows, torch.Generator().manual_seed(1), like)
+    whole = function(rows)
+    parts = [slice(num_rows), *(slice(i, i + 1) for i in range(num_rows)), slice(3, None)]
+    return all(torch.equal(function(rows[:, part]), whole[:, part]) for part in parts)
 
 
 def require(agrees: bool) -> None:

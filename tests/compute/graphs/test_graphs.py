@@ -116,6 +116,7 @@ def record(
     max_tokens: int = 16,
     max_requests: int = 4,
     max_sequence_tokens: int = MAX_TOKENS,
+    only_largest: bool = False,
 ) -> StepGraphs:
     return StepGraphs(
         model,
@@ -125,6 +126,7 @@ def record(
         max_step_tokens=max_tokens,
         max_requests=max_requests,
         recorder=recorder or Recorder(),
+        only_largest=only_largest,
     )
 
 
@@ -335,6 +337,14 @@ def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypat
 def shapes_of(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 128, max_requests: int = 64) -> list[StepShape]:
     kernels = TritonKernels(is_exact=is_exact)
     return step_shapes(kernels, dtype, 32, 8, max_tokens=max_tokens, max_requests=max_requests)
+
+
+def test_the_largest_step_may_be_recorded_alone(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    storage, kernels = poisoned(model), TritonKernels(is_exact=False)
+    shapes = record(model, storage, kernels, max_tokens=16, max_requests=4).shapes
+    alone = record(model, storage, kernels, max_tokens=16, max_requests=4, only_largest=True).shapes
+    assert alone == [max(shapes)]
 
 
 def test_shapes_double_and_keep_within_the_limits() -> None:
@@ -573,9 +583,13 @@ class TestCheckAtLoad:
         assert graphs.shapes == []
         assert "there is no memory to check it" in caplog.text
 
-    def test_in_exact_mode_a_single_bit_in_the_pool_counts(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("num_blocks", [24, 3], ids=["compared in the pool", "compared with a copy on the host"])
+    def test_in_exact_mode_a_single_bit_in_the_pool_counts(self, num_blocks: int, tmp_path: Path) -> None:
         model = load("llama", tmp_path, is_exact=True)
-        storage, kernels = poisoned(model), TritonKernels(is_exact=True)
+        storage, kernels = poisoned(model, num_blocks), TritonKernels(is_exact=True)
+        right = record(model, storage, kernels, max_tokens=1, max_requests=1)
+        drop_wrong_graphs(right, model, storage, kernels, MAX_TOKENS)
+        assert len(right.shapes) == 1
 
         def spoiling(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
             def compute_and_spoil() -> StepOutputs:

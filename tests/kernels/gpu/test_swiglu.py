@@ -38,6 +38,15 @@ def test_large_numbers_saturate(kernel_device: str) -> None:
     torch.testing.assert_close(got, gate.clamp(min=0), equal_nan=True)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 37, 6), (5, 6), (6,)])
+def test_halves_of_a_merged_linear_layer_are_gated_where_they_are(shape: tuple[int, ...], kernel_device: str) -> None:
+    gate, up = make(shape, torch.bfloat16, kernel_device)
+    merged = torch.cat((gate, up), dim=-1)
+    got = swiglu(merged[..., :6], merged[..., 6:])
+    assert got.is_contiguous()
+    assert torch.equal(got, swiglu(gate, up))
+
+
 def test_any_strides_and_no_rows_will_do(kernel_device: str) -> None:
     gate, up = make((37, 6), torch.bfloat16, kernel_device)
     assert torch.equal(swiglu(gate.t(), up.t()), swiglu(gate, up).t())

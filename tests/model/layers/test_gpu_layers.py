@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -21,6 +22,7 @@ from transformers import (
 
 from radixkv.compute.runner import Chunk, Runner
 from radixkv.errors import UnsupportedModel
+from radixkv.kernels import reference
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.layers import gpu_layers
@@ -122,9 +124,90 @@ def test_a_model_can_stay_as_it_was_written() -> None:
         assert replaced(model.module) == set()
 
 
-def test_exact_mode_has_functions_of_its_own() -> None:
-    with pytest.raises(AssertionError, match="exact mode"):
-        Model("both", make("llama"), torch.device("cpu"), is_exact=True, is_fused=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_mode_fuses_the_same_parts_and_a_row_has_the_same_bits_alone(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    model = Model("exact", make("llama", dtype), device, is_exact=True, is_fused=True)
+    assert replaced(model.module) == replaced(fused(make("llama", dtype), device).module)
+    runner = Runner(model, KVStorage(4, 16, model.kv_shape, device), TorchKernels())
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 21).astype("<u4").tobytes()
+
+    def chunk(start: int, end: int, block: int) -> Chunk:
+        blocks = np.arange(block, block + 2, dtype=np.int32)
+        return Chunk(tokens, start, end, blocks, None, wants_logits=True)
+
+    at_once = runner.run([chunk(0, 21, 0)]).logits[0]
+    runner.run([chunk(0, 20, 2)])
+    assert torch.equal(runner.run([chunk(20, 21, 2)]).logits[0], at_once)
+    assert torch.equal(runner.run([chunk(20, 21, 2), chunk(3, 20, 0)]).logits[0], at_once)
+
+
+def test_exact_mode_refuses_a_kernel_whose_rows_depend_on_the_batch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    swiglu = gpu_layers.swiglu
+
+    def by_batch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return swiglu(gate, up) * (1 + gate.shape[1] * 1e-7)
+
+    monkeypatch.setattr(gpu_layers, "swiglu", by_batch)
+    assert "model.layers.0.mlp" in FusedGpuLayers(make("llama").to(device), is_exact=False).names
+    with caplog.at_level(logging.INFO):
+        assert "model.layers.0.mlp" not in FusedGpuLayers(make("llama").to(device), is_exact=True).names
+    assert caplog.messages == ["LlamaMLP runs as it was written: a row has other bits alone than in a batch"]
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel on a GPU; views launch none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func.name().startswith(("aten::empty", "aten::new_empty", "aten::_unsafe")))
+        return func(*args, **(kwargs or {}))
+
+
+class _CountedStep:
+    """A step whose attention is four launches: writing K/V, packing the queries, attending, and merging splits."""
+
+    def attend(self, layer: int, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.empty(query.shape, dtype=query.dtype)
+
+
+def launches_per_layer(monkeypatch: pytest.MonkeyPatch, *, max_adapters: int = 0, **options: bool) -> int:
+    """Count the launches of a layer: those of a model of two layers less those of a model of one."""
+    counter = _Launches()
+
+    def one_launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*inputs: Any) -> Any:
+            counter.count += 1
+            with torch.utils._python_dispatch._disable_current_modes():
+                return kernel(*inputs)
+
+        return launch
+
+    for name in ("rms_norm", "add_rms_norm", "swiglu"):
+        monkeypatch.setattr(gpu_layers, name, one_launch(getattr(reference, name)))
+    counts = []
+    for num_layers in (1, 2):
+        module = make("llama", torch.bfloat16)
+        del module.model.layers[num_layers:]
+        module.config.num_hidden_layers = num_layers
+        model = Model("counted", module, torch.device("cpu"), is_fused=True, max_adapters=max_adapters, **options)
+        rows = torch.arange(32)
+        counter.count = 0
+        with counter:
+            model.forward(rows, rows, _CountedStep(), rows[:1])
+        counts.append(counter.count)
+    return counts[1] - counts[0] + 4
+
+
+def test_a_layer_takes_24_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms 2, matmuls 4, rotary embedding 10, attention 4, gate 1, last residual 1; and the two that pad it."""
+    assert launches_per_layer(monkeypatch, is_exact=False) == 24
 
 
 def swap_class(part: nn.Module, forward: Callable[..., Any]) -> None:
@@ -194,7 +277,7 @@ def test_a_part_that_computes_something_else_is_left_alone(
     part = module.get_submodule(f"model.{name}")
     swap_class(part, forward)
     with caplog.at_level(logging.INFO):
-        found = FusedGpuLayers(module)
+        found = FusedGpuLayers(module, is_exact=False)
     known = {"norm", "layers.0", *(f"layers.0.{part}" for part in KNOWN["llama"] - {""})}
     assert set(found.names) == replaced(module) == {f"model.{part}" for part in known - {name}}
     assert caplog.messages == [f"{type(part).__name__} runs as it was written: {reason}"]
@@ -202,7 +285,7 @@ def test_a_part_that_computes_something_else_is_left_alone(
 
 def test_the_log_names_each_class_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        FusedGpuLayers(make("gemma2").to(device))
+        FusedGpuLayers(make("gemma2").to(device), is_exact=False)
     assert caplog.messages == ["Gemma2MLP runs as it was written: it computes something else"]
 
 
@@ -268,14 +351,14 @@ def test_norms_in_another_dtype_than_the_model_are_not_known(device: torch.devic
     """Their results have the weight's dtype, a kernel's that of the rows."""
     module = make("llama", torch.bfloat16).to(device)
     module.model.norm.float()
-    assert "model.norm" not in FusedGpuLayers(module).names
+    assert "model.norm" not in FusedGpuLayers(module, is_exact=False).names
 
 
 def test_a_forward_pass_that_somebody_replaced_stays(device: torch.device) -> None:
     module = make("llama").to(device)
     forward = module.model.norm.forward
     module.model.norm.forward = forward
-    found = FusedGpuLayers(module)
+    found = FusedGpuLayers(module, is_exact=False)
     assert "model.norm" not in found.names
     with found.undone():
         assert module.model.norm.forward is forward
