@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from radixkv.compute.forward import Chunk
-from radixkv.compute.runner import Launch, StepResult, Wait
+from radixkv.compute.runner import DeviceStats, Launch, StepResult, Wait
 
 VOCAB_SIZE = 256
 Seen = tuple[str, bytes]  # an adapter, and tokens up to a position
@@ -44,6 +44,9 @@ class FakeRunner:
         self.states: dict[int, Seen] = {}  # by slot
         self._block_size = block_size
         self.content: list[list[Seen | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def device_stats(self) -> DeviceStats:
+        return DeviceStats("fake attention", recorded_steps=0, dropped_steps=0, used_bytes=None, total_bytes=None)
 
     @property
     def computed_tokens(self) -> int:

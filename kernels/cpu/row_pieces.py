@@ -1,4 +1,4 @@
-"""Computes functions of single numbers so that a result's bits do not depend on its place in the tensor.
+"""Computes elementwise functions so that a result's bits do not depend on its place in the tensor.
 
 Torch computes most of a tensor in vectors and the rest one by one, with another exponential, and splits large tensors
 among threads. Here each row is padded to whole vectors, and no thread gets a part of a row: a call has a number of rows

@@ -1,12 +1,16 @@
-"""Computes matrix products on a GPU whose rows have the same bits, whatever their number and place.
+"""Linear layers on a GPU that are batch invariant: a row has the same bits, whatever else is in the batch.
 
-A library chooses its tiles, and with them the order of the sums, by the number of rows. Here the weight alone chooses
-them. Every tile of the result walks the features from the first to the last, with one sum for each number:
+A GEMM library chooses its tiles, and with them the order of summation, by the number of rows. Here every tile of the
+output walks the input features from the first to the last, in steps of the same size, with one accumulator per number:
 
                  features ->           columns ->
     rows         [ 0 | 1 | 2 | .. )    [ tile | tile | .. )     tile = 0 + rows[0] @ weight[0] + rows[1] @ weight[1] ...
 
-One program a multiprocessor shares the tiles with the others. That decides where a tile is computed, not how.
+The weight chooses the tile. Where many rows fill the GPU with larger tiles, which read less from the L2 cache, these
+may be taken instead: the order of summation is the same by construction, and a trial compares the bits of both.
+
+The kernel is persistent: each multiprocessor runs one program, and the programs share out the tiles. That decides where
+a tile is computed, not how.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
 _TRIED_ROWS = 300  # three tiles, the last one partly empty
 
 
-def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, has_large_tiles: bool = False
+) -> torch.Tensor:
     """Compute `torch.nn.functional.linear`, each row by itself, in one launch.
 
     Sums are float32, without TF32, and the bias is added before rounding. A row's bits depend on the row, the weight
@@ -42,6 +48,8 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
             starts at a multiple of 16 bytes.
         weight: `[out_features, in_features]` like `rows`; any strides.
         bias: `[out_features]` like `rows`, or None.
+        has_large_tiles: whether many rows may be computed in larger tiles, for weights whose trial `tried_tiles` says
+            so.
 
     Returns:
         A new contiguous tensor `[..., out_features]` like `rows`; empty if there are no rows.
@@ -60,24 +68,48 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     output = flat.new_empty(num_rows, out_features)
     if output.numel():
         layout = layout_of(weight)
-        _launch(flat, weight, bias, output, layout, tile_shape(out_features, weight.dtype, layout))
+        shape = tile_shape(out_features, weight.dtype, layout)
+        if has_large_tiles and _fills_device(num_rows, out_features, weight.device):
+            shape = LARGE_TILE
+        _launch(flat, weight, bias, output, layout, shape)
     return output.view(*rows.shape[:-1], out_features)
 
 
-def rows_agree(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether the rows of `linear` have the same bits on this GPU, whatever their number and place.
+Tiles = Literal["both sizes", "one size"] | None
 
-    `linear` fixes the order of the sums. This tries whether the hardware keeps to it.
+
+def tried_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles:
+    """Try which tiles give rows the same bits on this GPU, whatever their number and place.
+
+    `linear` fixes the order of summation. The trial finds out whether compiler and hardware keep to it, with inputs
+    that are sensitive to cancellation.
 
     Args:
         weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
         bias: `[out_features]`, or None.
+
+    Returns:
+        `both sizes` if `linear` may take large tiles for many rows, `one size` if it must not, and None if rows depend
+        on the batch even then.
     """
     rows, weight, bias = sensitive_linear(weight, bias, _TRIED_ROWS)
     whole = linear(rows, weight, bias)
     order = torch.randperm(_TRIED_ROWS, generator=torch.Generator().manual_seed(0)).to(weight.device)
     parts = (order, order[:1], order[:17], torch.arange(1, _TRIED_ROWS, device=weight.device))
-    return all(torch.equal(linear(rows[part], weight, bias), whole[part]) for part in parts)
+    if not all(torch.equal(linear(rows[part], weight, bias), whole[part]) for part in parts):
+        return None
+    layout = layout_of(weight)
+    if not layout or tile_shape(weight.shape[0], weight.dtype, layout) == LARGE_TILE:
+        return "one size"
+    large = torch.empty_like(whole)
+    _launch(flat_rows(rows), weight, None if bias is None else bias.contiguous(), large, layout, LARGE_TILE)
+    return "both sizes" if torch.equal(large, whole) else "one size"
+
+
+def _fills_device(num_rows: int, out_features: int, device: torch.device) -> bool:
+    """Whether large tiles are at least as many as the multiprocessors."""
+    num_tiles = triton.cdiv(num_rows, LARGE_TILE.rows) * triton.cdiv(out_features, LARGE_TILE.columns)
+    return num_tiles >= _num_multiprocessors(device)
 
 
 def _check(name: str, tensor: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -131,6 +163,10 @@ class TileShape:
     num_stages: int
 
 
+# Rows and weight of the same bytes give 4 times the products of a tile of 128 x 64. Compiled for sm_90 without spills.
+LARGE_TILE = TileShape(rows=128, columns=256, features=64, num_warps=8, num_stages=4)
+
+
 def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileShape:
     """Choose the tile by the weight, for any number of rows.
 
@@ -162,7 +198,7 @@ def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileSha
         return TileShape(rows=128, columns=32 if out_features < 2048 else 64, features=64, num_warps=4, num_stages=8)
     if out_features < 16384:
         return TileShape(rows=128, columns=128, features=64, num_warps=8, num_stages=6)
-    return TileShape(rows=128, columns=256, features=64, num_warps=8, num_stages=4)
+    return LARGE_TILE
 
 
 def _num_multiprocessors(device: torch.device) -> int:

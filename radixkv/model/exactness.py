@@ -82,9 +82,7 @@ def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> Ex
         module.set_experts_implementation("eager")
     if module.device.type == "cuda":
         kernels = exact_kernels(module.device)
-        products = _Products(
-            module, kernels.rows_agree, lambda rows, weight, bias, _: kernels.linear(rows, weight, bias)
-        )
+        products = _Products(module, kernels.tried_tiles, kernels.linear)
         return ExactFunctions({**products.functions, **kernels.row_functions})
     return ExactFunctions(_Products(module, _choose_plain(budget), _multiply).functions | pointwise_functions())
 

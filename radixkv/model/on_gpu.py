@@ -16,6 +16,7 @@ from radixkv.errors import ConfigError
 from radixkv.model.attention.interface import AttentionUse
 
 if TYPE_CHECKING:
+    from radixkv.kernels.gpu.linear import Tiles
     from radixkv.model.adapters.low_rank_kernels import LowRankKernels
     from radixkv.model.attention.flashinfer_kernels import FlashInferKernels
     from radixkv.model.attention.triton_kernels import TritonKernels
@@ -79,13 +80,14 @@ class ExactKernels(NamedTuple):
     """Kernels that compute each row by itself on a GPU.
 
     Attributes:
-        linear: computes the product of rows, a weight and a bias; see `kernels/gpu/linear.py`.
-        rows_agree: whether the rows of a product with a weight are computed alike on this GPU.
+        linear: computes a linear layer of rows, given a weight, a bias, and the result of `tried_tiles`.
+        tried_tiles: tries a weight and a bias; None if rows depend on the batch on this GPU. See
+            `kernels/gpu/linear.py`.
         row_functions: replacements of torch's other functions of rows.
     """
 
-    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    rows_agree: Callable[[torch.Tensor, torch.Tensor | None], bool]
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Tiles], torch.Tensor]
+    tried_tiles: Callable[[torch.Tensor, torch.Tensor | None], Tiles]
     row_functions: Mapping[Callable[..., Any], Callable[..., Any]]
 
 
@@ -95,8 +97,12 @@ def exact_kernels(device: torch.device) -> ExactKernels:
     Raises:
         ConfigError: they were not made for this GPU.
     """
-    from radixkv.kernels.gpu.linear import linear, rows_agree
+    from radixkv.kernels.gpu.linear import linear, tried_tiles
     from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions
 
     require_exact_gpu(device)
-    return ExactKernels(linear, rows_agree, row_functions())
+
+    def tiled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+        return linear(rows, weight, bias, has_large_tiles=tiles == "both sizes")
+
+    return ExactKernels(tiled, tried_tiles, row_functions())

@@ -43,9 +43,9 @@ class EngineGauges(Collector):
         """Collect all metrics, without those of the engine's load if it does not answer. Never raises."""
         load = self._load()
         yield from self._states(is_up=load is not None)
-        yield from self._device()
         yield from self._events()
         if load is not None:
+            yield from self._device()
             yield from self._adapters()
             yield from _tiers([] if self._engine.offload is None else self._engine.offload.stats())
             yield from _families(load)

@@ -33,7 +33,7 @@ from radixkv.compute.runner import Runner, StepResult
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.gpu.linear import linear, rows_agree
+from radixkv.kernels.gpu.linear import Tiles, linear, tried_tiles
 from radixkv.model import exactness
 from radixkv.model import model as model_module
 from radixkv.model.attention.attention_function import ATTENTION_NAME
@@ -229,12 +229,14 @@ def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
             fused(torch.zeros(1, num_rows, like.shape[0]).to(like))
         return True
 
-    def attempt(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        rows_agree(weight, bias)
-        return True
+    def attempt(weight: torch.Tensor, bias: torch.Tensor | None) -> Tiles:
+        return tried_tiles(weight, bias) or "one size"
+
+    def tiled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+        return linear(rows, weight, bias, has_large_tiles=tiles == "both sizes")
 
     def exact(module: Any, _: Any) -> exactness.ExactFunctions:
-        products = exactness._Products(module, attempt, lambda rows, weight, bias, _: linear(rows, weight, bias))
+        products = exactness._Products(module, attempt, tiled)
         assert functional.linear in products.functions
         return exactness.ExactFunctions(products.functions | row_functions())
 

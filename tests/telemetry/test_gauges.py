@@ -169,6 +169,16 @@ def test_an_engine_that_stops_during_a_scrape_is_down(engine: Engine, monkeypatc
     assert scrape(engine)["radixkv_up"] == 0
 
 
+def test_the_attention_kernels_recorded_steps_and_memory_of_the_device_are_reported() -> None:
+    samples = [sample for family in EngineGauges(FakeEngine()).collect() for sample in family.samples]
+    values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    assert values["radixkv_attention_info", "warp-specialized attention"] == 1
+    assert values["radixkv_recorded_steps", "used"] == 30
+    assert values["radixkv_recorded_steps", "dropped"] == 2
+    assert values["radixkv_device_memory_bytes", "used"] == 3
+    assert values["radixkv_device_memory_bytes", "free"] == 5
+
+
 def test_blocks_of_sliding_window_layers_are_reported() -> None:
     families = list(EngineGauges(FakeEngine()).collect())
     values = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from radixkv.kernels.gpu.linear import layout_of, linear, rows_agree, tile_shape
+from radixkv.kernels.gpu.linear import LARGE_TILE, layout_of, linear, tile_shape, tried_tiles
 
 linear_module = importlib.import_module("radixkv.kernels.gpu.linear")
 
@@ -216,8 +216,9 @@ def test_rows_that_agree_are_told_from_rows_that_do_not(
     dtype: torch.dtype, in_features: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, weight, bias = make(1, 37, in_features, dtype, kernel_device)
-    assert rows_agree(weight, bias)
-    assert rows_agree(weight)
+    expected = "both sizes" if layout_of(weight) else "one size"
+    assert tried_tiles(weight, bias) == expected
+    assert tried_tiles(weight) == expected
     launch = linear_module._launch
 
     def launch_by_halves(rows, weight, bias, output, *how):
@@ -230,4 +231,31 @@ def test_rows_that_agree_are_told_from_rows_that_do_not(
             output += rest
 
     monkeypatch.setattr(linear_module, "_launch", launch_by_halves)
-    assert not rows_agree(weight, bias)
+    assert tried_tiles(weight, bias) is None
+
+
+def test_large_tiles_whose_bits_differ_are_not_used(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weight, bias = make(1, 37, 64, HALF, kernel_device)
+    launch = linear_module._launch
+
+    def launch_off(rows, weight, bias, output, layout, shape):
+        launch(rows, weight, bias, output, layout, shape)
+        if shape == LARGE_TILE:
+            output[0, 0] += 1
+
+    monkeypatch.setattr(linear_module, "_launch", launch_off)
+    assert tried_tiles(weight, bias) == "one size"
+
+
+@pytest.mark.parametrize(("num_rows", "is_large"), [(1, False), (1024, False), (2048, True)])
+def test_large_tiles_are_taken_where_they_fill_the_device(
+    num_rows: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+    monkeypatch.setattr(linear_module, "_num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(linear_module, "_launch", lambda *inputs: shapes.append(inputs[-1]))
+    rows, weight = torch.empty(num_rows, 64, dtype=HALF), torch.empty(4096, 64, dtype=HALF)
+    linear(rows, weight, has_large_tiles=True)
+    linear(rows, weight)
+    usual = tile_shape(4096, HALF, "in")
+    assert shapes == [LARGE_TILE if is_large else usual, usual]
