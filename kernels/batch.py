@@ -19,7 +19,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Token rows of one step, and the places of their K/V in the pool. Built once a step, read by all layers.
+    """Token rows of one step, and the places of their K/V in the pool. Built once per step, read by all layers.
 
     Request `i` owns the packed token rows `[query_starts[i], query_starts[i + 1])`. They are the last rows of a
     sequence of `kv_lens[i]` tokens; the tokens before them are its cached prefix. Position `p` of that sequence lives
@@ -34,7 +34,7 @@ class PagedBatch:
         kv_lens: host ints, prefix plus suffix of each request, in tokens.
         block_tables: int32 `[num_requests, max_blocks]` on the device, rows padded with block 0.
         slots: int64 `[num_tokens]` on the device: `block_id * block_size + offset` of each packed row.
-        block_size: tokens a block.
+        block_size: tokens per block.
         host_tables: the block tables on the host; on a CPU in the same memory.
     """
 
@@ -67,7 +67,7 @@ class PagedBatch:
             query_lens: suffix tokens of each request in this step, each at least 1.
             kv_lens: prefix plus suffix tokens of each request; `kv_lens[i] >= query_lens[i]`.
             block_tables: int32 block ids of each request, at least `ceil(kv_lens[i] / block_size)` of them.
-            block_size: tokens a block.
+            block_size: tokens per block.
             device: where the tensors go.
         """
         table_blocks = -(-max(kv_lens) // block_size)

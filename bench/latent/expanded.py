@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionStep
+from radixkv.model.attention.interface import AttentionCall, AttentionStep
 
 
 class ExpandedStep:
@@ -19,11 +18,10 @@ class ExpandedStep:
     def __init__(self, step: AttentionStep) -> None:
         self._step = step
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`."""
+        layer, query, key, value, scoring = call
         assert value is not None, "every head has its own"
         value_dim = value.shape[-1]
         filled = pad(value, (0, key.shape[-1] - value_dim))
-        return self._step.attend(layer, query, key, filled, scoring)[..., :value_dim]
+        return self._step.attend(AttentionCall(layer, query, key, filled, scoring))[..., :value_dim]

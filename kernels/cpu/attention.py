@@ -242,7 +242,7 @@ def _attend_softcapped(
         Rows in float32, and zeros: these rows have no other piece.
     """
     assert scoring.softcap is not None
-    assert scoring.sinks is None, "no piece tells its sum of weights here"
+    assert scoring.sinks is None, "the softcapped path returns no sums of weights"
     rows = torch.empty(query.shape, dtype=torch.float32)
     num_copies = 2 if query.shape[1] == 1 and torch.get_num_threads() > 1 else 1  # as in `_attend`
     step = max(1, _SOFTCAP_SCORES // (query.shape[1] * key.shape[2]) // ROWS_MULTIPLE) * ROWS_MULTIPLE

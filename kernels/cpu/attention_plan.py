@@ -1,4 +1,4 @@
-"""Plans paged attention on a CPU. Made once a step, read by every layer.
+"""Plans paged attention on a CPU. Made once per step, read by every layer.
 
 The keys of a row are cut into pieces at fixed positions, whoever attends and whatever is cached:
 
@@ -27,7 +27,7 @@ from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 # 0.200 in one for 16 rows, 15.5 and 15.1 ms for 1,792 (2 heads of 64, float32, one thread), and are shared less often.
 UNIT_TOKENS = 512
 
-# Keys of a part. With parts of 128 keys, 512 new tokens took 10.2 ms, and 7.1 in bfloat16, beside 9.0 and 4.8.
+# Keys of a part. With parts of 128 keys, 512 new tokens took 10.2 ms, and 7.1 in bfloat16, compared with 9.0 and 4.8.
 PART_TOKENS = 256
 
 # Query tokens that see the same keys. A tile of 64 tokens has fewer masked keys, and needs twice the number of calls.
@@ -45,7 +45,7 @@ class Demand(NamedTuple):
     """Properties that the layers of a plan have in common.
 
     Attributes:
-        group_size: query heads a KV head.
+        group_size: query heads per KV head.
         row_numbers: numbers in a row of all KV heads, `num_kv_heads * head_dim`.
         dtype: dtype of the queries.
         window: the sliding window, None for full attention.

@@ -114,7 +114,7 @@ def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _packed_product(
     rows: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    # Told another number of rows than there are, it would multiply with the weight that we do not keep.
+    # Given another number of rows, MKL would use the original weight, which we do not keep.
     product: torch.Tensor = _MKL._mkl_linear(rows, *packed, bias, rows.shape[0])
     return product
 

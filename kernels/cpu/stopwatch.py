@@ -41,14 +41,16 @@ class Stopwatch:
 
     Args:
         now: seconds.
-        waited: seconds for which threads of this process waited for a processor, as `waited_s` tells.
+        waited: seconds for which threads of this process waited for a processor, as `waited_s` returns it.
 
     Attributes:
         now: as above.
     """
 
     def __init__(self, now: Callable[[], float], waited: Callable[[], float] = lambda: 0.0) -> None:
-        self.now, self._waited, self._lost_s = now, waited, 0.0
+        self.now = now
+        self._waited = waited
+        self._lost_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -60,7 +62,7 @@ class Stopwatch:
 
     @classmethod
     def here(cls) -> Stopwatch:
-        """Return one for torch's threads. With one thread it takes that one's own time, to which nobody else adds."""
+        """Return one for torch's threads. With one thread it measures CPU time, which other processes do not affect."""
         return cls(time.thread_time) if torch.get_num_threads() == 1 else cls(time.perf_counter, waited_s)
 
     def time(self, call: Call, rows: torch.Tensor) -> tuple[torch.Tensor, Took]:

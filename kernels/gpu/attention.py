@@ -62,8 +62,9 @@ def paged_attention(
         query.dtype, pool.dtype, head_dim, pool.block_size, plan.tile_rows
     ):
         raise ValueError(
-            f"plan: expected tensors for which warps can specialize, got queries in {query.dtype}, a pool in "
-            f"{pool.dtype} with {pool.block_size} tokens a block, {head_dim} dimensions, {plan.tile_rows} rows a tile"
+            f"plan: expected tensors for which warps can specialize, got queries in {query.dtype}, a pool of "
+            f"{pool.dtype} with {pool.block_size} tokens per block, a head dim of {head_dim} and {plan.tile_rows} rows "
+            "per tile"
         )
     output = query.new_empty(query.shape)
     partials = Partials.allocate(plan, num_kv_heads, head_dim, query.device)

@@ -1,4 +1,4 @@
-"""Plans what each program of the paged attention kernel does. Made on the host once a step, read by every layer.
+"""Plans what each program of the paged attention kernel does. Made on the host once per step, read by every layer.
 
 tile 0     keys [ split 0 ......... )[ split 1 ..... )     two partial results, which the merge adds up
 tile 1     keys [ one item ..... )                         written to the output itself
@@ -40,11 +40,11 @@ class AttentionPlan:
     split: each split leaves a partial result for each row, and the merge adds them up.
 
     Rows of several requests that see the same K/V may be joined to one tile over these keys. They leave partial
-    results beside those that their own tiles have of the other keys.
+    results in addition to those of their own tiles over the other keys.
 
     Attributes:
         tile_rows: packed rows a program works on.
-        group_size: query heads a KV head.
+        group_size: query heads per KV head.
         window: the sliding window of these layers, None for full attention.
         work: int32 `[num_items, 8]` on the device, longest first. Columns: request, first packed token row of the
             request, suffix tokens of the request, prefix tokens, first row of the tile, first key position, end key
@@ -292,7 +292,7 @@ def tile_rows_for(batch: PagedBatch, group_size: int, dtype: torch.dtype, window
 
     Args:
         batch: the token rows of the step.
-        group_size: query heads a KV head.
+        group_size: query heads per KV head.
         dtype: dtype of the queries.
         window: the sliding window of the layers, None for full attention.
     """

@@ -92,7 +92,7 @@ class DeviceRoom:
         return -(-num_programs // num_kv_heads) + 2 * num_requests
 
 
-# An H100 or H200 (SXM), where nobody says otherwise.
+# An H100 or H200 (SXM): the default.
 HOPPER = DeviceRoom(132)
 
 

@@ -46,7 +46,7 @@ def supports(
         dtype: dtype of the queries.
         kv_dtype: dtype of the pool.
         head_dim: numbers in a vector of one head.
-        block_size: tokens a block; a tile of keys must lie inside one block.
+        block_size: tokens per block; a tile of keys must lie inside one block.
         tile_rows: rows of the plan's tiles.
     """
     return (

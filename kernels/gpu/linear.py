@@ -134,7 +134,7 @@ def layout_of(weight: torch.Tensor) -> Layout:
         transposed views such as GPT-2's. None where tiles are loaded through pointers.
     """
     step = _TMA_ALIGNMENT_BYTES // weight.element_size()
-    # float32 products pass through registers, and spilled them when TMA brought the tiles.
+    # float32 matmuls pass through registers, which spilled when TMA loaded the tiles.
     if weight.dtype == torch.float32 or weight.shape[1] % step or weight.data_ptr() % _TMA_ALIGNMENT_BYTES:
         return None
     out_stride, in_stride = weight.stride()

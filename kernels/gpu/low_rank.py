@@ -31,7 +31,7 @@ TILE_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class LowRankStep:
-    """Rows of a step by adapter, and where the adapters' weights are. Built once a step, read by all layers.
+    """Rows of a step by adapter, and where the adapters' weights are. Built once per step, read by all layers.
 
         adapters    [ 0 ............ )[ 1 ... )
         order       [ 4 5 6 7 .. 30  31 2 3 40 )    rows of the step, those of an adapter one after the other

@@ -32,7 +32,7 @@ def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
 
 @triton.jit
 def keys_share(lses, sinks, heads):  # type: ignore[no-untyped-def]
-    """Find what share of the softmax sum keys have beside a sink, float32 `[rows]`. Once a row, after its last key.
+    """Compute the keys' share of the softmax sum next to a sink, float32 `[rows]`. Once per row, after its last key.
 
     Args:
         lses: float32 `[rows]`, base-2 logarithms of the sums of the keys' weights.

@@ -1,4 +1,4 @@
-"""Checks tensors whose addresses C++ is given: it reads what it was told of, whatever lies there."""
+"""Checks tensors before their addresses are passed to C++, which trusts the dtype and shape that it is given."""
 
 from __future__ import annotations
 

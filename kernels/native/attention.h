@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 
-// Fields are told in `kernels/native/attention.py`. Rows are counted head by head: token * group_size + head.
+// The fields are documented in `kernels/native/attention.py`. Rows are counted head by head: token * group_size + head.
 struct Step {
   int32_t first_token, end_token, first_key, end_key, first_written, first_block;
 };

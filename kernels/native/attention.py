@@ -91,8 +91,9 @@ class Attention:
         )
         self._attend = library.radixkv_attend
         self._attend.argtypes, self._attend.restype = (_POINTER,) * 6, None
-        self._layer_bytes, v_bytes = (stride * values.element_size() for stride in (values.stride(1), values.stride(2)))
-        self._first_key, self._v_bytes = values.data_ptr(), 0 if pool.is_latent else v_bytes
+        self._first_key = values.data_ptr()
+        self._layer_bytes = values.stride(1) * values.element_size()
+        self._v_bytes = 0 if pool.is_latent else values.stride(2) * values.element_size()
         self._shape = (queries.num_tokens, queries.num_heads, queries.head_dim)
 
     @property

@@ -1,4 +1,4 @@
-"""Plans attention for `attention.cpp`. Made once a step, read by every layer that demands the same.
+"""Plans attention for `attention.cpp`. Made once per step, read by every layer that demands the same.
 
 Tokens are cut into tiles of 64 positions, and each tile sees its keys step by step. A step holds the tokens of all
 tiles whose requests have the same blocks there, so what requests share is read once for them:
@@ -96,7 +96,7 @@ def plan_work(
 
     Args:
         batch: the token rows of the step.
-        group_size: query heads a KV head.
+        group_size: query heads per KV head.
         num_kv_heads: KV heads of the pool.
         head_dim: numbers of a head.
         window: the sliding window; None for full attention. Windows share nothing.

@@ -178,7 +178,7 @@ extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, co
   const int64_t start = at < head_bytes ? head_bytes : at;
   if (start < num_bytes) memcpy(target + start, body + start - head_bytes, num_bytes - start);
   checksum.finish(target + num_bytes - kStripe, num_bytes, target + num_bytes);
-  _mm_sfence();  // whoever is told of the copy sees it
+  _mm_sfence();  // visible to every thread that is notified of the copy
 }
 
 // Reads objects, each of more than 256 bytes into memory aligned to 32 bytes. `counts` gets the bytes that there are of

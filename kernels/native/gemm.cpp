@@ -61,7 +61,7 @@ inline Tile tile_for(int64_t num_rows) {
   return kRegisters == 16 && num_rows <= 2 ? Tile{rows, kRows / rows} : Tile{kRows, 1};
 }
 
-// Adds words of R rows and P panels to their sums, of a panel beside those of the one before. Asks for `num_ahead` words
+// Adds words of R rows and P panels to their sums, those of a panel next to those of the one before. Asks for `num_ahead` words
 // of a single panel from `ahead` on: with AVX2 and weights of float32 one after the other, since all at once would have
 // to wait for memory (8 to 24 rows took 1.2 to 1.4 times as long); otherwise at once, which is less to do.
 template <class Arithmetic, int R, int P>
@@ -119,7 +119,7 @@ void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
   }
 }
 
-// Lays out words of up to kLanes rows, one row's beside the other's.
+// Packs words of up to kLanes rows, interleaved by row.
 template <class Arithmetic>
 void lay_out(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-// Fields are told in `kernels/native/gemm.py`.
+// The fields are documented in `kernels/native/gemm.py`.
 struct Matmul {
   const void* rows;
   const void *weight, *other_weight;

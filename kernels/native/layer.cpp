@@ -17,7 +17,7 @@
 
 namespace {
 
-// Fields are told in `kernels/native/layer.py`.
+// The fields are documented in `kernels/native/layer.py`.
 struct Norm {
   const void* weight;
   int64_t kind, rounds_first;

@@ -33,8 +33,10 @@ class NativeRows:
         for name, types in _TYPES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = types, None
-        self._norm, self._rotate = library.radixkv_norm, library.radixkv_rotate
-        self._gate, self._write = library.radixkv_gate, library.radixkv_write
+        self._norm = library.radixkv_norm
+        self._rotate = library.radixkv_rotate
+        self._gate = library.radixkv_gate
+        self._write = library.radixkv_write
 
     def norm(self, weight: torch.Tensor, eps: float, style: NormStyle) -> NativeNorm:
         """Return an RMS norm; see `row_norm`.
@@ -125,7 +127,9 @@ class NativeNorm:
 
     def __init__(self, norm: Callable[..., None], weight: torch.Tensor, eps: float, *, rounds_first: bool) -> None:
         self._norm = norm
-        self.weight, self.eps, self.rounds_first = weight, eps, rounds_first
+        self.weight = weight
+        self.eps = eps
+        self.rounds_first = rounds_first
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a new tensor of rows `[..., num_columns]`, whose last dimension is contiguous."""

@@ -58,7 +58,7 @@ class Chunk:
         adapter: digest of the adapter; empty for the base model.
         adapter_from: position from which on tokens are computed with the adapter; those before are the base model's.
         num_dropped: tokens before the chunk whose K/V are not in the blocks any more: these hold those of the others.
-        watcher: looks at the chunk's queries; None for nobody.
+        watcher: observes the chunk's queries; None for no observer.
         part_ids: int32, the parts of these blocks, which windowed layers store; any before their reach. None if all
             layers are in one pool.
         part_copy: a copy of a part to make first.
@@ -101,7 +101,7 @@ class StepLayout:
         logit_rows: int64 `[n]`, the rows whose logits are returned.
         batch: the requests of the tokens, and the places of their K/V.
         adapters: the rows that are computed with an adapter.
-        watched: the rows whose queries somebody looks at.
+        watched: the rows whose queries are observed.
         states: the states before and after rows; None for a model without states.
         parts: like `batch`, but the places of windowed layers; None if all layers are in one pool.
         answers: like `batch`, but of the rows that are computed to the end: those of logits, or the last one if there
@@ -138,7 +138,7 @@ def lay_out(
 
     Args:
         chunks: at least one chunk.
-        block_size: tokens a block.
+        block_size: tokens per block.
         states: the states that the chunks name slots of; None for a model without states.
         has_short_end: whether the model's last layer can compute the rows of answers alone.
     """
@@ -277,8 +277,8 @@ def compute_step(
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, int64 `[n]`, or `NO_TOKEN` if the row has no distribution.
 
-    The largest logit tells: it is NaN if any is, since torch takes NaN for the largest; infinite if any is; and -inf if
-    all are. A model may rule out single tokens by -inf.
+    The largest logit decides: it is NaN if any logit is, since torch takes NaN for the largest; infinite if any is; and
+    -inf if all are. A model may rule out single tokens by -inf.
     """
     most_likely = logits.argmax(dim=-1, keepdim=True)
     largest = logits.gather(1, most_likely)

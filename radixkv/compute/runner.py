@@ -153,7 +153,7 @@ class Runner:
         """Do the work of a step that does not need its tokens. The step before may still be computed.
 
         A recorded step is planned and written to pinned memory. Of any other step the tables are made. Steps with rows
-        of adapters are not recorded: products of other shapes add to them. Nor are those that somebody watches.
+        of adapters are not recorded: adapters add matmuls of other shapes. Nor are steps whose queries are observed.
 
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
@@ -179,7 +179,7 @@ class Runner:
         return self.prepare(chunks)(pack_tokens(chunks))
 
     def observe(self, chunk: Chunk, num_tokens: int, watcher: QueryWatcher) -> None:
-        """Compute the last tokens of a chunk once more, for somebody who looks at their queries. Changes nothing.
+        """Compute the last tokens of a chunk once more, so that a watcher sees their queries. Writes nothing.
 
         Args:
             chunk: its K/V exist, those of its own tokens too.

@@ -1,7 +1,7 @@
 """Fingerprints of what K and V depend on, for namespaces and for whatever leaves this process.
 
 model       configuration with its RoPE settings, all weights and buffers, dtype, weights of 8 bits, exactness
-cached      the model, the dtype of K and V in the pool, tokens a block
+cached      the model, the dtype of K and V in the pool, tokens per block
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) -> str:
     """Digest a model: all bytes of its weights, once, at load. Logs how long it took.
 
-    Equal for equal models, wherever they were read from. 128 bits tell models apart that nobody made to collide.
+    Equal for equal models, wherever they were read from. 128 bits distinguish models that were not built to collide.
 
     Complexity: it reads memory at 5 to 20 GB/s, so a model of 16 GB takes 1 to 3 s.
 
@@ -51,6 +51,6 @@ def fingerprint_cached(model: str, stored_as: str, block_size: int) -> str:
     Args:
         model: of `fingerprint_model`.
         stored_as: how K and V are stored.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
     return xxh3_128(json.dumps([model, stored_as, block_size]).encode()).hexdigest()

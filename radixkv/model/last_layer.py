@@ -1,9 +1,9 @@
-"""Computes the last layer for the rows that are answered alone, beside K and V of all tokens.
+"""Computes the last layer only for the rows whose logits are needed, and K and V for all rows.
 
     rows of all tokens ──▶ last layer, until K and V are written
     rows of answers    ──▶ last layer, all of it ──▶ norm ──▶ head
 
-Nobody reads what the last layer makes of other rows, which are most rows of a prefill.
+The output of the last layer for all other rows, which are most rows of a prefill, is not used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.interface import AttentionCall
 from radixkv.model.attention.paged_step import PaddedStep, RunningPass
 from radixkv.model.refusals import reason_of
 
@@ -136,10 +137,8 @@ class _Writing(NamedTuple):
 
     answers: Answers
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor:
-        self.answers.write(layer, key, value)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.answers.write(call.layer, call.key, call.value)
         raise _Written
 
 
@@ -148,10 +147,8 @@ class _Reading(NamedTuple):
 
     answers: Answers
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor:
-        return self.answers.read(layer, query, scoring)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return self.answers.read(call.layer, call.query, call.scoring)
 
 
 def _last_layer(module: nn.Module) -> nn.Module | None:
@@ -185,11 +182,9 @@ class _Echo:
     def __init__(self) -> None:
         self._widths: dict[int, int] = {}
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor:
-        self.write(layer, key, value)
-        return self.read(layer, query, scoring)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.write(call.layer, call.key, call.value)
+        return self.read(call.layer, call.query, call.scoring)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         self._widths[layer] = (key if value is None else value).shape[2]

@@ -52,14 +52,14 @@ class Model:
         weights: `auto`, or `int8` on a CPU; see `ModelConfig`.
         max_adapters: adapters that may be loaded; 0 lets none be, which is faster where a library gates products.
         adapter_bytes: bytes that they may take on the device.
-        fingerprint: for models of benchmarks, which nobody compares; None reads all weights for it.
+        fingerprint: given for models of benchmarks, whose K/V is never stored; None digests all weights.
 
     Attributes:
         name: `tiny` or the directory's name.
         module: the transformers model, in evaluation mode on `device`.
         num_parameters: numbers in its weights.
         kv_shape: K and V of one token.
-        state_shape: what layers keep for each sequence beside K and V; None if none does.
+        state_shape: the state that layers keep per sequence in addition to K and V; None if none does.
         attention_kinds: what the layers ask of attention, each kind once.
         windows: tokens that a query of each layer with K and V sees, its own included; None for all.
         vocab_size: token ids are below this.
@@ -214,7 +214,7 @@ class Model:
 
         Args:
             shape: K and V as the pools store them.
-            block_size: tokens a block.
+            block_size: tokens per block.
         """
         dtype, is_exact = self.kv_shape.dtype, self.is_exact
         return tuple(

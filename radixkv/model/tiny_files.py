@@ -1,4 +1,4 @@
-"""Files of the embedded model beside its weights: config.json, and a tokenizer of 512 tokens with a chat template."""
+"""Files of the embedded model without its weights: config.json, and a tokenizer of 512 tokens with a chat template."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
     """Read weights by name, bfloat16.
 
     Args:
-        file: the weights; `<file>.sha256` is beside it, as `sha256sum` writes it.
+        file: the weights; `<file>.sha256` lies next to it, as `sha256sum` writes it.
 
     Raises:
         ConfigError: a file is missing, or damaged: its digest is another one.
@@ -44,7 +44,7 @@ def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
 
 
 def write_weights(module: PreTrainedModel, path: Path) -> None:
-    """Write a model's weights in bfloat16, tied ones once, and the digest beside them."""
+    """Write a model's weights in bfloat16, tied ones once, and their digest to a second file."""
     tied = set(module._tied_weights_keys or ()) if module.config.tie_word_embeddings else set()
     tensors = {
         name: tensor.detach().to(torch.bfloat16).contiguous()

@@ -34,7 +34,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
     """Attend over a long prefix and compare with `kernels/reference.py`.
 
-    The queries are computed at once, and again in parts beside other requests. In exact mode both must have the same
+    The queries are computed at once, and again in parts next to other requests. In exact mode both must have the same
     bits. Slots that are not written hold NaN.
 
     Args:
@@ -109,7 +109,10 @@ class _Trial:
         self._pool.blocks.fill_(0xFF)  # NaN, of the scales where the numbers themselves are integers
         self._table = np.arange(num_blocks, dtype=np.int32)
         np.random.default_rng(0).shuffle(self._table[num_blocks // 2 :])  # some adjacent blocks, and some that are not
-        self._kernels, self._kind, self._dtype, self._device = kernels, kind, use.dtype, use.device
+        self._kernels = kernels
+        self._kind = kind
+        self._dtype = use.dtype
+        self._device = use.device
 
     def attend(
         self,
@@ -120,7 +123,7 @@ class _Trial:
         scale: float,
         cuts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """Attend from the last queries, in parts that begin at `cuts`, each part beside two requests that share K/V.
+        """Attend from the last queries, in parts that begin at `cuts`, each next to two requests that share K/V.
 
         Returns:
             Float32 `[num_queries, num_query_heads, head_dim]`.

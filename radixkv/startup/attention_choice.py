@@ -37,7 +37,7 @@ def attention_kernels(
     Args:
         model: the model that will be served.
         kv_shape: its K and V as the pool stores them.
-        block_size: tokens a block.
+        block_size: tokens per block.
         attempt: tries kernels of a GPU by name; see `try_attention`.
         progress: of the start, if there is one: gets the name of the chosen kernels.
 
@@ -64,7 +64,7 @@ def attention_kernels(
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:
         return ours
-    with_flashinfer = flashinfer.beside(ours)
+    with_flashinfer = flashinfer.with_own_kernels(ours)
     candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: ours}
     kernels = choose_attention(_without(refused, candidates), reported)
     if kernels is with_flashinfer:

@@ -66,7 +66,7 @@ def build_engine(
 
     Args:
         config: describes it.
-        observers: are told of what it does.
+        observers: are notified of what the engine does.
         events_key: names namespaces in events, 16 to 64 bytes; None for a random one.
         choice: decides between loading from stores and computing; None for one by measured times.
         progress: is kept up to date; None for one of its own, which only logs when a phase begins.

@@ -51,7 +51,8 @@ def check_model(
     Args:
         model: the model.
         kernels: the kernels that will serve it.
-        block_size: tokens a block; the prompt fills two and a part of a third, which with 64 is beyond a window of 128.
+        block_size: tokens per block. The prompt fills two blocks and a part of a third: with 64 tokens per block, it is
+            longer than a window of 128.
         kv_shape: K and V as the pool will store them; None for the model's own.
         report: is called with what is being computed.
 

@@ -1,4 +1,4 @@
-"""Chooses the size of the pool: the configured one, or what a GPU has room for beside the model."""
+"""Chooses the size of the pool: the configured one, or what fits into the memory of a GPU next to the model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def choose_num_blocks(
         run_largest_step(model, kernels, storage, engine)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"engine.max_step_tokens: expected steps that {model.device} has memory for beside the model, got "
+            f"engine.max_step_tokens: expected steps that {model.device} has memory for next to the model, got "
             f"{engine.step_tokens}"
         ) from error
     free_bytes, total_bytes = memory()
@@ -78,8 +78,8 @@ def choose_num_blocks(
     num_blocks = min(int(pool_bytes // block_bytes), MAX_BLOCKS)
     if num_blocks < 1:
         raise ConfigError(
-            f"cache.memory_share: expected a share of {total_bytes} bytes that leaves {block_bytes} for a block beside "
-            f"model and steps, got {cache.memory_share}, which leaves {max(0, int(pool_bytes))}"
+            f"cache.memory_share: expected a share of {total_bytes} bytes that leaves {block_bytes} for a block next "
+            f"to model and steps, got {cache.memory_share}, which leaves {max(0, int(pool_bytes))}"
         )
     _log.info("%d of %d bytes of the GPU are free, enough for a pool of %d blocks", free_bytes, total_bytes, num_blocks)
     return num_blocks

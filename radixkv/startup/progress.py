@@ -1,4 +1,4 @@
-"""Logs the progress of a start, so that a slow start can be told from a stuck one."""
+"""Logs the progress of a start, so that a slow start can be distinguished from a stuck one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class StartProgress:
     """
 
     def __init__(self, reminder_s: float = REMINDER_S, now: Callable[[], float] = time.monotonic) -> None:
-        self._reminder_s, self._now = reminder_s, now
+        self._reminder_s = reminder_s
+        self._now = now
         self._start_s = self._phase_s = self._logged_s = now()
         self._phase = "starting"
         self._detail = ""
@@ -61,7 +62,8 @@ class StartProgress:
             phase: name of the phase, such as `loading the model`.
         """
         with self._lock:
-            self._phase, self._detail = phase, ""
+            self._phase = phase
+            self._detail = ""
             self._phase_s = self._logged_s = self._now()
         _log.info("%s", phase)
 

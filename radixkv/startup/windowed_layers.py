@@ -93,7 +93,7 @@ def _num_parts(config: Config, limits: EngineConfig, groups: LayerGroups, shares
 
 
 def _num_blocks(token_bytes: _TokenBytes, shares: LayerShares, num_blocks: int, num_parts: int) -> int:
-    """Return the blocks that fit beside parts into the memory of `num_blocks` of all layers."""
+    """Return how many blocks fit next to the parts into the memory of `num_blocks` blocks of all layers."""
     if not token_bytes.other:
         return min(int(shares.other * num_blocks), MAX_BLOCKS)
     num_free = num_blocks * sum(token_bytes) - num_parts * token_bytes.windowed  # bytes, for each token of a block

@@ -71,6 +71,9 @@ def test_gauges_equal_the_values_of_stats(engine: Engine) -> None:
     assert scrape(engine) == {
         "radixkv_up": 1,
         "radixkv_healthy": 1,
+        "radixkv_attention_info.fake attention": 1,
+        "radixkv_recorded_steps.used": 0,
+        "radixkv_recorded_steps.dropped": 0,
         "radixkv_blocks.free": load.blocks.free,
         "radixkv_blocks.leased": load.blocks.leased,
         "radixkv_blocks.published": load.blocks.published,

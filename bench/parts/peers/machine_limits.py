@@ -69,7 +69,7 @@ def measure_machine(dtype: str, threads: int) -> Machine:
 def least_time(row: PeerRow, machine: Machine) -> float:
     """Return the least time of one unit of a row, in seconds.
 
-    Prefixes are read once a step for all requests, each request's own keys once, and weights once a step. A row of
+    Prefixes are read once per step for all requests, each request's own keys once, and weights once per step. A row of
     single prompts has a step for each; prompts under way at once are one step, and so are their tokens.
     """
     model = llama_config() if row.model == "llama" else tiny_config()

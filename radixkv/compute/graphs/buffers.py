@@ -31,7 +31,7 @@ class StepBuffers:
         keys: plans of the model's layers, each once.
         num_kv_heads: KV heads of the pool.
         table_blocks: blocks of the longest sequence.
-        block_size: tokens a block.
+        block_size: tokens per block.
         device: device of the model.
     """
 

@@ -173,7 +173,7 @@ def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None 
 
 
 def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Tensor]:
-    """Read all bytes once, so that what is digested is what is used, also while somebody writes the file."""
+    """Read all bytes once, so that what is digested is what is used, even if the file is being written."""
     file = directory / TENSOR_FILE
     try:
         size = file.stat().st_size

@@ -44,7 +44,8 @@ class AdapterSet(Generic[T]):
         max_bytes: int,
         size: Callable[[AdapterFiles], int] = lambda files: files.num_bytes,
     ) -> None:
-        self._place, self._size = place, size
+        self._place = place
+        self._size = size
         self.max_adapters = max_adapters
         self.max_bytes = max_bytes
         self._files: dict[str, AdapterFiles] = {}

@@ -161,7 +161,8 @@ def _tiles(down: Matmul, up: Matmul) -> RowTiles | None:
 def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: int, end: int) -> None:
     """Add to the columns of the rows `[start, end)` of a matrix as `aligned_rows` lays it out.
 
-    A call has a known number of rows. Where there are fewer, rows beside them take part, and what they get is dropped:
+    A call has a known number of rows. Where an adapter has fewer, neighbouring rows fill up the call, and their results
+    are dropped:
 
         rows      [ 0 ... start )[ start .. end )[ .... )
         calls           [-- 8 --)[-- 8 --)

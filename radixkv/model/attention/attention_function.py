@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionStep
+from radixkv.model.attention.interface import AttentionCall, AttentionStep
 from radixkv.model.attention.latent import latent_heads_of
 from radixkv.model.attention.paged_step import RunningPass
 
@@ -66,7 +66,7 @@ def _attention_forward(
             raise UnsupportedModel(f"{layer}: passes `{name}` to its attention, which is not supported")
     if s_aux is not None and (s_aux.shape != query.shape[1:2] or softcap is not None):
         raise UnsupportedModel(
-            f"{layer}: expected `s_aux` of one sink a query head and no `softcap`, got {tuple(s_aux.shape)}, {softcap}"
+            f"{layer}: expected `s_aux` of one sink per query head, no `softcap`, got {tuple(s_aux.shape)}, {softcap}"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scoring = Scoring(scale, sliding_window, softcap, s_aux)
@@ -75,9 +75,9 @@ def _attention_forward(
     if value is not None:
         narrower = key.shape[3] - value.shape[3]  # pools store values as wide as keys
         values = (pad(value, (0, narrower)) if narrower > 0 else value)[0].transpose(0, 1)
-        return radix_step.attend(index, rows, keys, values, scoring)[None, ..., : value.shape[3]], None
+        return radix_step.attend(AttentionCall(index, rows, keys, values, scoring))[None, ..., : value.shape[3]], None
     heads = latent_heads_of(module)
-    return heads.values(radix_step.attend(index, heads.queries(rows), keys, None, scoring))[None], None
+    return heads.values(radix_step.attend(AttentionCall(index, heads.queries(rows), keys, None, scoring)))[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)

@@ -59,14 +59,16 @@ class FlashInferKernels:
         self._planned: set[_Kind] = set()  # of `_batch`
         self._wrappers: dict[_Kind, Any] = {}
         self._workspace: torch.Tensor | None = None
-        self.tile_rows, self.tile_rows_for = ours.tile_rows, ours.tile_rows_for
-        self.plan, self.most_partials = ours.plan, ours.most_partials
+        self.tile_rows = ours.tile_rows
+        self.tile_rows_for = ours.tile_rows_for
+        self.plan = ours.plan
+        self.most_partials = ours.most_partials
 
     def for_service(self) -> FlashInferKernels:
         """Return the kernels that serve after a trial."""
-        return self.beside(self._ours.for_service())
+        return self.with_own_kernels(self._ours.for_service())
 
-    def beside(self, ours: TritonKernels) -> FlashInferKernels:
+    def with_own_kernels(self, ours: TritonKernels) -> FlashInferKernels:
         """Return the same with other kernels for recorded steps."""
         return FlashInferKernels(ours, self._backend)
 
@@ -90,7 +92,8 @@ class FlashInferKernels:
         if batch is self._recorded:
             return self._ours.paged_attention(query, pool, layer, batch, scoring)
         if batch is not self._batch:
-            self._batch, self._planned = batch, set()
+            self._batch = batch
+            self._planned = set()
         kind = _Kind(query.shape[1], scoring)
         if kind not in self._planned:
             self._plan(kind, query, pool, batch)

@@ -17,24 +17,28 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.storage.device_pool import KVShape
 
 
+class AttentionCall(NamedTuple):
+    """What one layer asks of a step's attention.
+
+    Attributes:
+        layer: index of the layer.
+        query: `[num_tokens, num_query_heads, head_dim]`, after the rotary embedding.
+        key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens. No value where a key is its value.
+        scoring: how scores are made, and which keys a query sees.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor | None
+    scoring: Scoring
+
+
 class AttentionStep(Protocol):
     """Computes the attention of all layers in one forward pass."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        """Store K and V of new tokens, and attend from their queries.
-
-        Args:
-            layer: index of the layer.
-            query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
-            key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens. No value where a key is its value.
-            scoring: how scores are made, and which keys a query sees.
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Store K and V of the new tokens, and attend from their queries.
 
         Returns:
             `[num_tokens, num_query_heads, head_dim]`.
@@ -165,7 +169,7 @@ class PlanningKernels(AttentionKernels, Protocol):
 
         Args:
             batch: the token rows of a step, on the host.
-            group_size: query heads a KV head.
+            group_size: query heads per KV head.
             dtype: of the queries.
             window: the sliding window of the layers.
         """
@@ -221,7 +225,7 @@ class AttentionUse:
         kinds: kinds of its layers, each once.
         dtype: dtype of the queries.
         shape: K and V as the pool stores them.
-        block_size: tokens a block.
+        block_size: tokens per block.
         device: device on which the kernels run.
         is_exact: whether a row's bits must not depend on the rows that are computed with it.
     """

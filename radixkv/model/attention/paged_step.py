@@ -14,7 +14,13 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Queries
 from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionKernels, AttentionStep, ConvolutionStep, WatchedRows
+from radixkv.model.attention.interface import (
+    AttentionCall,
+    AttentionKernels,
+    AttentionStep,
+    ConvolutionStep,
+    WatchedRows,
+)
 from radixkv.model.states.state_step import StateStep
 from radixkv.storage.layer_groups import Place
 
@@ -26,7 +32,7 @@ class PagedStep:
         pool: the K/V memory.
         batch: the token rows of this pass.
         kernels: the operations on the pool.
-        watched: rows whose queries somebody looks at.
+        watched: rows whose queries are observed.
         is_reading: whether K and V of all tokens are in the pool already, and are left as they are.
         states: the states of the sequences; None if the model keeps none.
     """
@@ -49,17 +55,10 @@ class PagedStep:
         self._states = states
         self._largest: torch.Tensor | None = None  # magnitude in K and V of each token and KV head, all layers so far
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`. All K and V are read from the pool, also those just written."""
-        self.write(layer, key, value)
-        return self.read(layer, query, scoring)
+        self.write(call.layer, call.key, call.value)
+        return self.read(call.layer, call.query, call.scoring)
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ConvolutionStep.convolve`.
@@ -158,19 +157,13 @@ class PaddedStep:
         self._step = step
         self._num_tokens = num_tokens
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`."""
+        layer, query, key, value, scoring = call
         real = slice(self._num_tokens)
         with torch._C.DisableTorchFunction():  # the kernels are exact by themselves
             real_value = None if value is None else value[real]
-            attended = self._step.attend(layer, query[real], key[real], real_value, scoring)
+            attended = self._step.attend(AttentionCall(layer, query[real], key[real], real_value, scoring))
         if len(attended) == len(query):
             return attended
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
@@ -205,17 +198,10 @@ class GroupedStep:
         self._places = places
         self._used = [steps[pool] for pool in sorted({place.pool for place in places})]
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`."""
-        pool, own_layer = self._places[layer]
-        return self._steps[pool].attend(own_layer, query, key, value, scoring)
+        pool, own_layer = self._places[call.layer]
+        return self._steps[pool].attend(call._replace(layer=own_layer))
 
     def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
         """See `ViewedStep.view`."""

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionKind
+from radixkv.model.attention.interface import AttentionCall, AttentionKind
 from radixkv.storage.device_pool import KVHeads, KVShape
 
 
@@ -31,14 +30,8 @@ class _Probe:
         self.num_convolutions = 0
         self.is_repeated = False  # whether a layer attended more than once
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer, query, key, value, scoring = call
         self.is_repeated |= layer in self.shapes
         value_dim = None if value is None else value.shape[2]
         self.shapes[layer] = _Stored(key.shape[1], key.shape[2], value_dim, key.dtype)
@@ -81,7 +74,7 @@ def probe_attention(
     layers = range(num_layers)
     shape = _shape_of(name, [probe.shapes[layer] for layer in layers])
     if shape.heads and probe.num_convolutions:
-        raise UnsupportedModel(f"{name}: expected one K/V shape in all layers beside short convolutions, got several")
+        raise UnsupportedModel(f"{name}: expected one K/V shape in a model with short convolutions, got several")
     if shape.heads and device.type != "cpu":
         raise UnsupportedModel(
             f"{name}: layers with K/V of different shapes: expected model.device to be cpu, got {device}, where "

@@ -172,7 +172,9 @@ class TritonKernels:
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
         """Attend for `batch` by these plans; a missing one is made when it is needed."""
-        self._batch, self._plans, self._dequantize_plans = batch, dict(plans), {}
+        self._batch = batch
+        self._plans = dict(plans)
+        self._dequantize_plans = {}
 
     def _plan_dequantize(
         self, query: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None

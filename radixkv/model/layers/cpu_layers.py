@@ -8,7 +8,7 @@
                  post_attention_layernorm, mlp                        in one, if all is in C++ and the step allows it
 
 A call of a module or of torch takes 1 to 5 us, and in exact mode as much again where torch's functions are intercepted:
-most of a decode step of a small model. A part is not recognized by its class. It is tried beside its replacement.
+most of a decode step of a small model. Classes are not looked at: each part is compared with its replacement at load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from radixkv.kernels.native.rows import NativeNorm, NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
-from radixkv.model.attention.interface import AttentionStep
+from radixkv.model.attention.interface import AttentionCall, AttentionStep
 from radixkv.model.layers.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, tried_mlp
 from radixkv.model.layers.packed_linear import Matmul, PackedLinear, PackedSlice
 from radixkv.model.layers.replaced_parts import (
@@ -183,7 +183,7 @@ class FusedAttention:
         else:
             both = self.rotate(heads[:, :num_rotated], cos, sin)
             query, key = both[:, : self.num_query_heads], both[:, self.num_query_heads :]
-        attended = step.attend(self.layer, query, key, value, self.scoring)
+        attended = step.attend(AttentionCall(self.layer, query, key, value, self.scoring))
         return self.down(attended.reshape(1, num_tokens, -1))
 
 
@@ -215,7 +215,8 @@ class FusedCpuLayers(ReplacedParts):
     """
 
     def __init__(self, module: nn.Module, *, is_exact: bool, library: ctypes.CDLL | None = None) -> None:
-        self._library, self._native = library, None if library is None else NativeRows(library)
+        self._library = library
+        self._native = None if library is None else NativeRows(library)
         self._dtype = next(module.parameters()).dtype
         self._is_exact = is_exact
         self._norms: dict[nn.Module, RowFunction] = {}
@@ -308,9 +309,16 @@ class FusedCpuLayers(ReplacedParts):
             assert steps[0].scoring is not None, "the module has run first"
             first: PackedSlice = module.q_proj
             return FusedAttention(
-                layer_idx, first.joined.matmul, first.end // size, module.k_proj.out_features // size, size, norms,
-                rotated if self._native is None else self._native.rotate, down, steps[0].scoring,
-            )  # fmt: skip
+                layer=layer_idx,
+                qkv=first.joined.matmul,
+                num_query_heads=first.end // size,
+                num_kv_heads=module.k_proj.out_features // size,
+                head_dim=size,
+                norms=norms,
+                rotate=rotated if self._native is None else self._native.rotate,
+                down=down,
+                scoring=steps[0].scoring,
+            )
 
         like = torch.empty(module.q_proj.in_features, dtype=self._dtype)
         require(agree(own, joined, like) and steps[0].scoring == steps[1].scoring and steps[0].layers == {layer_idx})
@@ -354,10 +362,9 @@ class _Heard:
         self.scoring: Scoring | None = None
         self.layers: set[int] = set()
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor:
-        assert value is not None, "the part has a product that makes values"
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer, query, key, value, scoring = call
+        assert value is not None, "an attention layer with a value projection has values"
         self.heard = [each.flatten(1)[None] for each in (query, key, value)]
         self.scoring = scoring
         self.layers.add(layer)

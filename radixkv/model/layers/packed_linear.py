@@ -55,10 +55,12 @@ class Matmul:
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: GemmChoice) -> None:
         backend = GEMM_BACKENDS[choice.backend]
-        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
+        self.out_features = sum(map(len, weights))
+        self.in_features = weights[0].shape[1]
         self._packed = backend.pack(*weights)
         self._bias = bias
-        self._multiply, self._gate = backend.multiply, backend.gate
+        self._multiply = backend.multiply
+        self._gate = backend.gate
         self._tiles = tiles_of(choice.costs) if choice.costs else None
         self.addition: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
@@ -127,7 +129,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, matmul: Matmul) -> None:
         super().__init__()
-        self.in_features, self.out_features = matmul.in_features, matmul.out_features
+        self.in_features = matmul.in_features
+        self.out_features = matmul.out_features
         self.matmul = matmul
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -173,7 +176,8 @@ class MergedMatmul:
         The whole product is computed for the first part and kept until the last one is asked for.
         """
         if self._rows is not rows or self._whole is None:
-            self._rows, self._whole = rows, self.matmul(rows)
+            self._rows = rows
+            self._whole = self.matmul(rows)
         part = self._whole[..., start:end]
         if end == self.matmul.out_features:
             self._rows = self._whole = None
@@ -190,8 +194,11 @@ class PackedSlice(nn.Module):
 
     def __init__(self, joined: MergedMatmul, start: int, end: int) -> None:
         super().__init__()
-        self.in_features, self.out_features = joined.matmul.in_features, end - start
-        self.joined, self.start, self.end = joined, start, end
+        self.in_features = joined.matmul.in_features
+        self.out_features = end - start
+        self.joined = joined
+        self.start = start
+        self.end = end
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the product with rows `[..., in_features]`."""
@@ -203,7 +210,7 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
 
     Layers of the same rows become one product: queries, keys and values, and a gate and what it gates, unless the
     library computes these two together anyway. A weight is
-    freed once it is packed. One that is also an embedding stays beside its packed copy. A layer whose rows can't be
+    freed once it is packed. A weight that is also an embedding is kept as well. A layer whose rows can't be
     computed alike stays as it is.
 
     Args:

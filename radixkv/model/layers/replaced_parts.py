@@ -53,7 +53,7 @@ def eps_of(norm: nn.Module) -> Any:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to be told when a module runs."""
+    """Whether a module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -16,7 +16,7 @@ from radixkv.storage.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The places where rows of a step find the inputs before them, and the states that it leaves. Built once a step.
+    """The places where rows of a step find the inputs before them, and the states that it leaves. Built once per step.
 
     A layer joins the inputs that states kept with those of the step's rows. All indices count in that:
 

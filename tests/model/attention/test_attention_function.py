@@ -7,6 +7,7 @@ from radixkv.config import ModelConfig
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME, _attention_forward
+from radixkv.model.attention.interface import AttentionCall
 from radixkv.model.loading import load_model
 
 LAYER = SimpleNamespace(layer_idx=1, is_causal=True)
@@ -14,9 +15,9 @@ QUERY, KEY = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
 
 
 class Recorder:
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring):
-        self.layer, self.scoring, self.query = layer, scoring, query
-        return query + 1
+    def attend(self, call: AttentionCall):
+        self.layer, self.scoring, self.query = call.layer, call.scoring, call.query
+        return call.query + 1
 
 
 def call(**kwargs: object):
@@ -63,7 +64,7 @@ def test_sinks_are_scored() -> None:
     ids=["by token", "softcap"],
 )
 def test_sinks_of_another_kind_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedModel, match="expected `s_aux` of one sink a query head and no `softcap`"):
+    with pytest.raises(UnsupportedModel, match="expected `s_aux` of one sink per query head, no `softcap`"):
         call(radix_step=Recorder(), **options)
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import _attention_forward
+from radixkv.model.attention.interface import AttentionCall
 from radixkv.model.attention.latent import LatentHeads, LatentParts, absorbed_layers
 from radixkv.model.layers.gemm_tuner import GemmTuner
 from tests.model.exact.exact_cases import MODELS
@@ -136,11 +136,9 @@ def test_values_are_made_of_the_latent_alone() -> None:
 
 
 class Recorder:
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor:
-        self.key, self.value, self.scoring = key, value, scoring
-        return query + 1
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.key, self.value, self.scoring = call.key, call.value, call.scoring
+        return call.query + 1
 
 
 def test_a_layer_without_values_stores_its_key_once() -> None:

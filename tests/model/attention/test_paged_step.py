@@ -8,6 +8,7 @@ from radixkv.errors import InvariantViolation
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.interface import AttentionCall
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
 
@@ -19,10 +20,10 @@ def test_a_key_that_no_query_notices_is_still_not_finite(bad: float, dtype: torc
     batch = PagedBatch.build([3], [3], [np.zeros(1, dtype=np.int32)], 16)
     step = PagedStep(KVPool.allocate(1, 2, 1, 16, 8, dtype=dtype), batch, TorchKernels())
     query, key, value = torch.full((3, 1, 8), -1.0), torch.randn(3, 1, 8), torch.randn(3, 1, 8)
-    step.attend(0, query, key, value, Scoring(1.0))
+    step.attend(AttentionCall(0, query, key, value, Scoring(1.0)))
     assert step.is_finite.tolist() == [True, True, True]
     key[1, 0, 4] = bad
-    step.attend(1, query, key, value, Scoring(1.0))
+    step.attend(AttentionCall(1, query, key, value, Scoring(1.0)))
     assert step.is_finite.tolist() == [True, False, True]
 
 
@@ -39,7 +40,7 @@ def test_vectors_of_four_bits_are_rotated_on_their_way() -> None:
         pool = KVPool.allocate(2, 1, 2, 16, 64, dtype=dtype)
         assert pool.is_rotated == (dtype == torch.int4)
         step = PagedStep(dataclasses.replace(pool, is_rotated=is_rotated), batch, TorchKernels())
-        attended[dtype, is_rotated] = step.attend(0, query, key, value, Scoring(0.125))
+        attended[dtype, is_rotated] = step.attend(AttentionCall(0, query, key, value, Scoring(0.125)))
     expected = attended.pop((torch.float32, False))
     rotated, plain = ((each - expected).norm().item() for each in attended.values())
     assert rotated < 0.7 * plain
@@ -52,7 +53,7 @@ def test_what_is_beyond_the_pools_dtype_is_not_finite_there() -> None:
     key[1] = 3.4e38  # float32 has room for it
     for dtype, expected in ((torch.float32, True), (torch.int8, True), (torch.bfloat16, False)):
         step = PagedStep(KVPool.allocate(1, 1, 1, 16, 8, dtype=dtype), batch, TorchKernels())
-        step.attend(0, 0 * key, key, key, Scoring(1.0))
+        step.attend(AttentionCall(0, 0 * key, key, key, Scoring(1.0)))
         assert step.is_finite.tolist() == [True, expected]
 
 

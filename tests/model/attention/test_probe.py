@@ -10,7 +10,7 @@ import torch
 
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
-from radixkv.model.attention.interface import AttentionKind
+from radixkv.model.attention.interface import AttentionCall, AttentionKind
 from radixkv.model.attention.probe import probe_attention
 from radixkv.storage.device_pool import KVHeads, KVShape
 
@@ -24,7 +24,9 @@ def asking(*layers: tuple[int, int, torch.dtype, Scoring]) -> Callable[..., obje
     def forward(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
         for layer, value_dim, dtype, scoring in layers:
             query, key = (torch.zeros(len(ids), heads, 16, dtype=dtype) for heads in (4, 2))
-            attended = step.attend(layer, query, key, torch.zeros(len(ids), 2, value_dim, dtype=dtype), scoring)
+            attended = step.attend(
+                AttentionCall(layer, query, key, torch.zeros(len(ids), 2, value_dim, dtype=dtype), scoring)
+            )
             assert attended.shape == (len(ids), 4, value_dim)
 
     return forward
@@ -65,7 +67,7 @@ def unlike(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> N
     """A forward pass whose second layer has twice the heads, of half the size."""
     for layer, (num_heads, head_dim) in enumerate([(2, 16), (4, 8), (2, 16)]):
         key = torch.zeros(len(ids), num_heads, head_dim)
-        step.attend(layer, torch.zeros(len(ids), 4, head_dim), key, key, SCORING)
+        step.attend(AttentionCall(layer, torch.zeros(len(ids), 4, head_dim), key, key, SCORING))
 
 
 def test_layers_may_have_different_heads() -> None:
@@ -88,7 +90,7 @@ def test_layers_with_different_heads_are_refused_beside_short_convolutions() -> 
         unlike(ids, positions, step, rows)
         step.convolve(0, torch.zeros(2, 4), torch.zeros(1), None)
 
-    with pytest.raises(UnsupportedModel, match="expected one K/V shape in all layers beside short convolutions"):
+    with pytest.raises(UnsupportedModel, match="expected one K/V shape in a model with short convolutions"):
         probe_attention("Some", forward, CPU, 4)
 
 
@@ -98,7 +100,7 @@ def test_latents_beside_heads_and_two_dtypes_are_refused(dtype: torch.dtype) -> 
         for layer in range(2):
             key = torch.zeros(len(ids), 2, 16, dtype=dtype if layer else torch.float32)
             has_value = not layer or dtype != torch.float32
-            step.attend(layer, torch.zeros(len(ids), 4, 16), key, key if has_value else None, SCORING)
+            step.attend(AttentionCall(layer, torch.zeros(len(ids), 4, 16), key, key if has_value else None, SCORING))
 
     with pytest.raises(UnsupportedModel, match="expected K/V of one dtype, in all layers or in none as latents"):
         probe_attention("Some", forward, CPU, 2)

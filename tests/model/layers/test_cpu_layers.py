@@ -23,6 +23,7 @@ from transformers import (
 from radixkv.kernels.native.gemm import multiplies
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.attention.interface import AttentionCall
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.layers import cpu_layers
 from radixkv.model.model import Model
@@ -58,12 +59,10 @@ class Keep:
         self.heard: list[tuple[int, Scoring]] = []
         self.tensors: list[torch.Tensor] = []
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        self.heard.append((layer, scoring))
-        self.tensors += [query, key, value]
-        return query.flip(-1)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.heard.append((call.layer, call.scoring))
+        self.tensors += [call.query, call.key, call.value]
+        return call.query.flip(-1)
 
 
 def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""The least time of a row: weights and shared keys once a step; arithmetic or memory, whichever takes longer."""
+"""The least time of a row: weights and shared keys once per step; arithmetic or memory, whichever takes longer."""
 
 from __future__ import annotations
 
