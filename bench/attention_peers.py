@@ -21,7 +21,7 @@ from bench.parts.peers.sglang_attention import load_extend_attention
 Calls = list[Callable[[], torch.Tensor]]
 Prepare = Callable[[AttentionInputs], Calls]
 
-NAMES = ("sdpa_flash", "sdpa_cudnn", "cudnn_merged", "flex", "sglang", "flashinfer_fa2", "flashinfer_fa3")
+NAMES = ("sdpa_flash", "sdpa_cudnn", "cudnn_merged", "fa3_fwd", "flex", "sglang", "flashinfer_fa2", "flashinfer_fa3")
 
 _FLASHINFER_WORKSPACE_BYTES = 1 << 28
 
@@ -36,6 +36,7 @@ def peer(name: str, sglang: Path | None) -> Prepare:
         sdpa_flash      torch's SDPA with the FlashAttention back end, on contiguous K/V
         sdpa_cudnn      torch's SDPA with the cuDNN back end, on contiguous K/V; a mask where there is a prefix
         cudnn_merged    cuDNN over the prefix, cuDNN over the suffix, and both joined by torch: no mask is read
+        fa3_fwd         FlashAttention 3 of the wheel fa3-fwd, on contiguous K/V: it has no paged KV cache
         flex            torch's flex_attention, compiled for the shape, on contiguous K/V
         sglang          SGLang's Triton kernel, over a pool of single tokens, in the order of our blocks
         flashinfer_*    FlashInfer over our own pool and block table
@@ -48,6 +49,7 @@ def peer(name: str, sglang: Path | None) -> Prepare:
         "sdpa_flash": _sdpa_flash,
         "sdpa_cudnn": _sdpa_cudnn,
         "cudnn_merged": _cudnn_merged,
+        "fa3_fwd": _fa3_fwd,
         "flex": _flex,
         "sglang": partial(_sglang, wheel=sglang),
         "flashinfer_fa2": partial(_flashinfer, backend="fa2"),
@@ -127,6 +129,20 @@ def _cudnn_merged(inputs: AttentionInputs) -> Calls:
         return torch.lerp(new, cached, torch.sigmoid(cached_lse - new_lse).to(new.dtype))
 
     return _calls(inputs, attend)
+
+
+def _fa3_fwd(inputs: AttentionInputs) -> Calls:
+    _require_gpu(inputs)
+    from fa3_fwd_interface import flash_attn_func  # rarely installed
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        # Its mask ends at the bottom right. With 0 splits it chooses their number by the shape.
+        output: torch.Tensor = flash_attn_func(
+            query[None], key[None], value[None], softmax_scale=inputs.scale, causal=True, num_splits=0
+        )
+        return output[0]
+
+    return [partial(call, *each) for each in zip(inputs.queries, inputs.keys, inputs.values, strict=True)]
 
 
 def _flex(inputs: AttentionInputs) -> Calls:

@@ -117,3 +117,22 @@ def test_flashinfer_reads_our_own_pool(inputs: AttentionInputs, monkeypatch: pyt
     module.BatchPrefillWithPagedKVCacheWrapper = PagedWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     assert error_of("flashinfer_fa2", inputs) < 0.02
+
+
+def test_flash_attention_3_gets_contiguous_tokens_and_a_mask_that_ends_at_the_bottom_right(
+    inputs: AttentionInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flash_attn_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool, num_splits: int
+    ) -> torch.Tensor:
+        assert causal
+        assert num_splits == 0
+        assert k.is_contiguous()
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        query, key, value = (each[0].transpose(0, 1) for each in (q, k, v))
+        return attend(query, key, value, softmax_scale, visible)[0].transpose(0, 1)[None].to(q.dtype)
+
+    module: Any = ModuleType("fa3_fwd_interface")
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
+    assert error_of("fa3_fwd", inputs) < 0.02
