@@ -34,7 +34,7 @@ class StagedArrays:
         device    [ input_ids )[ slots )[ block_tables ............ )    always at the same addresses
 
     Attributes:
-        device: the arrays on the device, by name. Zeros at first, then then what the last upload wrote.
+        device: the arrays on the device, by name. Zeros at first, then what the last upload wrote.
     """
 
     def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:

@@ -1,16 +1,16 @@
-"""Products of rows with one weight, by several libraries, each with the weight laid out once as that library likes it.
+"""GEMM backends for linear layers on a CPU: several libraries, each with the weight prepacked in its own layout.
 
-    native         laid out for our own products in C++, where they are in use
-    packed         laid out by MKL for its products, in float32
-    blocked        laid out by oneDNN for its products
-    convolution    laid out by oneDNN for convolutions: rows are pixels, a product is a convolution of one pixel
+    native         packed for our own C++ kernels, where they are compiled
+    packed         packed by MKL, in float32
+    blocked        packed by oneDNN
+    convolution    packed by oneDNN for 1x1 convolutions, whose pixels are the rows
     plain          the weight as it is: MKL in float32, oneDNN in half precision
-    float32        for float16 only: converted once, so that machines without float16 arithmetic multiply in float32
-    int8           rounded to 8 bits, as the rows are: other numbers, so only where that is asked for
+    float32        float16 only: converted once, so that machines without float16 arithmetic multiply in float32
+    int8           weights and rows rounded to 8 bits: other results, so only if configured
 
-MKL's packed products add up a row in one order, however many rows were tried; its plain ones do not. A convolution adds
-up a pixel's channels in one order, however many pixels there are. On a CPU with AMX this gives rows the same bits in
-bfloat16, where oneDNN's products have another order from 33 rows on.
+MKL's packed GEMM sums a row in the same order for every number of rows that was tried; its plain one does not. A
+convolution sums the channels of a pixel in the same order for any number of pixels. On a CPU with AMX, rows therefore
+have the same bits in bfloat16, where oneDNN's matmul changes its order from 33 rows on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Tries products of rows with a weight by several libraries: which is fast, and which numbers of rows give equal bits.
+"""Compares GEMM backends for one weight: which is fastest, and for which numbers of rows the bits of a row agree.
 
-The order in which a library adds up a row does not depend on the numbers, so the numbers of `sensitive_linear` show
-it: every number of rows that is used later is tried, with rows at the beginning, at the end, and in another order.
+The order in which a library sums does not depend on the values, so the cancellation-sensitive inputs of
+`sensitive_linear` reveal it. Every number of rows that is used later is tried, with rows at the beginning, at the end,
+and in another order.
 
 A trial may have a time limit. It cuts what is timed, and never what is checked: a library is used with those numbers of
 rows alone whose bits were seen to agree, with the whole weight.

@@ -1,6 +1,6 @@
-"""Multiplies rows by weights of 8 bits, one scale for each row and for each output feature. For CPUs.
+"""Linear layers with int8 weights and dynamically quantized rows on a CPU: a scale per row and per output feature.
 
-Sums of products of integers are exact, whatever their order: a row's bits can't depend on the other rows.
+Integer sums are exact in any order, so a row's bits cannot depend on the rest of the batch.
 
     row     float  ──▶ integers of -127..127, and a scale ┐
     weight  packed: integers of -127..127, and scales     ┴▶ sums of 32 bits ──▶ times both scales, plus the bias

@@ -109,7 +109,7 @@ def tried_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles
 def _fills_device(num_rows: int, out_features: int, device: torch.device) -> bool:
     """Whether large tiles are at least as many as the multiprocessors."""
     num_tiles = triton.cdiv(num_rows, LARGE_TILE.rows) * triton.cdiv(out_features, LARGE_TILE.columns)
-    return num_tiles >= _num_multiprocessors(device)
+    return bool(num_tiles >= _num_multiprocessors(device))
 
 
 def _check(name: str, tensor: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> None:

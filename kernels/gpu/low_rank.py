@@ -1,13 +1,13 @@
-"""Adds on a GPU what several adapters add to their rows of a layer, in one launch.
+"""LoRA on a GPU: adds the low-rank updates of several adapters to the output of a layer, in one launch.
 
     rows of one adapter     [ 16 rows )
     down                    all features, from the first to the last      ─▶ [16, rank], rounded
     up                      512 columns, 64 at a time                     ─▶ added to the layer's product
 
-Each program does both products for 16 rows and 512 columns. Others do the first one again for other columns: it reads
-the same weights, which stay in the L2 cache, and a second launch with its results in memory would take longer where
-rows are few. Tiles depend on the weights alone, and every sum walks the features in one order, so a row's bits do not
-depend on other rows.
+Each program does both matmuls for 16 rows and 512 columns. The programs for other columns repeat the first one: it
+reads the same weights from the L2 cache, and for few rows a second launch with intermediate results in memory would
+take longer. Tiles depend on the weights alone, and sums walk the features in one order, so a row's bits do not depend
+on other rows.
 """
 
 from __future__ import annotations

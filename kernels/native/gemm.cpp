@@ -1,4 +1,4 @@
-// Products of rows with a weight that was laid out once. `kernels/native/gemm.py` calls it.
+// GEMM of rows with a weight that was packed once. `kernels/native/gemm.py` calls it.
 //
 //   weight   [panel][word][two vectors of features]   a word is one number, or two neighbours where pairs are multiplied
 //   rows     [tile][word][up to kRows rows]           laid out for each call, as many words at once as a cache holds
@@ -121,10 +121,10 @@ void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
 
 // Packs words of up to kLanes rows, interleaved by row.
 template <class Arithmetic>
-void lay_out(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+void lay_out(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {
-  const int64_t row_bytes = product.in_features * bytes_of(product.kind);
-  const char* rows = static_cast<const char*>(product.rows) + first_row * row_bytes;
+  const int64_t row_bytes = matmul.in_features * bytes_of(matmul.kind);
+  const char* rows = static_cast<const char*>(matmul.rows) + first_row * row_bytes;
   for (int64_t w = 0; w < num_words; w += kLanes) {
     Words words[kLanes];
     for (int r = 0; r < kLanes; r++)
@@ -137,52 +137,52 @@ void lay_out(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t
 }
 
 // Adds the bias to the sums of some panels, gates those of the other weight with them, and stores the result.
-void finish(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
+void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
             const float* sums, int64_t stride) {
-  const int64_t first = panel * kFeatures, end = std::min(product.out_features, first + num_panels * kFeatures);
+  const int64_t first = panel * kFeatures, end = std::min(matmul.out_features, first + num_panels * kFeatures);
   for (int64_t r = 0; r < num_rows; r++)
     for (int64_t f = first; f < end; f += kLanes) {
-      const Lanes lanes = first_lanes(product.out_features - f);
+      const Lanes lanes = first_lanes(matmul.out_features - f);
       const float* at = sums + r * stride + f - first;
-      Floats number = with_bias(at, product.bias, f, product.kind, lanes);
-      if (product.other_weight)
-        number = silu_of(number) * with_bias(at + num_rows * stride, product.other_bias, f, product.kind, lanes);
-      store(product.out, (first_row + r) * product.out_features + f, product.kind, lanes, number);
+      Floats number = with_bias(at, matmul.bias, f, matmul.kind, lanes);
+      if (matmul.other_weight)
+        number = silu_of(number) * with_bias(at + num_rows * stride, matmul.other_bias, f, matmul.kind, lanes);
+      store(matmul.out, (first_row + r) * matmul.out_features + f, matmul.kind, lanes, number);
     }
 }
 
 // Up to `kMostRows` rows. Sums are kept in the result where it has their shape; elsewhere a panel is summed up at once.
 template <class Arithmetic>
-void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
+void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   using Row = typename Arithmetic::Row;
   using Weight = typename Arithmetic::Weight;
-  const int64_t num_words = product.in_features / Arithmetic::kNumbers;
-  const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
+  const int64_t num_words = matmul.in_features / Arithmetic::kNumbers;
+  const int64_t num_panels = (matmul.out_features + kFeatures - 1) / kFeatures;
   const Tile tile = tile_for(num_rows);
   const int64_t num_tiles = (num_rows + tile.rows - 1) / tile.rows;
   const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // of panels, and those left
-  const int num_weights = product.other_weight ? 2 : 1;
-  const bool is_in_place = product.kind == kFloat32 && product.out_features % kFeatures == 0 && num_weights == 1;
+  const int num_weights = matmul.other_weight ? 2 : 1;
+  const bool is_in_place = matmul.kind == kFloat32 && matmul.out_features % kFeatures == 0 && num_weights == 1;
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
-  const int64_t stride = is_in_place ? product.out_features : tile.panels * kFeatures;
+  const int64_t stride = is_in_place ? matmul.out_features : tile.panels * kFeatures;
   const Buffer<Row> laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks));
   const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_words * block / num_blocks;
     const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
-    parallel_for(num_tiles, product.num_threads, [&](int64_t t) {
-      lay_out<Arithmetic>(product, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
+    parallel_for(num_tiles, matmul.num_threads, [&](int64_t t) {
+      lay_out<Arithmetic>(matmul, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
                           reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
     });
-    parallel_items(num_groups, product.num_threads, [&](Items& items) {
+    parallel_items(num_groups, matmul.num_threads, [&](Items& items) {
       const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
       for (int64_t g; items.next(g);) {
         const bool is_whole = g < num_panels / tile.panels;
         const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
         const int64_t panels_here = is_whole ? tile.panels : 1;
-        float* sums = is_in_place ? static_cast<float*>(product.out) + first_row * stride + p * kFeatures : own;
+        float* sums = is_in_place ? static_cast<float*>(matmul.out) + first_row * stride + p * kFeatures : own;
         for (int i = 0; i < num_weights; i++) {
-          const Weight* panel = static_cast<const Weight*>(i ? product.other_weight : product.weight) +
+          const Weight* panel = static_cast<const Weight*>(i ? matmul.other_weight : matmul.weight) +
                                 (p * num_words + first_word) * kFeatures;
           for (int64_t t = 0; t < num_tiles; t++) {
             // A single tile asks for what follows soon; of several, each asks for its part of the next panel.
@@ -194,16 +194,16 @@ void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
                                  stride, block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
         }
-        if (block == num_blocks - 1) finish(product, first_row, num_rows, p, panels_here, sums, stride);
+        if (block == num_blocks - 1) finish(matmul, first_row, num_rows, p, panels_here, sums, stride);
       }
     });
   }
 }
 
 template <class Arithmetic>
-void multiply_all(const Matmul& product) {
-  for (int64_t row = 0; row < product.num_rows; row += kMostRows)
-    multiply<Arithmetic>(product, row, std::min(kMostRows, product.num_rows - row));
+void multiply_all(const Matmul& matmul) {
+  for (int64_t row = 0; row < matmul.num_rows; row += kMostRows)
+    multiply<Arithmetic>(matmul, row, std::min(kMostRows, matmul.num_rows - row));
 }
 
 // Lays out a weight of words of 16 or 32 bits as the features from `first_feature` on.
@@ -252,8 +252,8 @@ extern "C" void radixkv_lay_out(const void* weight, int64_t num_features, int64_
   }
 }
 
-extern "C" void radixkv_multiply(const Matmul* product) {
-  if (multiply_in_tiles(*product)) return;
-  if (product->kind == kFloat32) return multiply_all<InFloat32<kFloat32>>(*product);
-  product->kind == kBfloat16 ? multiply_all<InBfloat16>(*product) : multiply_all<InFloat32<kFloat16>>(*product);
+extern "C" void radixkv_multiply(const Matmul* matmul) {
+  if (multiply_in_tiles(*matmul)) return;
+  if (matmul->kind == kFloat32) return multiply_all<InFloat32<kFloat32>>(*matmul);
+  matmul->kind == kBfloat16 ? multiply_all<InBfloat16>(*matmul) : multiply_all<InFloat32<kFloat16>>(*matmul);
 }

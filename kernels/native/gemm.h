@@ -1,4 +1,4 @@
-// A product of rows with a weight in panels, and what its ways to multiply have in common.
+// A GEMM of rows with a weight packed in panels, and what its implementations have in common.
 #pragma once
 
 #include "buffer.h"
@@ -15,12 +15,12 @@ struct Matmul {
   int64_t num_rows, in_features, out_features, kind, num_threads;
 };
 
-extern "C" void radixkv_multiply(const Matmul* product);
+extern "C" void radixkv_multiply(const Matmul* matmul);
 
 constexpr int kFeatures = 2 * kLanes;  // of a panel
 
-// Computes a product in tiles, if the processor has them and they can hold it.
-bool multiply_in_tiles(const Matmul& product);
+// Computes a GEMM in AMX tiles, if the processor has them and the shape fits. Returns whether it did.
+bool multiply_in_tiles(const Matmul& matmul);
 
 inline Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, Lanes lanes) {
   const Floats sum = load_floats(sums);

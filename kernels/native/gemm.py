@@ -1,4 +1,4 @@
-"""Calls the products of `gemm.cpp`: rows with a weight that was laid out once.
+"""Calls the GEMM of `gemm.cpp`: linear layers with a weight that was packed once.
 
 They are a `GemmBackend` once a library is in use. A row's bits depend on it alone, however many rows there are.
 """
@@ -19,7 +19,7 @@ DTYPES = tuple(KINDS)  # of weights that are multiplied
 
 
 class _Library(NamedTuple):
-    """Functions of a library that computes products, and how it wants weights to be laid out."""
+    """The GEMM functions of a compiled library, and the layout of weights that it reads."""
 
     multiply: Callable[[object], None]
     lay_out: Callable[..., None]
@@ -30,7 +30,7 @@ class _Library(NamedTuple):
 _library: _Library | None = None
 
 
-class _Product(ctypes.Structure):
+class _Matmul(ctypes.Structure):
     """`Matmul` of gemm.cpp."""
 
     _fields_ = (
@@ -64,7 +64,7 @@ class Panels:
 
 
 def use(library: ctypes.CDLL) -> None:
-    """Let products be computed by a library.
+    """Let a library compute linear layers.
 
     Args:
         library: of `load_library`.
@@ -80,7 +80,7 @@ def use(library: ctypes.CDLL) -> None:
 
 
 def multiplies(weight: torch.Tensor) -> bool:
-    """Whether a library is in use that computes products with a weight like this one."""
+    """Whether a library is in use that computes a weight like this one."""
     if _library is None or weight.dtype not in _library.word_numbers:
         return False
     return weight.shape[1] % _library.word_numbers[weight.dtype] == 0
@@ -92,14 +92,14 @@ def _in_use() -> _Library:
 
 
 def multiply(rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the product, as `GemmBackend.multiply` does. Sums are float32 and rounded once, after the bias."""
+    """Return the output, as `GemmBackend.multiply` does. Sums are float32 and rounded once, after the bias."""
     return _computed(rows, weight, bias, None, None)
 
 
 def gate(
     rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None, up: Panels, up_bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return SiLU of one product times another, rounded once."""
+    """Return SiLU of one output times another, rounded once."""
     return _computed(rows, weight, bias, up, up_bias)
 
 
@@ -109,9 +109,9 @@ def _computed(
     num_rows, in_features = rows.shape
     out = rows.new_empty(num_rows, weight.out_features)
     tensors = (rows, weight.numbers, None if up is None else up.numbers, bias, up_bias, out)
-    product = _Product(
+    matmul = _Matmul(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(num_rows, in_features, weight.out_features, KINDS[rows.dtype], torch.get_num_threads()),
     )
-    _in_use().multiply(ctypes.byref(product))
+    _in_use().multiply(ctypes.byref(matmul))
     return out

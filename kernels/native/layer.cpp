@@ -1,6 +1,6 @@
 // A layer of a decoder over the tokens of a step, in one call. `kernels/native/layer.py` calls it.
 //
-//   rows ─▶ norm ─▶ queries, keys, values ─▶ norms ─▶ rotation ─▶ K/V written ─▶ attention ─▶ product ─┐
+//   rows ─▶ norm ─▶ queries, keys, values ─▶ norms ─▶ rotation ─▶ K/V written ─▶ attention ─▶ matmul ──┐
 //     └──────────────────────────────────────────────────────────────────────────────────────────────▶ + ─┐
 //     ┌───────────────────────────────────────────────────────────────────────────────────────────────────┘
 //     └─▶ norm ─▶ gated MLP ─▶ +
@@ -135,10 +135,10 @@ class LayerOfTokens {
   }
 
   void multiply(const void* rows, const Weight& weight, const Weight* up, void* output) const {
-    const Matmul product = {rows,       weight.panels,      up ? up->panels : nullptr, weight.bias, up ? up->bias : nullptr,
+    const Matmul matmul = {rows,       weight.panels,      up ? up->panels : nullptr, weight.bias, up ? up->bias : nullptr,
                              output,     num_tokens_,        weight.in_features,        weight.out_features,
                              layer_.kind, num_threads_};
-    radixkv_multiply(&product);
+    radixkv_multiply(&matmul);
   }
 
   void add(const void* some, const void* others, void* sums, int64_t num_numbers) const {

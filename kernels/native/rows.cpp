@@ -1,4 +1,4 @@
-// What happens to rows between products: norms, rotations, gates, and K and V written into the pool. Each row by itself.
+// Operations between matmuls: norms, rotary embeddings, gates, and K/V writes into the pool. Each row by itself.
 // `kernels/native/rows.py` calls it.
 
 #include "rows.h"

@@ -1,4 +1,4 @@
-// Products of bfloat16 in tiles, with weights as `gemm.cpp` lays them out: 16 words of a panel are two tiles.
+// GEMM of bfloat16 in AMX tiles, with weights as `gemm.cpp` packs them: 16 words of a panel are two tiles.
 //
 //   rows     [step of 16 words][up to 32 rows][16 words]    one or two tiles, times two of a panel: up to four of sums
 //
@@ -20,10 +20,10 @@ constexpr int64_t kPanelBytes = kFeatures * 4;  // of a word
 int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines * kLines; }
 
 // Lays out words of some rows, and lines of zeros after the last one.
-void lay_out(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+void lay_out(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {
-  const int64_t num_lines = whole_tiles(num_rows), row_words = product.in_features / 2;
-  const uint32_t* rows = static_cast<const uint32_t*>(product.rows) + first_row * row_words + first_word;
+  const int64_t num_lines = whole_tiles(num_rows), row_words = matmul.in_features / 2;
+  const uint32_t* rows = static_cast<const uint32_t*>(matmul.rows) + first_row * row_words + first_word;
   for (int64_t r = 0; r < num_lines; r++)
     for (int64_t w = 0; w < num_words; w += kTileWords)
       store_words(to + w * num_lines + r * kTileWords, 0xffff,
@@ -76,28 +76,28 @@ struct Sums {
 };
 
 // Adds the bias to the sums of some rows of a panel, gates those of the other weight with them, and stores the result.
-void finish(const Matmul& product, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
+void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
             const float* other_sums) {
-  const int64_t first = panel * kFeatures, left = product.out_features - first;
+  const int64_t first = panel * kFeatures, left = matmul.out_features - first;
   const __mmask32 lanes = left >= kFeatures ? 0xffffffffu : (1u << left) - 1;
-  uint16_t* out = static_cast<uint16_t*>(product.out) + first_row * product.out_features + first;
+  uint16_t* out = static_cast<uint16_t*>(matmul.out) + first_row * matmul.out_features + first;
   for (int64_t r = 0; r < num_rows; r++) {
-    Sums sum(sums + r * kFeatures, product.bias, first, left);
-    if (product.other_weight) {
-      const Sums other(other_sums + r * kFeatures, product.other_bias, first, left);
+    Sums sum(sums + r * kFeatures, matmul.bias, first, left);
+    if (matmul.other_weight) {
+      const Sums other(other_sums + r * kFeatures, matmul.other_bias, first, left);
       sum.low = silu_of(sum.low) * other.low;
       sum.high = silu_of(sum.high) * other.high;
     }
-    _mm512_mask_storeu_epi16(out + r * product.out_features, lanes, (__m512i)_mm512_cvtne2ps_pbh(sum.high, sum.low));
+    _mm512_mask_storeu_epi16(out + r * matmul.out_features, lanes, (__m512i)_mm512_cvtne2ps_pbh(sum.high, sum.low));
   }
 }
 
 // Up to kMostRows rows. Between blocks of words, sums are kept for all rows and panels.
-void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
-  const int64_t num_words = product.in_features / 2, num_steps = num_words / kTileWords;
-  const int64_t num_panels = (product.out_features + kFeatures - 1) / kFeatures;
+void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
+  const int64_t num_words = matmul.in_features / 2, num_steps = num_words / kTileWords;
+  const int64_t num_panels = (matmul.out_features + kFeatures - 1) / kFeatures;
   const int64_t num_pairs = (num_rows + kPairRows - 1) / kPairRows;  // of tiles of rows
-  const int num_weights = product.other_weight ? 2 : 1;
+  const int num_weights = matmul.other_weight ? 2 : 1;
   const int64_t num_lines = whole_tiles(num_rows);
   const int64_t num_blocks = num_pairs > 1 ? (num_lines * num_words * 4 + kMostBytes - 1) / kMostBytes : 1;
   const int64_t kept_lines = num_blocks > 1 ? num_panels * num_lines : kPairRows;
@@ -106,12 +106,12 @@ void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_steps * block / num_blocks * kTileWords;
     const int64_t words_here = num_steps * (block + 1) / num_blocks * kTileWords - first_word;
-    parallel_for(num_pairs, product.num_threads, [&](int64_t t) {
+    parallel_for(num_pairs, matmul.num_threads, [&](int64_t t) {
       const int64_t row = t * kPairRows;
-      lay_out(product, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
+      lay_out(matmul, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
               laid_out + row * words_here);
     });
-    parallel_items(num_panels, product.num_threads, [&](Items& items) {
+    parallel_items(num_panels, matmul.num_threads, [&](Items& items) {
       const Tiles tiles;
       alignas(64) float own[2 * kPairRows * kFeatures];
       for (int64_t p; items.next(p);)
@@ -119,7 +119,7 @@ void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
           const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
           float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
           for (int i = 0; i < num_weights; i++) {
-            const uint32_t* panel = static_cast<const uint32_t*>(i ? product.other_weight : product.weight) +
+            const uint32_t* panel = static_cast<const uint32_t*>(i ? matmul.other_weight : matmul.weight) +
                                     (p * num_words + first_word) * kFeatures;
             // A single pair asks for what follows soon; of several, each asks for its part of the next panel.
             const int64_t first_ahead = words_here * t / num_pairs, end_ahead = words_here * (t + 1) / num_pairs;
@@ -129,7 +129,7 @@ void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
                 block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
           }
           if (block == num_blocks - 1)
-            finish(product, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
+            finish(matmul, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
         }
     });
   }
@@ -137,10 +137,10 @@ void multiply(const Matmul& product, int64_t first_row, int64_t num_rows) {
 
 }  // namespace
 
-bool multiply_in_tiles(const Matmul& product) {
-  if (product.kind != kBfloat16 || product.in_features % (2 * kTileWords) || !has_tiles()) return false;
-  for (int64_t row = 0; row < product.num_rows; row += kMostRows)
-    multiply(product, row, std::min(kMostRows, product.num_rows - row));
+bool multiply_in_tiles(const Matmul& matmul) {
+  if (matmul.kind != kBfloat16 || matmul.in_features % (2 * kTileWords) || !has_tiles()) return false;
+  for (int64_t row = 0; row < matmul.num_rows; row += kMostRows)
+    multiply(matmul, row, std::min(kMostRows, matmul.num_rows - row));
   return true;
 }
 #else

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -38,6 +39,7 @@ from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.malloc import keep_freed_memory, use_huge_pages
+from radixkv.startup.mkl import fix_summation_order
 from radixkv.startup.model_check import check_model
 from radixkv.startup.openmp_threads import end_own_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks, reserve_step_memory
@@ -79,6 +81,8 @@ def build_engine(
     """
     progress = progress or StartProgress()
     require_usable(config)
+    if config.model.exactness == "exact":
+        fix_summation_order(os.environ)  # before MKL is called for the first time
     _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)

@@ -1,11 +1,11 @@
-"""Products of a model on a CPU: each by the library that is fastest on this machine.
+"""Faster layers in place of those of transformers: linear layers with prepacked or merged weights, and fused layers.
 
-At load each shape of weight is tried with several libraries and layouts, with few rows and many. The model's linear
-layers become products with the fastest one; in exact mode with the fastest whose rows have the same bits, and calls
-have only the numbers of rows that were tried. `~/.cache/radixkv/gemms.json` remembers this for the machine, its
-libraries and the number of threads. A packed weight is freed. One that is also an embedding is held twice.
+On a CPU several GEMM libraries and weight layouts are tried at load for each shape of weight, with few rows and with
+many. Linear layers use the fastest; in exact mode the fastest whose rows have the same bits in any batch, called only
+with numbers of rows that were tried. `~/.cache/radixkv/gemms.json` keeps the choices for this machine, its libraries
+and the number of threads. A weight is freed once it is packed; one that is also an embedding is held twice.
 
-Then norms, gated MLPs, attention and layers that are known run in few calls: see `FusedCpuLayers`.
+Then known norms, gated MLPs, attention and whole layers are fused: see `FusedCpuLayers` and `FusedGpuLayers`.
 
 Public API: `GemmTuner`, `Matmul`, `FusedCpuLayers`, `pack_linears`.
 """

@@ -1,6 +1,6 @@
 """Runs known parts of a model on a CPU in few calls: norms, gated MLPs, attention, and the layer around them.
 
-    RMS norm     weight, eps                                              row_norm
+    RMS norm     weight, eps                                              C++, or row_norm
     gated MLP    gate_proj, up_proj (joined, or one gates the other       two or three products
                  in the library), act_fn, down_proj
     attention    q_proj, k_proj, v_proj (joined), o_proj, perhaps norms   two products, one rotation

@@ -1,7 +1,7 @@
-"""Computes a gated MLP in two products, or in three where the library gates one product by another.
+"""Computes a gated MLP on a CPU in two matmuls, or in three where the library gates within a matmul.
 
-joined     gate and up in one product, SiLU or another activation, times, down       any library and activation
-gated      gate with SiLU, up times that, down                                       oneDNN in bfloat16
+merged     gate and up in one matmul; activation and multiplication; down       any library and activation
+gated      gate with SiLU; up, multiplied by it within the matmul; down         oneDNN in bfloat16
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chooses how products of a shape are computed on this machine, and remembers it for the next load."""
+"""Chooses a GEMM backend for each shape of weight on this machine, and keeps the choice for the next load."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class GemmTuner:
         most_rows: int = SIZES[-1],
         share: float = _UNKNOWN_SHARE,
     ) -> GemmChoice | None:
-        """Return how products with weights of this shape, dtype and strides are computed.
+        """Return the GEMM backend for weights of this shape, dtype and strides.
 
         The trial of a shape that is not remembered may take its part of the budget; `choose_gemm` says what is
         chosen then. It is remembered in any case, so that later starts compute the same bits.

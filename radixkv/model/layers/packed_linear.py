@@ -1,4 +1,4 @@
-"""Replaces a model's linear layers by products whose weights are laid out once for the fastest library."""
+"""Replaces the linear layers of a model: prepacked weights on a CPU, and merged layers that read the same rows."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ _log = logging.getLogger(__name__)
 # Rows of a call that makes logits: a step needs few of them.
 _LOGIT_ROWS = 64
 
-# Children of a part that multiply the same rows.
+# Children of a part that read the same rows.
 GATED = ("gate_proj", "up_proj")
 JOINS = (("q_proj", "k_proj", "v_proj"), GATED)
 
-# Activations that a library computes with the product.
+# Activations that a library computes together with the matmul.
 SILU = (nn.SiLU, SiLUActivation)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Matmul:
-    """The product of rows with weights, plus a bias.
+    """A matmul of rows with packed weights, plus a bias, on a CPU.
 
     Args:
-        weights: `[features, in_features]`, the first one's features first. None is kept, unless it is laid out right as
-            it is.
-        bias: of all features, or None.
-        choice: how it is computed.
+        weights: `[out_features, in_features]` each; their outputs are concatenated in order. The originals are not
+            kept, unless the backend uses them as they are.
+        bias: of all output features, or None.
+        choice: the GEMM backend, and the numbers of rows of its calls.
 
     Attributes:
-        addition: called with rows and the product with them, to which it may add in place; None for nothing to add.
+        addition: called with the rows and the output, to which it may add in place, as LoRA adapters do; None for
+            nothing to add.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: GemmChoice) -> None:
@@ -65,46 +66,46 @@ class Matmul:
         self.addition: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the product with rows `[..., in_features]`: a new tensor `[..., out_features]`."""
+        """Return a new tensor `[..., out_features]` for rows `[..., in_features]`."""
         flat = aligned_rows(rows)
-        if not len(flat):  # a step that wants no logits
+        if not len(flat):  # a step without logits
             return rows.new_empty(*rows.shape[:-1], self.out_features)
-        product = self._in_calls(self._call, flat).view(*rows.shape[:-1], self.out_features)
+        output = self._in_calls(self._call, flat).view(*rows.shape[:-1], self.out_features)
         if self.addition is not None:
-            self.addition(rows, product)
-        return product
+            self.addition(rows, output)
+        return output
 
     @property
     def native_weights(self) -> Weights | None:
-        """The weights as they are laid out for products in C++; None if others compute, or something is added."""
+        """The weights as the C++ kernels pack them; None for other backends, or if something is added."""
         is_native = isinstance(self._packed, Panels) and self._tiles is None and self.addition is None
         return Weights(self._packed, self._bias) if is_native else None
 
     @property
     def can_gate(self) -> bool:
-        """Whether its library computes a gate and what it gates without writing either to memory."""
+        """Whether its library multiplies by a gate within the matmul, without writing the gate to memory."""
         return self._gate is not None and self.addition is None
 
     @property
     def costs(self) -> Mapping[int, float]:
-        """Cost of a call, by its number of rows; empty if any number will do."""
+        """Seconds of a call, by its number of rows; empty if calls may have any number."""
         return {} if self._tiles is None else self._tiles.costs
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Numbers of rows of its calls; none if any will do."""
+        """Numbers of rows that calls may have; empty for any number."""
         return tuple(self.costs)
 
     def one_call(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the product with rows as `aligned_rows` lays them out, a number of `row_counts`, in one call."""
+        """Compute rows from `aligned_rows`, as many as one of `row_counts`, in one call."""
         return self._multiply(rows, self._packed, self._bias)
 
     def gate(self, rows: torch.Tensor, up: Matmul) -> torch.Tensor:
-        """Return SiLU of the product with rows `[..., in_features]`, times `up`'s product with them.
+        """Return SiLU of the output for rows `[..., in_features]`, times the output of `up` for them.
 
         Args:
             rows: at least one.
-            up: a product of the same choice and shape; both can be gated.
+            up: a matmul of the same choice and shape; both `can_gate`.
         """
 
         def gated(piece: torch.Tensor) -> torch.Tensor:
@@ -121,7 +122,7 @@ class Matmul:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer without parameters: what it needs of them is in its product.
+    """A linear layer without parameters: its matmul holds the packed weight.
 
     Args:
         matmul: what it computes.
@@ -134,7 +135,7 @@ class PackedLinear(nn.Module):
         self.matmul = matmul
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the product with rows `[..., in_features]`."""
+        """Return the output `[..., out_features]` for rows `[..., in_features]`."""
         return self.matmul(rows)
 
 
@@ -159,10 +160,10 @@ class PlainMatmul:
 
 
 class MergedMatmul:
-    """The product of rows with several weights at once. Layers ask for their parts one after the other.
+    """One matmul for several linear layers that read the same rows. The layers take their slices one after the other.
 
     Args:
-        matmul: the product with all weights, the first one's features first.
+        matmul: with the weights of all layers, in order.
     """
 
     def __init__(self, matmul: Matmul | PlainMatmul) -> None:
@@ -171,9 +172,9 @@ class MergedMatmul:
         self._whole: torch.Tensor | None = None
 
     def part(self, rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Return the features `[start, end)` of the product with rows `[..., in_features]`.
+        """Return the output features `[start, end)` for rows `[..., in_features]`.
 
-        The whole product is computed for the first part and kept until the last one is asked for.
+        The whole output is computed for the first slice and kept until the last one is taken.
         """
         if self._rows is not rows or self._whole is None:
             self._rows = rows
@@ -185,11 +186,11 @@ class MergedMatmul:
 
 
 class PackedSlice(nn.Module):
-    """A linear layer whose weight is a part of a joined one.
+    """A linear layer whose weight was merged with others.
 
     Args:
-        joined: the product that it is a part of.
-        start, end: its features there.
+        joined: the merged matmul.
+        start, end: the layer's features in its output.
     """
 
     def __init__(self, joined: MergedMatmul, start: int, end: int) -> None:
@@ -201,22 +202,21 @@ class PackedSlice(nn.Module):
         self.end = end
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the product with rows `[..., in_features]`."""
+        """Return the output `[..., out_features]` for rows `[..., in_features]`."""
         return self.joined.part(rows, self.start, self.end)
 
 
 def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool = True) -> None:
     """Replace the linear layers of a model on a CPU. Logs how they are computed.
 
-    Layers of the same rows become one product: queries, keys and values, and a gate and what it gates, unless the
-    library computes these two together anyway. A weight is
-    freed once it is packed. A weight that is also an embedding is kept as well. A layer whose rows can't be
-    computed alike stays as it is.
+    Layers that read the same rows are merged: query, key and value projections, and gate and up projections, unless the
+    library gates within the matmul anyway. A weight is freed once it is packed, unless it is also an embedding. A layer
+    whose rows depend on the batch with every library stays as it is.
 
     Args:
         module: the model, in evaluation mode. Its linear layers must not have been replaced yet.
-        choices: how products are computed.
-        may_gate: whether one product may be another's gate. Then nothing can be added to either.
+        choices: chooses the GEMM backends.
+        may_gate: whether a library may gate within the matmul. Then adapters cannot add to either output.
     """
     head = module.get_output_embeddings()
     packed: dict[nn.Module, nn.Module] = {}
@@ -321,10 +321,10 @@ def _weights_read_by(forward: Callable[..., object]) -> frozenset[str]:
 
 
 def _can_gate(layers: list[nn.Module], choices: GemmTuner, share: float) -> bool:
-    """Whether products with two weights are better left apart, since one can be the other's gate.
+    """Whether gate and up projections are better not merged, because the library gates within the matmul.
 
-    In bfloat16, 512 rows of a 0.2B model spend a fifth of their MLP between its products. In float32 it is 2 %, less
-    than the joined product gains.
+    In bfloat16, 512 rows of a 0.2B model spend a fifth of their MLP between its matmuls. In float32 it is 2 %, less
+    than merging gains.
     """
     parameters = [_parameters(layer) for layer in layers]
     if any(each is None or each[0].dtype != torch.bfloat16 for each in parameters):

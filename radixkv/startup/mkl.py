@@ -1,0 +1,30 @@
+"""Makes MKL's results reproducible on processors without AVX-512. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+
+_VARIABLE = "MKL_CBWR"  # conditional numerical reproducibility; MKL reads it at its first call
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def fix_summation_order(environment: MutableMapping[str, str], cpuinfo: Path = _CPUINFO) -> None:
+    """Let MKL sum a row of a matmul in an order that does not depend on the other rows.
+
+    On processors with AVX2 and without AVX-512, MKL multiplies bfloat16 for PyTorch, and the rows at the end of a block
+    come out with other bits than the rest. Where the C++ kernels are missing, exact mode then has no attention that is
+    batch invariant. In MKL's strict mode of numerical reproducibility all rows agree. A variable that the user has set
+    wins.
+
+    Args:
+        environment: `os.environ`, to which `MKL_CBWR` is added.
+        cpuinfo: file that describes the processors.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    if "avx2" in flags and "avx512f" not in flags:
+        environment.setdefault(_VARIABLE, "AVX2,STRICT")
