@@ -75,7 +75,7 @@ _PRODUCT = (
         "gpu_tests",
         25,
         (*ENGINE_IMPORTS, "pytest"),
-        "-m bench.gpu.counted_tests tests/model/test_fused_modules.py tests/model/test_exactness_on_gpu.py "
+        "-m bench.gpu.counted_tests tests/model/layers/test_gpu_layers.py tests/model/test_exactness_on_gpu.py "
         "tests/model/attention/test_triton_kernels.py",
         "-m bench.gpu.counted_tests -n 0 tests/model/test_exactness_on_gpu.py",
     ),

@@ -14,8 +14,8 @@ from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.result import GenerateResult, GenerationFuture
 from radixkv.api.retention import Retention
 from radixkv.cache.tenants import Quota
-from radixkv.compute.compression.kept_entries import KeptEntries
 from radixkv.compute.forward import Chunk
+from radixkv.compute.kept_entries import KeptEntries
 from radixkv.engine.compression import rule_of
 from radixkv.errors import QuotaExceeded, StepFailed
 from radixkv.model.model import Model
