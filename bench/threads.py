@@ -59,7 +59,8 @@ class ThreadSetting:
     @property
     def label(self) -> str:
         """Name in the table."""
-        return f"{self.threads} {'thread' if self.threads == 1 else 'threads'}{', other' if self.checkout else ''}"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{threads}, other" if self.checkout else threads
 
 
 def save_small_model(folder: Path) -> None:

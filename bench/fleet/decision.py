@@ -130,10 +130,20 @@ def time_decisions(
     remember_p50_us, remember_p99_us = np.percentile(remember_us, (50, 99))
     mean_event_us = sum(event_us) / len(event_us)
     return DecisionTimes(
-        replicas, known_blocks, router.view.index.num_blocks, router.view.index.num_refused,
-        block_size, prompt_tokens + _NEW_TOKENS, decisions,
-        float(p50_us), float(p99_us), max(times_us), float(remember_p50_us), float(remember_p99_us), mean_event_us,
-    )  # fmt: skip
+        replicas,
+        known_blocks,
+        router.view.index.num_blocks,
+        router.view.index.num_refused,
+        block_size,
+        prompt_tokens + _NEW_TOKENS,
+        decisions,
+        float(p50_us),
+        float(p99_us),
+        max(times_us),
+        float(remember_p50_us),
+        float(remember_p99_us),
+        mean_event_us,
+    )
 
 
 def _fill(

@@ -111,8 +111,10 @@ def model_rows(num_texts: int, num_tokens: int) -> list[Row]:
             text.storage.pools = (dataclasses.replace(text.storage.pool, is_rotated=is_rotated),)
             got.append(text.append(ids))
         row: Row = {"is_rotated": is_rotated, **compare(own, got, texts)}
-        print(f"tiny, {'rotated' if is_rotated else 'plain':>7}: perplexity {row['perplexity_change']:+.2%}, "
-              f"KL {row['kl']:.2e}, top-1 {row['top1_agreement']:.2%}")  # fmt: skip
+        print(
+            f"tiny, {'rotated' if is_rotated else 'plain':>7}: perplexity {row['perplexity_change']:+.2%}, "
+            f"KL {row['kl']:.2e}, top-1 {row['top1_agreement']:.2%}"
+        )
         rows.append(row)
     return rows
 

@@ -69,11 +69,13 @@ class _Watched:
     """The files of a stage, and what was read of them last."""
 
     def __init__(self, file: Path, log: Path, command: str) -> None:
-        self.file, self.log = file, log
+        self.file = file
+        self.log = log
         self._command = command
         self._start_s = time.monotonic()
         self._written: tuple[int, int] | None = None
-        self._reported_s, self._logged_bytes = self._start_s, 0
+        self._reported_s = self._start_s
+        self._logged_bytes = 0
         self._result: Any = None
 
     def has_news(self) -> bool:
@@ -103,7 +105,8 @@ class _Watched:
                 stamp = None
         self._written = stamp
         output = self.log.read_text(encoding="utf-8", errors="replace")
-        self._reported_s, self._logged_bytes = time.monotonic(), self.log.stat().st_size
+        self._reported_s = time.monotonic()
+        self._logged_bytes = self.log.stat().st_size
         return {
             "outcome": outcome,
             "seconds": time.monotonic() - self._start_s,

@@ -121,7 +121,9 @@ class Steps:
     """
 
     def __init__(self, model: Model, way: Way, tokens: torch.Tensor) -> None:
-        self._model, self._way, self._tokens = model, way, tokens
+        self._model = model
+        self._way = way
+        self._tokens = tokens
         self._kernels = next(iter(cpu_candidates(model.attention_uses(model.kv_shape, _BLOCK_SIZE)[0]).values()))
         self._blocks = np.arange(way.storage.num_blocks, dtype=np.int32)
 

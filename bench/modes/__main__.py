@@ -84,8 +84,10 @@ def _measure(
     traffic: ModeTraffic, device: str, seed: int, redis_url: str | None, mooncake_master: str | None
 ) -> list[dict[str, Any]]:
     """Send a traffic through all modes, and print and return a row for each."""
-    print(f"{traffic.name}: {traffic.documents} documents of {traffic.document_tokens:,} tokens, "
-          f"{traffic.rounds} questions each, a pool of {traffic.pool_tokens:,} tokens\n{_HEADER}")  # fmt: skip
+    print(
+        f"{traffic.name}: {traffic.documents} documents of {traffic.document_tokens:,} tokens, "
+        f"{traffic.rounds} questions each, a pool of {traffic.pool_tokens:,} tokens\n{_HEADER}"
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
         _engines(all_modes(Path(folder), redis_url, mooncake_master), traffic, device) as engines,

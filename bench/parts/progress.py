@@ -52,7 +52,10 @@ class _Lines:
     """Writes a line at its start, and another when an answer comes after the interval."""
 
     def __init__(self, label: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._label, self._total, self._stream, self._clock = label, total, stream, clock
+        self._label = label
+        self._total = total
+        self._stream = stream
+        self._clock = clock
         self._num_answered = 0
         self._start_s = clock()
         self.write()

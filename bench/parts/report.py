@@ -130,12 +130,18 @@ def format_table(report: Summary) -> str:
                 ratio = _ratio(values[1], _at(same, keys))
             elif better == "more":
                 ratio = _ratio(values[0], values[1])
-            cells.append("" if ratio is None else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x")
+            cells.append(_format_ratio(ratio))
         rows.append(cells)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["   ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     rule = "-" * max(map(len, lines))
     return "\n".join([*_heading(report), "", lines[0], rule, *lines[1:], rule, *_notes(report)])
+
+
+def _format_ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x"
 
 
 # label, where in a summary, format, and whether less or more of it is better

@@ -29,7 +29,8 @@ class NormedRows:
     """
 
     def __init__(self, num_tokens: int, hidden_size: int, cache_bytes: int, device: torch.device) -> None:
-        self.num_bytes, self._pairs = _pairs(num_tokens, hidden_size, 4, cache_bytes, device)
+        self._pairs = _pairs(num_tokens, hidden_size, 4, cache_bytes, device)
+        self.num_bytes = 4 * self._pairs[0, 0].nbytes
         self._weight = torch.randn(hidden_size, dtype=torch.bfloat16, device=device)
 
     def contestant(self, add_rms_norm: AddRMSNorm) -> Contestant:
@@ -48,7 +49,8 @@ class GatedRows:
     """
 
     def __init__(self, num_tokens: int, intermediate_size: int, cache_bytes: int, device: torch.device) -> None:
-        self.num_bytes, self._pairs = _pairs(num_tokens, intermediate_size, 3, cache_bytes, device)
+        self._pairs = _pairs(num_tokens, intermediate_size, 3, cache_bytes, device)
+        self.num_bytes = 3 * self._pairs[0, 0].nbytes
 
     def contestant(self, swiglu: SwiGLU) -> Contestant:
         """Make a contestant from a kernel that gates each set."""
@@ -83,11 +85,9 @@ class LinearRows:
         return Contestant([*calls], lambda: worst_error(calls[0](), expected))
 
 
-def _pairs(
-    num_tokens: int, num_columns: int, num_tensors: int, cache_bytes: int, device: torch.device
-) -> tuple[int, torch.Tensor]:
-    """Return the bytes of `num_tensors` tensors, and `[num_sets, 2, num_tokens, num_columns]` random numbers."""
+def _pairs(num_tokens: int, num_columns: int, num_tensors: int, cache_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return random numbers `[num_sets, 2, num_tokens, num_columns]` for kernels that access `num_tensors` tensors."""
     torch.manual_seed(0)
     num_bytes = num_tensors * num_tokens * num_columns * torch.bfloat16.itemsize
     num_sets = num_input_sets(num_bytes, cache_bytes)
-    return num_bytes, torch.randn(num_sets, 2, num_tokens, num_columns, dtype=torch.bfloat16, device=device)
+    return torch.randn(num_sets, 2, num_tokens, num_columns, dtype=torch.bfloat16, device=device)

@@ -19,7 +19,9 @@ class RoundedLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         integers, scales = quantize_rows(linear.weight.detach())
-        self._integers, self._scales, self._bias = integers.t().double(), scales[:, 0], linear.bias
+        self._integers = integers.t().double()
+        self._scales = scales[:, 0]
+        self._bias = linear.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows `[..., in_features]`. Returns `[..., out_features]`."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import attention_peers
-from bench.attention_peers import Unavailable, peer
+from bench.attention_peers import peer
 from bench.parts.attention_inputs import (
     AttentionCase,
     AttentionInputs,
@@ -74,12 +74,6 @@ def test_cudnn_is_given_what_is_visible(prefix_tokens: int, monkeypatch: pytest.
     assert error_of("sdpa_cudnn", inputs) < 0.02
 
 
-def test_cudnn_has_nothing_to_join_without_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_peers, "_require_gpu", lambda inputs: None)
-    with pytest.raises(Unavailable, match="expected a cached prefix to join with"):
-        peer("cudnn_merged", None)(make_inputs(AttentionCase(20, 0), HEADS, 1, torch.device("cpu")))
-
-
 class PagedWrapper:
     """Does with one request what FlashInfer documents of `BatchPrefillWithPagedKVCacheWrapper`."""
 
@@ -103,7 +97,9 @@ class PagedWrapper:
         assert paged_kv_indices.dtype == qo_indptr.dtype == torch.int32
         assert paged_kv_indptr.tolist() == [0, len(paged_kv_indices)]
         self.num_tokens = (len(paged_kv_indices) - 1) * HEADS.block_size + int(paged_kv_last_page_len)
-        self.num_queries, self.pages, self.scale = int(qo_indptr[1]), paged_kv_indices, sm_scale
+        self.num_queries = int(qo_indptr[1])
+        self.pages = paged_kv_indices
+        self.scale = sm_scale
 
     def run(self, query: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
         kv = paged_kv_cache[self.pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.num_tokens]

@@ -22,7 +22,6 @@ from radixkv.errors import ConfigError
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
-from tests.kernels.gpu.interpreter import interpret_kernels
 
 
 @pytest.fixture(scope="module")
@@ -101,37 +100,6 @@ def test_a_way_that_fails_says_why_and_the_others_are_timed(
     assert row["ttft_ms"] > 0 < row["transformers_ms"]
 
 
-def test_the_longest_prefix_is_computed_only_when_it_is_measured(bench: PrefillBench) -> None:
-    assert bench.ask(bench.prompt(9, 200), reads=False).usage.cached_tokens == 0
-    bench.keep(200)
-    assert bench.ask(bench.prompt(9, 200)).usage.cached_tokens == 200
-
-
-def test_transformers_is_switched_outside_of_what_is_timed(
-    bench: PrefillBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed, is_inside = prefill_bench._timed, []
-
-    def watched(answer: Any) -> float:
-        is_inside.append(True)
-        try:
-            return timed(answer)
-        finally:
-            is_inside.pop()
-
-    running = TransformersPrefix.running
-
-    def outside(self: TransformersPrefix) -> Any:
-        assert not is_inside
-        return running(self)
-
-    monkeypatch.setattr(prefill_bench, "_timed", watched)
-    monkeypatch.setattr(TransformersPrefix, "running", outside)
-    row = measured(bench, 9, 77)
-    assert row["transformers_reason"] is None
-    assert row["transformers_ms"] > 0
-
-
 def test_recorded_steps_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "has_graphs", True)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
@@ -200,14 +168,6 @@ def test_the_cache_of_transformers_grows_with_the_prefix() -> None:
         for length in (7, 40, 5, 40):
             in_parts.restore(length)
         np.testing.assert_allclose(in_parts.logits(tokens[:3], 40), expected, rtol=1e-3, atol=1e-5)
-
-
-def test_a_goal_is_printed_as_ratios() -> None:
-    row = {"mode": "exact", "suffix_tokens": 64, "prefix_tokens": 8192, "weights_ratio": 1.5, "recompute_ratio": 12.25}
-    assert gpu_prefill._goal(row) == (
-        "goal, exact: 64 tokens after 8192 take 1.50 times the reading of the weights (at most 2) and "
-        "12.2 times less than without the cache (at least 10)"
-    )
 
 
 def test_weights_are_read_but_for_the_embeddings(bench: PrefillBench) -> None:

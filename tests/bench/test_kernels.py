@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,27 +150,6 @@ class FakeEvent:
         return (end.time_s - self.time_s) * 1e3
 
 
-def test_samples_on_a_gpu_take_inputs_that_were_not_used_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int] = []
-    clock = FakeClock()
-    monkeypatch.setattr("bench.parts.device_time.time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(torch.cuda, "Event", partial(FakeEvent, clock))
-    monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    turns: list[int] = []
-
-    def call(number: int) -> None:
-        turns.append(number)
-        clock.now_s += 2**-9
-
-    timing = measure([partial(call, number) for number in range(70)], torch.device("cuda"))
-    assert turns == [number % 70 for number in range(70 + 70 + 2 * 50)]
-    assert waits[:2] == [0, 0]
-    assert waits[2] > 0
-    assert timing.device_ms == 1000 / 2**9
-    assert timing.host_ms == 1000 / 2**9
-
-
 def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(AttentionCase(20, 40), HEADS, cache_bytes=1, device=CPU)
     whole = reference.paged_attention(inputs.queries[0], inputs.pool, 0, inputs.batch, Scoring(inputs.scale))
@@ -221,8 +198,3 @@ def test_sglangs_kernel_is_loaded_from_the_wheel_alone(tmp_path: Path) -> None:
     answers: list[tuple[int, bool]] = []
     load_extend_attention(tmp_path)(answers)
     assert answers == [(7, False)]
-
-
-def test_a_folder_without_sglangs_kernel_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--sglang: expected an unpacked wheel"):
-        load_extend_attention(tmp_path)

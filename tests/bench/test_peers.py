@@ -122,23 +122,3 @@ def test_an_interrupted_run_tells_what_it_has(
     assert peers.main([*arguments, "--cache", str(tmp_path), "--json", str(file)]) == 0
     assert [row["row"] for row in json.loads(file.read_text(encoding="utf-8"))["rows"]] == ["warm"]
     assert set(fake_engines) == {"radixkv"}
-
-
-def test_the_plan_has_the_demo_once() -> None:
-    planned = peers.plan(peers.parse_options([]))
-    assert [str(setting) for setting, _ in planned] == [
-        "llama, float32, 1 thread",
-        "llama, bfloat16, 1 thread",
-        "llama, float32, 2 threads",
-        "llama, bfloat16, 2 threads",
-        "tiny, float32, 2 threads",
-    ]
-    assert [setting.model for setting, _ in peers.plan(peers.parse_options(["--rows", "demo-1"]))] == ["tiny"]
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--engines", "gpt"], ["--threads", "0"], ["--rows", "x"], ["--json", "/nowhere/at/all.json"]]
-)
-def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        peers.parse_options(arguments)

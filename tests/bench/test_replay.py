@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import os
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,19 +19,13 @@ import pytest
 
 import bench.replay
 from bench.parts.adapters import reusable_tokens
-from bench.parts.adapters.adapter_files import write_adapters
 from bench.parts.load_generator import CallOutcome, Pass
 from bench.parts.options import parse_options
-from bench.parts.time_budget import TimeBudget
 from bench.parts.workloads import WorkItem
 from bench.replay import choose_baseline, main
-from radixkv.config import ModelConfig
-from radixkv.model.adapters.adapter_files import read_adapter
-from radixkv.model.loading import load_model
 from radixkv.v1 import prefill_pb2
 from tests.bench.fake_service import FakeService, Trouble, serving
 from tests.cache.walk.reusable_tokens import count_reusable_tokens
-from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -85,16 +77,6 @@ def test_the_report_has_the_promised_fields(json_file: Path) -> None:
     assert report["command"].startswith("python -m bench.replay --workload shared-prefix --requests 12 ")
 
 
-def test_the_report_says_where_and_how_it_was_measured(json_file: Path) -> None:
-    report = run(json_file, FakeService(), *SMALL, "--seed", "3", "--concurrency", "2")[1]
-    assert (report["seed"], report["concurrency"]) == (3, 2)
-    assert report["machine"].keys() >= {"cpu", "cores", "memory_gib", "gpu"}
-    assert report["versions"].keys() >= {"python", "torch", "grpcio", "radixkv"}
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", report["date"])
-    assert report["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", report["commit"])
-    assert report["server"]["capacity_tokens"] == 6400
-
-
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_hit_rate_is_the_independent_count(json_file: Path, groups: int) -> None:
     arguments = [*SMALL, "--groups", str(groups), "--concurrency", "1"]
@@ -131,14 +113,6 @@ def test_a_trace_is_replayed(json_file: Path, tmp_path: Path, pack: Callable[[by
     assert report["wall_s"] >= 0.04
 
 
-def test_poisson_arrivals_are_sent_in_an_open_loop(json_file: Path) -> None:
-    status, report = run(json_file, FakeService(), *SMALL, "--rate", "200")
-    assert status == 0
-    assert report["wall_s"] > 0.02
-    assert report["send_late_ms"]["p50"] is not None
-    assert "Poisson arrivals at 200 requests/s" in report["traffic_text"]
-
-
 def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run(json_file, FakeService(), *SMALL, "--baseline-requests", "5")[1]
     assert (report["requests"], report["without_cache"]["requests"]) == (12, 5)
@@ -150,12 +124,6 @@ def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str])
     assert f"those of these 5 requests alone: TTFT p50 {same_ms:,.2f} ms with cache" in out
     assert report["speedup"]["ttft_p50"] == pytest.approx(report["without_cache"]["ttft_ms"]["p50"] / same_ms)
     assert report["partial"] is False
-
-
-def test_without_a_baseline_there_is_nothing_to_compare(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, report = run(json_file, FakeService(), *SMALL, "--no-baseline")
-    assert (status, report["without_cache"], report["speedup"]) == (0, None, None)
-    assert "without cache" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("with_cache", [True, False])
@@ -187,18 +155,6 @@ def test_a_run_where_every_request_fails_still_reports(json_file: Path) -> None:
     assert report["token_hit_rate"] is None
 
 
-def test_the_table_shows_both_passes_and_their_ratio(capsys: pytest.CaptureFixture[str], json_file: Path) -> None:
-    run(json_file, FakeService(), *SMALL, "--concurrency", "1")
-    out = capsys.readouterr().out
-    assert re.search(r"^ +with cache +without cache +ratio$", out, re.MULTILINE)
-    assert re.search(r"^requests +12 +12$", out, re.MULTILINE)
-    assert re.search(r"^prompt tokens +648 +648$", out, re.MULTILINE)
-    assert re.search(r"^token hit rate +\d\d\.\d\d% +0\.00%$", out, re.MULTILINE)
-    assert re.search(r"^TTFT p50, ms +[\d.]+ +[\d.]+ +[\d.]+x$", out, re.MULTILINE)
-    assert "12 compared" in out
-    assert "new for this run" in out
-
-
 def pass_over(*indices: int) -> Pass:
     return Pass(tuple(CallOutcome(index, "OK", 0.0, 0.0, 0.1) for index in indices), 1.0, 0.1, num_planned=1000)
 
@@ -216,24 +172,6 @@ def test_a_sample_of_a_closed_loop_is_spread_evenly() -> None:
 def test_a_sample_of_an_open_loop_is_the_beginning_of_its_arrivals() -> None:
     options = parse_options([*SMALL, "--rate", "5", "--baseline-requests", "4"])
     assert choose_baseline(options, pass_over(*range(100))) == [0, 1, 2, 3]
-
-
-def test_the_pass_without_the_cache_ends_with_its_time(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def trouble(request: prefill_pb2.PrefillRequest, response: object) -> None:
-        if request.tenant != "warmup" and not request.read_cache:
-            time.sleep(0.1)
-
-    arguments = ["--workload", "shared-prefix", "--requests", "500", "--prefix-tokens", "5", "--suffix-tokens", "5"]
-    status, report = run(json_file, FakeService(trouble), *arguments, "--baseline-seconds", "2")
-    sample, without_cache = report["baseline_sample"], report["without_cache"]
-    assert report["requests"] == 500
-    assert report["partial"] is False
-    assert without_cache["ended_by"] == "time limit"
-    assert sample["requests"] == without_cache["requests"] == report["answers"]["compared"] < 500
-    assert f"a sample: {sample['requests']} of 500 requests, spread evenly; its time was over" in sample["text"]
-    is_enough = sample["requests"] >= 16
-    assert (status == 0) == is_enough == (report["speedup"] is not None)
-    assert ("NO COMPARISON" in capsys.readouterr().out) != is_enough
 
 
 def test_a_service_too_slow_to_compare_gives_no_ratio(
@@ -277,43 +215,6 @@ def test_a_run_ends_within_its_limit_whatever_the_service_does(
         assert f"PARTIAL RESULT (time limit): {report['requests']} of 12 requests with the cache" in captured.out
     else:
         assert "no request was answered in time: expected a longer --time-limit-s, got 2" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("left_s", "elapsed_s", "share", "most_s", "share_s"),
-    [(100.0, 0.0, 0.5, 180.0, 50.0), (100.0, 80.0, 0.5, 180.0, 10.0), (1000.0, 0.0, 0.5, 180.0, 180.0)],
-)
-def test_parts_share_the_time_that_is_left(
-    left_s: float, elapsed_s: float, share: float, most_s: float, share_s: float
-) -> None:
-    clock = FakeClock()
-    budget = TimeBudget(left_s, clock)
-    clock.now_s += elapsed_s
-    assert budget.share_s(share, most_s) == pytest.approx(share_s)
-
-
-def test_a_budget_that_is_used_up_has_nothing_left() -> None:
-    clock = FakeClock()
-    budget = TimeBudget(100.0, clock)
-    clock.now_s += 101.0
-    assert budget.left_s == 0.0
-
-
-def test_a_budget_without_a_limit_is_endless() -> None:
-    assert TimeBudget(None).share_s(0.1) == float("inf")
-
-
-def test_a_server_that_is_not_there_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.replay, "_CONNECT_TIMEOUT_S", 0.3)
-    assert main([*SMALL, "--address", "127.0.0.1:1"]) == 2
-    assert "error: server 127.0.0.1:1: expected a connection within 0.3 s" in capsys.readouterr().err
-
-
-def test_a_bad_trace_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--workload", "mooncake", "--trace", str(tmp_path / "no"), "--address", "127.0.0.1:1"]) == 2
-    assert "expected a readable file" in capsys.readouterr().err
 
 
 def test_a_server_that_fails_to_start_is_told(
@@ -391,39 +292,6 @@ def test_a_signal_ends_a_pass_and_reports_what_was_measured(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_signal_before_the_first_answer_leaves_nothing_to_report(tmp_path: Path) -> None:
-    pid_file, stalled_file = tmp_path / "pid", tmp_path / "stalled"
-    command = [sys.executable, "-c", INTERRUPTED, str(pid_file), str(stalled_file), "2", *SMALL]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replaying:
-        wait_until(lambda: stalled_file.exists() or replaying.poll() is not None)
-        replaying.send_signal(signal.SIGINT)
-        out, err = replaying.communicate(timeout=PATIENCE_S)
-    assert (replaying.returncode, out) == (130, "")
-    assert "interrupted before the first answer: nothing to report" in err
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
-
-
-def test_measuring_leaves_no_task_behind() -> None:
-    async def scenario(address: str) -> int:
-        options = parse_options(SMALL)
-        items = options.build_items()
-        messages = [bench.replay.build_message(item.token_ids) for item in items]
-        await bench.replay.measure(address, options, items, messages, TimeBudget(None))
-        return len(asyncio.all_tasks())
-
-    with serving(FakeService()) as address:
-        assert asyncio.run(scenario(address)) == 1
-
-
-def test_a_sample_of_an_open_loop_says_that_it_queues_less(json_file: Path) -> None:
-    report = run(json_file, FakeService(), *SMALL, "--rate", "500", "--baseline-requests", "2")[1]
-    text = report["baseline_sample"]["text"]
-    assert (
-        text == "a sample: 2 of 12 requests, the first ones; as asked; so short a pass queues less than the whole would"
-    )
-
-
 def test_requests_take_turns_with_adapters_and_tenants() -> None:
     options = parse_options([*SMALL, "--adapters", "3", "--tenants", "2"])
     items = options.build_items()
@@ -437,12 +305,6 @@ def test_requests_take_turns_with_adapters_and_tenants() -> None:
     assert reusable_tokens.count_reusable_tokens(items) == sum(each) > 0
 
 
-def test_tenants_are_told_apart_by_a_service(json_file: Path) -> None:
-    status, report = run(json_file, FakeService(), *SMALL, "--tenants", "3", "--concurrency", "1")
-    assert (status, report["tenants"]) == (0, 3)
-    assert report["cached_tokens"] == report["reusable_tokens"] >= 9 * 37  # own tokens may begin alike by chance
-
-
 def test_public_prefixes_count_as_reusable_for_every_tenant() -> None:
     options = parse_options([*SMALL, "--tenants", "3", "--adapters", "2", "--public-prefix"])
     items = options.build_items()
@@ -450,18 +312,3 @@ def test_public_prefixes_count_as_reusable_for_every_tenant() -> None:
     assert {adapter for adapter, _ in public} == {"bench-0", "bench-1"}
     assert reusable_tokens.count_reusable_tokens(items, public) > reusable_tokens.count_reusable_tokens(items)
     assert reusable_tokens.count_reusable_tokens(items, public) >= len(items) * options.prefix_tokens
-
-
-def test_a_service_without_public_prefixes_is_named(json_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(FakeService()) as address:
-        assert bench.replay.main([*SMALL, "--address", address, "--public-prefix"]) == 2
-    assert "--public-prefix: UNIMPLEMENTED" in capsys.readouterr().err
-
-
-def test_adapters_that_are_written_are_read(tmp_path: Path) -> None:
-    model = load_model(ModelConfig(device="cpu", max_adapters=2))
-    settings = write_adapters("tiny", tmp_path, 2)
-    assert [setting.partition("=")[0] for setting in settings] == ["adapters.bench-0.path", "adapters.bench-1.path"]
-    first, second = (read_adapter(setting.partition("=")[2], model) for setting in settings)
-    assert first.rank == 8
-    assert first.digest != second.digest

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 
-import bench.short_behind_long
-from bench.short_behind_long import DelaySample, StepWatch, ask, main
+from bench.short_behind_long import DelaySample, StepWatch, ask
 from tests.fakes import FakeClock
 
 
@@ -91,13 +89,3 @@ class QuickClient:
 
     async def probe(self, ids: list[int]) -> None:
         await asyncio.sleep(0.001)
-
-
-def test_a_long_prompt_that_is_too_short_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench.short_behind_long, "ServerProcess", lambda _: contextlib.nullcontext("nowhere:1"))
-    monkeypatch.setattr(bench.short_behind_long, "AsyncClient", QuickClient)
-    monkeypatch.setattr(bench.short_behind_long, "SETTLE_S", 0.01)
-    assert main(["--long-tokens", "100"]) == 2
-    assert "error: --long-tokens: expected a prompt that is computed for longer" in capsys.readouterr().err

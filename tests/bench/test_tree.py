@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bench.tree
-from bench.parts.peers.sglang_tree import SglangPythonTree, SglangRustTree
+from bench.parts.peers.sglang_tree import SglangPythonTree
 from bench.tree import main
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
@@ -182,9 +182,3 @@ def test_the_python_tree_is_loaded_from_the_wheel_alone(tmp_path: Path) -> None:
     tree.insert(key, torch.arange(8))
     assert tree.match_with_indices(key).tolist() == list(range(8))
     assert tree.evict(5) == 8
-
-
-@pytest.mark.parametrize("tree", [SglangRustTree, SglangPythonTree])
-def test_a_folder_that_is_no_wheel_is_refused(tree: Any, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--sglang: expected an unpacked wheel"):
-        tree(tmp_path, 4)

@@ -33,25 +33,24 @@ _NUM_PROMPTS, _PROMPT_TOKENS, _DRY_PROMPT_TOKENS = 8, 2048, 128
 _TOLERANCE = 0.1  # of logits in bfloat16, relative to their norm; see bench.gpu_prefill
 _SMALLER_STEP = "no memory for a step"
 
-# Takes the device's memory but for some MiB, in plain allocations, and keeps it until its standard input ends.
+# Allocates the device's memory but for some MiB and keeps it until its standard input ends.
 _BALLAST = f"""
 import sys, torch
-held = []
-if torch.cuda.is_available():
-    torch.zeros(1, device="cuda")
-    size = 1 << 30
-    while size >= 1 << 21:
-        free, _ = torch.cuda.mem_get_info()
-        if free - size < {_LEFT_MIB} << 20:
-            size //= 2
-            continue
-        try:
-            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            size //= 2
+torch.zeros(1, device="cuda")
+held, size = [], 1 << 30
+while size >= 1 << 21:
+    free, _ = torch.cuda.mem_get_info()
+    if free - size < {_LEFT_MIB} << 20:
+        size //= 2
+        continue
+    try:
+        held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        size //= 2
 print("holding", sum(each.nbytes for each in held) >> 20, "MiB", flush=True)
 sys.stdin.read()
 """
+_DRY_BALLAST = 'import sys; print("holding nothing", flush=True); sys.stdin.read()'
 
 
 def main() -> int:
@@ -93,7 +92,7 @@ async def _ask_without_memory(report: StageReport, server: ProductServer, vocab_
         with report.row(f"{len(given)} prompts with memory") as row:
             expected += [await _ask(client, prompt) for prompt in given]
             row["text"] = "answered"
-        with report.row(f"{len(given)} prompts with {_LEFT_MIB} MiB left") as row, _ballast() as held:
+        with report.row(f"{len(given)} prompts with {_LEFT_MIB} MiB left") as row, _ballast(report) as held:
             row["ballast"] = held
             answers = await asyncio.gather(*(_ask(client, prompt) for prompt in given))
             errors = [relative_error(*pair) for pair in zip(expected, answers, strict=True)]
@@ -121,11 +120,10 @@ def relative_error(expected: PrefillResponse, got: PrefillResponse) -> float:
 
 
 @contextlib.contextmanager
-def _ballast() -> Iterator[str]:
-    """Run the process that takes the memory. Yields what it says."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _BALLAST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def _ballast(report: StageReport) -> Iterator[str]:
+    """Run the process that takes the memory. Yields how much it holds."""
+    code = _DRY_BALLAST if report.is_dry_run else _BALLAST
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -89,12 +89,12 @@ def read_start(log: Sequence[tuple[float, str]]) -> dict[str, object]:
     """Read how a start went from the lines of its log, each with the seconds since the process was started."""
     messages = [message for _, message in log]
     recorded = [int(match[1]) for message in messages if (match := RECORDED_STEPS.search(message))]
-    ready = [(seconds, message) for seconds, message in log if message.startswith("ready after ")]
+    listening_s, ready = next(((seconds, text) for seconds, text in log if text.startswith("ready after ")), (0.0, ""))
     return {
         "recorded_steps": sum(recorded),
         "dropped_steps": sum(bool(DROPPED_STEP.search(message)) for message in messages),
-        "listening_s": ready[-1][0] if ready else log[-1][0] if log else 0.0,
-        "ready": ready[-1][1].partition(": ")[2] if ready else "",  # model, attention kernels, pool
+        "listening_s": listening_s,
+        "ready": ready.partition(": ")[2],  # model, attention kernels, pool
     }
 
 

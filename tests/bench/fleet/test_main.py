@@ -15,12 +15,19 @@ def test_a_run_compares_routings_over_both_traces(
     trace, result = tmp_path / "chat.jsonl", tmp_path / "fleet.json"
     trace.write_text(
         "".join(
-            json.dumps({"timestamp": 900 * index, "input_length": 1536, "output_length": 1,
-                        "hash_ids": [3 * (index % 20), 3 * (index % 20) + 1, 3 * (index % 20) + 2]}) + "\n"
+            json.dumps(
+                {
+                    "timestamp": 900 * index,
+                    "input_length": 1536,
+                    "output_length": 1,
+                    "hash_ids": [3 * (index % 20), 3 * (index % 20) + 1, 3 * (index % 20) + 2],
+                }
+            )
+            + "\n"
             for index in range(200)
         ),
         encoding="utf-8",
-    )  # fmt: skip
+    )
     options = ["--limit", "200", "--replicas", "8", "--routing", "prefix,random", "--decisions", "5"]
     code = main(["--trace", str(trace), *options, "--known-blocks", "20000", "--json", str(result)])
     written = json.loads(result.read_text(encoding="utf-8"))

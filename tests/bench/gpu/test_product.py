@@ -34,7 +34,7 @@ def test_every_stage_runs_dry_without_a_failure(tmp_path: Path, capsys: pytest.C
     assert status == 0
     num_rows = {name: len(each["result"]["rows"]) for name, each in stages.items()}
     assert num_rows == {
-        "warm": 5,
+        "warm": 4,
         "start": 2,
         "bits": 3,
         "tiers": 5,

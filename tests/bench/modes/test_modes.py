@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bench.modes.__main__ import main
-from bench.modes.mode import all_modes
 from bench.modes.traffic import traffics
 from radixkv.config import CacheConfig
 from tests.offload.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
@@ -78,28 +77,8 @@ def test_traffic_asks_about_each_document_in_each_round() -> None:
     assert len({prompt[:32] for prompt in once.prompts(100, seed=1)}) == 6
 
 
-def test_too_few_documents_are_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--documents", "3"])
-    told = capsys.readouterr()
-    assert "--documents: expected at least 4, so that each pool has room for a request, got 3" in told.err
-    assert told.out == ""
-
-
-def test_short_documents_need_more_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--documents", "1", "--document-tokens", "1", "--question-tokens", "1", "--rounds", "1"])
-    assert "--documents: expected at least 4, so" in capsys.readouterr().err
-
-
 def test_a_pool_has_room_for_a_request_and_the_copy_of_a_block() -> None:
     block_size = CacheConfig().block_size
     traffic = traffics(1, 1, 2 * block_size - 10, 9, 1)[0]
     pools = [traffic._replace(pool_tokens=num) for num in (2 * block_size, 3 * block_size - 1, 3 * block_size)]
     assert [each.has_room for each in pools] == [False, False, True]
-
-
-def test_modes_differ_by_name(tmp_path: Path) -> None:
-    assert len({mode.name for mode in all_modes(tmp_path)}) == 5
-    shared = all_modes(tmp_path, "redis://localhost:6379/0", "localhost:50051")
-    assert [mode.name for mode in shared[5:]] == ["prefix cache, Redis", "prefix cache, Mooncake"]

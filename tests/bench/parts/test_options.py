@@ -18,25 +18,6 @@ def test_defaults() -> None:
     assert (options.address, options.model, options.settings) == (None, None, ())
 
 
-def test_a_server_is_described_by_model_device_and_repeated_settings() -> None:
-    options = parse_options([*SHARED, "--model", "m", "--device", "cpu", "--set", "a.b=1", "--set", "c.d=2"])
-    assert (options.model, options.device, options.settings) == ("m", "cpu", ("a.b=1", "c.d=2"))
-
-
-@pytest.mark.parametrize("arguments", [[*SHARED, "--rate", "5"], [*TRACE, "--pace", "trace"]])
-def test_an_open_loop_has_no_concurrency(arguments: list[str]) -> None:
-    assert parse_options(arguments).concurrency is None
-    assert parse_options(arguments).describe_traffic().startswith("open loop")
-
-
-def test_a_long_campaign_has_no_limit() -> None:
-    assert parse_options([*SHARED, "--baseline-seconds", "inf"]).baseline_seconds == float("inf")
-
-
-def test_no_baseline_means_no_requests_without_cache() -> None:
-    assert parse_options([*SHARED, "--no-baseline"]).baseline_requests == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.parts.server_process import ServerProcess, serve_command
+from bench.parts.server_process import ServerProcess
 from radixkv.errors import ConfigError
 from tests.patience import wait_until
 
@@ -19,15 +19,6 @@ SERVE = "print('listening on 127.0.0.1:4321', flush=True); time.sleep(3600)"
 def python(code: str) -> list[str]:
     prelude = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
     return [sys.executable, "-S", "-c", prelude + textwrap.dedent(code)]
-
-
-def test_the_command_runs_this_interpreter_and_carries_every_choice() -> None:
-    command = serve_command("some/dir", "cpu", ("cache.block_size=16", "a.b=c"))
-    assert command[0] == sys.executable
-    assert " ".join(command[1:]) == (
-        "-m radixkv.service serve --port 0 --model some/dir --device cpu --set cache.block_size=16 --set a.b=c"
-    )
-    assert " ".join(serve_command(None, None, ())[1:]) == "-m radixkv.service serve --port 0"
 
 
 def test_the_address_is_read_past_other_lines() -> None:
@@ -52,13 +43,6 @@ def test_a_server_that_ends_early_shows_its_status_and_stderr() -> None:
     server = ServerProcess(python("print('no such model', file=sys.stderr); sys.exit(3)"))
     with pytest.raises(ConfigError, match=r"(?s)got its end, with exit status 3; its stderr:\nno such model"), server:
         pass
-
-
-def test_only_the_end_of_a_long_stderr_is_shown() -> None:
-    server = ServerProcess(python("print('x' * 100_000 + ' the reason', file=sys.stderr); sys.exit(3)"))
-    with pytest.raises(ConfigError, match=r"x the reason$") as caught, server:
-        pass
-    assert len(str(caught.value)) < 5000
 
 
 def test_a_server_that_never_listens_is_stopped_and_told() -> None:
@@ -88,10 +72,3 @@ def test_a_talkative_server_is_never_blocked() -> None:
     with server:
         wait_until(lambda: not server.is_running)
     assert server.stop() == 7
-
-
-def test_a_missing_program_is_told() -> None:
-    server = ServerProcess(["/nowhere/python"])
-    with pytest.raises(ConfigError, match="expected to start /nowhere/python, got: No such file"), server:
-        pass
-    assert server.stop() is None

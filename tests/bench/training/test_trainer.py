@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.training.__main__ import train
 from bench.training.pace import Pace
 from bench.training.sequences import Sequences
 from bench.training.trainer import Trainer
@@ -52,16 +50,3 @@ def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
     trainer(checkpoint=tmp_path / "checkpoint.pt").save()
     with pytest.raises(ValueError, match="checkpoint: expected seed 1, got 0"):
         trainer(checkpoint=tmp_path / "checkpoint.pt", seed=1)
-
-
-def test_time_counts_only_while_it_steps() -> None:
-    run = trainer(now_s=count().__next__)
-    losses(run, 3)
-    assert run.progress.seconds == 3
-
-
-def test_a_run_says_where_it_is_and_saves_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trainer(steps=10, checkpoint=tmp_path / "checkpoint.pt")
-    train(run)
-    assert capsys.readouterr().out.startswith("step 10: loss ")
-    assert trainer(steps=10, checkpoint=tmp_path / "checkpoint.pt").is_done

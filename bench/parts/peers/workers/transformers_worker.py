@@ -59,7 +59,8 @@ class Generate:
         with torch.inference_mode():
             cached = {cache_keyword(self._model): cache}
             self._model(input_ids=torch.tensor([prefix]), use_cache=True, logits_to_keep=1, **cached)
-        self._prefix, self._cache = prefix, cache
+        self._prefix = prefix
+        self._cache = cache
 
     def _generate(self, prompts: list[list[int]], new_tokens: int, shared_tokens: int) -> tuple[float, list[list[int]]]:
         import torch

@@ -37,9 +37,3 @@ def test_servers_that_never_come_are_an_error_with_the_log() -> None:
         pass
     assert gateway._process is not None
     assert gateway._process.poll() is not None
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"the package smg is missing.*\[gateway\]"), GatewayProcess(["127.0.0.1:1"]):
-        pass

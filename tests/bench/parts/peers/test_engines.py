@@ -60,8 +60,3 @@ def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
 def test_workers_are_modules_that_exist() -> None:
     folder = Path(__file__).parents[4] / "bench/parts/peers/workers"
     assert {engine.worker for engine in ENGINES.values()} <= {path.stem for path in folder.glob("*_worker.py")}
-
-
-def test_a_setting_reads_well() -> None:
-    assert str(SETTING) == "tiny, bfloat16, 2 threads"
-    assert str(PeerSetting("llama", "float32", 1)) == "llama, float32, 1 thread"

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.parts.peers.environments import RECIPES, Environments, NotInstalled, Recipe
-
-EMPTY = {"peer": Recipe(())}
+from bench.parts.peers.environments import RECIPES, Environments, Recipe
 
 
 @pytest.fixture
@@ -47,20 +45,6 @@ def test_an_environment_is_made_once_and_again_for_another_recipe(tmp_path: Path
     assert len(pip_calls) == 5
 
 
-def test_a_failed_installation_is_tried_again(tmp_path: Path, pip_calls: list[list[str]]) -> None:
-    environments = Environments(tmp_path, {"peer": Recipe(("bad==1",))})
-    for _ in range(2):
-        with pytest.raises(NotInstalled, match=r"peer: an installation: expected exit status 0, got 1; .*peer\.log"):
-            environments.python("peer")
-    assert len(pip_calls) == 4
-
-
-def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    environments = Environments(tmp_path, {})
-    with pytest.raises(NotInstalled, match=r"(?s)a model: .*ends with:\nno such model"):
-        environments.run(None, ["-c", "import sys; sys.exit('no such model')"], "a model")
-
-
 def test_a_worker_imports_bench_and_nothing_else_of_the_checkout(tmp_path: Path) -> None:
     environments = Environments(tmp_path, {})
     for _ in range(2):
@@ -70,10 +54,6 @@ def test_a_worker_imports_bench_and_nothing_else_of_the_checkout(tmp_path: Path)
         [sys.executable, "-S", "-c", seen], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[True, False, False]"
-
-
-def test_our_own_interpreter_needs_no_environment(tmp_path: Path) -> None:
-    assert Environments(tmp_path, {}).python(None) == Path(sys.executable)
 
 
 def test_every_version_is_pinned() -> None:

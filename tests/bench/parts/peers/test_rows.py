@@ -52,22 +52,9 @@ def test_a_request_and_a_call_are_shares_of_all() -> None:
     assert ROWS["demo-4"].measure(answer, "a").wall_s == 7 / 120
 
 
-def test_a_batch_is_taken_whole() -> None:
-    sample = ROWS["shared"].measure(answer, "a")
-    assert (sample.wall_s, sample.cpu_s) == (6 + 64, 64 * 3)
-
-
 def test_a_token_is_without_the_prompt() -> None:
     """65 tokens: the first one's wall time is told by the worker, its CPU time by a request with one token."""
     sample = ROWS["decode"].measure(answer, "a")
     assert sample.wall_s == (6 + 65 - 2) / 64
     assert sample.cpu_s == (65 - 1) * 3 / 64
     assert len(sample.first_tokens) == 2
-
-
-def test_quick_rows_have_the_same_names_and_less_to_do() -> None:
-    quick = build_rows(is_quick=True)
-    assert list(quick) == list(ROWS)
-    for name in ASKED:
-        row = quick[name]
-        assert len(row.tasks("a")[-1].prompts[0]) < len(ROWS[name].tasks("a")[-1].prompts[0])

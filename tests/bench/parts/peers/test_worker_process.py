@@ -47,11 +47,6 @@ def test_a_worker_that_dies_says_its_last_words() -> None:
             worker.run(Task([[1]], 1))
 
 
-def test_a_worker_that_does_not_start_says_why() -> None:
-    with fake_process(mode="late") as worker, pytest.raises(WorkerFailed, match=r"(?s)exit status 1.*no such model"):
-        worker.wait_until_ready()
-
-
 def test_other_numbers_of_tokens_than_asked_for_are_refused() -> None:
     with fake_process(mode="many") as worker:
         worker.wait_until_ready()
@@ -65,12 +60,6 @@ def test_a_worker_that_says_nothing_is_killed() -> None:
         with pytest.raises(WorkerFailed, match=r"x: expected a line within 0.1 s, got none"):
             worker.wait_until_ready()
         assert not worker.is_running
-
-
-def test_a_program_that_says_something_else_is_refused() -> None:
-    command = [sys.executable, "-c", "print('hello')"]
-    with WorkerProcess("x", command, dict(os.environ)) as worker, pytest.raises(WorkerFailed, match="got 'hello"):
-        worker.wait_until_ready()
 
 
 def test_what_a_worker_started_in_a_session_of_its_own_is_gone_too(tmp_path: Path) -> None:

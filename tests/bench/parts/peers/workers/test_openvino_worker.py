@@ -20,7 +20,9 @@ OPTIONS = WorkerOptions(Path("m"), "bfloat16", 1, "", Path())
 
 class Handle:
     def __init__(self, prompt: Any, limit: int) -> None:
-        self.first, self.left, self.unread = int(prompt[0, 0]), limit, []
+        self.first = int(prompt[0, 0])
+        self.left = limit
+        self.unread = []
 
     def step(self) -> None:
         if self.left:
@@ -38,7 +40,9 @@ class Pipeline:
     """Gives each request one token a step, its prompt's first one."""
 
     def __init__(self, *given: Any) -> None:
-        self.given, self.handles, self.most = given, [], 0
+        self.given = given
+        self.handles = []
+        self.most = 0
 
     def add_request(self, number: int, prompt: Any, config: Any) -> Handle:
         assert number == len(self.handles)
@@ -74,23 +78,6 @@ def test_no_more_requests_than_asked_for_are_under_way(monkeypatch: pytest.Monke
     assert all(0 <= each <= done.wall_s for each in done.first_s)
     assert engine.run(Task([[8]], 1)).token_ids == [[8]]
     engine.close()
-
-
-@pytest.mark.parametrize(("status", "precision"), [(0, "bf16"), (1, "f32")])
-def test_kv_has_the_type_of_the_model_unless_that_is_refused(
-    monkeypatch: pytest.MonkeyPatch, status: int, precision: str
-) -> None:
-    ends_with(monkeypatch, status)
-    engine = openvino_worker.OpenVino(OPTIONS)
-    model, scheduler, device, properties = engine._pipeline.given
-    assert any("refuses bfloat16" in note for note in engine.notes) == (status == 1)
-    assert (model, device) == ("m", "CPU")
-    assert scheduler.enable_prefix_caching
-    assert properties == {
-        "INFERENCE_NUM_THREADS": 1,
-        "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,
-    }
 
 
 @pytest.mark.parametrize(("status", "isa"), [(0, None), (1, None), (-8, "AVX512_CORE_BF16")])
