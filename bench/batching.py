@@ -1,9 +1,10 @@
-"""Measures continuous batching: generated tokens a second, with one request at a time and with several.
+"""Measures continuous batching: generated tokens per second, one request at a time and several together.
 
 python -m bench.batching --json bench/results/batching.json
 
-Over gRPC, against a server started here. Each level sends the same requests, in rounds that alternate. A request's
-tokens must be the same whatever shares its batch. Nothing is cached between requests.
+Requests go over gRPC to a server that this benchmark starts. Each concurrency level sends the same requests, in rounds
+that alternate between levels. A request must get the same tokens whatever shares its batch. No request finds anything
+in the cache.
 """
 
 from __future__ import annotations

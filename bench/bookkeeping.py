@@ -1,10 +1,10 @@
-"""Measures the share of a step that engine and tree take beside the model, when nothing can be reused.
+"""Measures the share of a step that engine and radix tree take, compared with the model, when nothing is reused.
 
 python -m bench.bookkeeping --json bench/results/bookkeeping.json
 
-A real `EngineCore` over a model of a real shape with random weights. All prompts differ, so each is matched, leased,
-computed, published and answered in full, and soon evicts others. Bookkeeping is all of a step except the forward pass
-and the reading of its logits. It includes the stopwatch, about a microsecond a call.
+A real `EngineCore` runs a model of a real shape with random weights. All prompts differ, so each is matched, leased,
+computed, published and answered completely, and soon evicts others. Bookkeeping is everything in a step except the
+forward pass and reading its logits. It includes the stopwatch itself, about one microsecond per call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures the price of exact mode: prefill in exact and in fast mode, in turn, with random weights.
+"""Measures the cost of exact mode: prefill in exact mode and in fast mode, in turn, with random weights.
 
 python -m bench.exactness --json bench/results/exactness.json
 python -m bench.exactness --device cuda --shape 8b --layers 32 --dtypes bfloat16        # on a GPU

@@ -1,9 +1,10 @@
-"""Shows the SMG gateway before two servers: OpenAI's API, reuse by conversation, and a server that is killed.
+"""Shows the SMG gateway in front of two servers: OpenAI's API, reuse in a conversation, and a server that is killed.
 
 python -m bench.gateway_demo
 
-Starts two servers of the embedded model and the gateway on free local ports, asks through OpenAI's client, and stops
-them all at the end. Exit status: 0 if every question was answered, 1 if not, 2 if something did not start.
+Starts two servers with the embedded model and the gateway on free local ports, sends questions with OpenAI's client,
+and stops everything at the end. The exit status is 0 if every question was answered, 1 if not, and 2 if a process did
+not start.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from bench.parts.demo.talk import PromptTokens, Talk, num_finished, say
-from bench.parts.gateway.first_tokens import time_first_tokens
-from bench.parts.gateway.gateway_process import GatewayProcess
+from bench.parts.gateway_first_tokens import time_first_tokens
+from bench.parts.gateway_process import GatewayProcess
 from bench.parts.server_process import ServerProcess, serve_command
+from bench.parts.talk import PromptTokens, Talk, num_finished, say
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 

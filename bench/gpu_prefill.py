@@ -1,13 +1,13 @@
-"""Measures time to first token after a cached prefix, through the engine's core, with random weights.
+"""Measures time to first token after a cached prefix, through the engine core, with random weights.
 
     python -m bench.gpu_prefill --json bench/results/gpu_prefill.json        # on a GPU
-    python -m bench.gpu_prefill --dry-run                                    # on any machine; its times say nothing
+    python -m bench.gpu_prefill --dry-run                                    # on any machine; its times mean nothing
 
-Each prompt is computed in several ways: after the cached prefix; the same without recorded steps (CUDA graphs); a long
-suffix in steps of 512 tokens; by the same engine without the cache; and by transformers with a cache that holds the
-prefix, whose attention repeats K and V of each head and is not recorded. Answers are compared before anything is timed.
-The row is printed and written as soon as it has our own time, and again after each other way. The lower bound is
-reading the weights once, at the rate at which this device copies.
+Each prompt is computed in several ways: after the cached prefix; the same without CUDA graphs; a long suffix in steps
+of 512 tokens; by the same engine without the cache; and by transformers with a cache that holds the prefix, whose
+attention repeats K and V for each query head and uses no CUDA graph. Answers are compared before anything is timed. A
+row is printed and written as soon as our own time is known, and again after each other way. The lower bound is the time
+to read all weights once, at the rate at which this device copies memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Measures the Triton kernels beside their peers: correctness, time, and share of the device's own rates.
+"""Measures the Triton kernels and their peers: correctness, time, and share of the device's own rates.
 
 python -m bench.kernels --sglang UNPACKED_WHEEL --json bench/results/kernels.json      # on a GPU
-python -m bench.kernels --dry-run      # on any machine; its times say nothing
+python -m bench.kernels --dry-run      # on any machine; its times mean nothing
 
-Shapes are those of one layer of an 8B model. Each answer is first compared with the twin in `kernels/reference.py`, on
-the device. Then kernel and peers are timed over input sets that together are larger than the cache. Results are medians
-by device events.
+Shapes are those of one layer of an 8B model. Each answer is first compared on the device with the reference in
+`kernels/reference.py`. Then the kernel and its peers are timed over sets of inputs that together are larger than the
+device's cache. Times are medians of device events.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Measures what quantization costs in quality: the same texts over each dtype of pool, and how many tokens fit.
+"""Measures what quantization costs in quality: the same texts over a pool of each dtype, and how many tokens fit.
 
 python -m bench.kv_dtype --weights int8 --json bench/results/kv_dtype.json
 
-With `--weights int8` also weights of 8 bits, over a pool of the model's own dtype. Where radixkv refuses to serve them,
-because the processor's sums may be cut off, `tiny` and `random` multiply in another way, with the same numbers.
+`--weights int8` adds weights of 8 bits, over a pool of the model's own dtype. On a processor whose int8 sums may
+saturate, radixkv refuses to serve such weights; `tiny` and `random` then multiply the same numbers in another way.
 
-`tiny` reads documents that it was not trained on. Texts of other models are drawn from the model itself over a pool of
-its own dtype, so that they are what it expects. Use `--models DIR` to measure your own model: random weights have no
-outliers, and their attention has no structure.
+`tiny` reads documents that it was not trained on. Texts for other models are sampled from the model itself over a pool
+of its own dtype, so that they are text that the model expects. Use `--models DIR` to measure your own model: random
+weights have no outliers, and their attention has no structure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Measures radixkv beside other engines on a CPU: OpenVINO, vLLM, llama.cpp and transformers, on one checkpoint.
+"""Compares radixkv with other engines on a CPU: OpenVINO, vLLM, llama.cpp and transformers, with one checkpoint.
 
 python -m bench.peers --json bench/results/peers.json --plot docs/peers.svg
 
-Each engine runs in a process and an environment of its own, made in `--cache` once. Their requests take turns, and the
-first tokens of all are compared. A peer that can't be installed, or dies, is reported and the others go on.
+Each engine runs in its own process and virtual environment, which is created once in the folder `--cache`. The engines'
+requests take turns, and the first tokens of all engines are compared. A peer that can't be installed, or that dies, is
+reported, and the others continue.
 """
 
 from __future__ import annotations

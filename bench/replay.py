@@ -1,10 +1,10 @@
 """Replays traffic against a prefill server with the cache, then without it, and compares.
 
-Three passes on one server: a short warm-up under its own tenant; the traffic under a tenant that is new for this run,
-so that it starts cold also on a running server; the same traffic with the cache switched off. Every answer is checked.
-Time limits, SIGINT and SIGTERM end a pass early; the report then covers the requests that were answered, and says so.
-The exit status is 0 if all answers came and were right, 1 if not, 2 if too little was measured to compare, and 130
-(SIGINT) or 143 (SIGTERM) after an interruption.
+A run makes three passes on one server: a short warm-up under its own tenant; the traffic under a tenant that is new for
+this run, so that it starts cold on a running server too; and the same traffic with the cache switched off. Every answer
+is checked. Time limits, SIGINT and SIGTERM end a pass early; the report then covers the requests that were answered,
+and says so. The exit status is 0 if all answers came and were right, 1 if not, 2 if too little was measured to compare,
+and 130 (SIGINT) or 143 (SIGTERM) after an interruption.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from types import FrameType
 import grpc
 import grpc.aio
 
-from bench.parts.adapters.reusable_tokens import count_reusable_tokens
 from bench.parts.environment import describe_run
 from bench.parts.interruption import Interruption
 from bench.parts.load_generator import (
@@ -41,9 +40,10 @@ from bench.parts.load_generator import (
 )
 from bench.parts.options import DEFAULT_CONCURRENCY, ReplayOptions, parse_options
 from bench.parts.progress import progress
-from bench.parts.public.registration import PublicTokens, made_public, public_tokens
+from bench.parts.public_registration import PublicTokens, made_public, public_tokens
 from bench.parts.report import MIN_COMPARED, Summary, build_comparison, format_table, summarize
 from bench.parts.result_file import write_json
+from bench.parts.reusable_tokens import count_reusable_tokens
 from bench.parts.server_process import ServerProcess, serve_command
 from bench.parts.time_budget import TimeBudget
 from bench.parts.workloads import WorkItem, median_prompt_tokens, spread_order, unrelated_prompts
@@ -333,7 +333,7 @@ def _server(options: ReplayOptions, budget: TimeBudget) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         settings = options.settings
         if options.adapters:
-            from bench.parts.adapters.adapter_files import write_adapters  # imports torch: slow, and needed here only
+            from bench.parts.adapter_files import write_adapters  # imports torch: slow, and needed here only
 
             settings += tuple(write_adapters(options.model or "tiny", Path(folder), options.adapters))
         start_timeout_s = budget.share_s(_START_SHARE, _START_TIMEOUT_S)

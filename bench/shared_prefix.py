@@ -1,9 +1,10 @@
-"""Measures attention on a CPU over a prefix that requests share, beside the same prefix in blocks of their own.
+"""Measures attention on a CPU over a prefix in shared blocks, compared with the same prefix in blocks of each request.
 
 python -m bench.shared_prefix --json bench/results/shared_prefix.json
 
-One layer, with the kernels that serve. The third column is torch's fused attention, called for each request over
-contiguous K and V. Before anything is timed, answers over shared blocks must have the bits that a request gets alone.
+One layer is computed with the kernels that serve. The third column is torch's fused attention, called for each request
+over contiguous K and V. Before anything is timed, answers over shared blocks must be bitwise identical to those that a
+request gets alone.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Measures how long short prompts wait that arrive while a long one is computed.
+"""Measures how long short prompts wait that arrive while a long prompt is computed.
 
     python -m bench.short_behind_long --json FILE
 
-A short prompt should be answered within the step that ran when it came, the next one, and the time it takes alone. The
-ends of steps are seen from outside: a probe is answered between two steps.
+A short prompt should be answered within the step that was running when it arrived, the next step, and the time that it
+takes alone. The benchmark sees the ends of steps from outside: the engine answers a Probe between two steps.
 
-The exit status is 0 if every prompt was, 1 if not, 2 if the long one ended before the first short one was answered.
+The exit status is 0 if every short prompt was answered in time, 1 if not, and 2 if the long prompt ended before the
+first short one was answered.
 """
 
 from __future__ import annotations

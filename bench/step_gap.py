@@ -2,9 +2,9 @@
 
 python -m bench.step_gap --json bench/results/step_gap.json
 
-The real engine core runs over a device that takes no time. Each step is laid out and its attention planned, as for a
-recorded step in exact mode with 32 query heads over 8 KV heads. Upload and launch are not included. Rounds alternate
-between steps that start before the rest of the last one's work, as on a GPU, and steps that start after it.
+The real engine core runs with a device that takes no time. Each step is laid out and its attention is planned, as for a
+recorded step in exact mode with 32 query heads and 8 KV heads. Upload and launch are not included. Rounds alternate
+between steps that start before the remaining work of the previous step, as on a GPU, and steps that start after it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m bench.threads --threads 1 2 --against ../other-checkout --json FILE
 
 A server runs for each model, number of threads and checkout. They answer the same prompts in turn, first on a quiet
-machine, then next to processes that do nothing but use the CPU, so that both conditions and all servers see the same
-drift of the machine. Rows: a prompt that is not cached, 64 new tokens after a cached prefix, and a decoded token.
+machine, then next to processes that only use the CPU, so that all servers and both conditions are affected alike when
+the machine's speed drifts. Rows: a prompt that is not cached, 64 new tokens after a cached prefix, and a decoded
+token.
 """
 
 from __future__ import annotations

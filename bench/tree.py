@@ -1,9 +1,9 @@
-"""Measures match, insert, lease and evict beside a bare memory comparison and beside SGLang's two trees.
+"""Measures match, insert, lease and evict, compared with a bare memory comparison and with SGLang's two trees.
 
     python -m bench.tree --trace conversation.jsonl [--sglang UNPACKED_WHEEL] [--json FILE]
 
-Each operation replays the whole trace in a separate pass, in one process, on the same prompts and block size, so that
-all find the same cold memory. Results are medians.
+Each operation replays the whole trace in a separate pass, in one process, with the same prompts and block size, so that
+all implementations find the same cold memory. Results are medians.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 python -m bench.compression --json build/bench/compression.json
 
-The embedded model reads documents that it was not trained on. A prompt of each is computed as always; then it reads on,
-token by token, over the whole K/V and over what each policy keeps. Its predictions are compared. Memory and quality
-depend on nothing but the texts; seconds also on what else the machine does.
+The embedded model reads documents that it was not trained on. The prompt of each is computed as usual; then the model
+reads on, token by token, over the whole K/V and over what each policy keeps, and its predictions are compared. Memory
+and quality depend only on the texts; seconds also depend on the load of the machine.
 """
 
 from __future__ import annotations

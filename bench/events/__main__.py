@@ -1,8 +1,130 @@
-"""Run the measurement of `bench.events.beside_callers`."""
+"""Measures prefills while other clients subscribe to the events of what is cached.
 
+    python -m bench.events --json FILE
+
+Sends prompts of which nothing is cached, one after another, in three passes: alone; next to as many subscribers as a
+server accepts, half of them slow and half stalled; and next to many more clients, of which the server refuses the rest,
+which retry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from bench.events.beside_callers import main
+from bench.parts.environment import describe_run
+from bench.parts.report import distribution
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.service.client import Client
 
-if __name__ == "__main__":
-    sys.exit(main())
+VOCAB_SIZE = 256
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class EventMeasurement:
+    """One pass.
+
+    Attributes:
+        callers: callers of Subscribe.
+        accepted, refused: callers by the answer to their first call.
+        ttft_ms: time to first token, as clients see it.
+        server_mib: memory of the server's process after it; None where the system does not tell.
+    """
+
+    callers: int
+    accepted: int
+    refused: int
+    ttft_ms: dict[str, float | None]
+    server_mib: float | None
+
+
+@contextmanager
+def callers(address: str, count: int) -> Iterator[tuple[int, int]]:
+    """Run callers in a process of their own; yields how many were accepted, and how many refused."""
+    if count == 0:
+        yield 0, 0
+        return
+    command = [sys.executable, "-m", "bench.events.callers", address, str(count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            accepted, refused = map(int, process.stdout.readline().split())
+            yield accepted, refused
+            assert process.poll() is None, "callers stay until the pass is over"
+        finally:
+            process.kill()
+
+
+def resident_mib(pid: int) -> float | None:
+    """Read the resident memory of a process in MiB; None where there is no /proc."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+def prefill_times_ms(client: Client, count: int, num_tokens: int, rng: random.Random) -> list[float]:
+    """Prefill fresh prompts one after another; returns the time that each took."""
+    times_ms = []
+    for _ in range(count):
+        prompt = rng.choices(range(VOCAB_SIZE), k=num_tokens)
+        start_s = time.perf_counter()
+        client.prefill(prompt)
+        times_ms.append((time.perf_counter() - start_s) * 1000)
+    return times_ms
+
+
+def measure(options: argparse.Namespace) -> list[EventMeasurement]:
+    """Measure all passes on one server."""
+    rng = random.Random(options.seed)
+    server = ServerProcess(serve_command(options.model, None, ()))
+    passes = []
+    with server as address, Client(address, timeout_s=_TIMEOUT_S) as client:
+        prefill_times_ms(client, options.warm_up, options.tokens, rng)
+        for count in (0, options.readers, options.callers):
+            with callers(address, count) as (accepted, refused):
+                times_ms = prefill_times_ms(client, options.requests, options.tokens, rng)
+                memory = resident_mib(server.pid or 0)
+                passes.append(EventMeasurement(count, accepted, refused, distribution(times_ms), memory))
+    return passes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.events",
+        description="Measure prefills beside callers that follow what is cached.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--requests", type=int, default=400, help="prefills a pass")
+    parser.add_argument("--warm-up", type=int, default=50, help="prefills before the first pass")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens a prompt")
+    parser.add_argument("--readers", type=int, default=64, help="callers of the second pass")
+    parser.add_argument("--callers", type=int, default=1000, help="callers of the third pass")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", metavar="tiny|DIR")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    passes = measure(options)
+    print("callers  accepted  refused  TTFT p50 ms  TTFT p99 ms  server MiB")
+    for each in passes:
+        p50, p99, memory = (
+            value or float("nan") for value in (each.ttft_ms["p50"], each.ttft_ms["p99"], each.server_mib)
+        )
+        print(f"{each.callers:7} {each.accepted:9} {each.refused:8} {p50:12.1f} {p99:12.1f} {memory:11.0f}")
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.events", *(sys.argv[1:] if arguments is None else arguments)])
+        result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
+        options.json.write_text(json.dumps({**result, "command": command, **describe_run()}, indent=2) + "\n")
+    return 0

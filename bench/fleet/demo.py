@@ -1,9 +1,9 @@
-"""Shows a fleet on Ray: routing by prefixes, decoding elsewhere, and a replica that is killed.
+"""Shows a fleet on Ray: routing by prefixes, decoding on another server, and a replica that is killed.
 
 python -m bench.fleet.demo
 
-Starts two replicas of the embedded model and their ingress on loopback, and stops them at the end. Exit status: 0 if
-every prompt was answered, 1 if not, 2 if something did not start.
+Starts two replicas of the embedded model and their ingress on loopback, and stops them at the end. The exit status is 0
+if every prompt was answered, 1 if not, and 2 if a process did not start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from bench.fleet.fleet_process import FleetProcess
-from bench.parts.demo.talk import PromptTokens, Talk, num_finished, say
+from bench.parts.talk import PromptTokens, Talk, num_finished, say
 from radixkv.errors import ConfigError
 from radixkv.service.client import Client, KVSource
 from radixkv.v1.fleet_pb2 import RouteReason

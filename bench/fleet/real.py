@@ -1,18 +1,19 @@
-"""Measures a real fleet on Ray: against round-robin, with a replica that is killed, and what its ingress costs.
+"""Measures a fleet on Ray: compared with round-robin, with a replica that is killed, and the overhead of its ingress.
 
 python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] [--concurrency 16]
     [--rates 0.5,0.8,1.0,1.2,1.4]
 
-Engines of the embedded model. The traffic is that of llm-d's benchmark, shrunk: groups of prompts that begin alike, in
-random order. Each replica's cache holds a part of the groups. Two fleets, one for each routing, take turns, and forget
-all before each pass:
+The replicas serve the embedded model. The traffic is that of llm-d's benchmark, scaled down: groups of prompts with a
+common beginning, in random order. Each replica's cache holds some of the groups. Two fleets, one for each routing
+policy, take turns, and both caches are purged before each pass:
 
-1. Capacity: prompts a second, some at a time, each followed by another one.
-2. Prompts that arrive at random times, however many wait, at some rates. These are parts of what round-robin can do: as
-   in llm-d's benchmark, the times to first tokens part where one routing has a growing queue and the other has not.
+1. Capacity: prompts per second in a closed loop.
+2. An open loop: prompts arrive at random times at several rates. The rates are fractions of the capacity of
+   round-robin: as in llm-d's benchmark, times to first token diverge where one policy has a growing queue and the other
+   has not.
 
-Then a replica of the fleet that routes by prefixes is killed. Exit status: 0 if no answer was wrong, and none failed
-that had not begun.
+Then a replica of the fleet that routes by prefixes is killed. The exit status is 0 if no answer was wrong, and no call
+failed before its answer had begun.
 """
 
 from __future__ import annotations

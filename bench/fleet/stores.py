@@ -1,11 +1,11 @@
-"""Measures what a router gains by knowing what the stores of servers hold.
+"""Measures what a router gains by knowing what the servers' stores hold.
 
     python -m bench.fleet.stores [--groups 40] [--prompts 10] [--rounds 3] [--json FILE]
 
-Two servers of the embedded model, each with a pool that holds a few of the prefixes, and host memory that holds all.
-Prompts of groups that begin alike come in random order, some at a time, routed by the events of the servers. A router
-that is told of stores takes turns with one that is told of devices alone; each finds the servers empty. Exit status: 0
-if all prompts were answered.
+Two servers of the embedded model each have a pool that holds a few of the prefixes, and host memory that holds all of
+them. Groups of prompts with a common beginning arrive in random order, several at a time, and are routed by the
+servers' events. A router that also gets the events of stores takes turns with one that gets only those of devices; both
+start with empty servers. The exit status is 0 if all prompts were answered.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Attacks a server of its own on loopback, with an innocent caller beside each attack.
+"""Attacks a server on loopback that this benchmark starts, and measures an innocent client meanwhile.
 
 python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--apart]
     [--equal-priority] [--step-ms 20] [--json FILE]
 
-Server, attacker and innocent are three processes. Real attackers have machines of their own, so here the attacker takes
-only what the others leave of the processors; with `--equal-priority` it takes its turns from them. With `--apart` a
-fourth process, another server, is attacked: what the innocent then waits for is the machine, not its server. The
-model costs nothing, so the innocent's own time, which bounds what it may wait, is as short as can be; with `--step-ms`
-each step takes so long, as on a GPU. Exit status: 1 if an attack broke a bound.
+Server, attacker and innocent client are three processes. Real attackers have their own machines, so here the attacker
+gets only the CPU time that the others leave; with `--equal-priority` it competes with them. With `--apart` the attacker
+attacks a second server instead: what the innocent client then waits for is the machine, not its own server. The model
+costs nothing, so that the innocent client's own latency, which sets the bound, is as short as possible; with
+`--step-ms` each step takes this long, as on a GPU. The exit status is 1 if an attack broke a bound.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures an innocent beside bursts of calls, on a gRPC server that only answers: what no service over it can mend.
+"""Measures an innocent client during bursts of calls to a gRPC server that only answers: what no service on it can fix.
 
 python -m bench.hostile.control [--attacks stalled unread cancels] [--seconds 8] [--equal-priority] [--json FILE]
 
-Server, attacker and innocent are those of `bench.hostile`, but the server parses each message and answers at once: no
-interceptor, no engine, no bound on a connection's calls. The bound is that of `bench.hostile`: three times the
-innocent's p99 alone; steps take no time.
+Attacker and innocent client are those of `bench.hostile`, but the server parses each message and answers at once: it
+has no interceptor, no engine and no limit on a connection's calls. The bound is that of `bench.hostile`, three times
+the innocent client's p99 alone; steps take no time.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Measures what it adds to a call that the caller shows a token or a certificate.
+"""Measures what authentication by a token or a certificate adds to a call.
 
 python -m bench.hostile.credentials [--rounds 12] [--calls 200] [--json FILE]
 
-Four servers of the same program, over a model that costs nothing, are called in turn, one call at a time:
+Four servers of the same program, with a model that costs nothing, are called in turn, one call at a time:
 
     open          loopback, no TLS, no credentials
     tls           TLS alone: what it adds to `open` is encryption
     token         TLS and a bearer token: what it adds to `tls` is authentication
-    certificate   mutual TLS: the same
+    certificate   mutual TLS: likewise
 
-Times of rounds are compared with those of `tls` in the same round. Exit status: 1 if authentication adds 100 us or
-more.
+Times of rounds are compared with those of `tls` in the same round. The exit status is 1 if authentication adds 100 us
+or more.
 """
 
 from __future__ import annotations

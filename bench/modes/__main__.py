@@ -1,15 +1,15 @@
-"""Sends one traffic through ways of keeping K and V, and shows where more cache is not faster.
+"""Sends the same traffic through several ways of keeping K and V, and shows where more cache is not faster.
 
 python -m bench.modes [--redis URL] [--mooncake HOST:PORT] [--json FILE] [--plot FILE.png]
 
-    no cache                  every token computes the whole sequence
-    K/V within a request      a prompt once, then one row a token; nothing is kept between requests
-    prefix cache              what prompts share is computed once, as long as it is on the device
-    and below it, a store     what leaves the device is kept in host memory, on disk, in Redis, in Mooncake
+    no cache                  every new token recomputes the whole sequence
+    K/V within a request      a prompt is computed once, then one row per token; nothing is kept between requests
+    prefix cache              a prefix that prompts share is computed once, as long as it stays on the device
+    and a store below it      evicted blocks are kept in host memory, on disk, in Redis or in Mooncake
 
-On the embedded model, engines in one process, without gRPC. Each prompt goes through all modes before the next one;
-answers must be equal. A median of all requests is one of hits and misses together: its quartiles, and those of the last
-round, tell whether two modes differ.
+Engines with the embedded model run in one process, without gRPC. Each prompt passes through all modes before the next
+one, and the answers must be equal. A median over all requests mixes hits and misses: its quartiles, and those of the
+last round, show whether two modes differ.
 """
 
 from __future__ import annotations

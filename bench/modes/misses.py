@@ -1,16 +1,17 @@
-"""Measures what stores below the device cost a prompt that is nowhere.
+"""Measures what stores below the device cost a prompt that no store has.
 
     python -m bench.modes.misses [--json FILE]
 
-Each prompt is new, and goes through engines in random order: two without a store, one with host memory, one with a
-disk, one with both. Pools and stores are full before the first prompt counts, so that for each one blocks leave the
-device, are copied and stored, and others are given up. The next engine is asked when the stores of the last one are at
-rest; processor time counts until then.
+Each prompt is new, and passes through several engines in random order: two without a store, one with host memory, one
+with a disk, and one with both. Pools and stores are full before the first prompt counts, so that for each prompt blocks
+are evicted from the device, copied and stored, and others are dropped. The next engine is asked when the stores of the
+last one are idle; CPU time is counted until then.
 
-Each time is divided by the geometric mean of the two without a store for the same prompt, and the middle half of these
-ratios is averaged. An engine's memory is a few percent faster or slower for as long as it lives, so engines are started
-several times, in random order; the standard error is that between these sets. Of the two without a store, the second is
-divided by the first: what that differs from 1 is what this machine can not tell. Exit status: 1 if answers differ.
+Each time is divided by the geometric mean of the two engines without a store for the same prompt, and the middle half
+of these ratios is averaged. An engine's memory is a few percent faster or slower for as long as it lives, so engines
+are started several times, in random order; the standard error is the one between these sets. The second engine without
+a store is divided by the first: its distance from 1 is what this machine can't resolve. The exit status is 1 if answers
+differ.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures what a shared store that is late, or silent, adds to the time to first token.
+"""Measures what a shared store that is slow, or never answers, adds to the time to first token.
 
     python -m bench.modes.slow_store [--json FILE]
 
-Each group of prompts, all new, goes through three engines in turn: without a store, with a Redis that answers after
-2 s, and with one that never answers. Exit status: 0 if all answers are equal and the 99th percentiles are within the
-bound, 1.1 times the one without a store and the store's time limit.
+Each group of new prompts passes through three engines in turn: without a store, with a Redis that answers after 2 s,
+and with one that never answers. The exit status is 0 if all answers are equal and the 99th percentiles are within the
+bound: 1.1 times the one without a store, plus the store's time limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures how well the embedded model predicts text that it never saw, beside compressors and bigrams.
+"""Measures how well the embedded model predicts text that it was not trained on, compared with compressors and bigrams.
 
 python -m bench.perplexity --json bench/results/perplexity.json
 
-Each predictor stands there twice: without anything known before, and after the text that the model was trained on. A
-bigram goes on learning while it reads; the model's weights stay as they are.
+Each predictor is measured twice: knowing nothing at the start, and after reading the text that the model was trained
+on. A bigram model keeps learning while it reads; the embedded model's weights stay as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures each store of blocks beside a bare copy, or a bare client, of the same bytes.
+"""Measures each store of blocks, compared with a bare copy, or a bare client, of the same bytes.
 
 python -m bench.stores --disk DIRECTORY --redis redis://127.0.0.1:6379/0 --json stores.json
 
-Blocks are saved and loaded as the engine does it: on the store's threads, with keys, checksums and their verification.
+Blocks are saved and loaded as the engine does: on the store's threads, with keys, checksums and their verification.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.stores import places
-from bench.stores.places import BenchedStore
+from bench.stores.benched_store import BenchedStore
 from bench.stores.run import Blocks, StoreRow, measure
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.stores.places import BenchedStore
+from bench.stores.benched_store import BenchedStore
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.model.on_cpu import native_copies
 from radixkv.namespace import Namespace

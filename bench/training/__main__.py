@@ -1,7 +1,7 @@
 """Trains the embedded model, and writes its weights.
 
-python -m bench.training --minutes 60                        # goes on from build/training/checkpoint.pt if it is there
-python -m bench.training --steps 1000 --fresh --weights FILE  # by steps: the same weights each time on a machine
+python -m bench.training --minutes 60                         # resumes from build/training/checkpoint.pt if it exists
+python -m bench.training --steps 1000 --fresh --weights FILE  # by steps: always the same weights on one machine
 """
 
 from __future__ import annotations

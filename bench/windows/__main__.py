@@ -1,10 +1,10 @@
-"""Counts the blocks that windowed layers need while one long prompt is computed, and what later prompts find.
+"""Counts the blocks that sliding-window layers need while one long prompt is computed, and what later prompts find.
 
 python -m bench.windows --json bench/results/windows.json
 
-A random model shaped like Gemma 3, five windowed layers to one of full attention, serves a prompt through the real
-engine: with one pool for all layers, and with windowed layers in a pool as small as may be. Both must answer with the
-same bits. Nothing is timed.
+A random model shaped like Gemma 3, with five windowed layers for each layer of full attention, serves a prompt through
+the real engine: with one pool for all layers, and with windowed layers in a pool as small as possible. Both must answer
+with the same bits. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Counts what prompts of several lengths find with windowed layers in a pool of their own, in the memory of one pool.
+"""Counts the cached tokens that prompts of several lengths find if windowed layers have their own pool.
 
 python -m bench.windows.lengths --json bench/results/window_lengths.json
 
-Only the books: caches without a model, whose prompts come again as often as Zipf's law says, with 64 new tokens at the
-end.
+Both pools together have the memory of one. Only the bookkeeping runs: caches without a model. Prompts are repeated as
+often as Zipf's law says, with 64 new tokens at the end.
 """
 
 from __future__ import annotations

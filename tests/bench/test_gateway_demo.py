@@ -8,7 +8,7 @@ import pytest
 
 from bench import gateway_demo
 from bench.parts.server_process import ServerProcess
-from tests.bench.parts.gateway.test_gateway_process import needs_gateway
+from tests.bench.parts.test_gateway_process import needs_gateway
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 import bench.replay
-from bench.parts.adapters import reusable_tokens
+from bench.parts import reusable_tokens
 from bench.parts.load_generator import CallOutcome, Pass
 from bench.parts.options import parse_options
 from bench.parts.workloads import WorkItem

@@ -22,7 +22,7 @@ import numpy as np
 import openai
 import pytest
 
-from bench.parts.gateway.gateway_process import GatewayProcess, num_healthy_servers
+from bench.parts.gateway_process import GatewayProcess, num_healthy_servers
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 from tests.patience import PATIENCE_S, wait_until

@@ -2,13 +2,13 @@
 
 python -m bench.four_bits --json bench/results/four_bits.json
 
-Attention over random vectors, of which some channels are larger, as keys of real models have them: how far it is off
-with a scale for each vector, with vectors rotated before, and with keys that have a scale for each channel of 64
-tokens, as in KIVI (https://arxiv.org/abs/2402.02750). Then the perplexity of the embedded model on held-out texts, with
-a scale for each vector, plain and rotated.
+The first table is the error of attention over random vectors with some larger channels, like the keys of real models:
+with a scale for each vector, with vectors rotated first, and with a scale for each channel of 64 keys, as in KIVI
+(https://arxiv.org/abs/2402.02750). The second is the perplexity of the embedded model on held-out texts, with a scale
+for each vector, plain and rotated.
 
-A scale for each channel is for comparison: it depends on all tokens of its group, so a token would be stored in other
-bits, and a hit would change the answer, whenever other tokens follow.
+Scales for each channel are only compared: such a scale depends on all tokens of its group, so a token would be stored
+with different bits, and a hit would change the answer, whenever other tokens follow.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.events.beside_callers import main, resident_mib
+from bench.events.__main__ import main, resident_mib
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.adapters.__main__ import _KINDS, main
+from bench.adapters import _KINDS, main
 
 
 @pytest.mark.long

@@ -1,10 +1,11 @@
-"""Times products of rows with a weight by each library that a model on a CPU chooses from, our own C++ among them.
+"""Times matmuls of rows and a weight with each library that a model on a CPU chooses from, our own C++ among them.
 
 python -m bench.products [--shapes 896x4864,4864x896] [--rows 1,8,16,64,512] [--dtypes float32 bfloat16] [--json FILE]
 
-Features in x out. Libraries take turns, and each reads copies of the weight that together have twice the size of the
-last cache, as weights of a model come from memory. Medians of the thread's own time with one thread, otherwise of the
-clock. Each product is compared with one in float64 before it is timed.
+A shape is the number of input features, x, and the number of output features. Libraries take turns, and each reads
+copies of the weight that together have twice the size of the last-level cache, since a model's weights come from
+memory. Times are medians: CPU time of the thread with one thread, otherwise wall time. Each product is compared with
+one in float64 before it is timed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from bench.parts.gateway.gateway_process import GatewayProcess, num_healthy_servers
+from bench.parts.gateway_process import GatewayProcess, num_healthy_servers
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.products.__main__ import main, measure
+from bench.products import main, measure
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 
-from bench.parts.public.registration import PublicTokens
+from bench.parts.public_registration import PublicTokens
 from bench.parts.workloads import WorkItem
 from radixkv.tokens import TOKEN_BYTES, shared_bytes
 

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from bench.parts.gateway.first_tokens import time_first_tokens
+from bench.parts.gateway_first_tokens import time_first_tokens
 from radixkv.errors import ConfigError
 from tests.service.command_line import fake_service
 

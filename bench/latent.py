@@ -1,10 +1,10 @@
-"""Times steps over latents beside the same steps of the same model over K and V of every head.
+"""Times steps of a model that caches latent vectors (MLA), compared with the same model with K and V of every head.
 
 python -m bench.latent [--layers 2] [--experts 64] [--dtypes float32] [--json FILE]
 
-DeepSeek-V2-Lite's shape with random weights and few layers, the first of them dense, in exact mode. Both ways take
-turns; the median of each counts, on the clock and of the processor, since with one thread the latter hardly depends on
-what else runs. Before anything is timed, their logits must agree.
+The model has the shape of DeepSeek-V2-Lite with random weights and few layers, the first of them dense, in exact mode.
+Both ways take turns, and the median of each counts, in wall time and in CPU time; with one thread, CPU time hardly
+depends on other processes. Before anything is timed, the logits of both ways must agree.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 
-from bench.latent.expanded import ExpandedStep
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.kernels.batch import PagedBatch
 from radixkv.model.attention.attention_function import ATTENTION_NAME
-from radixkv.model.attention.interface import AttentionStep
+from radixkv.model.attention.interface import AttentionCall, AttentionStep
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import cpu_candidates
@@ -54,6 +54,25 @@ class Way(NamedTuple):
     storage: KVStorage
     wrap: Callable[[AttentionStep], AttentionStep]
     entered: Callable[[], AbstractContextManager[None]]
+
+
+class ExpandedStep:
+    """Passes heads whose values are shorter than their keys to a step that wants equal lengths.
+
+    Args:
+        step: stores zeros behind the values, too.
+    """
+
+    def __init__(self, step: AttentionStep) -> None:
+        self._step = step
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        layer, query, key, value, scoring = call
+        assert value is not None, "every head has its own"
+        value_dim = value.shape[-1]
+        filled = pad(value, (0, key.shape[-1] - value_dim))
+        return self._step.attend(AttentionCall(layer, query, key, filled, scoring))[..., :value_dim]
 
 
 def config_of(layers: int, experts: int, size: int) -> DeepseekV2Config:

@@ -1,9 +1,9 @@
-"""Times steps of one adapter beside the same steps of eight, and of none.
+"""Times steps in which all requests use one LoRA adapter, compared with steps of eight adapters and of none.
 
 python -m bench.adapters [--rank 8] [--rounds 15] [--json FILE]
 
-On the embedded model, in exact mode, on one thread, by its own time. Kinds of steps take turns; the shortest round of
-each counts.
+The embedded model runs in exact mode on one thread; times are CPU times of that thread. The kinds of steps take turns,
+and the shortest round of each kind counts.
 """
 
 from __future__ import annotations

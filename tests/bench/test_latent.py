@@ -2,8 +2,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench.latent.__main__ import config_of, main, measure, model_of, ways_of
+from bench.latent import ExpandedStep, config_of, main, measure, model_of, ways_of
+from radixkv.kernels.scoring import Scoring
+from radixkv.model.attention.interface import AttentionCall
 
 SMALL = ("--layers", "2", "--experts", "4", "--divisor", "16", "--dtypes", "float32", "--rounds", "1")
 
@@ -27,7 +30,7 @@ def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(config_of(2, 4, 16), "float32")
     ways = ways_of(model, 128)
     wrong = ways["latent"]._replace(wrap=lambda step: Halved(step))
-    monkeypatch.setattr("bench.latent.__main__.ways_of", lambda *_: {**ways, "latent": wrong})
+    monkeypatch.setattr("bench.latent.ways_of", lambda *_: {**ways, "latent": wrong})
     with pytest.raises(AssertionError, match="logits: expected the same both ways"):
         measure(model, "float32", 100, [1], 1)
 
@@ -40,3 +43,16 @@ class Halved:
 
     def attend(self, *arguments: object) -> object:
         return self._step.attend(*arguments) / 2
+
+
+class Recorder:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.value = call.value
+        return call.query + call.layer
+
+
+def test_values_are_filled_up_and_results_cut() -> None:
+    recorder, query, value = Recorder(), torch.randn(3, 2, 6), torch.randn(3, 2, 4)
+    got = ExpandedStep(recorder).attend(AttentionCall(5, query, query, value, Scoring(1.0)))
+    assert torch.equal(recorder.value, torch.cat((value, torch.zeros(3, 2, 2)), -1))
+    assert torch.equal(got, (query + 5)[..., :4])

@@ -1,1 +1,0 @@
-"""Steps whose rows have several adapters: `python -m bench.adapters`."""

@@ -1,1 +1,0 @@
-"""Ways to store K and V in 4 bits, compared."""

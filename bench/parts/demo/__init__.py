@@ -1,1 +1,0 @@
-"""Parts that both demos share: conversations, and the lines that tell of them."""

@@ -1,1 +1,0 @@
-"""Processes of a gateway before servers."""

@@ -1,1 +1,0 @@
-"""Public prefixes of a replay."""

@@ -1,1 +1,0 @@
-"""Products of rows with a weight, by library."""
