@@ -97,7 +97,7 @@ async def generate_all(
 async def measure(
     address: str, messages: Sequence[prefill_pb2.GenerateRequest], levels: Sequence[int], rounds: int
 ) -> list[Row]:
-    """Measure rounds in turn. Tokens a second are medians of rounds, times are medians of all requests.
+    """Measure rounds in turn. Tokens per second are medians of rounds, times are medians of all requests.
 
     Raises:
         AssertionError: a request's tokens depend on what shares its batch.

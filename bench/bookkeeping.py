@@ -176,7 +176,7 @@ class BookkeepingBench:
             assert cached_tokens == 0, f"a prompt that is new reuses {cached_tokens} tokens"
 
     def measure(self, case: BookkeepingCase) -> Row:
-        """Measure one round. Returns milliseconds a step, in total and beside the model."""
+        """Measure one round. Returns milliseconds per step: in total, and outside the model."""
         futures = self.submit(case)
         while case.num_new_tokens and not all(each.is_decoding for each in self.core._scheduler.requests()):
             self.core.step()
@@ -237,7 +237,7 @@ def _line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write the file again after each case."""
     parser = argparse.ArgumentParser(
-        description="Measure the share of a step that engine and tree take beside the model."
+        description="Measure the share of a step that engine and tree take, compared with the model."
     )
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
     parser.add_argument("--layers", type=int, default=24, help="layers of a random model; default 24")
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             known = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": False}
             write_json(options.json, {"rows": rows, **result, **known})
-    print("   kind  requests   steps  step, ms   beside    share  us a step")
+    print("   kind  requests   steps  step, ms  outside    share  us/step")
     for row in rows:
         print(_line(row))
     if options.json:

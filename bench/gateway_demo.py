@@ -71,8 +71,8 @@ def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses:
     say("chat", f"{first.choices[0].message.content!r}, {_prompt_tokens(first)}")
     say("again", f"{again.choices[0].message.content!r}, {_prompt_tokens(again)}")
     pieces = client.chat.completions.create(model=_MODEL, messages=question, max_tokens=8, temperature=0, stream=True)
-    told = [piece.choices[0].delta.content for piece in pieces if piece.choices and piece.choices[0].delta.content]
-    say("stream", " | ".join(map(repr, told)))
+    texts = [piece.choices[0].delta.content for piece in pieces if piece.choices and piece.choices[0].delta.content]
+    say("stream", " | ".join(map(repr, texts)))
     first_tokens = time_first_tokens(url, addresses[0], _MODEL, _NUM_TIMED)
     say("ttft", f"{first_tokens.gateway_ms:.1f} ms, {first_tokens.direct_ms:.1f} ms without the gateway: medians")
     calm = _converse(client, range(_NUM_TURNS))

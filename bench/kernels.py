@@ -198,7 +198,7 @@ class KernelBench:
         return measure_row(work, partial(rows.contestant, swiglu), peers, self.rates, self._device)
 
     def _linears(self) -> Iterator[Row]:
-        """Measure the linear layers of exact mode beside the library's, for each weight of a layer."""
+        """Measure the linear layers of exact mode and the library's, for each weight of a layer."""
         sizes = self._sizes
         hidden_size, kv_size = sizes.hidden_size, sizes.heads.num_kv_heads * sizes.heads.head_dim
         weights = {
@@ -217,7 +217,7 @@ class KernelBench:
         return measure_row(work, partial(rows.contestant, linear), peers, self.rates, self._device)
 
     def _shared(self, decodes: SharedPrefix) -> Iterator[Row]:
-        """Measure kernels that join the rows of requests, beside the same that do not."""
+        """Measure kernels that join the rows of requests, and the same kernels without joining."""
         sizes = self._sizes
         inputs = SharedDecodes(decodes, sizes.heads, cache_bytes(self._device), self._device, sizes.num_layers)
         room = room_of(self._device, sizes.heads.head_dim)
@@ -226,7 +226,7 @@ class KernelBench:
         return measure_row(work, ours, {"ours, not joined": apart}, self.rates, self._device)
 
     def _attentions(self, case: AttentionCase) -> Iterator[Row]:
-        """Measure a row beside the peers, then its variants beside the row's own time."""
+        """Measure a row and its peers, then its variants, compared with the row's own time."""
         case = first_case(case, self._choice, self._allowed)
         first: Row = {}
         for first in guarded_row("paged_attention", _describe(case), partial(self._attention, case, self._peers)):
@@ -332,7 +332,7 @@ def _show(row: Row, rows: list[Row]) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Check and time the Triton kernels beside their peers.")
+    parser = argparse.ArgumentParser(description="Check and time the Triton kernels and their peers.")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--peers", nargs="*", choices=NAMES, default=NAMES, help="attention peers; default all")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")

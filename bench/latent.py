@@ -209,7 +209,7 @@ def _timed(function: Callable[[], object]) -> Times:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="Time latent attention beside K and V of every head.")
+    parser = argparse.ArgumentParser(description="Time steps over latent vectors and over K and V of every head.")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--cached", type=int, nargs="+", default=[2048, 8192], help="tokens before the step")
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     rows = []
     print("                      latent, ms       expanded, ms       ratio          cold, s: processor")
-    print("dtype     cached  new   wall processor   wall processor   wall processor  latent expanded  bytes a token")
+    print("dtype     cached  new   wall processor   wall processor   wall processor  latent expanded  bytes/token")
     for dtype in options.dtypes:
         model = model_of(config_of(options.layers, options.experts, options.divisor), dtype)
         sizes = {name: way.storage.block_bytes // _BLOCK_SIZE for name, way in ways_of(model, _BLOCK_SIZE).items()}

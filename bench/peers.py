@@ -36,7 +36,7 @@ _DEMO_THREADS = 2
 
 
 class PeerComparison:
-    """Measures the rows of one setting after another, and collects all that is to be told.
+    """Measures the rows of one setting after another, and collects the results.
 
     Attributes:
         rows: results so far.
@@ -105,8 +105,8 @@ class PeerComparison:
         return workers
 
     def _tell(self, engine: str, ready: Ready) -> None:
-        told = self.engines.setdefault(engine, {"versions": ready.versions, "notes": []})
-        told["notes"] += [note for note in ready.notes if note not in told["notes"]]
+        facts = self.engines.setdefault(engine, {"versions": ready.versions, "notes": []})
+        facts["notes"] += [note for note in ready.notes if note not in facts["notes"]]
 
     def _measure_starts(self, row: PeerRow, setting: PeerSetting) -> dict[str, list[PeerSample]]:
         """Start and end engines in turn, while no other one runs, in an order that alternates."""
@@ -173,7 +173,7 @@ def _say(text: str) -> None:
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Raises SystemExit where it is wrong."""
     names = list(build_rows())
-    parser = argparse.ArgumentParser(description="Measure radixkv beside other engines on a CPU.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Compare radixkv with other engines on a CPU.", allow_abbrev=False)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="E")
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="R", help=f"of {', '.join(names)}")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])

@@ -114,7 +114,7 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
 
 
 def measure_events(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
-    """Measure an insert without an event log, with one that nobody reads, and with one that records, in turn.
+    """Measure an insert without an event log, with one that has no reader, and with one that records, in turn.
 
     Returns medians in microseconds, with that of publishing after an insert, and the mean of that for an event block.
     """

@@ -39,7 +39,7 @@ class CompressionRow:
         perplexity: of the tokens that were read after the prompt.
         kl: mean divergence of the predictions from those over the whole K/V, in nats.
         agreement: share of the tokens whose most likely successor is the same.
-        tokens_per_s: tokens of all texts together a second, choosing and dropping included.
+        tokens_per_s: tokens of all texts together per second, including choosing and dropping.
     """
 
     policy: str

@@ -40,7 +40,7 @@ class Read:
 
 
 class Readings:
-    """Computes the prompts of some texts once, and reads on from them as often as it is asked.
+    """Computes the prompts of some texts once, and reads on from them in each way that is measured.
 
     Args:
         model: the model, on a CPU.
@@ -148,7 +148,7 @@ class _Reader:
         self._num_read += 1
 
     def _shift(self, by: int) -> None:
-        """Rotate the keys of all entries but the first tokens' as if they stood elsewhere."""
+        """Rotate the keys of all entries but the first tokens' as if they had other positions."""
         pool = self._runner.storage.pool
         frequencies = self._runner.model.module.model.rotary_emb.inv_freq
         angles = torch.cat((frequencies, frequencies)) * by

@@ -1,1 +1,1 @@
-"""Prefills beside callers that follow what is cached: `python -m bench.events`."""
+"""Prefills while clients subscribe to events: `python -m bench.events`."""

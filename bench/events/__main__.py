@@ -38,7 +38,7 @@ class EventMeasurement:
         callers: callers of Subscribe.
         accepted, refused: callers by the answer to their first call.
         ttft_ms: time to first token, as clients see it.
-        server_mib: memory of the server's process after it; None where the system does not tell.
+        server_mib: memory of the server's process after it; None where the system does not report it.
     """
 
     callers: int
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.events",
-        description="Measure prefills beside callers that follow what is cached.",
+        description="Measure prefills while clients subscribe to events.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--requests", type=int, default=400, help="prefills a pass")

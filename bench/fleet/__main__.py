@@ -30,7 +30,7 @@ from radixkv.service.cli.argument_types import names, positive, whole
 
 _MOST_SPREAD = 1.15
 _LEAST_SHARES = {8: 0.95, 64: 0.9}
-# Replicas, tokens a second of each, and whether all routings are compared. The slower, the longer the queues.
+# Replicas, tokens per second of each, and whether all routings are compared. The slower, the longer the queues.
 _FLEETS = ((8, 20_000, True), (8, 10_000, False), (8, 5_000, False), (64, 20_000, False), (64, 5_000, False))
 # Tokens of an event block, and of a prompt before its last turn.
 _DECISIONS = ((16, 8_192), (16, 32_768), (64, 8_192), (64, 32_768), (64, 131_072))

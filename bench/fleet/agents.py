@@ -18,7 +18,7 @@ def agents_trace(num_requests: int = 24_000, *, seconds: float = 3600.0, seed: i
 
     - A session belongs to one of 2,000 tool sets, the k-th most popular with a chance in proportion to 1/k. Its prompts
       begin with that set's description: 2 to 40 blocks of 512 tokens, evenly drawn for each set.
-    - It begins at an even random time, and goes on with a chance of 3/4 after each request: 4 requests in the mean.
+    - It begins at an even random time, and continues with a probability of 3/4 after each request: 4 on average.
     - Each request adds the session's next tokens: 1 block and, with a chance of 1/2 each, one more, so 2 in the mean;
       the last block is filled to an even random part. The next one comes after an exponential pause of 300 s.
 

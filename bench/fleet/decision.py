@@ -176,7 +176,7 @@ def _snapshot(hashes: Sequence[int], block_size: int) -> Iterator[EventBatch]:
 
 
 def _batch_of(router: Router, name: str, held: ReplicaBlocks, conversation: int, hashes: Sequence[int]) -> EventBatch:
-    """Return what a replica tells after a request: the blocks that are new there, and as many others that left."""
+    """Return the events of a replica after a request: blocks stored, and as many others removed."""
     new = held.hold(conversation, hashes)
     gone = BlocksRemoved(np.array(held.evict(len(new)), "<u8").tobytes(), "")
     return EventBatch(router.view.number_of(name) + 1, 0.0, (gone, _stored(new, router.view.block_size)))

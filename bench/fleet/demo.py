@@ -91,12 +91,12 @@ def _decode_elsewhere(client: Client, address: str) -> bool:
     with Client(address, timeout_s=_TIMEOUT_S) as replica:
         held = replica.prefill(prompt, tenant=_TENANT, hold_lease=True)
         source = KVSource(address=address, lease_id=held.lease_id, epoch=held.epoch)
-        told = list(client.generate(prompt, tenant=_TENANT, kv_source=source, max_new_tokens=_NEW_TOKENS))
+        chunks = list(client.generate(prompt, tenant=_TENANT, kv_source=source, max_new_tokens=_NEW_TOKENS))
         here = list(replica.generate(prompt, tenant=_TENANT, max_new_tokens=_NEW_TOKENS))
         replica.release(held.lease_id, tenant=_TENANT)
-    is_same = _tokens(told) == _tokens(here)
+    is_same = _tokens(chunks) == _tokens(here)
     answer = "the same answer" if is_same else "another answer"
-    say("elsewhere", f"K/V of {address} fetched, {_prompt_tokens(told[0])}: {answer}")
+    say("elsewhere", f"K/V of {address} fetched, {_prompt_tokens(chunks[0])}: {answer}")
     return is_same
 
 
@@ -114,7 +114,7 @@ def _converse(client: Client, turns: range) -> Talk:
         return outcomes
 
     with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
-        return Talk([each for told in threads.map(talk, range(_NUM_CONVERSATIONS)) for each in told])
+        return Talk([each for answers in threads.map(talk, range(_NUM_CONVERSATIONS)) for each in answers])
 
 
 def _prompt(conversation: int, turn: int) -> list[int]:
@@ -123,8 +123,8 @@ def _prompt(conversation: int, turn: int) -> list[int]:
     return draw.choices(range(_VOCABULARY), k=_SYSTEM_TOKENS + (turn + 1) * _TURN_TOKENS)
 
 
-def _tokens(told: Sequence[Any]) -> list[int]:
-    return [token_id for news in told for token_id in news.token_ids]
+def _tokens(chunks: Sequence[Any]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
 def _prompt_tokens(answer: Any) -> PromptTokens:

@@ -50,7 +50,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PromptOutcome:
     """Answer to one prompt, or its failure.
 
     Attributes:
@@ -75,30 +75,30 @@ def run_pass(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     concurrency: int,
-    on_told: Callable[[int], None] = lambda num: None,
+    on_outcome: Callable[[int], None] = lambda num: None,
     arrivals_s: Sequence[float] | None = None,
-) -> list[Told]:
-    """Ask all prompts, some at a time or as they arrive, and return what was told, in their order.
+) -> list[PromptOutcome]:
+    """Ask all prompts, some at a time or as they arrive, and return the outcomes in the same order.
 
     Args:
         address: of the fleet.
         prompts: token ids.
         new_tokens: of each answer.
         concurrency: prompts at a time at most.
-        on_told: is called after each with the number of those that are over.
+        on_outcome: is called after each prompt with the number of prompts that have ended.
         arrivals_s: when each prompt is asked, since the start of the pass; None for as soon as one may be.
     """
     start_s, num_over, lock = time.monotonic(), 0, threading.Lock()
     with Client(address, timeout_s=_TIMEOUT_S) as client, ThreadPoolExecutor(concurrency) as threads:
 
-        def ask(prompt: Sequence[int], arrival_s: float | None) -> Told:
+        def ask(prompt: Sequence[int], arrival_s: float | None) -> PromptOutcome:
             nonlocal num_over
-            told = ask_one(client, prompt, new_tokens, start_s, arrival_s)
+            outcome = ask_one(client, prompt, new_tokens, start_s, arrival_s)
             with lock:
                 num_over += 1
                 num = num_over
-            on_told(num)
-            return told
+            on_outcome(num)
+            return outcome
 
         return list(threads.map(ask, prompts, arrivals_s or [None] * len(prompts)))
 
@@ -111,39 +111,39 @@ def random_arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
 
 def ask_one(
     client: Client, prompt: Sequence[int], new_tokens: int, start_s: float = 0.0, arrival_s: float | None = None
-) -> Told:
-    """Generate after one prompt, the most likely tokens; not before it arrives, if it does."""
+) -> PromptOutcome:
+    """Generate greedily after one prompt, which is sent when it arrives."""
     sent_s, first_s, cached_tokens, error = time.monotonic(), None, 0, ""
     if arrival_s is not None:
         sent_s = start_s + arrival_s
         time.sleep(max(0.0, sent_s - time.monotonic()))
     token_ids: list[int] = []
     try:
-        for news in client.generate(prompt, tenant=_TENANT, max_new_tokens=new_tokens, ignore_eos=True):
+        for chunk in client.generate(prompt, tenant=_TENANT, max_new_tokens=new_tokens, ignore_eos=True):
             first_s = first_s or time.monotonic()
-            token_ids += news.token_ids
-            cached_tokens = max(cached_tokens, news.usage.cached_tokens)
+            token_ids += chunk.token_ids
+            cached_tokens = max(cached_tokens, chunk.usage.cached_tokens)
     except grpc.RpcError as failure:
         error = str(failure)
     end_s = time.monotonic()
     ttft_s = None if first_s is None else first_s - sent_s
-    return Told(sent_s - start_s, ttft_s, end_s - sent_s, tuple(token_ids), cached_tokens, error)
+    return PromptOutcome(sent_s - start_s, ttft_s, end_s - sent_s, tuple(token_ids), cached_tokens, error)
 
 
-def summarize(told: Sequence[Told], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def summarize(outcomes: Sequence[PromptOutcome], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the counts and times of a pass: of those that were answered."""
-    first_ms = [1e3 * each.ttft_s for each in told if each.ttft_s is not None and not each.error]
+    first_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None and not each.error]
     cuts = statistics.quantiles(first_ms, n=100, method="inclusive") if len(first_ms) > 1 else [*first_ms] * 99
-    answered = [len(prompt) for each, prompt in zip(told, prompts, strict=True) if not each.error]
-    cached = sum(each.cached_tokens for each in told if not each.error)
+    answered = [len(prompt) for each, prompt in zip(outcomes, prompts, strict=True) if not each.error]
+    cached = sum(each.cached_tokens for each in outcomes if not each.error)
     return {
-        "requests": len(told),
-        "errors": sum(bool(each.error) for each in told),
+        "requests": len(outcomes),
+        "errors": sum(bool(each.error) for each in outcomes),
         "prompt_tokens": sum(answered),
         "cached_tokens": cached,
         "token_hit_rate": cached / max(1, sum(answered)),
         "ttft_ms": {"p50": cuts[49], "p99": cuts[98], "mean": statistics.fmean(first_ms)} if first_ms else None,
-        "seconds": max((each.sent_s + each.total_s for each in told), default=0.0),
+        "seconds": max((each.sent_s + each.total_s for each in outcomes), default=0.0),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.fleet.fleet_process import FleetProcess
-from bench.fleet.grouped_prompts import Geometry, Told, run_pass, summarize
+from bench.fleet.grouped_prompts import Geometry, PromptOutcome, run_pass, summarize
 
 MOST_RESTART_S = 180.0
 """Seconds that replicas may take to start."""
@@ -18,7 +18,7 @@ def kill_one(
     fleet: FleetProcess,
     geometry: Geometry,
     prompts: Sequence[Sequence[int]],
-    before: Sequence[Told],
+    before: Sequence[PromptOutcome],
     concurrency: int,
 ) -> dict[str, Any]:
     """Ask everything again, and kill a replica after a third.
@@ -48,19 +48,19 @@ def kill_one(
 
     watcher = threading.Thread(target=watch)
 
-    def on_told(num: int) -> None:
+    def on_outcome(num: int) -> None:
         if num == len(prompts) // 3:
             killed_s.append(time.monotonic())
             fleet.kill(victim)
             watcher.start()
 
-    after = run_pass(fleet.address, prompts, geometry.new_tokens, concurrency, on_told)
+    after = run_pass(fleet.address, prompts, geometry.new_tokens, concurrency, on_outcome)
     watcher.join()
     judged = judge_kill(before, after, killed_s[0] - start_s)
     return {**judged, "all_back_s": back_s[0] if back_s else None, "pass": summarize(after, prompts)}
 
 
-def judge_kill(before: Sequence[Told], after: Sequence[Told], kill_s: float) -> dict[str, Any]:
+def judge_kill(before: Sequence[PromptOutcome], after: Sequence[PromptOutcome], kill_s: float) -> dict[str, Any]:
     """Compare the answers of a pass in which a replica was killed with those of the pass before.
 
     Args:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet.fleet_process import FleetProcess
-from bench.fleet.grouped_prompts import Geometry, Told, random_arrivals, run_pass, summarize
+from bench.fleet.grouped_prompts import Geometry, PromptOutcome, random_arrivals, run_pass, summarize
 from bench.fleet.killing import MOST_RESTART_S, kill_one, shown_kill
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts = geometry.make_prompts(options.seed)
         with _fleet(geometry, _PREFIX, options) as fleet:
             with _fleet(geometry, _ROUND_ROBIN, options) as other:
-                told = _compare({_PREFIX: fleet, _ROUND_ROBIN: other}, geometry, prompts, options, rows)
+                outcomes = _compare({_PREFIX: fleet, _ROUND_ROBIN: other}, geometry, prompts, options, rows)
             if geometry is geometries[-1]:
                 costs = call_costs(fleet, prompts[0], options.calls)
                 print(_shown_costs(costs), flush=True)
-                killed = kill_one(fleet, geometry, prompts, told, options.concurrency)
+                killed = kill_one(fleet, geometry, prompts, outcomes, options.concurrency)
                 print(shown_kill(killed), flush=True)
     is_right = killed is not None and not killed["wrong_answers"] and not killed["failed_before_first_token"]
     if options.json is not None:
@@ -104,23 +104,23 @@ def _compare(
     prompts: Sequence[Sequence[int]],
     options: argparse.Namespace,
     rows: list[dict[str, Any]],
-) -> list[Told]:
+) -> list[PromptOutcome]:
     """Measure both fleets in turn, and add a row for each pass. Returns the last answers by prefixes."""
     capacity: dict[str, float] = {}
-    told: list[Told] = []
+    outcomes: list[PromptOutcome] = []
     for part in (None, *options.rates):
         for routing, fleet in reversed(list(fleets.items())):
             with Client(fleet.address) as client:
                 client.purge(everything=True)
             time.sleep(_FORGOTTEN_S)
             rate = None if part is None else part * capacity[_ROUND_ROBIN]
-            told = _pass(fleet, prompts, geometry, rate, options)
-            rows.append(_row(geometry, routing, rate, part, told, prompts))
+            outcomes = _pass(fleet, prompts, geometry, rate, options)
+            rows.append(_row(geometry, routing, rate, part, outcomes, prompts))
             capacity.setdefault(routing, len(prompts) / rows[-1]["seconds"])
             print(_shown(rows[-1]), flush=True)
         if part is not None:
             print("  ".join(f"{name} {ratios(rows)[-1][name]:.2f} times lower" for name in ("p50", "p99")), flush=True)
-    return told
+    return outcomes
 
 
 def _pass(
@@ -129,7 +129,7 @@ def _pass(
     geometry: Geometry,
     rate: float | None,
     options: argparse.Namespace,
-) -> list[Told]:
+) -> list[PromptOutcome]:
     if rate is None:
         return run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency)
     arrivals_s = random_arrivals(len(prompts), rate, options.seed)
@@ -183,12 +183,12 @@ def _row(
     routing: str,
     rate: float | None,
     part: float | None,
-    told: Sequence[Told],
+    outcomes: Sequence[PromptOutcome],
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Describe a pass: prompts a second, and the part of round-robin's capacity that this is; None at capacity."""
+    """Describe a pass: prompts per second, and the part of round-robin's capacity that this is; None at capacity."""
     of_pass = {"groups": geometry.groups, "prompts": geometry.prompts, "routing": routing}
-    return {**of_pass, "rate": rate, "of_capacity": part, **summarize(told, prompts)}
+    return {**of_pass, "rate": rate, "of_capacity": part, **summarize(outcomes, prompts)}
 
 
 def _shown(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class ReplicaBlocks:
     """Holds the blocks of conversations by their hashes, without what all prompts begin with, which never leaves.
 
-    Blocks leave as they do in a cache: the conversation that was used least lately goes first, from its end.
+    Blocks are evicted as in a cache: the least recently used conversation first, from its end.
     """
 
     def __init__(self) -> None:

@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"computed tokens, stores over devices: {ratio:.2f}; at least {least} a round have to be")
     if options.json is not None:
         words = shlex.join(["python", "-m", "bench.fleet.stores", *(arguments or sys.argv[1:])])
-        told = {"rows": rows, "least_computed_tokens": least, "ratio": ratio}
-        write_json(options.json, {**describe_run(), "command": words, **told})
+        result = {"rows": rows, "least_computed_tokens": least, "ratio": ratio}
+        write_json(options.json, {**describe_run(), "command": words, **result})
     return 0
 
 
@@ -105,7 +105,7 @@ async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> lis
 
 
 class _DeviceEvents:
-    """A client that is told of devices alone."""
+    """A client that gets the events of devices only."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -143,8 +143,8 @@ async def _ask_all(
         streams = []
         for address, client in clients.items():
             router.join(address)
-            told = client if tells_stores else _DeviceEvents(client)
-            streams.append(asyncio.create_task(EventSubscription(address, told, view).run()))
+            source = client if tells_stores else _DeviceEvents(client)
+            streams.append(asyncio.create_task(EventSubscription(address, source, view).run()))
         try:
             while not all(map(view.is_in_step, addresses)):
                 await asyncio.sleep(0.01)

@@ -3,8 +3,8 @@
 product   9 minutes  real servers over gRPC: bits, tiers, TTFT, decoding, out of memory; then kernels and their peers
 look      2 minutes  the machine, and whether the warp-specialized kernel runs at all
 prefill   9 minutes  time to first token: fast mode, 64 tokens after 8,192, then the rest; exact mode; its bits
-kernels   9 minutes  each kernel beside its reference: attention first; the kernels' own tests; recorded steps
-peers     9 minutes  attention beside torch's, cuDNN, SGLang; exact mode's price; bookkeeping; flex and FlashInfer last
+kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; recorded steps
+peers     9 minutes  attention of torch, cuDNN and SGLang; the cost of exact mode; bookkeeping; flex and FlashInfer last
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ _COMPARISONS = (
         "-m bench.bookkeeping --shape tiny --rounds 1 --prompts 100 --batches 4 --generations 2 --new-tokens 5",
         heeds_verdicts=True,
     ),
-    # compiled anew for each shape, by torch.compile and by nvcc: each may take all of its time
+    # compiled for each shape by torch.compile or nvcc, so each may take all of its time
     Stage(
         "flex",
         45,

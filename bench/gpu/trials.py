@@ -72,8 +72,8 @@ def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> l
     found: dict[tuple[str, bool], KernelTrial] = {}
     for use in uses(device, shape, kind, modes):
         refused = refused_names(_mode(use))
-        beside = [FLASHINFER] if flashinfer_candidate(use) is not None else []
-        for name in (*candidates(use), *beside):
+        others = [FLASHINFER] if flashinfer_candidate(use) is not None else []
+        for name in (*candidates(use), *others):
             if name in names and name not in refused:
                 found.setdefault((name, use.is_exact), KernelTrial(name, use))
     return list(found.values())

@@ -72,7 +72,7 @@ class AttackerProcess:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepare an attack, and attack when told."""
+    """Prepare an attack, and attack on command."""
     name, address, seconds, scale = sys.argv[1:] if arguments is None else arguments
     target, attack = Target(address, float(seconds), float(scale)), ATTACKS[name]
     prepared = asyncio.run(attack.prepare(target)) if attack.prepare else {}

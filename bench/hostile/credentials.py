@@ -98,7 +98,7 @@ class CredentialRound:
 
     Attributes:
         call_us: median time of a call.
-        server_cpu_us: processor time of the server a call; None if the system does not tell.
+        server_cpu_us: CPU time of the server per call; None if the system does not report it.
     """
 
     call_us: float

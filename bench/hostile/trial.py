@@ -99,7 +99,7 @@ async def innocent(address: str, seconds: float, seed: int) -> Latencies:
 
 
 async def innocent_alone(target: Target) -> Latencies:
-    """Prefill with nothing beside it for the time of an attack, after a second that does not count."""
+    """Prefill without an attack for the time of an attack, after a second that does not count."""
     await innocent(target.address, min(_WARM_UP_S, target.seconds), 0)
     return await innocent(target.address, target.seconds, 1)
 

@@ -147,7 +147,7 @@ def _ask(engine: Engine, prompt: bytes) -> tuple[int, _Times]:
     start_s, processor_s = time.perf_counter(), time.process_time()
     answer = engine.prefill(PrefillParams(prompt)).result(_TIMEOUT_S)
     wall_s = time.perf_counter() - start_s
-    engine.purge(tenant="nobody").result(_TIMEOUT_S)  # after all that was given to the stores before
+    engine.purge(tenant="nobody").result(_TIMEOUT_S)  # answered after everything that the stores were given before
     seconds = _Times(wall_s, time.process_time() - processor_s)
     if answer.usage.cached_tokens > _ALIKE_TOKENS:
         raise RuntimeError(f"engine: expected a prompt that is nowhere, got {answer.usage.cached_tokens} cached tokens")

@@ -45,7 +45,7 @@ class Mode:
 
     Attributes:
         name: for the table.
-        settings: of its engine, beside those of the traffic.
+        settings: of its engine, in addition to those of the traffic.
         ask: answers a prompt.
     """
 

@@ -78,7 +78,7 @@ class SlowRedis:
                     answer = _ANSWERS[name](words, nil) if name in _ANSWERS else _OTHERS
                     self._loop.call_later(self._delay_s, _send, writer, answer)
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
-            pass  # the client has gone, or the server goes
+            pass  # the client has disconnected, or the server is shutting down
         finally:
             self._connections.discard(task)
             writer.close()

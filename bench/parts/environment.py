@@ -44,14 +44,14 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_cpu(cpuinfo: str) -> dict[str, object]:
-    """Describe a processor. Many share a name such as AMD EPYC; family, model and instruction sets tell them apart.
+    """Describe a processor. Many share a name such as AMD EPYC; family, model and instruction sets distinguish them.
 
     Args:
         cpuinfo: the text of /proc/cpuinfo, of which the first processor counts; empty where there is none.
 
     Returns:
-        `cpu`, `cpu_family`, `cpu_model` and `instruction_sets`, those that our kernels and the libraries beside them
-        choose by. Family and model are None where the system does not tell.
+        `cpu`, `cpu_family`, `cpu_model` and `instruction_sets`, those by which our kernels and other libraries
+        choose. Family and model are None where the system does not report them.
     """
     lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
@@ -99,7 +99,7 @@ def _memory_gib() -> float | None:
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):
-        return None  # the system does not tell
+        return None  # the system does not report it
 
 
 def _output_of(command: list[str]) -> str | None:

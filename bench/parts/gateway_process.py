@@ -133,7 +133,7 @@ def _answer(url: str, path: str) -> dict[str, Any]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find ports that nobody listens on now, different ones."""
+    """Find distinct ports on which nothing listens now."""
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in taken]
     for each in taken:

@@ -1,4 +1,4 @@
-"""Progress of a long run on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress of a long run on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _notes(report: Summary) -> list[str]:
             )
     elif sample["planned"]:
         notes.append(f"NO COMPARISON: the pass without the cache was {sample['text']}")
-    notes.append(f"load generator: {report['generator_cpu_ms_per_request']:.2f} ms of processor time a request")
+    notes.append(f"load generator: {report['generator_cpu_ms_per_request']:.2f} ms of CPU time per request")
     for name, summary in (("with cache", report), ("without cache", without_cache)):
         if summary and summary["errors"]:
             counts = ", ".join(f"{count:,} {status}" for status, count in summary["errors_by_status"].items())

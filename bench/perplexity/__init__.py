@@ -1,1 +1,1 @@
-"""Bits a byte of held-out text: the embedded model beside compressors and bigrams."""
+"""Bits per byte of held-out text: the embedded model, compressors and bigrams."""

@@ -77,7 +77,7 @@ def measure(held_out: list[Document], training: list[Document]) -> Iterator[Perp
 
 def main() -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="Measure bits a byte of held-out text.")
+    parser = argparse.ArgumentParser(description="Measure bits per byte of held-out text.")
     parser.add_argument("--characters", type=int, help="read this many of each held-out document")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -87,7 +87,7 @@ def main() -> None:
         rows.append(row)
         known = "after the training text" if row.knows_training_text else "alone"
         each = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_a_byte.items())
-        print(f"{row.predictor:>16} {known:>24}: {row.all:.3f} bits a byte ({each})", flush=True)
+        print(f"{row.predictor:>16} {known:>24}: {row.all:.3f} bits per byte ({each})", flush=True)
     if options.json:
         command = shlex.join(["python", "-m", "bench.perplexity", *sys.argv[1:]])
         write_json(options.json, {"rows": [asdict(row) for row in rows], "command": command, **describe_run()})

@@ -1,1 +1,1 @@
-"""Bandwidth of each store of blocks, beside the bare copy or the bare client that moves the same bytes."""
+"""Bandwidth of each store of blocks, compared with a bare copy or a bare client of the same bytes."""

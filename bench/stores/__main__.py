@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from bench.stores import places
+from bench.stores import benched_store
 from bench.stores.benched_store import BenchedStore
 from bench.stores.run import Blocks, StoreRow, measure
 
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     blocks = Blocks(args.payload_bytes, args.blocks, args.seed, args.calls)
     rows: list[StoreRow] = []
-    for open_place in _places(args, blocks):
-        with open_place as place:
-            rows += measure(place, blocks, args.rounds)
+    for opening in _opened_stores(args, blocks):
+        with opening as store:
+            rows += measure(store, blocks, args.rounds)
     print("| store | direction | of the bare movement | bare with checksum | GB/s | bare GB/s |")
     print("|---|---|---|---|---|---|")
     for row in rows:
@@ -46,14 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _places(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.AbstractContextManager[BenchedStore]]:
-    yield places.host(blocks.format, blocks.object_bytes, args.blocks)
+def _opened_stores(
+    args: argparse.Namespace, blocks: Blocks
+) -> Iterator[contextlib.AbstractContextManager[BenchedStore]]:
+    yield benched_store.host(blocks.format, blocks.object_bytes, args.blocks)
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
-        yield places.disk(blocks.format, blocks.object_bytes, args.blocks, Path(folder))
+        yield benched_store.disk(blocks.format, blocks.object_bytes, args.blocks, Path(folder))
     if args.redis is not None:
-        yield places.redis(blocks.format, blocks.object_bytes, args.redis)
+        yield benched_store.redis(blocks.format, blocks.object_bytes, args.redis)
     if args.mooncake is not None:
-        yield places.mooncake(blocks.format, blocks.object_bytes, args.mooncake)
+        yield benched_store.mooncake(blocks.format, blocks.object_bytes, args.mooncake)
 
 
 def _parser() -> argparse.ArgumentParser:

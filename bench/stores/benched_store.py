@@ -1,4 +1,4 @@
-"""Stores that are measured, and beside each a peer that moves the same bytes without it."""
+"""Stores that are measured, each with a peer that moves the same bytes without it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BenchedStore:
 
 @contextlib.contextmanager
 def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Iterator[BenchedStore]:
-    """Open host memory beside copies into and out of memory that is there already."""
+    """Open host memory, with copies into and out of memory that is allocated already as its peer."""
     payload_bytes = block_format.payload_bytes
     room = (object_bytes + 64) * num_blocks
     arena = np.frombuffer(map_memory(num_blocks * payload_bytes), np.uint8).reshape(num_blocks, payload_bytes)
@@ -66,7 +66,7 @@ def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Itera
 
 @contextlib.contextmanager
 def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: Path) -> Iterator[BenchedStore]:
-    """Open a disk store beside a bare file, both through the page cache."""
+    """Open a disk store, with a bare file as its peer, both through the page cache."""
     size = block_format.payload_bytes
     bare = os.open(folder / "bare", os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(bare, 0, num_blocks * size)
@@ -104,7 +104,7 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
 
 @contextlib.contextmanager
 def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[BenchedStore]:
-    """Open Redis beside its bare client, with the same pipelines."""
+    """Open Redis, with its bare client and the same pipelines as its peer."""
     import redis as package
 
     client: Any = package.Redis.from_url(url)
@@ -127,7 +127,7 @@ def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[Be
 
 @contextlib.contextmanager
 def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Iterator[BenchedStore]:
-    """Open Mooncake beside its bare client, which is a server of its own and lends the same memory."""
+    """Open Mooncake, with its bare client as its peer, which is also a server and lends the same memory."""
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()

@@ -1,4 +1,4 @@
-"""Measures what a store's blocks cost beside the bare movement of their bytes."""
+"""Measures what storing blocks costs, compared with moving their bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class StoreRow:
     Attributes:
         name: of the store.
         direction: save, load, or load cold.
-        ratio: bytes a second of the store over those of its peer in the same round.
-        store_gb_s, peer_gb_s: bytes a second, in 10^9.
+        ratio: bytes per second of the store over those of its peer in the same round.
+        store_gb_s, peer_gb_s: bytes per second, in 10^9.
         verified_ratio: the same of a peer that takes a bare checksum of what it reads, without threads, keys and heads.
     """
 
@@ -63,7 +63,7 @@ class Blocks:
         self.format = BlockFormat("bench", "bfloat16", "bf16", "by block", BLOCK_SIZE, payload_bytes, "cpu")
         random = np.random.default_rng(seed)
         self.payloads = [memoryview(random.bytes(payload_bytes)) for _ in range(num_blocks)]
-        # It begins at a page: elsewhere a processor may copy from the page cache at a quarter of the speed.
+        # Aligned to a page: otherwise a processor may copy from the page cache at a quarter of the speed.
         pool = KVPool.allocate(num_blocks, 1, 1, 1, payload_bytes // _KV_BYTES, dtype=torch.float16)
         self._mover = BlockMover([pool], native=native_copies())
         self.targets = [block.numpy() for block in pool.blocks]
@@ -89,7 +89,7 @@ class Blocks:
             raise RuntimeError("store: expected it to take all blocks, got an error")
 
     def load(self, tier: Tier, *, copies: bool) -> None:
-        """Load all blocks, verified, and copy them into the pool if wished, while others are loaded."""
+        """Load all blocks, verified, and copy them into the pool if requested, while others are loaded."""
         loading: deque[tuple[int, Future[list[LoadedBlock | Miss]]]] = deque()
         held: list[LoadedBlock] = []  # whole rounds of it, since the peer fills as much memory
         for start in range(0, len(self._keys), _BATCH):
@@ -104,7 +104,7 @@ class Blocks:
             each.loan.release()
 
     def _take(self, start: int, loading: Future[list[LoadedBlock | Miss]], *, copies: bool) -> list[LoadedBlock]:
-        """Wait for blocks, and copy them if wished; return those that were not copied and are held."""
+        """Wait for blocks, and copy them if requested; return those that were not copied and are held."""
         loaded: list[LoadedBlock] = []
         for each in loading.result():
             if not isinstance(each, LoadedBlock):
@@ -128,36 +128,36 @@ class Blocks:
             raise RuntimeError("store: expected the bytes that it was given, got others")
 
 
-def measure(place: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreRow]:
+def measure(store: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreRow]:
     """Measure a store and its peer in turn, the first round not counted. The store is closed.
 
     Before each saving and each cold load all is on the disk, and out of memory.
     """
-    tier = Tier(place.name, ThreadedStore(place.backend), blocks.format.payload_bytes)
+    tier = Tier(store.name, ThreadedStore(store.backend), blocks.format.payload_bytes)
     targets = [target.data for target in blocks.targets]
     times: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "load cold": []}
     verified: list[float] = []
     try:
         for turn in range(num_rounds + 1):
-            forget = place.forget or _nothing
+            forget = store.forget or _nothing
             forget()
             is_first = turn % 2 == 0
-            save, write = partial(blocks.save, tier), partial(place.write, blocks.payloads)
+            save, write = partial(blocks.save, tier), partial(store.write, blocks.payloads)
             times["save"].append(_pair(save, write, forget, is_ours_first=is_first))
             blocks.require_equal(tier)
-            load, read = partial(blocks.load, tier, copies=place.copies), partial(place.read, targets)
+            load, read = partial(blocks.load, tier, copies=store.copies), partial(store.read, targets)
             read()
             times["load"].append(_pair(load, read, _nothing, is_ours_first=is_first))
-            if place.verify is not None:
-                verified.append(times["load"][-1][1] / _seconds(partial(place.verify, targets)))
-            if place.forget is not None:
+            if store.verify is not None:
+                verified.append(times["load"][-1][1] / _seconds(partial(store.verify, targets)))
+            if store.forget is not None:
                 forget()
                 times["load cold"].append(_pair(load, read, forget, is_ours_first=is_first))
             blocks.delete(tier)
     finally:
         tier.close()
     num_bytes = sum(payload.nbytes for payload in blocks.payloads)
-    rows = [_row(place.name, direction, pairs[1:], num_bytes) for direction, pairs in times.items() if pairs]
+    rows = [_row(store.name, direction, pairs[1:], num_bytes) for direction, pairs in times.items() if pairs]
     ratio = round(statistics.median(verified[1:]), 3) if verified else None
     return [replace(row, verified_ratio=ratio) if row.direction == "load" else row for row in rows]
 
@@ -181,7 +181,7 @@ def _pair(
 
 
 def _nothing() -> None:
-    """Leave everything as it is."""
+    """Do nothing."""
 
 
 def _seconds(call: Callable[[], None]) -> float:

@@ -45,7 +45,7 @@ def main() -> None:
     budget.add_argument("--steps", type=int, help="of 2,048 tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/training/checkpoint.pt"))
-    parser.add_argument("--fresh", action="store_true", help="begin anew, also where there is a checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="start from scratch even if there is a checkpoint")
     parser.add_argument("--weights", type=Path, default=Path("build/training/weights.safetensors"))
     options = parser.parse_args()
     for path in (options.checkpoint, options.weights):

@@ -1,4 +1,4 @@
-"""A run of training: steps, progress, and checkpoints that a killed run goes on from."""
+"""A run of training: steps, progress, and checkpoints from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
     Attributes:
         steps: done.
         seconds: spent in steps, also before a restart.
-        loss: of the last step, nats a token.
+        loss: of the last step, nats per token.
     """
 
     steps: int
@@ -36,7 +36,7 @@ class Progress:
     loss: float
 
     def __str__(self) -> str:
-        return f"step {self.steps}: loss {self.loss:.3f}, {self.steps * STEP_TOKENS / self.seconds:.0f} tokens a second"
+        return f"step {self.steps}: loss {self.loss:.3f}, {self.steps * STEP_TOKENS / self.seconds:.0f} tokens/s"
 
 
 class Trainer:

@@ -68,7 +68,7 @@ class StepCounter(Observer):
 
     Attributes:
         needed: for each step.
-        cached: of cached blocks that nobody needs, for each step.
+        cached: cached blocks that no request uses, for each step.
     """
 
     def __init__(self, cache: PrefixCache) -> None:

@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for rule in RULES
             }
             rows.append({"model": shape.name, "window": shape.window, "prompt_tokens": num_tokens, "reused": shares})
-            told = ", ".join(f"{rule} {share:.3f}" for rule, share in shares.items())
-            print(f"{shape.name}, window {shape.window}, prompts of {num_tokens} tokens: reused {told}")
+            text = ", ".join(f"{rule} {share:.3f}" for rule, share in shares.items())
+            print(f"{shape.name}, window {shape.window}, prompts of {num_tokens} tokens: reused {text}")
     if options.json:
         called = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(["python", "-m", "bench.windows.lengths", *called])

@@ -2,7 +2,7 @@
 
 python -m bench.hostile.isolation [--trials 1000000] [--samples 250] [--seed 1] [--json FILE]
 
-Exit status: 1 if something was told, or if the searches could not have seen it.
+The exit status is 1 if something about another tenant was revealed, or if the searches could not have seen it.
 """
 
 from __future__ import annotations

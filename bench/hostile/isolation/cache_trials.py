@@ -33,7 +33,7 @@ class Isolation:
 
     Attributes:
         trials: look-ups in a namespace that never had the prompt.
-        cross_hits: those that found more than this namespace's own head of it, or were told of an eviction.
+        cross_hits: those that found more than this namespace's own head of it, or reported an eviction.
         controls: look-ups in the namespace that has the prompt.
         control_hits: those that found it.
     """

@@ -1,4 +1,4 @@
-"""Times of prompts that another tenant has cached, that nobody has, and that the caller has."""
+"""Times of prompts that another tenant has cached, that no tenant has, and that the caller has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Audit:
     Attributes:
         samples: of each arm.
         other_ms, uncached_ms, own_ms: medians of the arms.
-        p_other: of other against uncached. Should not be small: then nothing is told.
+        p_other: of other against uncached. A p-value that is not small: times reveal nothing.
         p_own: of own against uncached. Should be small: then the audit can see what is cached.
         cross_hits: cached tokens in answers of the first two arms.
     """

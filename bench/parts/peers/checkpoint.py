@@ -37,7 +37,7 @@ def llama_config(num_layers: int = 12) -> LlamaConfig:
 
 
 def build(name: str, dtype: str) -> LlamaForCausalLM:
-    """Make a model. Both types of `llama` hold the same numbers, those that bfloat16 can tell.
+    """Make a model. Both types of `llama` hold the same numbers, those that bfloat16 can represent.
 
     Raises:
         ValueError: no such model.

@@ -47,7 +47,7 @@ class Checkpoints:
         return self._made(name, None, lambda path: [*arguments, path])
 
     def openvino(self, setting: PeerSetting) -> Path:
-        """Return a directory in OpenVINO's format, in float32: it rounds to the type it is told to compute in."""
+        """Return a directory in OpenVINO's format, in float32: it rounds to the dtype in which it computes."""
         source = self.transformers(PeerSetting(setting.model, "float32", setting.threads))
         export: list[str | Path] = ["-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
         export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "--model", str(source)]

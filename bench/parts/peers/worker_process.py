@@ -103,7 +103,7 @@ class WorkerProcess:
             self._process.stdin.write(task.to_line())
             self._process.stdin.flush()
         except OSError:
-            pass  # its end is told below, with its stderr
+            pass  # its end is reported below, with its stderr
         done = self._read()
         if not isinstance(done, Done):
             raise WorkerFailed(f"{self.name}: {done}")
@@ -112,7 +112,7 @@ class WorkerProcess:
         return PeerMeasurement(done, cpu_s(self._process.pid) - before_s)
 
     def stop(self) -> None:
-        """End the worker: it is told, given a while, and killed. Safe to call again."""
+        """End the worker: close its input, wait a while, and kill it. Calling it again does nothing."""
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.fleet.grouped_prompts import Geometry, Told, ask_one, random_arrivals, summarize
+from bench.fleet.grouped_prompts import Geometry, PromptOutcome, ask_one, random_arrivals, summarize
 
 
 def test_prompts_of_a_group_begin_alike_and_no_others() -> None:
@@ -33,17 +33,21 @@ def test_the_time_to_a_first_token_begins_when_a_prompt_arrives() -> None:
         def generate(self, *_: object, **__: object):
             yield SimpleNamespace(token_ids=[1], usage=SimpleNamespace(cached_tokens=0))
 
-    told = ask_one(Client(), [1], 1, start_s=time.monotonic() - 10, arrival_s=2.0)  # no thread was free for 8 s
-    assert told.sent_s == 2.0
-    assert told.ttft_s is not None
-    assert told.ttft_s >= 8
+    outcomes = ask_one(Client(), [1], 1, start_s=time.monotonic() - 10, arrival_s=2.0)  # no thread was free for 8 s
+    assert outcomes.sent_s == 2.0
+    assert outcomes.ttft_s is not None
+    assert outcomes.ttft_s >= 8
 
 
 def test_a_pass_is_summed_up() -> None:
-    told = [Told(0.0, 0.1, 0.3, (1, 2), 5), Told(1.0, 0.3, 0.5, (1,), 0), Told(2.0, None, 0.1, (), 0, "gone")]
-    summary = summarize(told, [[0] * 10] * 3)
+    outcomes = [
+        PromptOutcome(0.0, 0.1, 0.3, (1, 2), 5),
+        PromptOutcome(1.0, 0.3, 0.5, (1,), 0),
+        PromptOutcome(2.0, None, 0.1, (), 0, "gone"),
+    ]
+    summary = summarize(outcomes, [[0] * 10] * 3)
     assert (summary["requests"], summary["errors"]) == (3, 1)
     assert (summary["prompt_tokens"], summary["cached_tokens"], summary["token_hit_rate"]) == (20, 5, 0.25)
     assert summary["ttft_ms"]["p50"] == pytest.approx(200)
     assert summary["seconds"] == pytest.approx(2.1)
-    assert summarize([told[2]], [[0]])["ttft_ms"] is None
+    assert summarize([outcomes[2]], [[0]])["ttft_ms"] is None

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from bench.fleet.grouped_prompts import Told
+from bench.fleet.grouped_prompts import PromptOutcome
 from bench.fleet.killing import judge_kill
 
 
 def test_answers_beside_a_kill_are_judged() -> None:
-    before = [Told(0.0, 0.1, 1.0, (1, 2, 3), 0)] * 5
+    before = [PromptOutcome(0.0, 0.1, 1.0, (1, 2, 3), 0)] * 5
     after = [
-        Told(0.0, 0.1, 0.5, (1, 2, 3), 0),
-        Told(0.5, 0.1, 1.5, (1, 2), 0, "cut"),
-        Told(0.5, None, 1.5, (), 0, "refused"),
-        Told(0.5, 0.1, 3.5, (1, 2, 3), 0),
-        Told(5.0, 0.1, 1.0, (1, 9, 3), 0),
+        PromptOutcome(0.0, 0.1, 0.5, (1, 2, 3), 0),
+        PromptOutcome(0.5, 0.1, 1.5, (1, 2), 0, "cut"),
+        PromptOutcome(0.5, None, 1.5, (), 0, "refused"),
+        PromptOutcome(0.5, 0.1, 3.5, (1, 2, 3), 0),
+        PromptOutcome(5.0, 0.1, 1.0, (1, 9, 3), 0),
     ]
     judged = judge_kill(before, after, 1.0)
     assert (judged["requests"], judged["under_way"]) == (5, 3)

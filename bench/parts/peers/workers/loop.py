@@ -70,7 +70,7 @@ class WorkerAnswer:
 
 
 def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | None = None) -> None:
-    """Run an engine: a ready line first, then a line for each task. Anything else that is printed goes to stderr.
+    """Run an engine: print a ready line, then a line for each task. Other output is redirected to stderr.
 
     A task that fails is answered with an error, and the next one is read. Threads of products and of OpenMP are limited
     before the engine is imported.
@@ -99,7 +99,7 @@ def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | 
 def _answer(engine: WorkerEngine, line: str) -> str:
     try:
         return to_line("done", engine.run(Task.from_line(line)))
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is told, and the others go on
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is reported, and the others continue
         traceback.print_exc()
         return to_line("error", f"{type(error).__name__}: {error}")
 

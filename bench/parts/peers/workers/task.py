@@ -16,7 +16,7 @@ class Task:
         new_tokens: tokens to generate after each, greedily, past any end of sequence.
         at_once: requests under way at a time; the next one starts when one ends.
         shared_tokens: leading tokens that all prompts share and that an earlier task computed; 0 for none. Only an
-            engine without a prefix cache of its own needs to be told.
+            engine without a prefix cache of its own needs to know.
         fills_cache: the task only fills the cache with the shared tokens of the tasks after it, and is not timed.
     """
 
