@@ -28,7 +28,7 @@ help:
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
 	@echo "make mutants   break cache and engine in small ways: a test must fail each time; about 20 minutes"
 	@echo "make bench     replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and the trace's replay"
-	@echo "make gpu       on a GPU, into build/gpu/: PART=look (30 seconds), then prefill, kernels, peers (nine minutes each)"
+	@echo "make gpu       on a GPU, into build/gpu/: PART=product, look (two minutes), prefill, kernels or peers (nine minutes each)"
 	@echo "make proto     regenerate radixkv/v1 and radixkv/gateway from proto/"
 	@echo
 	@echo "make clean     remove build/ and $(VENV)"
@@ -130,7 +130,7 @@ ifdef TRACE
 		--set cache.capacity_tokens=524288 --json build/bench/mooncake.json
 endif
 
-# PART is look, prefill, kernels or peers; all of them if it is not given. SGLANG is a folder with SGLang's unpacked
+# PART is product, look, prefill, kernels or peers; all of them if it is not given. SGLANG is a folder with SGLang's unpacked
 # wheel. Without make: python -m bench.gpu, which needs no installation.
 gpu: $(STAMP)
 	$(PY) -m bench.gpu --out build/gpu $(if $(PART),--part $(PART)) $(if $(SGLANG),--sglang $(SGLANG))

@@ -46,16 +46,16 @@ _LOOK = (
 
 # Stages from `start` to `decode` share two servers. What they prove comes before what they measure.
 _PRODUCT = (
-    Stage("warm", 45, _SERVER_IMPORTS, "-m bench.gpu.product.warm", gives_verdicts=True),
+    Stage("warm", 60, _SERVER_IMPORTS, "-m bench.gpu.product.warm", gives_verdicts=True),
     Stage("start", 110, _SERVER_IMPORTS, "-m bench.gpu.product.start", heeds_verdicts=True, servers="start"),
     Stage("bits", 55, _SERVER_IMPORTS, "-m bench.gpu.product.bits", servers="use"),
     Stage("tiers", 35, _SERVER_IMPORTS, "-m bench.gpu.product.tiers", servers="use"),
     Stage("quiet", 10, _SERVER_IMPORTS, "-m bench.gpu.product.quiet", servers="use"),
-    Stage("replay", 45, _SERVER_IMPORTS, "-m bench.gpu.product.replay", servers="use"),
-    Stage("decode", 35, _SERVER_IMPORTS, "-m bench.gpu.product.decode", servers="use"),
+    Stage("replay", 40, _SERVER_IMPORTS, "-m bench.gpu.product.replay", servers="use"),
+    Stage("decode", 30, _SERVER_IMPORTS, "-m bench.gpu.product.decode", servers="use"),
     Stage(
         "headline",
-        105,
+        100,
         ENGINE_IMPORTS,
         "-m bench.gpu_prefill --shape 8b --prefixes 8192 --suffixes 64 2048 --rounds 3 --modes fast exact",
         "-m bench.gpu_prefill --dry-run --suffixes 5 --prefixes 130 --modes fast exact",

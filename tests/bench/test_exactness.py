@@ -9,7 +9,7 @@ from bench import exactness
 from bench.parts.result_file import write_json
 
 
-def test_it_measures_both_modes_in_turn(tmp_path, monkeypatch, capsys):
+def test_both_modes_are_measured_in_turn(tmp_path, monkeypatch, capsys):
     file = tmp_path / "exactness.json"
     arguments = ["--shape", "tiny", "--rounds", "1", "--prompts", "70", "--suffixes", "3", "--dtypes", "float32"]
     monkeypatch.setattr(sys, "argv", ["exactness", *arguments, "--json", str(file)])

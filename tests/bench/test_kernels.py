@@ -39,7 +39,7 @@ def dry_run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_every_kernel_is_checked_and_timed_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kernel_is_checked_and_timed_with_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, result = dry_run(tmp_path)
     assert status == 0
     assert result["is_finished"]

@@ -11,7 +11,7 @@ from radixkv.model.attention.interface import AttentionCall
 SMALL = ("--layers", "2", "--experts", "4", "--divisor", "16", "--dtypes", "float32", "--rounds", "1")
 
 
-def test_both_ways_are_timed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_ways_are_timed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--cached", "100", "--new", "1", "9", "--json", str(tmp_path / "latent.json")])
     result = json.loads((tmp_path / "latent.json").read_text())
     assert [(row["cached_tokens"], row["new_tokens"]) for row in result["rows"]] == [(100, 1), (100, 9)]

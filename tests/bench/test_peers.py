@@ -1,4 +1,4 @@
-"""Engines take turns; one that can't be installed, does not start or dies is told, and the others go on."""
+"""Engines take turns; one that can't be installed, does not start or dies is reported, and the others continue."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_starts_are_measured_while_no_other_engine_runs(
     assert peers.main([*arguments, "--engines", "radixkv", "openvino", "vllm", "--json", str(file)]) == 0
     result = json.loads(file.read_text(encoding="utf-8"))
     [row] = result["rows"]
-    assert set(result["engines"]) == {"radixkv", "vllm"}, "their versions are told"
+    assert set(result["engines"]) == {"radixkv", "vllm"}, "their versions are reported"
     assert started == ["radixkv", "vllm", "vllm", "radixkv", "radixkv", "vllm"]
     assert fake_engines == []
     assert [len(each["wall_s_each"]) for each in row["engines"].values()] == [2, 2]
@@ -106,7 +106,7 @@ def test_starts_are_measured_while_no_other_engine_runs(
     assert row["ratio"] == row["engines"]["radixkv"]["wall_s"] / row["engines"]["vllm"]["wall_s"]
 
 
-def test_an_interrupted_run_tells_what_it_has(
+def test_an_interrupted_run_reports_its_results_so_far(
     fake_engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure = peers.PeerComparison.measure

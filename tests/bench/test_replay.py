@@ -217,7 +217,7 @@ def test_a_run_ends_within_its_limit_whatever_the_service_does(
         assert "no request was answered in time: expected a longer --time-limit-s, got 2" in captured.err
 
 
-def test_a_server_that_fails_to_start_is_told(
+def test_a_server_that_fails_to_start_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-S", "-c", "import sys; sys.exit('no such model')"]

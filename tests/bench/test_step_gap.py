@@ -27,7 +27,7 @@ def test_it_measures_both_ways_in_one_run(tmp_path, capsys):
 
 @pytest.mark.parametrize("num_waiting", [0, 3])
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, num_waiting, monkeypatch):
+def test_reporting_tokens_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, num_waiting, monkeypatch):
     runner = IdleRunner(is_asynchronous=is_ahead)
     core = decoding_core(runner, num_requests=2, prompt_tokens=70, num_steps=5, num_waiting=num_waiting)
     assert len(core._scheduler.running) == 2
@@ -47,4 +47,4 @@ def test_what_is_told_is_in_the_gap_only_if_no_step_is_started_ahead(is_ahead, n
     if is_ahead:
         assert runner.gaps_s == [0, 0, 0, 0]
     else:
-        assert runner.gaps_s == [2, 2, 2, 2], "two requests are told their token"
+        assert runner.gaps_s == [2, 2, 2, 2], "two requests get their token"

@@ -1,4 +1,4 @@
-"""Prefills are measured beside readers, and beside more callers than a server takes."""
+"""Prefills are measured next to subscribers, and next to more clients than a server accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
 @pytest.mark.long
-def test_three_passes_on_one_server_are_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_passes_on_one_server_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "events.json"
     counts = ["--requests", "3", "--warm-up", "1", "--tokens", "32", "--readers", "4", "--callers", "70"]
     assert main([*counts, "--model", "tiny", "--json", str(file)]) == 0

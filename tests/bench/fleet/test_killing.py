@@ -4,7 +4,7 @@ from bench.fleet.grouped_prompts import PromptOutcome
 from bench.fleet.killing import judge_kill
 
 
-def test_answers_beside_a_kill_are_judged() -> None:
+def test_answers_during_a_kill_are_judged() -> None:
     before = [PromptOutcome(0.0, 0.1, 1.0, (1, 2, 3), 0)] * 5
     after = [
         PromptOutcome(0.0, 0.1, 0.5, (1, 2, 3), 0),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from bench.fleet.replica_blocks import ReplicaBlocks
 
 
-def test_the_least_lately_used_conversation_leaves_first_and_from_its_end() -> None:
+def test_the_least_recently_used_conversation_is_evicted_first_from_its_end() -> None:
     held = ReplicaBlocks()
     assert held.hold(1, [10, 11, 12]) == [10, 11, 12]
     assert held.hold(2, [20, 21]) == [20, 21]

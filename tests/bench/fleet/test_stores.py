@@ -10,7 +10,7 @@ from bench.fleet import stores
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
-def test_both_routers_ask_for_all_prompts_and_what_servers_reused_is_told(
+def test_both_routers_ask_for_all_prompts_and_reuse_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "result.json"

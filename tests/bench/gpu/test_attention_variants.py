@@ -32,7 +32,7 @@ def test_a_plain_pool_is_measured_in_three_kernels() -> None:
     assert kinds("plain", NONE) == [(False, False, False), (False, True, False)]
 
 
-def test_pointers_and_specialized_are_apart() -> None:
+def test_pointers_and_specialized_are_measured_separately() -> None:
     assert not any(specialized for specialized, _, _ in kinds("pointers", ALL))
     assert sum(dequantized for _, _, dequantized in kinds("pointers", ALL)) == 3
     first, *others = kinds("specialized", ALL)

@@ -319,7 +319,7 @@ pathlib.Path({STATE_FILE.name!r}).write_text(json.dumps({{"servers": {{"E": fact
 with open({str(pids)!r}, "a") as file:
     print(server.pid, file=file)
 """
-    # A process that nobody has waited for yet is a zombie: state Z.
+    # A process that its parent has not waited for is a zombie: state Z.
     is_alive_code = (
         f"pid = open({str(pids)!r}).read().split()[0]; assert open(f'/proc/{{pid}}/stat').read().split()[2] != 'Z'"
     )

@@ -1,4 +1,4 @@
-"""A short form of the control: an empty handler answers an innocent beside a burst."""
+"""A short form of the control: an empty handler answers an innocent client during a burst."""
 
 import json
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
 @pytest.mark.long
-def test_an_empty_handler_answers_beside_a_burst(tmp_path, capsys):
+def test_an_empty_handler_answers_during_a_burst(tmp_path, capsys):
     file = tmp_path / "control.json"
     options = ["--attacks", "cancels", "--seconds", "0.5", "--equal-priority"]  # others may leave nothing for long
     control.main([*options, "--json", str(file)])

@@ -1,4 +1,4 @@
-"""A short form of one attack: nobody innocent is refused, memory stays bounded, and the server comes to rest.
+"""A short form of one attack: no innocent call is refused, memory stays bounded, and the server becomes idle.
 
 Attackers do not yield to others here: a busy machine may leave them nothing for minutes.
 """
@@ -22,7 +22,7 @@ MOST_MB = 800  # beyond idle; without bounds, large messages alone took 2,700
 
 
 @pytest.mark.long
-def test_an_attack_refuses_nobody_else_and_leaves_nothing():
+def test_an_attack_gets_no_other_client_refused_and_leaves_nothing():
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
         trial = asyncio.run(measure("large_packed", Target(address, 0.5), process.pid, is_yielding=False))
@@ -33,7 +33,7 @@ def test_an_attack_refuses_nobody_else_and_leaves_nothing():
 
 
 @pytest.mark.long
-def test_an_attack_apart_goes_to_another_server():
+def test_an_attack_apart_is_sent_to_another_server():
     processes = [ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"]) for _ in range(2)]
     with processes[0] as address, processes[1] as attacked:
         targets = Target(address, 0.5), processes[0].pid, Target(attacked, 0.5)

@@ -26,10 +26,10 @@ def test_full_stores_get_what_each_new_prompt_pushes_out(tmp_path: Path, capsys:
         "host and disk",
     ]
     assert main([*sizes, "--json", str(result)]) == 0
-    told = json.loads(result.read_text(encoding="utf-8"))
-    assert told["command"] == shlex.join(["python", "-m", "bench.modes.misses", *sizes, "--json", str(result)])
-    assert told["different_answers"] == 0
-    rows = {row["stores"]: row for row in told["rows"]}
+    written = json.loads(result.read_text(encoding="utf-8"))
+    assert written["command"] == shlex.join(["python", "-m", "bench.modes.misses", *sizes, "--json", str(result)])
+    assert written["different_answers"] == 0
+    rows = {row["stores"]: row for row in written["rows"]}
     saved = {name: row["saved_blocks"] for name, row in rows.items()}
     num_blocks = saved["host and disk"]["host"]
     assert num_blocks >= 2 * 13 * 2, "twelve prompts filled pool and store, five pushed out as many, twice"
@@ -58,9 +58,9 @@ def test_few_requests_that_met_something_else_change_nothing() -> None:
 
 
 def test_the_standard_error_is_that_between_sets() -> None:
-    told = _summary(np.array([1.0, 1.02, 0.98, 1.0]))
-    assert told["mean"] == pytest.approx(1.0)
-    assert told["standard_error"] == pytest.approx(np.std([1.0, 1.02, 0.98, 1.0], ddof=1) / 2)
+    written = _summary(np.array([1.0, 1.02, 0.98, 1.0]))
+    assert written["mean"] == pytest.approx(1.0)
+    assert written["standard_error"] == pytest.approx(np.std([1.0, 1.02, 0.98, 1.0], ddof=1) / 2)
 
 
 def test_a_ratio_that_is_not_known_well_enough_is_not_surely_within_the_bound() -> None:

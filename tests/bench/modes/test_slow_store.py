@@ -14,10 +14,10 @@ def test_engines_are_asked_in_turn_and_answer_alike(tmp_path: Path, capsys: pyte
     result = tmp_path / "slow.json"
     sizes = ["--requests", "6", "--prompt-tokens", "80", "--at-once", "3"]
     assert main([*sizes, "--json", str(result)]) in (0, 1)  # the times are this machine's
-    told = json.loads(result.read_text(encoding="utf-8"))
-    assert told["command"] == f"python -m bench.modes.slow_store {' '.join(sizes)} --json {result}"
-    assert told["different_answers"] == 0
-    rows = {row["store"]: row for row in told["rows"]}
+    written = json.loads(result.read_text(encoding="utf-8"))
+    assert written["command"] == f"python -m bench.modes.slow_store {' '.join(sizes)} --json {result}"
+    assert written["different_answers"] == 0
+    rows = {row["store"]: row for row in written["rows"]}
     assert list(rows) == ["no store", "answers after 2 s", "never answers"]
     assert rows["no store"]["ratio_to_without"] == {"p50": 1, "p99": 1, "max": 1}
     assert [row.get("is_left_alone") for row in rows.values()] == [None, True, True]
@@ -25,7 +25,7 @@ def test_engines_are_asked_in_turn_and_answer_alike(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(("slowest_s", "is_within"), [(1.59, True), (1.61, False)])
-def test_a_store_that_adds_more_than_its_limit_is_told(slowest_s: float, is_within: bool) -> None:
+def test_a_store_that_adds_more_than_its_limit_is_reported(slowest_s: float, is_within: bool) -> None:
     without = np.ones(400)
     late = np.array([1.0] * 390 + [slowest_s] * 10)
     row = _row("slow", late, without)

@@ -27,7 +27,7 @@ flags\t\t: fpu avx2 amx_tile
 """
 
 
-def test_processors_of_one_name_are_told_apart() -> None:
+def test_processors_with_the_same_name_are_distinguished() -> None:
     assert describe_cpu(CPUINFO) == {
         "cpu": "AMD EPYC",
         "cpu_family": 25,
@@ -36,5 +36,5 @@ def test_processors_of_one_name_are_told_apart() -> None:
     }
 
 
-def test_a_machine_is_told_with_its_processor() -> None:
+def test_a_machine_is_described_with_its_processor() -> None:
     assert describe_machine().keys() >= describe_cpu("").keys() | {"cores", "memory_gib", "gpu", "system"}

@@ -6,7 +6,7 @@ import pytest
 from bench.parts.result_file import write_json
 
 
-def test_json_replaces_the_old_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_json_replaces_the_old_file_and_leaves_no_other_file(tmp_path: Path) -> None:
     file = tmp_path / "replay.json"
     file.write_text("old")
     write_json(file, {"a": 1})

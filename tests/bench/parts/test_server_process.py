@@ -45,7 +45,7 @@ def test_a_server_that_ends_early_shows_its_status_and_stderr() -> None:
         pass
 
 
-def test_a_server_that_never_listens_is_stopped_and_told() -> None:
+def test_a_server_that_never_listens_is_stopped_and_reported() -> None:
     server = ServerProcess(python("time.sleep(3600)"), start_timeout_s=0.3)
     with pytest.raises(ConfigError, match=r"(?s)got nothing within 0.3 s; its stderr:\n\(nothing\)"), server:
         pass

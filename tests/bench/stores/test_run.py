@@ -10,7 +10,7 @@ from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
-def test_each_store_is_measured_beside_its_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_store_is_measured_with_its_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "stores.json"
     with redis_server(tmp_path) as server:
         sizes = ["--payload-bytes", "5000", "--blocks", "20", "--rounds", "2", "--calls", "1"]

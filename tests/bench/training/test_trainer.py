@@ -34,7 +34,7 @@ def test_the_loss_falls() -> None:
     assert run.is_done
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     whole = losses(trainer(), 6)
     killed = trainer(checkpoint=tmp_path / "checkpoint.pt")
     assert losses(killed, 2) == whole[:2]

@@ -23,7 +23,7 @@ def test_prompts_that_come_again_are_found(rule: str) -> None:
     assert 0 < reused_share(shape, 256, rule, 2048, num_requests=40, seed=1) < 1
 
 
-def test_a_table_and_a_file_tell_every_model_and_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_file_have_every_model_and_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lengths.json"
     main(["--tokens", "512", "--capacity-tokens", "32768", "--requests", "5", "--json", str(file)])
     result = json.loads(file.read_text())

@@ -9,7 +9,7 @@ from bench.hostile.attacks.frames import ACK, HEADERS, SETTINGS, RawConnection, 
 SERVER_SETTINGS = frame(SETTINGS, 0, 0, bytes(6))
 
 
-def beside(answer, talk):
+def exchange(answer, talk):
     """Return `talk(address)` and all that a server got, which says `answer` and hears to the end."""
 
     async def run():
@@ -40,14 +40,14 @@ def answer(number, message):
 
 
 def test_the_settings_of_the_server_are_acknowledged():
-    _, heard = beside(answer(b"12", b"\1x"), status)
+    _, heard = exchange(answer(b"12", b"\1x"), status)
     assert heard.endswith(frame(SETTINGS, ACK, 0, b""))
 
 
-def test_the_status_is_told():
-    assert beside(answer(b"12", b"\1x"), status)[0] == "12"
+def test_the_status_is_returned():
+    assert exchange(answer(b"12", b"\1x"), status)[0] == "12"
 
 
-def test_frames_that_the_server_can_not_read_are_told_apart_from_a_server_that_is_not_available():
-    assert beside(answer(b"14", b"\x1aFailed parsing HTTP/2 (x)"), status)[0] == "unreadable"
-    assert beside(answer(b"14", b"\x08draining"), status)[0] == "14"
+def test_frames_that_the_server_cannot_read_differ_from_a_server_that_is_unavailable():
+    assert exchange(answer(b"14", b"\x1aFailed parsing HTTP/2 (x)"), status)[0] == "unreadable"
+    assert exchange(answer(b"14", b"\x08draining"), status)[0] == "14"

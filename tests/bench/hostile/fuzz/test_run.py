@@ -20,5 +20,5 @@ def test_mutated_messages_and_raw_bytes_get_right_statuses_only():
     assert fuzzed.served >= 2
 
 
-def test_a_wrong_status_is_told():
+def test_a_wrong_status_is_reported():
     assert Fuzzed({"OK": 1, "INTERNAL": 1}, {"2": 1}, 1, 1.0, 1.0).wrong == ["2", "INTERNAL"]

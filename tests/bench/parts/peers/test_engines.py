@@ -13,7 +13,7 @@ SETTING = PeerSetting("tiny", "bfloat16", 2)
 
 
 class Kitchen:
-    """Environments that note what is made in them, and make it unless told otherwise."""
+    """Environments that record what is made in them."""
 
     def __init__(self) -> None:
         self.made: list[tuple[str | None, list[str]]] = []

@@ -15,16 +15,16 @@ from bench.parts.peers.gguf_file import gguf_name, interleave, main, vocabulary
 
 
 class Writer:
-    """Keeps what it is told, in place of gguf's writer."""
+    """Records the fields that it is given, in place of gguf's writer."""
 
-    told: dict[str, Any]
+    fields: dict[str, Any]
     tensors: dict[str, Any]
 
     def __init__(self, file: str, kind: str) -> None:
-        Writer.told, Writer.tensors = {"file": file, "kind": kind}, {}
+        Writer.fields, Writer.tensors = {"file": file, "kind": kind}, {}
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *values: Writer.told.__setitem__(name, values)
+        return lambda *values: Writer.fields.__setitem__(name, values)
 
     def add_tensor(self, name: str, weight: Any, raw_dtype: Any = None) -> None:
         Writer.tensors[name] = (weight, raw_dtype)
@@ -43,8 +43,8 @@ def test_every_weight_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sorted(Writer.tensors) == sorted(gguf_name(name) for name in weights if name != "lm_head.weight"), (
         "it is tied"
     )
-    assert Writer.told["add_head_count_kv"] == (2,)
-    assert len(Writer.told["add_token_list"][0]) == 512
+    assert Writer.fields["add_head_count_kv"] == (2,)
+    assert len(Writer.fields["add_token_list"][0]) == 512
     value, raw = Writer.tensors["blk.3.attn_v.weight"]
     assert np.array_equal(value, weights["model.layers.3.self_attn.v_proj.weight"].numpy())
     assert raw == kind

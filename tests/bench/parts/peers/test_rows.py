@@ -53,7 +53,7 @@ def test_a_request_and_a_call_are_shares_of_all() -> None:
 
 
 def test_a_token_is_without_the_prompt() -> None:
-    """65 tokens: the first one's wall time is told by the worker, its CPU time by a request with one token."""
+    """65 tokens: the first one's wall time is reported by the worker, its CPU time by a request with one token."""
     sample = ROWS["decode"].measure(answer, "a")
     assert sample.wall_s == (6 + 65 - 2) / 64
     assert sample.cpu_s == (65 - 1) * 3 / 64

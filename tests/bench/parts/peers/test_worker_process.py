@@ -1,4 +1,4 @@
-"""A worker answers tasks, its failures are told, and nothing that it started is left."""
+"""A worker answers tasks, its failures are reported, and no process that it started is left."""
 
 from __future__ import annotations
 
