@@ -162,8 +162,8 @@ async def measure(
     interruption = Interruption()
     show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
 
-    def traffic_of(tenant: str, *, use_cache: bool, most_s: float) -> ReplayTraffic:
-        limit_s = None if math.isinf(most_s) else most_s
+    def traffic_of(tenant: str, *, use_cache: bool, max_s: float) -> ReplayTraffic:
+        limit_s = None if math.isinf(max_s) else max_s
         return ReplayTraffic(tenant, use_cache, options.concurrency, options.timeout_s, limit_s)
 
     async with grpc.aio.insecure_channel(address, options=channel_options) as channel:
@@ -179,16 +179,16 @@ async def measure(
             tenant = f"replay-{secrets.token_hex(4)}"
             _note(options, f"{options.describe_workload(items)}; {options.describe_traffic()}")
             async with made_public(channel, public, options.timeout_s):
-                most_s = limit_within(budget.share_s(1 if options.baseline_requests == 0 else _WITH_CACHE_SHARE))
-                traffic = traffic_of(tenant, use_cache=True, most_s=most_s)
+                max_s = limit_within(budget.share_s(1 if options.baseline_requests == 0 else _WITH_CACHE_SHARE))
+                traffic = traffic_of(tenant, use_cache=True, max_s=max_s)
                 with show("with cache", len(items), limit_s=traffic.limit_s) as on_answer:
                     with_cache = await replay(call, items, messages, traffic, on_answer, stop=interruption.event)
                 stats_after = await _read_stats(channel)
             without_cache = None
             order = choose_baseline(options, with_cache)
             if order and not interruption.event.is_set():
-                most_s = min(limit_within(budget.share_s(_WITHOUT_CACHE_SHARE)), options.baseline_seconds)
-                traffic = traffic_of(tenant, use_cache=False, most_s=most_s)
+                max_s = min(limit_within(budget.share_s(_WITHOUT_CACHE_SHARE)), options.baseline_seconds)
+                traffic = traffic_of(tenant, use_cache=False, max_s=max_s)
                 with show("without cache", len(order), limit_s=traffic.limit_s) as on_answer:
                     without_cache = await replay(
                         call, items, messages, traffic, on_answer, order=order, stop=interruption.event
@@ -303,9 +303,9 @@ async def _warm_up(
     cached = [WorkItem(0.0, prompts[0]), WorkItem(0.0, prompts[0]), WorkItem(0.0, grafted)]
     uncached = [WorkItem(0.0, prompt) for prompt in prompts]
     for batch, use_cache, num_at_once in ((cached, True, 1), (uncached, False, concurrency)):
-        most_s = limit_within(budget.share_s(_WARM_UP_SHARE / 2))
+        max_s = limit_within(budget.share_s(_WARM_UP_SHARE / 2))
         traffic = ReplayTraffic(
-            "warmup", use_cache, num_at_once, options.timeout_s, None if math.isinf(most_s) else most_s
+            "warmup", use_cache, num_at_once, options.timeout_s, None if math.isinf(max_s) else max_s
         )
         await replay(call, batch, [build_message(item.token_ids) for item in batch], traffic, stop=stop)
 

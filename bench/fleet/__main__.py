@@ -28,8 +28,8 @@ from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 
-_MOST_SPREAD = 1.15
-_LEAST_SHARES = {8: 0.95, 64: 0.9}
+_MAX_SPREAD = 1.15
+_MIN_SHARES = {8: 0.95, 64: 0.9}
 # Replicas, tokens per second of each, and whether all routings are compared. The slower, the longer the queues.
 _FLEETS = ((8, 20_000, True), (8, 10_000, False), (8, 5_000, False), (64, 20_000, False), (64, 5_000, False))
 # Tokens of an event block, and of a prompt before its last turn.
@@ -82,8 +82,8 @@ def _simulate(name: str, requests: Sequence[TraceRequest], options: argparse.Nam
 
 def _row(name: str, done: FleetSimulation, single: float) -> dict[str, Any]:
     share = done.token_hit_rate / single
-    is_uneven = done.replicas == min(_LEAST_SHARES) and done.load_spread > _MOST_SPREAD
-    is_missed = done.routing == PREFIX and (share < _LEAST_SHARES[done.replicas] or is_uneven)
+    is_uneven = done.replicas == min(_MIN_SHARES) and done.load_spread > _MAX_SPREAD
+    is_missed = done.routing == PREFIX and (share < _MIN_SHARES[done.replicas] or is_uneven)
     compared = {"single_cache_hit_rate": single, "share_of_single_cache": share, "is_missed": is_missed}
     return {"trace": name} | dataclasses.asdict(done) | compared
 

@@ -41,7 +41,7 @@ class DecisionTimes:
         block_size: tokens of one.
         prompt_tokens: length of each prompt.
         decisions: number of them.
-        p50_us, p99_us, most_us: time to choose.
+        p50_us, p99_us, max_us: time to choose.
         remember_p50_us, remember_p99_us: time to note the choice, once the caller has it.
         event_us: mean time to read a batch of the events of one request, which came after each decision.
     """
@@ -55,7 +55,7 @@ class DecisionTimes:
     decisions: int
     p50_us: float
     p99_us: float
-    most_us: float
+    max_us: float
     remember_p50_us: float
     remember_p99_us: float
     event_us: float

@@ -29,7 +29,7 @@ from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client, KVSource
 
 _TENANT = "acme"
-_LEAST_POOL_TOKENS = 4096
+_MIN_POOL_TOKENS = 4096
 _ANY_SIZE = (("grpc.max_receive_message_length", -1),)
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare answers, then speeds. Returns 1 if answers differ."""
     args = _parser().parse_args(arguments)
     with contextlib.ExitStack() as stack:
-        room = f"cache.capacity_tokens={max(2 * args.long_prompt_tokens, _LEAST_POOL_TOKENS)}"
+        room = f"cache.capacity_tokens={max(2 * args.long_prompt_tokens, _MIN_POOL_TOKENS)}"
         sending = ["transfer.serve=true", "cache.max_held_share=1.0", room]
         first = stack.enter_context(ServerProcess(serve_command("tiny", "cpu", sending)))
         taking = [f"kv_sources.first.address={first}", room]

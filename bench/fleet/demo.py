@@ -39,7 +39,7 @@ _TURN_TOKENS = 64
 _NEW_TOKENS = 8
 _VOCABULARY = 500
 _TIMEOUT_S = 60.0
-_MOST_RESTART_S = 120.0
+_MAX_RESTART_S = 120.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _show(fleet: FleetProcess, client: Client) -> int:
     say("kill -9", f"{victim}, which answered most, is gone; prompts go on")
     hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
     say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {hurt}")
-    while len(now := fleet.replicas()) < 2 and time.monotonic() - killed_s < _MOST_RESTART_S:
+    while len(now := fleet.replicas()) < 2 and time.monotonic() - killed_s < _MAX_RESTART_S:
         time.sleep(0.2)
     say("restart", f"{' and '.join(now)}, {time.monotonic() - killed_s:.0f} s after the kill")
     failures = (*calm.failures, *hurt.failures)

@@ -10,7 +10,7 @@ from typing import Any
 from bench.fleet.fleet_process import FleetProcess
 from bench.fleet.grouped_prompts import Geometry, PromptOutcome, run_pass, summarize
 
-MOST_RESTART_S = 180.0
+MAX_RESTART_S = 180.0
 """Seconds that replicas may take to start."""
 
 
@@ -40,7 +40,7 @@ def kill_one(
     others = set(fleet.replicas()) - {victim}
 
     def watch() -> None:
-        while time.monotonic() - killed_s[0] < MOST_RESTART_S:
+        while time.monotonic() - killed_s[0] < MAX_RESTART_S:
             if len(set(fleet.replicas()) - {victim}) > len(others):
                 back_s.append(time.monotonic() - killed_s[0])
                 return

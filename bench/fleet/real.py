@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.fleet.fleet_process import FleetProcess
 from bench.fleet.grouped_prompts import Geometry, PromptOutcome, random_arrivals, run_pass, summarize
-from bench.fleet.killing import MOST_RESTART_S, kill_one, shown_kill
+from bench.fleet.killing import MAX_RESTART_S, kill_one, shown_kill
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.errors import ConfigError
@@ -41,7 +41,7 @@ from radixkv.service.client import Client
 _PREFIX, _ROUND_ROBIN = "prefix", "round-robin"
 _FORGOTTEN_S = 1.0  # until routers know of a purge
 _BLOCK_TOKENS = 64
-_MOST_AT_ONCE = 256  # where prompts arrive by themselves: one that has to wait for a thread waits for its first token
+_MAX_AT_ONCE = 256  # where prompts arrive by themselves: one that has to wait for a thread waits for its first token
 _TENANT = "acme"
 
 
@@ -133,7 +133,7 @@ def _pass(
     if rate is None:
         return run_pass(fleet.address, prompts, geometry.new_tokens, options.concurrency)
     arrivals_s = random_arrivals(len(prompts), rate, options.seed)
-    return run_pass(fleet.address, prompts, geometry.new_tokens, _MOST_AT_ONCE, arrivals_s=arrivals_s)
+    return run_pass(fleet.address, prompts, geometry.new_tokens, _MAX_AT_ONCE, arrivals_s=arrivals_s)
 
 
 def call_costs(fleet: FleetProcess, prompt: Sequence[int], num_calls: int) -> dict[str, float]:
@@ -158,10 +158,10 @@ def call_costs(fleet: FleetProcess, prompt: Sequence[int], num_calls: int) -> di
 
 
 def _wait_for_all(fleet: FleetProcess, replicas: int) -> None:
-    end_s = time.monotonic() + MOST_RESTART_S
+    end_s = time.monotonic() + MAX_RESTART_S
     while len(fleet.replicas()) < replicas:
         if time.monotonic() > end_s:
-            raise ConfigError(f"fleet: expected {replicas} replicas within {MOST_RESTART_S:g} s, got fewer")
+            raise ConfigError(f"fleet: expected {replicas} replicas within {MAX_RESTART_S:g} s, got fewer")
         time.sleep(0.2)
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_MOST_FAILURES = 20
+_MAX_FAILURES = 20
 _KEPT_CHARACTERS = 2_000  # of the text of a failure
 
 # Each test compiles its own kernels, which takes one core.
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
 class OutcomeCounter:
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run tests and count them, file by file.")
     parser.add_argument("--json", type=Path)
     options, given = parser.parse_known_args(arguments)
-    parallel = [] if missing_imports(["xdist"]) else ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
+    parallel = [] if missing_imports(["xdist"]) else ["-n", str(min(_MAX_WORKERS, os.cpu_count() or 1))]
     counter, start_s = OutcomeCounter(options.json), time.monotonic()
-    fixed = ["-q", "-p", "no:cacheprovider", "-W", "default", "--maxfail", str(_MOST_FAILURES), *parallel]
+    fixed = ["-q", "-p", "no:cacheprovider", "-W", "default", "--maxfail", str(_MAX_FAILURES), *parallel]
     status = int(pytest.main([*fixed, *given], plugins=[counter]))
     counter.write(is_finished=True, status=status, seconds=time.monotonic() - start_s)
     return status

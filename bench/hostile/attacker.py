@@ -32,7 +32,7 @@ class AttackerProcess:
     def __init__(self, name: str, target: Target, *, is_yielding: bool) -> None:
         self._is_yielding = is_yielding
         self._arguments = [name, target.address, str(target.seconds), str(target.scale)]
-        self._most_s = target.seconds + _ATTACK_TIMEOUT_S
+        self._max_s = target.seconds + _ATTACK_TIMEOUT_S
         self._process: asyncio.subprocess.Process
 
     async def __aenter__(self) -> AttackerProcess:
@@ -62,7 +62,7 @@ class AttackerProcess:
         """Have it attack, and return what it saw."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.write(b"\n")
-        return await self._line(self._most_s)
+        return await self._line(self._max_s)
 
     async def _line(self, timeout_s: float) -> Figures:
         assert self._process.stdout is not None, "it was started with a pipe"

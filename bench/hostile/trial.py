@@ -122,19 +122,19 @@ async def measure(
         prepared = await attacker.prepared()
         beside, seen = await asyncio.gather(innocent(target.address, target.seconds, 2), attacker.attack())
         idle_after_s = await _seconds_to_idle(target.address)
-    return Trial(name, prepared, seen, alone, beside, idle_mb, peak.most_mb, resident_mb(pid), idle_after_s)
+    return Trial(name, prepared, seen, alone, beside, idle_mb, peak.max_mb, resident_mb(pid), idle_after_s)
 
 
 class Peak:
     """The most memory that a process has resident while this is open, looked at every 50 ms.
 
     Attributes:
-        most_mb: in MB so far.
+        max_mb: in MB so far.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self.most_mb = 0.0
+        self.max_mb = 0.0
         self._watching: asyncio.Task[None]
 
     async def __aenter__(self) -> Peak:
@@ -148,7 +148,7 @@ class Peak:
 
     async def _watch(self) -> None:
         while True:
-            self.most_mb = max(self.most_mb, resident_mb(self._pid))
+            self.max_mb = max(self.max_mb, resident_mb(self._pid))
             await asyncio.sleep(_PERIOD_S)
 
 

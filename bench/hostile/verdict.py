@@ -9,7 +9,7 @@ from radixkv.service.server.intake.bounds import WINDOW_BYTES
 TIMES_ALONE = 3.0  # of the innocent's p99
 _NUM_STEPS = 2
 _TIMES_IDLE_MEMORY = 1.3
-_MOST_IDLE_S = 10.0
+_MAX_IDLE_S = 10.0
 
 
 def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
@@ -33,12 +33,12 @@ def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
     alone, beside = trial.alone, trial.beside
     if alone.p99_ms is None or alone.step_ms is None or beside.p99_ms is None:
         broken.append("no answers")
-    elif beside.p99_ms > (most_ms := TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
-        broken.append(f"p99 above {most_ms:.1f} ms")
+    elif beside.p99_ms > (max_ms := TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
+        broken.append(f"p99 above {max_ms:.1f} ms")
     if beside.refusals:
         broken.append("refusals")
-    if trial.peak_mb > (most_mb := _TIMES_IDLE_MEMORY * trial.idle_mb + budget_mb):
-        broken.append(f"peak above {most_mb:.0f} MB")
-    if trial.idle_after_s is None or trial.idle_after_s > _MOST_IDLE_S:
-        broken.append(f"busy after {_MOST_IDLE_S:g} s")
+    if trial.peak_mb > (max_mb := _TIMES_IDLE_MEMORY * trial.idle_mb + budget_mb):
+        broken.append(f"peak above {max_mb:.0f} MB")
+    if trial.idle_after_s is None or trial.idle_after_s > _MAX_IDLE_S:
+        broken.append(f"busy after {_MAX_IDLE_S:g} s")
     return broken

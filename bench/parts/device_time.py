@@ -12,12 +12,12 @@ import torch
 
 Call = Callable[[], object]
 
-_LEAST_SAMPLES, _MOST_SAMPLES = 10, 50
+_MIN_SAMPLES, _MAX_SAMPLES = 10, 50
 _SAMPLING_S = 0.1
 
 # Cycles that the device waits while the host gets ahead: at most half a second at 2 GHz.
 _CYCLES_PER_S = 2e9
-_MOST_WAIT_S = 0.5
+_MAX_WAIT_S = 0.5
 
 # Two buffers of the copy are many times the cache; the product is large enough for a library's best kernel.
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
@@ -86,9 +86,9 @@ def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
     torch.cuda.synchronize(device)
     turns = itertools.cycle(calls)  # continues in turn: the inputs just used are in the cache
     first_ms, _ = _sampled(turns, len(calls), wait_s=0.0)
-    num_samples = min(_MOST_SAMPLES, max(_LEAST_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
+    num_samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
     _, enqueued_s = _sampled(turns, num_samples, wait_s=0.0)
-    device_ms, host_s = _sampled(turns, num_samples, wait_s=min(_MOST_WAIT_S, 1.5 * enqueued_s))
+    device_ms, host_s = _sampled(turns, num_samples, wait_s=min(_MAX_WAIT_S, 1.5 * enqueued_s))
     return CallTiming(statistics.median(device_ms), host_s * 1e3 / num_samples)
 
 

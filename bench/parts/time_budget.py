@@ -23,6 +23,6 @@ class TimeBudget:
         """Seconds until the limit, at least 0; infinite without a limit."""
         return float("inf") if self._end_s is None else max(0.0, self._end_s - self._clock())
 
-    def share_s(self, share: float, most_s: float = float("inf")) -> float:
-        """Return a share of the seconds left, or `most_s` if that is less; infinite without any limit."""
-        return min(share * self.left_s, most_s)
+    def share_s(self, share: float, max_s: float = float("inf")) -> float:
+        """Return a share of the seconds left, or `max_s` if that is less; infinite without any limit."""
+        return min(share * self.left_s, max_s)

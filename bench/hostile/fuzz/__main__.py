@@ -20,7 +20,7 @@ from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
 
-MOST_GROWTH_MB = 64
+MAX_GROWTH_MB = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"wrong: {fuzzed.wrong or 'none'}; memory {fuzzed.warm_mb:.0f} MB warm, {fuzzed.end_mb:.0f} at the end")
     if options.json:
         write_json(options.json, {**dataclasses.asdict(fuzzed), "command": command, **describe_run()})
-    return int(bool(fuzzed.wrong) or fuzzed.end_mb > fuzzed.warm_mb + MOST_GROWTH_MB)
+    return int(bool(fuzzed.wrong) or fuzzed.end_mb > fuzzed.warm_mb + MAX_GROWTH_MB)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 
-_LEAST_P = 0.01
+_MIN_P = 0.01
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         outcome = {"cache": dataclasses.asdict(found), "timing": dataclasses.asdict(timed)}
         write_json(options.json, {**outcome, "command": command, **describe_run()})
-    is_silent = not found.cross_hits and not timed.cross_hits and timed.p_other > _LEAST_P
-    can_see = found.control_hits == found.controls and timed.p_own < _LEAST_P
+    is_silent = not found.cross_hits and not timed.cross_hits and timed.p_other > _MIN_P
+    can_see = found.control_hits == found.controls and timed.p_own < _MIN_P
     return 0 if is_silent and can_see else 1
 
 

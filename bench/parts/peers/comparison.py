@@ -23,13 +23,13 @@ def compare(
     row: PeerRow,
     setting: PeerSetting,
     samples: Mapping[str, Sequence[PeerSample]],
-    least_s: float | None = None,
+    min_s: float | None = None,
 ) -> Result:
     """Compare a row's engines.
 
     Args:
         samples: those of each engine by repetition; an engine that died has fewer, or none.
-        least_s: time of one unit that the machine allows, if it is known.
+        min_s: time of one unit that the machine allows, if it is known.
 
     Returns:
         The row with, for each engine, medians and all samples of both times in seconds, and how many of its first
@@ -55,7 +55,7 @@ def compare(
         "at_once": row.at_once,
         "new_tokens": row.new_tokens,
         "engines": engines,
-        "least_s": least_s,
+        "least_s": min_s,
         "best_peer": best,
         "ratio": ratios.get(OURS),
         "ratios": ratios,

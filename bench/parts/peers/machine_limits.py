@@ -52,7 +52,7 @@ class ModelWork:
     operations: float
     elements: float
 
-    def least_s(self, machine: Machine) -> float:
+    def min_s(self, machine: Machine) -> float:
         """Return the time that arithmetic or memory takes, whichever is longer."""
         return max(
             self.operations / machine.operations_per_s, self.elements * machine.element_bytes / machine.bytes_per_s
@@ -74,11 +74,11 @@ def least_time(row: PeerRow, machine: Machine) -> float:
     """
     model = llama_config() if row.model == "llama" else tiny_config()
     together = row.at_once
-    prefill = _step(model, row.shared_tokens, together, row.own_tokens).least_s(machine)
+    prefill = _step(model, row.shared_tokens, together, row.own_tokens).min_s(machine)
     if row.unit in {"request", "call"}:
         return prefill / together
     middle = row.own_tokens + row.new_tokens // 2  # keys of a request's own at a decode step, on average
-    decode = _step(model, row.shared_tokens, together, 1, middle - 1).least_s(machine)
+    decode = _step(model, row.shared_tokens, together, 1, middle - 1).min_s(machine)
     return decode if row.unit == "token" else prefill + (row.new_tokens - 1) * decode
 
 

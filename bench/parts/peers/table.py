@@ -47,11 +47,11 @@ def _lines(rows: Sequence[Result]) -> list[str]:
 
 def _limit(row: Result) -> tuple[str, str]:
     """Return the time that the machine allows, and how many times as long ours takes."""
-    least_s, ours = row["least_s"], row["engines"].get(OURS)
-    if least_s is None:
+    min_s, ours = row["least_s"], row["engines"].get(OURS)
+    if min_s is None:
         return "-", "-"
-    shown = f"{1 / least_s:,.0f}/s" if row["unit"] == "call" else format_seconds(least_s)
-    return shown, "-" if ours is None else f"{ours['wall_s'] / least_s:.2f}"
+    shown = f"{1 / min_s:,.0f}/s" if row["unit"] == "call" else format_seconds(min_s)
+    return shown, "-" if ours is None else f"{ours['wall_s'] / min_s:.2f}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -12,7 +12,7 @@ from bench.parts.peers.workers.loop import WorkerAnswer, WorkerOptions, run_in_t
 from bench.parts.peers.workers.task import Done, Task
 
 _KV_GIB = "1"
-_MOST_TOKENS = 12_288
+_MAX_TOKENS = 12_288
 
 
 class Vllm:
@@ -25,7 +25,7 @@ class Vllm:
         scripts = Path(sys.executable).parent
         command = [str(scripts / "vllm"), "serve", str(options.model), "--served-model-name", "m"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype, "--skip-tokenizer-init"]
-        command += ["--max-model-len", str(_MOST_TOKENS), "--max-num-seqs", "64"]
+        command += ["--max-model-len", str(_MAX_TOKENS), "--max-num-seqs", "64"]
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": _KV_GIB,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -16,8 +16,8 @@ KEPT = 12 * 2 * 128  # numbers kept for a token
 
 def test_the_longer_of_the_two_counts() -> None:
     machine = Machine(bytes_per_s=100.0, operations_per_s=10.0, element_bytes=4)
-    assert ModelWork(operations=20.0, elements=5.0).least_s(machine) == 2.0
-    assert ModelWork(operations=1.0, elements=50.0).least_s(machine) == 2.0
+    assert ModelWork(operations=20.0, elements=5.0).min_s(machine) == 2.0
+    assert ModelWork(operations=1.0, elements=50.0).min_s(machine) == 2.0
 
 
 def test_a_decoded_token_reads_weights_and_keys_once() -> None:
