@@ -37,7 +37,7 @@ class CompressionRow:
         blocks: blocks that a text holds at the end.
         kv_bytes: bytes of these.
         perplexity: of the tokens that were read after the prompt.
-        kl: mean divergence of the predictions from those over the whole K/V, in nats.
+        kl: mean KL divergence of the predictions from those over the whole K/V, in nats.
         agreement: share of the tokens whose most likely successor is the same.
         tokens_per_s: tokens of all texts together per second, including choosing and dropping.
     """

@@ -45,7 +45,7 @@ class Readings:
     Args:
         model: the model, on a CPU.
         texts: int64, of equal lengths.
-        num_prompt_tokens: tokens of each that are its prompt.
+        num_prompt_tokens: the number of tokens of each text that are its prompt.
     """
 
     def __init__(self, model: Model, texts: Sequence[torch.Tensor], num_prompt_tokens: int) -> None:

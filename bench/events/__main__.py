@@ -50,7 +50,7 @@ class EventMeasurement:
 
 @contextmanager
 def callers(address: str, count: int) -> Iterator[tuple[int, int]]:
-    """Run callers in a process of their own; yields how many were accepted, and how many refused."""
+    """Run callers in another process; yields how many were accepted, and how many refused."""
     if count == 0:
         yield 0, 0
         return

@@ -27,7 +27,7 @@ class ClosedLoopCallers:
     """A number of callers, each with a task.
 
     Args:
-        stubs: of EventService, one a connection, which the callers share evenly.
+        stubs: of EventService, one per connection; callers are spread evenly over them.
         count: callers.
 
     Attributes:
@@ -46,7 +46,7 @@ class ClosedLoopCallers:
         await self._have_answers.wait()
 
     async def stop(self) -> None:
-        """Hang up."""
+        """Cancel all calls."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -77,7 +77,7 @@ class ClosedLoopCallers:
 async def _follow(
     call: grpc.aio.UnaryStreamCall[events_pb2.SubscribeRequest, events_pb2.EventBatch], reads: bool
 ) -> None:
-    """Read slowly until the stream ends; or hold it and never read."""
+    """Read slowly until the stream ends, or keep the stream open and never read."""
     if not reads:
         await call.wait_for_connection()
         await asyncio.Event().wait()

@@ -37,7 +37,7 @@ _DECISIONS = ((16, 8_192), (16, 32_768), (64, 8_192), (64, 32_768), (64, 131_072
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate and time. Returns 1 if the rule misses the hit rate or the spread that it should have."""
+    """Simulate and time. Returns 1 if prefix routing misses its targets for hit rate or load spread."""
     parser = argparse.ArgumentParser(description="Simulate fleets, and time routing decisions.")
     parser.add_argument("--trace", type=Path, help="requests in Mooncake's format (default: only the made ones)")
     parser.add_argument("--limit", type=positive, help="the first N requests of each trace (default: all)")

@@ -36,8 +36,8 @@ class DecisionTimes:
     Attributes:
         replicas: number of them.
         known_blocks: distinct blocks that the router knew before the first decision.
-        end_blocks: the same after the last one. Some that were expected, and are no longer, may be among them.
-        refused_blocks: times that a block found no room in the router's view.
+        end_blocks: the same after the last one. It may include blocks that were expected and no longer are.
+        refused_blocks: how often the router's view had no room for a block.
         block_size: tokens of one.
         prompt_tokens: length of each prompt.
         decisions: number of them.
@@ -84,11 +84,11 @@ class Conversations:
 def time_decisions(
     *, replicas: int, num_blocks: int, block_size: int, prompt_tokens: int, decisions: int, seed: int = 0
 ) -> DecisionTimes:
-    """Fill a router's view by events, then time decisions while events go on.
+    """Fill a router's view by events, then time decisions while events continue.
 
-    Seven of ten requests go on with a conversation of which a replica has at least all but the last turn, or what is
-    left of it where it is the next to leave; the others are new but for the system prompt. After each decision, the
-    events of one request are read: the blocks that its replica did not have, and as many others that leave it.
+    Seven of ten requests continue a conversation of which a replica has at least all but the last turn, or the rest of
+    it where it is evicted next; the others share only the system prompt. After each decision, the events of one request
+    are read: the blocks that its replica stored, and as many that it removed.
 
     Args:
         replicas: number of them.
@@ -149,7 +149,7 @@ def time_decisions(
 def _fill(
     router: Router, conversations: Conversations, identities: Identities, replicas: int, num_blocks: int
 ) -> dict[str, ReplicaBlocks]:
-    """Give each replica a snapshot of conversations of its own, numbered from 0 on. Returns what each holds."""
+    """Send a snapshot of conversations for each replica, numbered from 0. Returns what each replica holds."""
     conversation, block_size, held = 0, router.view.block_size, {}
     for index in range(replicas):
         name = f"replica-{index}"

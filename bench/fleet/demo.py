@@ -101,7 +101,7 @@ def _decode_elsewhere(client: Client, address: str) -> bool:
 
 
 def _converse(client: Client, turns: range) -> Talk:
-    """Ask every conversation these turns, a few conversations at a time."""
+    """Send these turns of every conversation, a few conversations at a time."""
 
     def talk(conversation: int) -> list[PromptTokens | str]:
         outcomes: list[PromptTokens | str] = []
@@ -118,7 +118,7 @@ def _converse(client: Client, turns: range) -> Talk:
 
 
 def _prompt(conversation: int, turn: int) -> list[int]:
-    """Write a conversation up to a turn: what it begins with, and the turns, each as long as the others."""
+    """Return a conversation up to a turn: its common prefix, and turns of equal length."""
     draw = random.Random(conversation)
     return draw.choices(range(_VOCABULARY), k=_SYSTEM_TOKENS + (turn + 1) * _TURN_TOKENS)
 

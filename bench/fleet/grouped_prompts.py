@@ -40,7 +40,7 @@ class Geometry:
     new_tokens: int
 
     def make_prompts(self, seed: int = 0) -> list[list[int]]:
-        """Return all prompts in the order in which they come: shuffled, the same for the same seed."""
+        """Return all prompts in the order in which they are sent: shuffled, the same for the same seed."""
         made = []
         for group in range(self.groups):
             prefix = _tokens(f"{seed} {group}", self.prefix_tokens)
@@ -54,10 +54,10 @@ class PromptOutcome:
     """Answer to one prompt, or its failure.
 
     Attributes:
-        sent_s: when it was asked, or was to be asked, since the start of the pass.
+        sent_s: when the prompt was sent, or should have been sent, since the start of the pass.
         ttft_s: time from then to the first token; None if none came.
         total_s: time to the end.
-        token_ids: that came.
+        token_ids: the tokens received.
         cached_tokens: of the prompt.
         error: of the call; empty if it was answered.
     """
@@ -104,7 +104,7 @@ def run_pass(
 
 
 def random_arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
-    """Return times in seconds at which prompts arrive, `rate` a second on average, each independent of the others."""
+    """Return times in seconds at which prompts arrive, `rate` per second on average: a Poisson process."""
     gaps = random.Random(seed)
     return list(itertools.accumulate(gaps.expovariate(rate) for _ in range(count)))
 
@@ -131,7 +131,7 @@ def ask_one(
 
 
 def summarize(outcomes: Sequence[PromptOutcome], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the counts and times of a pass: of those that were answered."""
+    """Return the counts and times of the answered prompts of a pass."""
     first_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None and not each.error]
     cuts = statistics.quantiles(first_ms, n=100, method="inclusive") if len(first_ms) > 1 else [*first_ms] * 99
     answered = [len(prompt) for each, prompt in zip(outcomes, prompts, strict=True) if not each.error]

@@ -21,7 +21,7 @@ def kill_one(
     before: Sequence[PromptOutcome],
     concurrency: int,
 ) -> dict[str, Any]:
-    """Ask everything again, and kill a replica after a third.
+    """Send all prompts again, and kill a replica after a third of them.
 
     Args:
         fleet: that runs.
@@ -86,7 +86,7 @@ def judge_kill(before: Sequence[PromptOutcome], after: Sequence[PromptOutcome], 
 
 
 def shown_kill(killed: dict[str, Any]) -> str:
-    """Write the result of `kill_one` as a line."""
+    """Format the result of `kill_one` as a line."""
     back = "never" if killed["all_back_s"] is None else f"after {killed['all_back_s']:.1f} s"
     return (
         f"one killed: {killed['under_way']} under way, {killed['failed_before_first_token']} failed that had not "

@@ -11,7 +11,7 @@ _LISTENS = "0A"
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the processes that a process has started, and those that they have started."""
+    """Return all descendants of a process."""
     children: dict[int, list[int]] = {}
     for each in Path("/proc").iterdir():
         if each.name.isdigit():

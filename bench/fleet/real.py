@@ -41,12 +41,12 @@ from radixkv.service.client import Client
 _PREFIX, _ROUND_ROBIN = "prefix", "round-robin"
 _FORGOTTEN_S = 1.0  # until routers know of a purge
 _BLOCK_TOKENS = 64
-_MAX_AT_ONCE = 256  # where prompts arrive by themselves: one that has to wait for a thread waits for its first token
+_MAX_AT_ONCE = 256  # in the open loop: waiting for a thread would count as time to first token
 _TENANT = "acme"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the result. Returns 1 if an answer was wrong, or one failed that had not begun."""
+    """Measure, print, and write the result. Returns 1 if an answer was wrong, or a call failed before its answer began."""
     options = _parser().parse_args(arguments)
     sizes = (options.prefix_tokens, options.question_tokens, options.new_tokens)
     geometries = [Geometry(groups, prompts, *sizes) for groups, prompts in options.geometry]

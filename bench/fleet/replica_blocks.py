@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class ReplicaBlocks:
-    """Holds the blocks of conversations by their hashes, without what all prompts begin with, which never leaves.
+    """Holds the hashes of conversations' blocks, except for the common system prompt, which is never evicted.
 
     Blocks are evicted as in a cache: the least recently used conversation first, from its end.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[int]] = {}  # the least lately used conversation comes first
+        self._held: dict[int, list[int]] = {}  # the least recently used conversation comes first
 
     @property
     def conversations(self) -> list[int]:
@@ -34,7 +34,7 @@ class ReplicaBlocks:
         return list(hashes[len(known) :])
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Give up this many blocks; none of the conversation that was used last. Returns their hashes."""
+        """Evict this many blocks, but none of the most recently used conversation. Returns their hashes."""
         gone: list[int] = []
         while len(gone) < num_blocks and len(self._held) > 1:
             conversation, hashes = next(iter(self._held.items()))

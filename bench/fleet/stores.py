@@ -113,14 +113,14 @@ class _DeviceEvents:
     def subscribe(
         self, start_sequence_number: int = 0, *, stores: bool = False
     ) -> AsyncIterator[events_pb2.EventBatch]:
-        """Follow what is on the device."""
+        """Subscribe to the events of the device."""
         return self._client.subscribe(start_sequence_number)
 
 
 async def _ask_all(
     addresses: Sequence[str], prompts: Sequence[list[int]], concurrency: int, *, tells_stores: bool
 ) -> dict[str, Any]:
-    """Empty the servers and ask for all prompts. Returns the tokens by what became of them."""
+    """Purge the servers and send all prompts. Returns the numbers of cached and computed tokens."""
     view = FleetView(_EVENT_BLOCK_TOKENS)
     router = Router(view, FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=Identities())
     tokens: Counter[str] = Counter()

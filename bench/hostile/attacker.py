@@ -26,7 +26,7 @@ class AttackerProcess:
     Args:
         name: of the attack.
         target: what it attacks.
-        is_yielding: whether it takes only what others leave of the processors.
+        is_yielding: whether it uses only CPU time that other processes leave.
     """
 
     def __init__(self, name: str, target: Target, *, is_yielding: bool) -> None:
@@ -36,7 +36,7 @@ class AttackerProcess:
         self._process: asyncio.subprocess.Process
 
     async def __aenter__(self) -> AttackerProcess:
-        """Start it. It prepares at once."""
+        """Start the process, which prepares the attack at once."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -55,11 +55,11 @@ class AttackerProcess:
         await self._process.wait()
 
     async def prepared(self) -> Figures:
-        """Wait until it has prepared; return what it saw."""
+        """Wait until the attack is prepared. Returns what the attacker saw."""
         return await self._line(_PREPARE_TIMEOUT_S)
 
     async def attack(self) -> Figures:
-        """Have it attack, and return what it saw."""
+        """Run the attack. Returns what the attacker saw."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.write(b"\n")
         return await self._line(self._max_s)

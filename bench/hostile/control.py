@@ -63,7 +63,7 @@ def _row(name: str, seconds: float, *, is_yielding: bool) -> dict[str, Any]:
 
 
 async def measure(name: str, target: Target, *, is_yielding: bool) -> dict[str, Any]:
-    """Measure the innocent alone, then beside an attack that prepares nothing."""
+    """Measure the innocent client alone, then during an attack that prepares nothing."""
     alone = await innocent_alone(target)
     async with AttackerProcess(name, target, is_yielding=is_yielding) as attacker:
         await attacker.prepared()

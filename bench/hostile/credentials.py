@@ -127,7 +127,7 @@ class Arm:
 
 
 async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
-    """Start the servers and call them in turn, each round in another order. Returns a row an arm."""
+    """Start the servers and call them in turn, each round in another order. Returns a row for each arm."""
     rounds: dict[str, list[CredentialRound]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
         papers = Papers.made(Path(folder))
@@ -157,7 +157,7 @@ async def _started(name: str, papers: Papers, processes: ExitStack, channels: As
 
 
 async def _check(name: str, address: str, papers: Papers) -> None:
-    """Check that a server refuses callers who show nothing, and not for another reason."""
+    """Check that a server refuses callers without credentials, and for no other reason."""
     nothing = papers.credentials["tls"]
     assert nothing is not None, "that arm has TLS"
     async with grpc.aio.secure_channel(address, nothing) as channel:

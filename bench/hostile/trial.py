@@ -24,7 +24,7 @@ _IDLE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Answers that an innocent caller got, in numbers.
+    """Latencies and statuses of an innocent client's calls.
 
     Attributes:
         p50_ms, p99_ms: of its answers; None without any.
@@ -48,7 +48,7 @@ class Trial:
 
     Attributes:
         prepared, seen: what the attacker saw before and during the attack.
-        alone, beside: what the innocent saw before the attack, and during it.
+        alone, beside: calls of the innocent client before the attack, and during it.
         idle_mb, peak_mb, after_mb: resident memory of the server.
         idle_after_s: seconds from the end of the attack until nothing was unfinished, leased or held; None if never.
     """
@@ -65,7 +65,7 @@ class Trial:
 
 
 async def innocent(address: str, seconds: float, seed: int) -> Latencies:
-    """Send a new prompt of another tenant every 50 ms, and say how long answers took."""
+    """Send a new prompt of another tenant every 50 ms, and measure the answers."""
     loop, numbers = asyncio.get_running_loop(), np.random.default_rng(seed)
     took_ms: list[float] = []
     steps_ms: list[float] = []
@@ -107,14 +107,14 @@ async def innocent_alone(target: Target) -> Latencies:
 async def measure(
     name: str, target: Target, pid: int, attacked: Target | None = None, *, is_yielding: bool = True
 ) -> Trial:
-    """Measure the innocent alone, then beside an attack; then wait until the server is idle, 30 s at most.
+    """Measure the innocent client alone, then during an attack; then wait until the server is idle, 30 s at most.
 
     Args:
         name: of the attack.
         target: the server.
         pid: its process.
-        attacked: the server that is attacked, if it is another one.
-        is_yielding: whether the attacker takes only what others leave of the processors.
+        attacked: the server that is attacked, if not `target`.
+        is_yielding: whether the attacker uses only CPU time that other processes leave.
     """
     alone = await innocent_alone(target)
     idle_mb = resident_mb(pid)
@@ -126,7 +126,7 @@ async def measure(
 
 
 class Peak:
-    """The most memory that a process has resident while this is open, looked at every 50 ms.
+    """The peak resident memory of a process while the context is open, sampled every 50 ms.
 
     Attributes:
         max_mb: in MB so far.
@@ -138,7 +138,7 @@ class Peak:
         self._watching: asyncio.Task[None]
 
     async def __aenter__(self) -> Peak:
-        """Begin to look."""
+        """Begin to sample."""
         self._watching = asyncio.create_task(self._watch())
         return self
 

@@ -6,7 +6,7 @@ from bench.hostile.trial import Trial
 from radixkv.config import ServerConfig
 from radixkv.service.server.intake.bounds import WINDOW_BYTES
 
-TIMES_ALONE = 3.0  # of the innocent's p99
+TIMES_ALONE = 3.0  # of the innocent client's p99
 _NUM_STEPS = 2
 _TIMES_IDLE_MEMORY = 1.3
 _MAX_IDLE_S = 10.0
@@ -20,10 +20,10 @@ def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
 
 
 def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
-    """Return the bounds that an attack broke, in words; none is best.
+    """Return the bounds that an attack broke, in words; empty if it broke none.
 
-    The innocent's p99 is at most three times that of the innocent alone, and two steps; it is refused nothing; memory
-    is at most 1.3 times that of the idle server, and a budget; the server is idle again 10 s after the attack.
+    The innocent client's p99 is at most three times its p99 alone, plus two steps; none of its calls is refused; memory
+    is at most 1.3 times that of the idle server, plus a budget; the server is idle again 10 s after the attack.
 
     Args:
         trial: what was measured.

@@ -41,15 +41,15 @@ from radixkv.startup.build_engine import build_engine
 _WITHOUT, _AGAIN = "no store", "no store again"
 _STORES = ("host", "disk", "host and disk")
 _POOL_PROMPTS = 4
-_STORED_PROMPTS = 8  # that a store has room for; what a block's head takes is more than is left of the last one
-_ALIKE_TOKENS = 4  # by chance, at the start of two prompts
+_STORED_PROMPTS = 8  # capacity of a store; the header of each block takes more than the rest of the last one
+_ALIKE_TOKENS = 4  # two prompts may begin with the same token by chance
 _TIMEOUT_S = 600.0
 _MAX_RATIO = 1.02  # what a miss may cost
 _HEADER = f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'std. error':>11} {'processor time':>15} {'std. error':>11}"
 
 
 class _Times(NamedTuple):
-    """Seconds of one prompt: until its first token, and of processors, all threads, until stores are at rest."""
+    """Seconds of one prompt: until its first token, and of CPU time of all threads until the stores are idle."""
 
     wall_s: float
     processor_s: float
@@ -143,7 +143,7 @@ def _started(settings: Sequence[str]) -> Iterator[Engine]:
 
 
 def _ask(engine: Engine, prompt: bytes) -> tuple[int, _Times]:
-    """Return the next token, and the times, when the stores are at rest."""
+    """Return the next token, and the times, once the stores are idle."""
     start_s, processor_s = time.perf_counter(), time.process_time()
     answer = engine.prefill(PrefillParams(prompt)).result(_TIMEOUT_S)
     wall_s = time.perf_counter() - start_s
@@ -177,7 +177,7 @@ def _ratios(name: str, times: Mapping[str, Sequence[_Times]]) -> npt.NDArray[np.
     first, again = np.array(times[_WITHOUT]), np.array(times[_AGAIN])  # [num_requests, 2]
     without = first if name in (_WITHOUT, _AGAIN) else np.sqrt(first * again)
     values = np.sort(np.array(times[name]) / without, axis=0)
-    num_cut = len(values) // 4  # other programs make a few of them much larger
+    num_cut = len(values) // 4  # other programs make a few of them much longer
     middle: npt.NDArray[np.float64] = values[num_cut : len(values) - num_cut].mean(axis=0)
     return middle
 

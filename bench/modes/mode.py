@@ -62,7 +62,7 @@ class Mode:
 
 
 def all_modes(folder: Path, redis_url: str | None = None, mooncake_master: str | None = None) -> list[Mode]:
-    """Return the modes; those after the prefix cache keep what leaves the device, each in a store of its own.
+    """Return the modes; those after the prefix cache keep evicted blocks, each in a different store.
 
     Args:
         folder: an empty directory, for the disk and for a secret, with which nothing of other runs is found.
@@ -102,7 +102,7 @@ def memory_bytes(engine: Engine) -> int:
 
 
 def close(engine: Engine) -> None:
-    """Stop an engine, and leave nothing of it in a store."""
+    """Stop an engine, and delete its blocks from shared stores."""
     engine.purge().result(_TIMEOUT_S)
     engine.stop()
 

@@ -24,9 +24,9 @@ _ANSWERS: dict[bytes, Callable[[Sequence[bytes], bytes], bytes]] = {
 
 
 class SlowRedis:
-    """A server on loopback that takes commands of Redis and keeps nothing.
+    """A server on loopback that speaks Redis's protocol and stores nothing.
 
-    It runs on a thread of its own from `with` to its end. Each answer is sent a time after its command came, those of
+    It runs on its own thread inside the `with` block. Each answer is sent a time after its command came, those of
     a pipeline together.
 
     Args:

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: int) -> dict[str, Engine]:
-    """Start the engines and their stores, and let each compute a prompt of which its store hears nothing."""
+    """Start the engines and their stores, and warm each up with a prompt that its store does not see."""
     stores: dict[str, float | None] = {f"answers after {delay_s:g} s": delay_s, "never answers": None}
     urls = {name: stack.enter_context(SlowRedis(each)).url for name, each in stores.items()}
     pool = ["model.device=cpu", f"cache.capacity_tokens={_POOL_PROMPTS * prompt_tokens}"]

@@ -13,7 +13,7 @@ TRAFFICS = ("documents fit", "a quarter fits", "each once")
 
 
 class ModeTraffic(NamedTuple):
-    """Documents that are asked about in turns.
+    """Documents about which questions are asked in turn.
 
     Attributes:
         name: for the table.
@@ -51,7 +51,7 @@ class ModeTraffic(NamedTuple):
 def traffics(
     documents: int, rounds: int, document_tokens: int, question_tokens: int, new_tokens: int
 ) -> list[ModeTraffic]:
-    """Return three kinds: all documents fit the device, a quarter of them does, and none is asked about twice."""
+    """Return three kinds of traffic: all documents fit the device, a quarter of them fits, and each is used once."""
     lengths = (document_tokens, question_tokens, new_tokens)
     one = document_tokens + rounds * (question_tokens + new_tokens + 128)  # with the last blocks of its prompts
     return [

@@ -31,9 +31,9 @@ class BenchedStore:
         backend: the store.
         write: moves payloads out with the peer.
         read: moves them back into buffers with the peer.
-        forget: makes the next read cold; None where that means nothing.
+        forget: makes the next read cold; None where this does not apply.
         copies: whether a load ends with a copy into the caller's memory, as the peer's does.
-        verify: does what `read` does, and takes a bare checksum of each payload as it comes; None if not measured.
+        verify: does what `read` does, and computes a checksum of each payload; None if not measured.
     """
 
     name: str

@@ -37,7 +37,7 @@ class StoreRow:
         direction: save, load, or load cold.
         ratio: bytes per second of the store over those of its peer in the same round.
         store_gb_s, peer_gb_s: bytes per second, in 10^9.
-        verified_ratio: the same of a peer that takes a bare checksum of what it reads, without threads, keys and heads.
+        verified_ratio: the ratio to a peer that also computes checksums, without threads, keys and headers.
     """
 
     name: str
@@ -49,7 +49,7 @@ class StoreRow:
 
 
 class Blocks:
-    """Blocks that are moved: random payloads, and the pool that they come back to.
+    """Blocks that are moved: random payloads, and the pool into which they are loaded.
 
     Args:
         payload_bytes: of one block, a multiple of 4.
@@ -91,7 +91,7 @@ class Blocks:
     def load(self, tier: Tier, *, copies: bool) -> None:
         """Load all blocks, verified, and copy them into the pool if requested, while others are loaded."""
         loading: deque[tuple[int, Future[list[LoadedBlock | Miss]]]] = deque()
-        held: list[LoadedBlock] = []  # whole rounds of it, since the peer fills as much memory
+        held: list[LoadedBlock] = []  # whole rounds, since the peer fills as much memory
         for start in range(0, len(self._keys), _BATCH):
             if len(loading) == self._max_calls:
                 held += self._take(*loading.popleft(), copies=copies)
@@ -131,7 +131,7 @@ class Blocks:
 def measure(store: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreRow]:
     """Measure a store and its peer in turn, the first round not counted. The store is closed.
 
-    Before each saving and each cold load all is on the disk, and out of memory.
+    Before each save and each cold load, everything is written to disk and evicted from the page cache.
     """
     tier = Tier(store.name, ThreadedStore(store.backend), blocks.format.payload_bytes)
     targets = [target.data for target in blocks.targets]
@@ -173,7 +173,7 @@ def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes:
 def _pair(
     ours: Callable[[], None], theirs: Callable[[], None], between: Callable[[], None], *, is_ours_first: bool
 ) -> tuple[float, float]:
-    """Return the seconds of the store and of its peer, which take turns in being first."""
+    """Return the seconds of the store and of its peer, which alternate in being first."""
     first_s = _seconds(ours if is_ours_first else theirs)
     between()
     second_s = _seconds(theirs if is_ours_first else ours)

@@ -64,7 +64,7 @@ def model_of(num_layers: int, window: int, max_tokens: int) -> Model:
 
 
 class StepCounter(Observer):
-    """Counts the parts that a step needs, each time one was computed.
+    """Counts the blocks of windowed layers that each step needs.
 
     Attributes:
         needed: for each step.
@@ -125,7 +125,7 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     """Serve a prompt of some tokens and three after it with both kinds of pools.
 
     Raises:
-        AssertionError: they answer with other bits.
+        AssertionError: their answers differ.
     """
     groups = LayerGroups.of(model.windows, model.max_tokens)
     reach = Reach.of_window(groups.window)

@@ -65,7 +65,7 @@ def pools_of(shape: Shape, num_blocks: int, rule: str) -> tuple[int, int]:
 
 
 def reused_share(shape: Shape, num_blocks: int, rule: str, num_tokens: int, num_requests: int, seed: int) -> float:
-    """Let prompts of a length come again and again. Returns the part of their tokens that is reused."""
+    """Repeat prompts of one length. Returns the share of their tokens that is reused."""
     blocks, parts = pools_of(shape, num_blocks, rule)
     reach = Reach.of_window(shape.window)
     pools = [WindowPool(blocks, parts, _BLOCK_SIZE, reach, _STEP_TOKENS)] if parts else []

@@ -40,7 +40,7 @@ class Attack:
 
     Attributes:
         run: attacks for `Target.seconds`.
-        prepare: fills the cache before, without an innocent caller beside it.
+        prepare: fills the cache before the innocent client starts.
         settings: of the server, as `section.key=value`.
         vocab_size: of the server's model.
         num_connections: that it opens.

@@ -36,13 +36,13 @@ class FloodCall(Protocol):
 
 @contextlib.asynccontextmanager
 async def opened(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """Open a connection of its own."""
+    """Open a separate connection."""
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
         yield channel
 
 
 async def flood(target: Target, path: str, make: Callable[[], bytes], num_at_once: int) -> Figures:
-    """Repeat a call until the time is over, on as many connections as calls are under way.
+    """Repeat a call until the time is over, with one connection for each call in flight.
 
     Returns:
         How often each status came.

@@ -33,13 +33,13 @@ class RawConnection:
 
     @classmethod
     async def open_socket(cls, address: str) -> RawConnection:
-        """Connect and say nothing."""
+        """Connect and send nothing."""
         host, _, port = address.rpartition(":")
         return cls(*await asyncio.open_connection(host, int(port), limit=1))
 
     @classmethod
     async def open(cls, address: str, window_bytes: int = 0) -> RawConnection:
-        """Connect, say how much of each answer the server may send, and acknowledge its settings.
+        """Connect, announce the flow-control window of each stream, and acknowledge the server's settings.
 
         gRPC ends connections that acknowledge nothing for 10 s.
         """

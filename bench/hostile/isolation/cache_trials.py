@@ -11,7 +11,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
 
-# Names that a careless key would join, fold or normalize into each other.
+# Names that a careless key would join, case-fold or normalize to the same string.
 _TENANTS = ("", "a", "ab", "A", "a\0b", "caf\u00e9", "cafe\u0301")
 _ADAPTERS = ("", "b", "bc", "a")
 _SALTS = ("", "c", "b", "a")

@@ -11,7 +11,7 @@ _NUM_TERMS = 100
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return how likely samples of one distribution are to differ as much as these, by the asymptotic formula.
+    """Return the probability that two samples of one distribution differ as much as these (asymptotic formula).
 
     The formula is good from about 30 values in each sample on.
 
@@ -24,6 +24,6 @@ def p_value(first: Sequence[float], second: Sequence[float]) -> float:
     root = math.sqrt(len(first) * len(second) / (len(first) + len(second)))
     scaled = (root + 0.12 + 0.11 / root) * distance
     if scaled < 0.2:
-        return 1.0  # the series converges too slowly here, and is 1 to ten digits
+        return 1.0  # the series converges too slowly here, and its value is 1 to ten digits
     terms = (2.0 * (-1.0) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, _NUM_TERMS + 1))
     return float(min(1.0, max(0.0, math.fsum(terms))))

@@ -41,7 +41,7 @@ async def audit(address: str, num_samples: int, seed: int) -> Audit:
     """Time prompts of one tenant, the three arms in random order, each prompt once."""
     numbers = np.random.default_rng(seed)
     prompts = {arm: numbers.integers(1, 200, (num_samples, _NUM_TOKENS)) for arm in ("other", "uncached", "own")}
-    for arm in ("other", "uncached"):  # that share no beginning with what the caller has cached itself
+    for arm in ("other", "uncached"):  # prompts that share no prefix with what the caller has cached
         prompts[arm][:, 0] = numbers.integers(200, 256, num_samples)
     took_ms: dict[str, list[float]] = {arm: [] for arm in prompts}
     cross_hits = 0
