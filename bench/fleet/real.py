@@ -46,7 +46,7 @@ _TENANT = "acme"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the result. Returns 1 if an answer was wrong, or a call failed before its answer began."""
+    """Measure, print, and write the result. Returns 1 if an answer was wrong, or a call failed before it began."""
     options = _parser().parse_args(arguments)
     sizes = (options.prefix_tokens, options.question_tokens, options.new_tokens)
     geometries = [Geometry(groups, prompts, *sizes) for groups, prompts in options.geometry]

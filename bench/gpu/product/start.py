@@ -42,7 +42,7 @@ DRY_SERVERS = {
     "F": ("model.exactness=fast", "cache.capacity_tokens=8192"),
 }
 
-# The lines that the log of a start has about recorded steps; `test_product.py` holds them to the source.
+# The lines that the log of a start has about recorded steps; `test_product.py` checks that they are there.
 RECORDED_STEPS = re.compile(r"recorded and checked (\d+) steps")
 DROPPED_STEP = re.compile(r"a recorded step is not used")
 
