@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# The generated code of radixkv/v1 refuses older versions of gRPC and protobuf than these. Health checks, reflection and
-# FlashAttention 3 are optional: without them the service runs, and that peer is not measured.
+# The generated code of radixkv/v1 refuses older versions of gRPC and protobuf than these. Health checks and
+# reflection are optional. FlashAttention 3 is for a peer in `bench.attention_peers`, which does not exist yet.
 WHEELS = {
     "grpcio": "1.76.0",
     "protobuf": "6.33.6",
