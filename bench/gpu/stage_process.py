@@ -78,7 +78,7 @@ class _Watched:
         self._logged_bytes = 0
         self._result: Any = None
 
-    def has_news(self) -> bool:
+    def has_update(self) -> bool:
         """Whether there is a new row, or output that was not reported for some seconds."""
         return self._has_new_rows() or (
             time.monotonic() - self._reported_s > _LOG_S and self.log.stat().st_size != self._logged_bytes
@@ -119,13 +119,13 @@ class _Watched:
 def _watch(
     process: subprocess.Popen[bytes], watched: _Watched, budget_s: float, report: Callable[[Outcome], None]
 ) -> str:
-    """Wait for the process and report its news. Returns how it ended, or that it did not."""
+    """Wait for the process and report its rows and output. Returns how it ended, or that it did not."""
     end_s = time.monotonic() + budget_s
     while (left_s := end_s - time.monotonic()) > 0:
         try:
             status = process.wait(timeout=min(_LOOK_S, left_s))
         except subprocess.TimeoutExpired:
-            if watched.has_news():
+            if watched.has_update():
                 report(watched.outcome("runs"))
         else:
             return "ran" if status == 0 else f"failed with status {status}"
