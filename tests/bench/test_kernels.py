@@ -44,7 +44,7 @@ def test_every_kernel_is_checked_and_timed_with_its_peers(tmp_path: Path, capsys
     assert status == 0
     assert result["is_finished"]
     assert result["is_dry_run"]
-    others = ["write_kv"] * 4 + ["copy_blocks", "add_rms_norm", "swiglu"]
+    others = ["write_kv"] * 4 + ["copy_blocks", "add_rms_norm", "swiglu"] + ["linear"] * 4
     assert [row["kernel"] for row in result["rows"]] == others + ["paged_attention"] * 11 + ["shared_prefix"] * 3
     for row in result["rows"]:
         assert row["is_right"], row
@@ -53,20 +53,20 @@ def test_every_kernel_is_checked_and_timed_with_its_peers(tmp_path: Path, capsys
         for peer in row["peers"].values():
             assert (peer.get("reason") is None) == peer["is_right"]
             assert not peer["is_right"] or peer["ratio"] == pytest.approx(peer["ms"] / row["ms"])
-    kinds = [row["case"].partition("bfloat16")[2] for row in result["rows"][7:12]]
+    kinds = [row["case"].partition("bfloat16")[2] for row in result["rows"][11:16]]
     assert kinds == ["", ", blocks in order", ", exact", ", specialized", ", specialized, exact"]
-    over_quantized = [row["case"].partition("after 70, ")[2] for row in result["rows"][12:18]]
+    over_quantized = [row["case"].partition("after 70, ")[2] for row in result["rows"][16:22]]
     in_attention = ["float8_e4m3fn", "int8", "int4"]
     assert over_quantized == in_attention + [f"{name}, dequantized first, specialized" for name in in_attention]
-    for row, mode in zip(result["rows"][18:], ("", ", exact", ", specialized, exact"), strict=True):
+    for row, mode in zip(result["rows"][22:], ("", ", exact", ", specialized, exact"), strict=True):
         assert row["case"] == f"3 decode after 256 shared{mode}"
         assert row["peers"]["ours, not joined"]["is_right"]
-    peers = result["rows"][7]["peers"]
+    peers = result["rows"][11]["peers"]
     assert [name for name, peer in peers.items() if peer["is_right"]] == ["sdpa_flash", "flex"]
     printed = capsys.readouterr().out
     assert "times mean nothing" in printed
     assert "flashinfer_fa3, not measured in 1 of them: Unavailable: needs a CUDA device" in printed
-    assert "21 of 21 right" in printed
+    assert "25 of 25 right" in printed
 
 
 def test_a_wrong_answer_fails_its_row_and_the_run(
