@@ -22,6 +22,7 @@ from radixkv.errors import ConfigError
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
+from tests.kernels.gpu.interpreter import interpret_kernels
 
 
 @pytest.fixture(scope="module")
