@@ -66,7 +66,7 @@ _PRODUCT = (
         40,
         _KERNEL_IMPORTS,
         "-m bench.kernels --kernels paged_attention linear --attentions 2 --variants plain "
-        "--peers sdpa_flash cudnn_merged",
+        "--peers sdpa_flash cudnn_merged fa3_fwd",
         "-m bench.kernels --dry-run --kernels paged_attention linear --variants plain --peers sdpa_flash",
         heeds_verdicts=True,
     ),
