@@ -18,20 +18,20 @@ class EventLog:
         numbers     start │ forgotten │ first ........... last │ not yet
                           │           └──── can be read ────┘  │
 
-    Numbers begin at the microseconds since 1970, so that those of a later life of the process are larger: a reader that
-    comes back with a number of an earlier life is refused, and never taken for one that has read this life's batches.
+    Numbers start at the microseconds since 1970, so that they are larger after each restart: a reader with a number
+    from before a restart is refused, and never mistaken for one that has read current batches.
 
     Args:
-        max_batches: batches that are kept.
-        max_blocks: blocks that the kept batches may name together; the last batch is kept in any case.
+        max_batches: maximum number of kept batches.
+        max_blocks: maximum number of blocks in the kept batches; the last batch is always kept.
         clock: Unix time in seconds.
 
     Attributes:
-        start: the number before the first batch of this life.
+        start: the number before the first batch of this process.
         first: the oldest number that can be read; `last + 1` if there is none.
         last: the number of the last batch; `start` before there is one.
-        num_blocks: blocks that all batches so far named.
-        error: why there will be no more batches; None while there may be.
+        num_blocks: number of blocks in all batches so far.
+        error: why the log has ended; None while it is open.
     """
 
     def __init__(
@@ -57,31 +57,31 @@ class EventLog:
         return self.last - self.start
 
     def append(self, events: tuple[Event, ...]) -> None:
-        """Number and keep the events of a step, and wake the readers. Complexity: O(batches forgotten)."""
+        """Append the events of a step as a batch, and notify the listeners. Complexity: O(dropped batches)."""
         batch = EventBatch(self.last + 1, self._clock(), events)
         self.num_blocks += batch.num_blocks
         self._num_kept_blocks += batch.num_blocks
         if self.last + 1 - self.first == len(self._ring):
-            self._forget_first()
+            self._drop_first()
         while self._num_kept_blocks > self._max_blocks and self.first <= self.last:
-            self._forget_first()
+            self._drop_first()
         self._ring[batch.sequence_number % len(self._ring)] = batch
-        self.last += 1  # only now: a reader on another thread finds what it is told of
-        self._tell()
+        self.last += 1  # after the write, so that readers on other threads find the batch
+        self._notify()
 
     def close(self, error: RadixKVError) -> None:
-        """End the log: readers get `error` after the last batch. From any thread; a second end changes nothing."""
+        """End the log: readers get `error` after the last batch. Thread-safe; closing again does nothing."""
         self.error = self.error or error
-        self._tell()
+        self._notify()
 
     def require(self, after: int) -> None:
-        """Check a number to go on from.
+        """Check a number to continue from.
 
         Args:
-            after: the last number that a reader has.
+            after: number of the last batch that a reader has.
 
         Raises:
-            UnknownSequence: it is of another life, or the batches after it are forgotten.
+            UnknownSequence: it is from before a restart, or the batches after it were dropped.
         """
         if not self.first - 1 <= after <= self.last:
             raise UnknownSequence(
@@ -93,7 +93,7 @@ class EventLog:
         """Return the batch after a number; None if it does not exist yet.
 
         Raises:
-            EventsLost: it is forgotten: the reader was too slow.
+            EventsLost: it was dropped, since the reader was too slow.
         """
         if number >= self.last:
             return None
@@ -103,24 +103,24 @@ class EventLog:
         return batch
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called after each batch and at the end, on the thread that appends or closes.
+        """Call `listener` after each batch and at the end, on the thread that appends or closes.
 
-        It must be quick and raise nothing. One thread adds listeners.
+        It must be fast and not raise. Only one thread may add listeners.
         """
         self._listeners = (*self._listeners, listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
-        """Call a listener no more. On the thread that added it."""
+        """Remove a listener, on the thread that added it."""
         self._listeners = tuple(each for each in self._listeners if each != listener)
 
-    def _tell(self) -> None:
-        for tell in self._listeners:
-            tell()
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
 
-    def _forget_first(self) -> None:
-        place = self.first % len(self._ring)
-        batch = self._ring[place]
+    def _drop_first(self) -> None:
+        index = self.first % len(self._ring)
+        batch = self._ring[index]
         assert batch is not None
-        self._ring[place] = None
+        self._ring[index] = None
         self._num_kept_blocks -= batch.num_blocks
         self.first += 1

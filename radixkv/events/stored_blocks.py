@@ -1,4 +1,4 @@
-"""The event blocks that readers know to be stored: their hashes, by node of the trees."""
+"""The hashes of the event blocks that were reported as stored, by node of the trees."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from radixkv.cache.node import Node
 from radixkv.events.block_identity import Identities, hash_blocks
 from radixkv.tokens import TOKEN_BYTES
 
-# Changes of nodes, told apart by their lengths. They are plain tuples because they are made in the middle of a commit,
-# where a named one costs 0.2 us more.
+# Changes of nodes, distinguished by their lengths. They are plain tuples because they are created during a commit,
+# where a named tuple costs 0.2 us more.
 Stored = tuple[Node, bytes, Node | None, bytes]
-"""A leaf that is new or has grown; all its tokens; its parent, None if it has grown; the tokens before it in the event
-block in which it begins."""
+"""A leaf that is new or was extended; all its tokens; its parent, None if it was extended; the tokens before it in the
+event block in which it begins."""
 Split = tuple[Node, Node, bytes]
-"""A node that was cut in two, the new node above it, and the tokens of that."""
+"""A node that was split, the new node above it, and the tokens of the new node."""
 Shortened = tuple[Node, int]
-"""A leaf, and the number of tokens that it keeps; 0 if it is gone."""
+"""A leaf, and the number of remaining tokens; 0 if it was removed."""
 Purged = tuple[Node]
-"""A node whose tree was taken out."""
+"""A node whose tree was purged."""
 
 
 class MergedNodes(NamedTuple):
-    """Nodes that followed each other, the topmost first, and the one that has the tokens of all now."""
+    """Consecutive nodes, the topmost first, and the node that they were merged into."""
 
     uppers: list[Node]
     lower: Node
@@ -56,30 +56,31 @@ class _Run:
 
 
 class _Removal(NamedTuple):
-    """Blocks of one namespace that left one after the other, as packed hashes."""
+    """Consecutively removed blocks of one namespace, as packed hashes."""
 
     salt: str
     runs: list[bytes]
 
 
 class StoredBlocks:
-    """Turns changes of nodes into events, and remembers the hashes that it takes to go on.
+    """Turns changes of nodes into events, and stores the hashes that later changes need.
 
-        node    [ tokens ........................ )       64 bytes of tokens and 8 bytes of hash an event block of 16
+        node    [ tokens ........................ )       64 bytes of tokens and 8 bytes of hash per event block of 16
         run      #before [ # ][ # ][ # ][ # ][ #          the last one ends in a child
 
-    A block belongs to the node in which it ends. Only siblings can hold the same one, in the first pool block of each,
-    where they have not parted yet: such copies are counted, and readers are told of the first and of the last.
+    A block belongs to the node in which it ends. Only siblings can have equal blocks, in the part of their first pool
+    block that they have in common. Such copies are counted, so that a block is reported once as stored and once as
+    removed.
 
-    Changes name what they need of a node as it was at that moment, so they may be worked off later, in their order.
+    A change contains the state of a node at that moment, so that changes can be processed later, in order.
 
     Args:
-        block_size: tokens of an event block.
-        pool_block_size: tokens of a block of the pool.
-        identities: names of namespaces.
+        block_size: tokens per event block.
+        pool_block_size: tokens per block of the pool.
+        identities: published names of namespaces.
 
     Attributes:
-        num_blocks: distinct blocks that are stored.
+        num_blocks: number of distinct stored blocks.
     """
 
     def __init__(self, block_size: int, pool_block_size: int, identities: Identities) -> None:
@@ -91,10 +92,10 @@ class StoredBlocks:
         self._runs: dict[Node, _Run] = {}
         self._copies: dict[bytes, int] = {}  # of blocks that end inside the first pool block of a node
 
-    def work_off(self, changes: deque[Change], max_blocks: int) -> tuple[Event, ...]:
-        """Take changes off the front until `max_blocks` blocks are hashed or none is left. Returns what they mean.
+    def process(self, changes: deque[Change], max_blocks: int) -> tuple[Event, ...]:
+        """Process changes from the front until `max_blocks` blocks are hashed or none is left. Returns the events.
 
-        Complexity: O(tokens that were added + blocks that left).
+        Complexity: O(added tokens + removed blocks).
         """
         events: list[BlocksStored | _Removal] = []
         is_purged = False
@@ -102,7 +103,7 @@ class StoredBlocks:
             change = changes.popleft()
             max_blocks -= 1
             if isinstance(change, MergedNodes):
-                self._join(change)
+                self._merge(change)
             elif len(change) == 4:
                 max_blocks -= self._store(change, events)
             elif len(change) == 3:
@@ -119,24 +120,24 @@ class StoredBlocks:
         )
 
     def run_of(self, node: Node) -> tuple[bytes, bytes, int]:
-        """Return what is stored of a node none of whose changes is left to be worked off.
+        """Return the stored blocks of a node without pending changes.
 
         Returns:
             The packed hash before its event blocks, their packed hashes, and how many of these, from the first on,
-            siblings may hold as well.
+            siblings may have as well.
         """
         run = self._runs[node]
         return run.before, run.hashes, self._num_counted(run.phase, len(run.hashes) // HASH_BYTES)
 
     def _num_counted(self, phase: int, num_hashes: int) -> int:
-        """Count the blocks of a run of which siblings may hold copies: those that end inside the first pool block."""
+        """Count the blocks of a run that siblings may have, too: those that end inside the first pool block."""
         first_end = self._block_size - phase
         if first_end >= self._pool_block_size:
             return 0
         return min(num_hashes, (self._pool_block_size - 1 - first_end) // self._block_size + 1)
 
     def _store(self, change: Stored, events: list[BlocksStored | _Removal]) -> int:
-        """Hash the blocks that are whole now. Returns how many blocks that were."""
+        """Hash the blocks that are complete now. Returns their number."""
         node, tokens, above, tail = change
         run = self._runs.get(node)
         if run is None:
@@ -166,7 +167,7 @@ class StoredBlocks:
         return num_new
 
     def _count_copies(self, hashes: bytes, num_counted: int) -> int:
-        """Count one copy more of the first blocks. Returns how many of them, all at the front, there were before."""
+        """Count another copy of the first blocks. Returns how many of them, all at the front, existed before."""
         num_known = 0
         for start in range(0, num_counted * HASH_BYTES, HASH_BYTES):
             block = hashes[start : start + HASH_BYTES]
@@ -176,7 +177,7 @@ class StoredBlocks:
         return num_known
 
     def _split(self, change: Split) -> None:
-        """Divide the blocks of a node. Readers see nothing of it."""
+        """Split the blocks of a node. This causes no events."""
         lower_node, upper_node, upper_tokens = change
         lower = self._runs[lower_node]
         num_tokens = lower.phase + len(upper_tokens) // TOKEN_BYTES
@@ -187,8 +188,8 @@ class StoredBlocks:
         lower.phase = num_tokens % self._block_size
         self._count_copies(lower.hashes, self._num_counted(lower.phase, len(lower.hashes) // HASH_BYTES))
 
-    def _join(self, change: MergedNodes) -> None:
-        """Put the blocks of nodes together. Readers see nothing of it."""
+    def _merge(self, change: MergedNodes) -> None:
+        """Merge the blocks of nodes. This causes no events."""
         top = self._runs[change.uppers[0]]
         runs = [*(self._runs.pop(upper) for upper in change.uppers), self._runs[change.lower]]
         for run in runs[1:]:
@@ -198,7 +199,7 @@ class StoredBlocks:
         self._runs[change.lower] = _Run(top.before, b"".join(run.hashes for run in runs), top.phase)
 
     def _shorten(self, node: Node, num_kept_tokens: int, events: list[BlocksStored | _Removal]) -> None:
-        """Take the blocks off a node of which a token leaves."""
+        """Remove the blocks of a node of which a token was removed."""
         run = self._runs[node]
         num_hashes = len(run.hashes) // HASH_BYTES
         num_kept = (run.phase + num_kept_tokens) // self._block_size if num_kept_tokens else 0

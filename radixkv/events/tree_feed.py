@@ -122,7 +122,7 @@ class TreeFeed(Listener):
                 self.close(InvariantViolation("events: they could not be published; the server's log has the cause"))
 
     def _publish(self) -> None:
-        events: tuple[Event, ...] = self._blocks.work_off(self._changes, self._max_step_blocks)
+        events: tuple[Event, ...] = self._blocks.process(self._changes, self._max_step_blocks)
         if self._stores is not None:
             events = (*events, *self._stores.take(self._max_step_blocks))
         if events:

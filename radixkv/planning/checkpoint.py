@@ -12,15 +12,15 @@ from radixkv.errors import ConfigError
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
-# Layers of short convolutions, and the key that tells the tokens which they see.
+# Layers of short convolutions, and the key with their width in tokens.
 _SHORT_CONV, _CONV_WIDTH = "conv", "conv_L_cache"
-# Types whose layers of sliding attention store other K/V than the others, and the keys that may say so.
+# Model types whose sliding layers store other K/V than the others, and the keys that describe them.
 _SLIDING_DIFFERS = {
     "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "mimo_v2_flash": {"swa_num_key_value_heads"},
 }
-_GEMMA4_GLOBAL_HEAD_DIM = 512  # where config.json does not say
-# Keys of models whose layers store different K/V. A guess there would give numbers that look right.
+_GEMMA4_GLOBAL_HEAD_DIM = 512  # the default without an entry in config.json
+# Keys of models whose layers store different K/V, for which a guess would give plausible but wrong numbers.
 _UNEQUAL_LAYERS = (
     "attn_layer_indices",
     "attn_layer_period",
@@ -39,7 +39,7 @@ _UNEQUAL_LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The sizes that a model's files name. A field is None where the files say nothing.
+    """The sizes in the files of a model. A field is None if the files do not contain it.
 
     Attributes:
         num_layers: `num_hidden_layers`, without layers of short convolutions; of LongCat-Flash twice its `num_layers`.
@@ -53,8 +53,8 @@ class Checkpoint:
         weights_bytes: the size in the safetensors index; without an index, the size of the files.
         state_bytes: the last inputs of short convolutions (`conv_L_cache`) that a sequence keeps, in `dtype` or bf16.
         window: tokens that a query of a windowed layer sees.
-        num_windowed_layers: layers of `layer_types` with a window that hides something; all layers of a Mistral with
-            one. 0 where the files do not say which layers they are.
+        num_windowed_layers: layers of `layer_types` with a window shorter than the longest sequence; all layers of a
+            Mistral with one. 0 if the files do not say which layers they are.
         sliding: the layers of sliding attention, if they store other K/V than the others; None if all are alike.
     """
 
@@ -73,7 +73,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a model's config.json, and the size of the weights beside it.
+    """Read a model's config.json, and the size of the weights in its directory.
 
     The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are known too.
 
@@ -264,6 +264,6 @@ def _weights_bytes(directory: Path) -> int | None:
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and not isinstance(total, bool) and 1 <= total < 2**63:
             return int(total)
-    # A directory may hold the same weights a second time, in the shards of another format.
+    # A directory may contain the same weights twice, in another format.
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
     return sum(file.stat().st_size for file in files) or None

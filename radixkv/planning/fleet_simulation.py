@@ -174,7 +174,7 @@ class SimulatedReplica:
         num_blocks, block_size, policy, probation_share: of its cache; a block of its events is one of its pool.
         namespace: of all requests.
         identities: published names of namespaces, as the router has them.
-        compute_s: seconds to compute a token.
+        compute_s: seconds per computed token.
         clock: seconds of the simulation.
 
     Attributes:

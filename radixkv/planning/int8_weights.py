@@ -1,4 +1,4 @@
-"""Counts what a model's weights take where its linear layers have 8 bits a weight, from the headers of safetensors."""
+"""Computes the size of a model's weights with int8 linear layers, from the headers of safetensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def int8_weights_bytes(path: str | Path) -> int:
     """Return the bytes of a model's weights with `model.weights = "int8"`.
 
     Every matrix of a linear layer is rounded; embeddings, norms and experts keep the dtype of the files. A head that is
-    also an embedding is held twice: rounded, and as it is. Layers are told by the names that transformers gives them.
+    also an embedding is held twice: rounded, and as it is. Layers are recognized by their names in transformers.
 
     Args:
-        path: a directory with safetensors, or a file beside them.
+        path: a directory with safetensors, or a file in it.
 
     Raises:
         ConfigError: there are none, or one can't be read. The message names it.

@@ -1,4 +1,4 @@
-"""Arithmetic about K/V memory: users that fit beside the weights, waste of blocks, savings of sharing and caching.
+"""Arithmetic of K/V memory: users that fit next to the weights, waste of blocks, savings of sharing and caching.
 
 Counts are exact integers. A GiB is 2**30 bytes and a GB is 10**9.
 """
@@ -20,7 +20,7 @@ class BlockUse:
 
     Attributes:
         num_tokens: length of the sequence.
-        block_size: tokens a block.
+        block_size: tokens per block.
 
     Raises:
         ConfigError: tokens below 0, or a block size below 1.
@@ -59,7 +59,7 @@ class WindowedUse:
 
     Attributes:
         num_tokens: length of the sequence.
-        block_size: tokens a block.
+        block_size: tokens per block.
         window: tokens that a query sees, its own included.
 
     Raises:
@@ -87,7 +87,7 @@ class WindowedUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of one device, and what is on it beside K/V.
+    """The memory of one device, and what it holds in addition to K/V.
 
     Attributes:
         total_bytes: memory of the device.
@@ -136,7 +136,7 @@ class PrefixSharing:
     Attributes:
         num_requests: requests that hold their blocks at the same time, at least 1.
         prefix_tokens: length of the shared prefix.
-        block_size: tokens a block.
+        block_size: tokens per block.
 
     Raises:
         ConfigError: no request, tokens below 0, or a block size below 1.
@@ -159,8 +159,8 @@ class PrefixSharing:
     @property
     def num_blocks(self) -> int:
         """Blocks that hold the prefix: shared ones and copies."""
-        blocks_a_request = BlockUse(self.prefix_tokens, self.block_size).num_blocks
-        return self.shared_blocks + self.num_requests * (blocks_a_request - self.shared_blocks)
+        blocks_per_request = BlockUse(self.prefix_tokens, self.block_size).num_blocks
+        return self.shared_blocks + self.num_requests * (blocks_per_request - self.shared_blocks)
 
     @property
     def num_blocks_unshared(self) -> int:
@@ -183,8 +183,8 @@ class DecodingCost:
     """Work of one multi-head attention layer while it decodes, without and with a K/V cache.
 
     The first new token needs the whole prompt either way. For each later token, a layer with a cache computes one row;
-    without a cache it computes the whole sequence again. Counted are the four projections and the two products of
-    attention, each as a full rectangle, with two FLOPs a multiply-add.
+    without a cache it computes the whole sequence again. Counted are the four projections and the two GEMMs of
+    attention, each as a full rectangle, with two FLOPs per multiply-add.
 
     Attributes:
         prompt_tokens: tokens before the first new one, at least 1.
@@ -229,7 +229,7 @@ class DecodingCost:
 
 
 def load_us(num_bytes: int, bytes_per_s: float) -> float:
-    """Return the microseconds that a link takes to move `num_bytes`, latency not counted.
+    """Return the microseconds that a link takes to transfer `num_bytes`, without latency.
 
     Raises:
         ConfigError: `num_bytes` is below 0, or the bandwidth is not positive.
@@ -240,10 +240,10 @@ def load_us(num_bytes: int, bytes_per_s: float) -> float:
 
 
 def recompute_us(num_parameters: float, flops_per_s: float) -> float:
-    """Return the microseconds to compute one token's K/V again: two FLOPs a parameter, attention not counted.
+    """Return the microseconds to compute one token's K/V again: two FLOPs per parameter, without attention.
 
     Args:
-        num_parameters: parameters that a token uses; of a mixture of experts, the active ones.
+        num_parameters: active parameters per token.
         flops_per_s: rate that the device reaches. Its peak rate gives a lower bound.
 
     Raises:

@@ -122,7 +122,7 @@ class SimulatedTiers:
         )
 
     def _key_blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
-        """Key the whole blocks of a prompt. All are of one namespace, and nobody looks for two with one key."""
+        """Return the keys of the full blocks of a prompt; all prompts have the same namespace."""
         size = self._block_size * TOKEN_BYTES
         parent = parent or b""
         for start in range(0, len(tokens) - size + 1, size):

@@ -1,7 +1,7 @@
-"""Mooncake request traces: reads them, and makes each prompt's tokens from its hash ids.
+"""Mooncake request traces: reads them, and generates the tokens of each prompt from its hash ids.
 
-A trace is a file of JSON lines, one request a line: `timestamp` (ms), `input_length`, `output_length` (tokens) and
-`hash_ids`. Each id stands for 512 tokens, the last one for the rest of the prompt. Equal ids stand for equal tokens.
+A trace is a file of JSON lines, one request per line: `timestamp` (ms), `input_length`, `output_length` (tokens) and
+`hash_ids`. Each id represents 512 tokens, the last one the rest of the prompt. Equal ids represent equal tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def load_trace(path: str | Path, *, limit: int | None = None) -> list[TraceReque
 def block_tokens(
     hash_id: int, *, tokens_per_id: int = TOKENS_PER_ID, vocab_size: int = _MAX_VOCAB_SIZE
 ) -> npt.NDArray[np.uint32]:
-    """Make the tokens that an id stands for, the same on every machine.
+    """Generate the tokens of an id, the same ones on every machine.
 
     Token `i` depends only on `hash_id`, `i` and `vocab_size`, so a smaller `tokens_per_id` gives a prefix of what a
     larger one gives.
@@ -102,7 +102,7 @@ def block_tokens(
 
 
 def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0) -> npt.NDArray[np.uint32]:
-    """Make the tokens of a prompt, `scale` times as long.
+    """Generate the tokens of a prompt, scaled in length by `scale`.
 
     Two requests whose first `k` ids are equal share the tokens of these ids, or the whole of the shorter prompt.
     Different ids begin with the same token only by chance, once in `vocab_size`.
@@ -116,7 +116,7 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
         uint32 `[num_tokens]`, owned by the caller.
 
     Complexity:
-        Linear in the prompt, about 5 ns a token: the 145M tokens of the conversation trace take 0.7 s.
+        Linear in the prompt, about 5 ns per token: the 145M tokens of the conversation trace take 0.7 s.
     """
     tokens_per_id = tokens_per_scaled_id(scale)
     last_tokens = request.input_length - TOKENS_PER_ID * (len(request.hash_ids) - 1)

@@ -60,15 +60,15 @@ def tier_numbers(text: str) -> dict[str, float]:
 def tier_capacities(
     sizes: Sequence[TierSize], token_bytes_of: Callable[[str], int], block_size: int
 ) -> list[TierCapacity]:
-    """Return the rooms of stores in tokens.
+    """Return the capacities of tiers in tokens.
 
     Args:
         sizes: of `--tier`.
-        token_bytes_of: returns the bytes of a token; given what needs it, for a message.
-        block_size: tokens a block.
+        token_bytes_of: returns the K/V bytes per token; its argument names the option that needs them in errors.
+        block_size: tokens per block.
 
     Raises:
-        ConfigError: bytes, and no model; two stores of one name; a store without room for a block.
+        ConfigError: a size is in bytes without a model, two tiers have one name, or a tier is smaller than a block.
     """
     rooms = []
     for size in sizes:
