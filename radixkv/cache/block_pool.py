@@ -78,7 +78,8 @@ class BlockPool:
         self._starts = np.zeros(1, dtype=np.intp)  # of the known runs, ascending
         self._lengths = np.full(1, num_blocks, dtype=np.intp)
         self._current = 0  # the run that is being used; its bounds are out of date in the two arrays above
-        self._start, self._end = 0, num_blocks
+        self._start = 0
+        self._end = num_blocks
         self._num_unknown = 0  # free blocks outside the known runs; those that were taken again are still counted
         # The free blocks of the last look and those that came back since; None if they are too many to be noted, which
         # is when sorting them would take longer than a pass over all states.
@@ -127,9 +128,14 @@ class BlockPool:
     def _take_all(self) -> BlockIds:
         block_ids = self._find_free()
         self._states[block_ids] = BlockState.LEASED
-        self.num_free = self._num_unknown = self._current = self._start = self._end = 0
+        self.num_free = 0
+        self._num_unknown = 0
+        self._current = 0
+        self._start = 0
+        self._end = 0
         if self._starts.size > 1:
-            self._starts, self._lengths = np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp)
+            self._starts = np.zeros(1, dtype=np.intp)
+            self._lengths = np.zeros(1, dtype=np.intp)
         self._noted = array("i")
         return block_ids
 
@@ -188,7 +194,8 @@ class BlockPool:
         self._starts[self._current], self._lengths[self._current] = self._start, self._end - self._start
 
     def _enter(self, run: int) -> None:
-        self._current, self._start = run, int(self._starts[run])
+        self._current = run
+        self._start = int(self._starts[run])
         self._end = self._start + int(self._lengths[run])
 
     def _find_free(self) -> BlockIds:

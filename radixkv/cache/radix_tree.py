@@ -266,7 +266,9 @@ class RadixTree:
         assert parent.children is not None
         lower.tokens = b"".join(node.tokens for node in (*uppers, lower))
         lower.block_ids = b"".join(node.block_ids for node in (*uppers, lower))
-        lower.start_bytes, lower.fingerprint, lower.parent = top.start_bytes, top.fingerprint, parent
+        lower.start_bytes = top.start_bytes
+        lower.fingerprint = top.fingerprint
+        lower.parent = parent
         parent.children[lower.tokens[: self._block_bytes]] = lower
 
     def remove(self, leaf: Node) -> None:

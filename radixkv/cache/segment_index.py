@@ -193,7 +193,8 @@ class SegmentIndex(Listener):
         heapq.heappush(self._free, node.place)
         node.place = NO_PLACE
         if len(self._free) == len(self._nodes):  # a purge of everything frees the memory
-            self._nodes, self._free = [], []
+            self._nodes = []
+            self._free = []
 
     def check(self, nodes: Iterable[Node]) -> None:
         """Compare the places with the nodes of the trees. Complexity: O(nodes).

@@ -169,7 +169,9 @@ class WindowLease:
         self._pool.let_go(self._needed, are_ends=True)
         self._pool.reserve(-self.num_reserved)
         self._pool.num_lasting -= self.num_lasting
-        self._needed, self.num_reserved, self.num_lasting = {}, 0, 0
+        self._needed = {}
+        self.num_reserved = 0
+        self.num_lasting = 0
 
     def _first_block(self, upto: int) -> int:
         return 0 if self._keeps_all else self._pool.reach.first_token(upto) // self._pool.block_size

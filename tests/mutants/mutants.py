@@ -70,7 +70,7 @@ CACHE_MUTANTS = (
     Mutant("cache/pins.py", "and above is not end and self._may_join", "and self._may_join"),
     Mutant("cache/pins.py", "                self._changes.joined(uppers, node)\n", ""),
     Mutant("cache/lease.py", "self._known_node())", "self.node)"),
-    Mutant("cache/radix_tree.py", "top.start_bytes, top.fingerprint, parent", "top.start_bytes, 0, parent"),
+    Mutant("cache/radix_tree.py", "lower.fingerprint = top.fingerprint", "lower.fingerprint = 0"),
     Mutant("cache/radix_tree.py", "        lower.start_bytes += cut\n", ""),
     Mutant("cache/retained_nodes.py", "if first == start or nodes:", "if first <= start or nodes:"),
     Mutant("cache/retained_nodes.py", "            if position > end:\n                break\n", ""),
