@@ -7,7 +7,7 @@ import pytest
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import PUBLIC_TENANT, Namespace
-from radixkv.service.server.segments.namespace_ids import NamespaceIds
+from radixkv.service.server.opaque_ids import NamespaceIds
 from tests.fakes import publish, spell
 
 FIELDS = Namespace._fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.hostile.trial import Trial
 from radixkv.config import ServerConfig
-from radixkv.service.server.intake.bounds import WINDOW_BYTES
+from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 
 TIMES_ALONE = 3.0  # of the innocent client's p99
 _NUM_STEPS = 2
@@ -13,7 +13,7 @@ _MAX_IDLE_S = 10.0
 
 
 def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
-    """Return the memory beyond idle that the bounds of a server allow; see the README of service.server.intake."""
+    """Return the memory beyond idle that the bounds of a server allow; see the README of service.server.receive."""
     num_waiting = min(2 * config.max_calls, num_connections * config.max_connection_calls)
     windows = (num_waiting + num_connections) * WINDOW_BYTES
     return (config.max_receiving_bytes + 2 * config.max_held_bytes + windows) / 1e6

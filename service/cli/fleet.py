@@ -70,8 +70,8 @@ def add_arguments(fleet: argparse.ArgumentParser) -> None:
 
 def _fleet(arguments: argparse.Namespace) -> None:
     from radixkv.service.fleet.ray_fleet import FleetPlan, running_fleet, with_port
-    from radixkv.service.server.identity.requirements import require_secure
-    from radixkv.service.server.transfer.kv_sources import require_sources
+    from radixkv.service.server.auth.requirements import require_secure
+    from radixkv.service.server.servicers.kv_sources import require_sources
     from radixkv.telemetry.otlp import require_exportable
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -126,7 +126,7 @@ def _require_fleet_keys(config: Config) -> None:
 def _require_private(host: str, config: Config) -> None:
     """Refuse replicas that other machines can reach without credentials, and tokens that would be sent unencrypted."""
     from radixkv.service.client.connection import tls_credentials
-    from radixkv.service.server.identity.requirements import is_on_this_machine
+    from radixkv.service.server.auth.requirements import is_on_this_machine
 
     server = config.server
     has_tls = config.fleet.tls_ca is not None

@@ -139,7 +139,7 @@ def _run(config: Config, progress: StartProgress) -> None:
     bound_spinning(os.environ)
     with _without_collections():
         progress.begin("importing the server")
-        from radixkv.service.server.events.publishing import publishing
+        from radixkv.service.server.event_publishing import publishing
         from radixkv.service.server.metrics_port import Telemetry
         from radixkv.service.server.optional_services import optional_services
         from radixkv.service.server.server import run

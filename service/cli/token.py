@@ -15,7 +15,7 @@ from typing import Any
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import days, name
 from radixkv.service.cli.options import Option, add_action, add_choice, add_options, flag
-from radixkv.service.server.identity.credentials import parse_credentials
+from radixkv.service.server.auth.credentials import parse_credentials
 
 TOKEN_PREFIX = "rkv_"  # so that secret scanners recognize leaked tokens
 

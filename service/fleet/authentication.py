@@ -1,55 +1,53 @@
-"""Authentication on a replica: by the token of the fleet, or by the credentials of the configuration."""
+"""Authentication of the callers of a replica: those with a configured credential, and the fleet itself."""
 
 from __future__ import annotations
 
 import hmac
 
 from radixkv.config import ServerConfig
-from radixkv.service.server.identity.callers import HEADER, KnownCallers
-from radixkv.service.server.identity.doors import Door, Doors
-from radixkv.service.server.identity.identity import Identity, Role
-from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.server.auth.authenticator import HEADER, CredentialAuthenticator
+from radixkv.service.server.auth.identity import Identity, Role
+from radixkv.service.server.auth.server_auth import ServerAuth, credential_authenticator
+from radixkv.service.server.calls import Context
 
 FLEET = Identity("fleet", Role.ADMIN)
-"""The ingress and the other replicas. The ingress knows what its callers may, and brings the calls of admins, too."""
+"""The ingress and the other replicas. The ingress has authorized its callers already, including admins."""
 
 
-class FleetCallers:
-    """Knows the fleet by its token, and others by their credentials.
+class FleetAuthenticator:
+    """Identifies the fleet by its token, and other callers by their credentials.
 
     Args:
-        others: those who have a credential.
-        token: of the fleet.
+        others: identifies callers with a credential.
+        token: the fleet's token.
     """
 
-    def __init__(self, others: KnownCallers, token: str) -> None:
+    def __init__(self, others: CredentialAuthenticator, token: str) -> None:
         self._others = others
         self._header = f"Bearer {token}".encode()
 
-    def of_call(self, context: Context) -> Identity:
-        """Return who makes a gRPC call; see `Callers`."""
-        shown = [value for name, value in context.invocation_metadata() or () if name == HEADER]
-        if len(shown) == 1 and self._is_fleet(str(shown[0])):
+    def identify_call(self, context: Context) -> Identity:
+        """Return who makes a gRPC call; see `Authenticator`."""
+        headers = [value for name, value in context.invocation_metadata() or () if name == HEADER]
+        if len(headers) == 1 and self._is_fleet(str(headers[0])):
             return FLEET
-        return self._others.of_call(context)
+        return self._others.identify_call(context)
 
-    def of_header(self, authorization: str | None) -> Identity:
-        """Return who sends a header; see `Callers`."""
+    def identify_header(self, authorization: str | None) -> Identity:
+        """Return who sends a header; see `Authenticator`."""
         if authorization is not None and self._is_fleet(authorization):
             return FLEET
-        return self._others.of_header(authorization)
+        return self._others.identify_header(authorization)
 
-    def _is_fleet(self, shown: str) -> bool:
-        return hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._header)
+    def _is_fleet(self, authorization: str) -> bool:
+        return hmac.compare_digest(authorization.encode("utf-8", "surrogatepass"), self._header)
 
 
-def replica_doors(config: ServerConfig, token: str) -> Doors:
-    """Make the doors of a replica. Without credentials it takes everybody, the fleet too.
+def replica_auth(config: ServerConfig, token: str) -> ServerAuth:
+    """Return the authentication of a replica. Without credentials it accepts every caller, including the fleet.
 
     Raises:
-        ConfigError: a file of the configuration can't be used.
+        ConfigError: a file of the configuration cannot be used.
     """
-    doors = Doors(config)
-    if doors.callers is not None:
-        doors.requests = Door(FleetCallers(doors.callers, token))
-    return doors
+    others = credential_authenticator(config)
+    return ServerAuth(config, None if others is None else FleetAuthenticator(others, token))

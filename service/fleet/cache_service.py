@@ -16,8 +16,8 @@ from radixkv.errors import NoReplica
 from radixkv.service.fleet.forwarder import ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.fleet.servicers import call_options, replica_errors_as_status
-from radixkv.service.server.messages import require_names
-from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.server.calls import Context
+from radixkv.service.server.servicers.messages import require_names
 from radixkv.v1 import cache_pb2
 
 _NAME_OF = {"tenants": "tenant", "tiers": "tier"}

@@ -16,17 +16,14 @@ from radixkv.service.fleet.servicers import (
     FleetServicer,
     add_partial_service,
 )
-from radixkv.service.server.health.health_status import HealthStatus
-from radixkv.service.server.identity.doors import Doors
-from radixkv.service.server.identity.gate import Gate
-from radixkv.service.server.intake.bounds import bounded_server
-from radixkv.service.server.intake.entry import Entry
-from radixkv.service.server.intake.intake import Intake
-from radixkv.service.server.last_connections import end_connections
+from radixkv.service.server.auth.server_auth import ServerAuth
+from radixkv.service.server.connections import end_connections
+from radixkv.service.server.guarded_server import GuardedServer
 from radixkv.service.server.listen_address import host_port, not_free
-from radixkv.service.server.standard_services import add_standard_services, log_missing_services
-from radixkv.service.server.status import StatusInterceptor
-from radixkv.service.server.unfinished_calls import UnfinishedCalls
+from radixkv.service.server.receive.grpc_options import grpc_server
+from radixkv.service.server.receive.receiver import Receiver
+from radixkv.service.server.servicers.health_status import HealthStatus
+from radixkv.service.server.servicers.standard_services import add_standard_services, log_missing_services
 from radixkv.v1 import (
     cache_pb2,
     events_pb2,
@@ -50,7 +47,7 @@ _FLUSH_S = 1.0
 
 
 class IngressServer:
-    """The gRPC server of a fleet. It authenticates clients as a single server does, see `service/server/identity`.
+    """The gRPC server of a fleet. It authenticates clients as a single server does, see `service/server/auth`.
 
     Create it inside the event loop that runs it.
 
@@ -75,22 +72,20 @@ class IngressServer:
     ) -> None:
         self._config = config
         self._disaggregated = disaggregated
-        self._doors = Doors(config)
-        self._unfinished = UnfinishedCalls()
+        self._auth = ServerAuth(config)
         self._health = HealthStatus()
         self._port: int | None = None
         limits = _limits(facts)
-        self._intake = Intake(config, limits, self._unfinished)
-        entry = Entry(Gate(self._doors.requests), self._intake)
-        self._grpc = bounded_server(config, limits, StatusInterceptor(entry))
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
-            FleetPrefillServicer(forwarder, disaggregated), self._grpc
-        )  # type: ignore[no-untyped-call]
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
-        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), self._grpc)  # type: ignore[no-untyped-call]
-        add_partial_service(self._grpc, _CACHE, FleetCacheService(list_replicas).methods)
-        add_partial_service(self._grpc, _EVENTS)
-        add_standard_services(self._grpc, self._health, _SERVICES)
+        self._receiver = Receiver(config, limits)
+        self._grpc = grpc_server(config, limits)
+        guarded = GuardedServer(self._grpc, self._auth.authorizer(), self._receiver)
+        prefill_servicer = FleetPrefillServicer(forwarder, disaggregated)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded)  # type: ignore[no-untyped-call]
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), guarded)  # type: ignore[no-untyped-call]
+        model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), guarded)  # type: ignore[no-untyped-call]
+        add_partial_service(guarded, _CACHE, FleetCacheService(list_replicas).methods)
+        add_partial_service(guarded, _EVENTS)
+        add_standard_services(guarded, self._health, _SERVICES)
 
     async def start(self) -> str:
         """Bind the address and serve.
@@ -103,10 +98,10 @@ class IngressServer:
         """
         address = host_port(self._config.host, self._config.port)
         try:
-            if self._doors.tls is None:
+            if self._auth.tls is None:
                 port = self._grpc.add_insecure_port(address)
             else:
-                port = self._grpc.add_secure_port(address, self._doors.tls.grpc_credentials())
+                port = self._grpc.add_secure_port(address, self._auth.tls.grpc_credentials())
         except RuntimeError as error:
             raise not_free("server.port", self._config.host, self._config.port) from error
         self._port = port
@@ -124,8 +119,8 @@ class IngressServer:
     async def drain(self) -> None:
         """Refuse new calls, let running ones finish within `server.drain_timeout_s`, and stop."""
         self._health.leave()
-        self._intake.refuse_new()
-        await self._unfinished.finish(self._config.drain_timeout_s)
+        self._receiver.refuse_new()
+        await self._receiver.in_flight.finish(self._config.drain_timeout_s)
         if self._disaggregated is not None:
             await self._disaggregated.finish()
         if self._port is not None:

@@ -11,10 +11,10 @@ import os
 from typing import Any
 
 from radixkv.config import Config, ServerConfig
-from radixkv.service.fleet.authentication import replica_doors
+from radixkv.service.fleet.authentication import replica_auth
 from radixkv.service.fleet.replica_facts import FleetSecrets, ReplicaFacts
-from radixkv.service.server.calls import answer_of
 from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.telemetry.otlp import exported_spans
 
@@ -44,8 +44,8 @@ class Replica:
     async def __init__(self, config: Config, secrets: FleetSecrets, host: str) -> None:  # type: ignore[misc]  # Ray awaits it
         bound_spinning(os.environ)
         from radixkv.engine.transfer.transfer import FleetAccess
-        from radixkv.service.server.garbage.survivors import frozen_survivors
         from radixkv.service.server.optional_services import optional_services
+        from radixkv.service.server.process_tuning import frozen_survivors
         from radixkv.service.server.server import Server
         from radixkv.startup.build_engine import build_engine
 
@@ -67,7 +67,7 @@ class Replica:
             config.model.path,
             optional_services(self._engine, config),
             config.gateway.tenant,
-            doors=replica_doors(server_config, secrets.token),
+            auth=replica_auth(server_config, secrets.token),
         )
         limits = self._engine.limits
         self._facts = ReplicaFacts(
@@ -97,7 +97,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the number of running and waiting requests. Ray calls this every few seconds."""
-        load = await answer_of(self._engine, self._mailbox, self._engine.load())
+        load = await result_of(self._engine, self._mailbox, self._engine.load())
         return {CALLS: float(load.requests.running + load.requests.waiting)}
 
     async def __del__(self) -> None:

@@ -19,10 +19,10 @@ from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection
 from radixkv.service.fleet.routing_request import RoutedRequest, RoutingRequest
 from radixkv.service.server.accept_loop import add_handlers
-from radixkv.service.server.calls import traceparent_of
-from radixkv.service.server.generation.options import read_num_answers, read_sampling
-from radixkv.service.server.messages import require_names
-from radixkv.service.server.unfinished_calls import Context
+from radixkv.service.server.calls import Context
+from radixkv.service.server.guarded_server import GuardedServer
+from radixkv.service.server.servicers.engine_calls import traceparent_of
+from radixkv.service.server.servicers.messages import read_num_completions, read_sampling, require_names
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -79,7 +79,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if self._disaggregated is not None:
             if not request.HasField("kv_source"):
                 read_sampling(request)
-                read_num_answers(request)  # validate before anything is computed
+                read_num_completions(request)  # validate before anything is computed
                 return self._disaggregated.stream(
                     request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
                 )
@@ -175,7 +175,7 @@ class FleetModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 def add_partial_service(
-    server: grpc.aio.Server,
+    server: GuardedServer,
     service: ServiceDescriptor,
     methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({}),
 ) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 from grpc._cython import cygrpc
@@ -28,15 +28,10 @@ _UNKNOWN_METHOD = "/"
 _logger = logging.getLogger(__name__)
 
 
-def make_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]],
-    options: Sequence[tuple[str, Any]],
-    max_concurrent_calls: int,
-) -> grpc.aio.Server:
+def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -> grpc.aio.Server:
     """Return an asyncio gRPC server without services, as `grpc.aio.server` does, that invalid paths do not end.
 
     Args:
-        interceptors: Interceptors of every call, the outermost first.
         options: Channel arguments of gRPC.
         max_concurrent_calls: Further calls are answered with RESOURCE_EXHAUSTED.
     """
@@ -51,13 +46,25 @@ def make_server(
                 grpc.__version__,
             )
     try:
-        return grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_concurrent_calls)
+        return grpc.aio.server(options=options, maximum_concurrent_rpcs=max_concurrent_calls)
     finally:
         cygrpc.AioServer = original
 
 
+class HandlerRegistry(Protocol):
+    """Takes the handlers of services: a gRPC server, or what wraps the handlers for one."""
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """Register handlers by a function that looks them up."""
+        ...
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Register the handlers of a service by the names of their methods."""
+        ...
+
+
 def add_handlers(
-    server: grpc.aio.Server, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    server: HandlerRegistry, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
 ) -> None:
     """Add the methods of a service that has no generated code, as generated code would.
 
@@ -67,7 +74,7 @@ def add_handlers(
         handlers: A handler by the name of its method.
     """
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-    server.add_registered_method_handlers(service, handlers)  # type: ignore[attr-defined]  # not in its stubs
+    server.add_registered_method_handlers(service, handlers)
 
 
 class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's extension module has no types

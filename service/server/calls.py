@@ -1,50 +1,65 @@
-"""Reads what a call carries beside its message, and awaits the engine's answer to it."""
+"""The calls in flight: their context, callbacks at their end, and waiting for them when the server drains."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from radixkv.service.server.mailbox import Mailbox
-from radixkv.service.server.unfinished_calls import Context
+import grpc.aio
 
-if TYPE_CHECKING:  # the engine needs torch; this module does not
-    from radixkv.engine.engine import Engine
+Context = grpc.aio.ServicerContext[Any, Any]
 
-Answer = TypeVar("Answer")
-
-
-def traceparent_of(context: Context) -> str:
-    """Return the caller's span, which tracing libraries put into the metadata of a call; empty without one."""
-    for name, value in context.invocation_metadata() or ():
-        if name == "traceparent":
-            return str(value)
-    return ""
+_POLL_S = 0.005
 
 
-def authorization_of(context: Context) -> str:
-    """Return the credential that a call shows; empty without one."""
-    for name, value in context.invocation_metadata() or ():
-        if name == "authorization":
-            return str(value)
-    return ""
+def when_over(callback: Callable[[], object]) -> None:
+    """Call `callback()` when the current call has ended. For use by the task of the call.
+
+    gRPC's own `ServicerContext.add_done_callback` leaves a reference cycle through the call, which only the garbage
+    collector frees.
+    """
+    current_call().add_done_callback(partial(_run, callback))
 
 
-async def answer_of(engine: Engine, mailbox: Mailbox, future: Future[Answer]) -> Answer:
-    """Await the engine's answer. If the awaiting task is cancelled, `future` is too."""
-    known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda _: mailbox.post(_tell, known))
-    try:
-        await known
-    except asyncio.CancelledError:
-        future.cancel()  # the caller went away
-        raise
-    if future.cancelled():
-        raise engine.cancellation
-    return future.result()
+def current_call() -> asyncio.Task[Any]:
+    """Return the task of the current call, which ends after the call's status was sent."""
+    task = asyncio.current_task()
+    assert task is not None, "gRPC runs each call as a task"
+    return task
 
 
-def _tell(known: asyncio.Future[None]) -> None:
-    if not known.done():  # or else its task was cancelled
-        known.set_result(None)
+def _run(callback: Callable[[], object], _: object) -> None:
+    callback()
+
+
+class InFlightCalls:
+    """The calls between the start of their handler and the moment when gRPC has written their response to the socket.
+
+    For use on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._calls: set[object] = set()
+
+    def add(self, call: object) -> None:
+        """Add a call that begins."""
+        self._calls.add(call)
+
+    def discard(self, call: object) -> None:
+        """Remove a call that has ended."""
+        self._calls.discard(call)
+
+    async def finish(self, timeout_s: float) -> bool:
+        """Wait for the calls that are in flight now, at most `timeout_s` seconds. Later calls are not waited for.
+
+        Returns:
+            Whether they have all ended.
+        """
+        before = self._calls.copy()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while self._calls & before and loop.time() < end_s:
+            await asyncio.sleep(_POLL_S)
+        return not self._calls & before

@@ -1,4 +1,4 @@
-"""Checks the addresses that a service listens on, and names those that are taken."""
+"""Addresses that the service listens on, and checks that they are free."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def host_port(host: str, port: int) -> str:
 
 
 def not_free(key: str, host: str, port: int) -> ConfigError:
-    """Return the error of an address that can't be bound; `key` is the port's name in the configuration."""
+    """Return the error for an address that cannot be bound; `key` is the port's key in the configuration."""
     return ConfigError(f"server.host, {key}: expected a free address of this machine, got {host_port(host, port)}")
 
 
 def require_free(config: ServerConfig) -> None:
-    """Refuse addresses that can't be bound now, and one port with two names. Called before a model is loaded.
+    """Refuse addresses that cannot be bound, and a port that is configured twice, before a model is loaded.
 
     Raises:
         ConfigError: the message names the port's key.
@@ -32,7 +32,7 @@ def require_free(config: ServerConfig) -> None:
     }
     key_of: dict[int, str] = {}
     for key, port in ports.items():
-        if port:  # 0 picks a free one
+        if port:  # 0 means any free port
             if (other := key_of.setdefault(port, key)) != key:
                 raise ConfigError(f"{key}: expected another port than {other}, got {port} for both")
             try:
@@ -42,7 +42,7 @@ def require_free(config: ServerConfig) -> None:
 
 
 def _bind(host: str, port: int) -> None:
-    """Bind every address of a host name for a moment. Raises if one is taken, or if none can be bound."""
+    """Bind every address of a host name for a moment. Raises if one is in use, or if none can be bound."""
     errors = []
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, _, _, _, address in found:

@@ -1,4 +1,4 @@
-"""Brings calls from other threads to an event loop."""
+"""Runs callbacks of other threads on an event loop, with one wake-up for many callbacks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Mailbox:
-    """Calls that are run by the event loop in which the mailbox is made, in the order in which they came.
+    """Callbacks for the event loop in which the mailbox was created, run in the order in which they were posted.
 
-    Waking the loop costs a system call, and releases the interpreter in the middle of a step. So all calls that come
-    before the loop runs share one wake-up:
+    Waking an event loop takes a system call, and releases the GIL in the middle of an engine step. So all callbacks
+    that are posted before the loop runs share one wake-up:
 
         engine   post  post  post ......... post
                   └ wake                     └ wake
-        loop              run: three calls      run: one
+        loop              run: three           run: one
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Mailbox:
         self._is_waking = False
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Have the loop call `function(*arguments)` soon. From any thread. Does nothing once the loop is closed."""
+        """Have the loop call `function(*arguments)` soon. Thread-safe. Does nothing after the loop was closed."""
         self._calls.append((function, arguments))
         if not self._is_waking and not self._loop.is_closed():
             self._wake()
@@ -35,11 +35,11 @@ class Mailbox:
         self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        self._is_waking = False  # before reading, so that a call that comes from now on wakes the loop again
+        self._is_waking = False  # before reading, so that a callback posted from now on wakes the loop again
         try:
             while self._calls:
                 function, arguments = self._calls.popleft()
                 function(*arguments)
         finally:
-            if self._calls:  # a call raised; the rest runs later
+            if self._calls:  # a callback raised; the rest runs later
                 self._wake()

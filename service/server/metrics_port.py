@@ -1,4 +1,4 @@
-"""Observability of a service: an HTTP port with Prometheus metrics and health checks, and spans."""
+"""The metrics port: Prometheus metrics, health checks and a page over HTTP; and the observers of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,11 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from radixkv import __version__
 from radixkv.config import Config
 from radixkv.engine.observer import Observer
-from radixkv.service.server.identity.doors import known_callers
-from radixkv.service.server.identity.http_guard import guarded
-from radixkv.service.server.identity.tls import Tls, tls_of
+from radixkv.errors import InvalidCredential
+from radixkv.service.server.auth.authenticator import Authenticator
+from radixkv.service.server.auth.identity import OPERATORS
+from radixkv.service.server.auth.server_auth import credential_authenticator
+from radixkv.service.server.auth.tls import Tls
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.page.page import Page
 from radixkv.service.server.page.state_feed import StateFeed
@@ -32,22 +34,22 @@ from radixkv.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
 
-# Probes of an orchestrator carry no credentials. The page has no data: it asks for a token, and gets its state with it.
+# Probes of an orchestrator have no credentials. The page itself has no data; it asks for a token to load the data.
 OPEN_PATHS = ("/healthz", "/readyz", "/")
 
 _logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Watches one engine: with metrics if the configuration has a port for them, with spans if there is a tracer.
+    """Observes one engine: with metrics if the configuration has a metrics port, with spans if there is a tracer.
 
     Args:
-        config: of the service.
-        tracing: makes spans. Without it, they are made where the process has set OpenTelemetry up itself.
+        config: the configuration of the service.
+        tracing: records spans. Without it, spans are recorded if the process has set up OpenTelemetry itself.
 
     Attributes:
-        observers: for the engine; none if nothing is counted or traced.
-        count_refusal: counts a call that is refused before the engine knows of it; None if nothing is counted.
+        observers: the observers to pass to the engine.
+        count_refusal: counts a call that is refused before it reaches the engine; None without a metrics port.
     """
 
     def __init__(self, config: Config, tracing: Observer | None = None) -> None:
@@ -60,24 +62,24 @@ class Telemetry:
         ]
 
     def watch(self, engine: Engine) -> None:
-        """Tell the port which engine it is about. To be called once."""
+        """Report the metrics and health of this engine. Call it once."""
         if self._app is not None:
             self._app.watch(engine)
 
     @contextlib.contextmanager
     def serving(self, engine: Engine | None = None) -> Iterator[str | None]:
-        """Serve the metrics port while the context lasts, also while the service starts and while it drains.
+        """Serve the metrics port while the context lasts, including while the service starts and drains.
 
         With credentials, everything but `OPEN_PATHS` needs the token of an admin or a reader. With TLS, it is HTTPS.
 
         Args:
-            engine: what the port is about; None if it is to be built, and then given to `watch`.
+            engine: the engine to report on; None if it does not exist yet and is passed to `watch` later.
 
         Yields:
-            `HOST:PORT` with the port that was taken, which is logged too; None without a port in the configuration.
+            `HOST:PORT` with the port that was bound; None without a port in the configuration.
 
         Raises:
-            ConfigError: the address can't be bound.
+            ConfigError: the address cannot be bound.
         """
         host, port = self._config.host, self._config.metrics_port
         if self._app is None or port is None:
@@ -87,10 +89,10 @@ class Telemetry:
             self.watch(engine)
         try:
             app: WSGIApplication = self._app
-            callers = known_callers(self._config)
-            if callers is not None:
-                app = guarded(app, callers, OPEN_PATHS)
-            tls = tls_of(self._config)
+            authenticator = credential_authenticator(self._config)
+            if authenticator is not None:
+                app = guarded(app, authenticator, OPEN_PATHS)
+            tls = None if self._config.tls_certificate is None else Tls(self._config)
             server = _Server(host, port, app, tls)
         except (OSError, UnicodeError) as error:
             raise not_free("server.metrics_port", host, port) from error
@@ -107,20 +109,53 @@ class Telemetry:
             server.server_close()
 
 
-class MetricsApp:
-    """The application behind the port.
+def guarded(app: WSGIApplication, authenticator: Authenticator, open_paths: Collection[str]) -> WSGIApplication:
+    """Require the token of an admin or a reader for all paths of an application except `open_paths`."""
 
-    | path | answer |
-    |---|---|
-    | / | a page that draws what is cached, fed by /state.json |
-    | /metrics | all metrics, or those that `?name[]=NAME` names |
-    | /healthz | 200 while the service starts, serves or drains, and 503 if only a restart of the process helps |
-    | /readyz | 200 while requests are accepted, else 503: send them elsewhere |
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        status = HTTPStatus.OK
+        if environ["PATH_INFO"] not in open_paths:
+            status = authorize(authenticator, environ.get("HTTP_AUTHORIZATION"))
+        if status is HTTPStatus.OK:
+            return app(environ, start_response)
+        text = f"{status.phrase}\n".encode()
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
+        if status is HTTPStatus.UNAUTHORIZED:
+            headers.append(("WWW-Authenticate", "Bearer"))
+        start_response(f"{status.value} {status.phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
 
-    Any other path is 404. While the service starts, the page is 503, and metrics are those of the process.
+    return answer
+
+
+def authorize(authenticator: Authenticator, authorization: str | None) -> HTTPStatus:
+    """Return OK for an admin or a reader, FORBIDDEN for another caller with a credential, else UNAUTHORIZED.
 
     Args:
-        registry: collected by a scrape.
+        authenticator: identifies callers.
+        authorization: the header; None without one.
+    """
+    try:
+        caller = authenticator.identify_header(authorization)
+    except InvalidCredential:
+        return HTTPStatus.UNAUTHORIZED
+    return HTTPStatus.OK if caller.role in OPERATORS else HTTPStatus.FORBIDDEN
+
+
+class MetricsApp:
+    """The WSGI application of the port.
+
+    | path | response |
+    |---|---|
+    | / | a page that draws what is cached, from /state.json |
+    | /metrics | all metrics, or those that `?name[]=NAME` names |
+    | /healthz | 200 while the service starts, serves or drains, and 503 if only a restart of the process helps |
+    | /readyz | 200 while requests are accepted, else 503: send requests to another server |
+
+    Any other path is 404. While the service starts, the page is 503, and the metrics are those of the process.
+
+    Args:
+        registry: the metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -130,7 +165,7 @@ class MetricsApp:
         self._page: Page | None = None
 
     def watch(self, engine: Engine) -> None:
-        """Answer for an engine from now on. Until then the service is starting."""
+        """Report on an engine from now on. Until then the service is starting."""
         self._registry.register(EngineGauges(engine))
         self._page = Page(StateFeed(engine))
         self._engine = engine
@@ -157,48 +192,45 @@ class MetricsApp:
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
 
     def _passes(self, path: str) -> bool:
-        """Whether the service passes the check at a path. While it starts it is alive, and not ready."""
+        """Return whether the health check at a path passes. While the service starts, it is alive but not ready."""
         if self._engine is None:
             return path == "/healthz"
         return self._engine.can_recover if path == "/healthz" else self._engine.is_healthy
 
 
 _MAX_CONNECTIONS = 64  # each has a thread
-_REQUEST_S = 5.0  # of a connection, until its handshake and its request have come, in however many pieces
-_ANSWER_S = 30.0  # from the request on
-_LEAVE_S = 1.0  # until the thread of a connection that was ended has gone
+_REQUEST_S = 5.0  # maximum time from accepting a connection until its request has arrived
+_ANSWER_S = 30.0  # maximum time from then until the response was read
+_LEAVE_S = 1.0  # maximum time until the thread of a closed connection ends
 
 
 class _Connections:
-    """The open connections of a port. Those whose request has not come yet are the first to be ended.
-
-    Safe to share between threads.
-    """
+    """The open connections of a port. Connections whose request has not arrived are closed first. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asking: dict[socket.socket, float] = {}  # with the time of its end, the oldest first
+        self._asking: dict[socket.socket, float] = {}  # with their deadlines, the oldest first
         self._answered: dict[socket.socket, float] = {}  # the same
 
     def add(self, connection: socket.socket) -> None:
-        """Add a connection whose request is still to come."""
+        """Add a connection whose request has not arrived yet."""
         with self._lock:
             self._asking[connection] = time.monotonic() + _REQUEST_S
 
     def note_request(self, connection: socket.socket) -> None:
-        """Note that the request of a connection has come."""
+        """Record that the request of a connection has arrived."""
         with self._lock:
             if self._asking.pop(connection, None) is not None:
                 self._answered[connection] = time.monotonic() + _ANSWER_S
 
     def discard(self, connection: socket.socket) -> None:
-        """Forget a connection that is over."""
+        """Remove a connection that was closed."""
         with self._lock:
             self._asking.pop(connection, None)
             self._answered.pop(connection, None)
 
     def end_late(self) -> None:
-        """End those whose time is over."""
+        """Close connections that exceed their deadline."""
         now_s = time.monotonic()
         for connections in (self._asking, self._answered):
             with self._lock:
@@ -207,7 +239,7 @@ class _Connections:
                 self._end(connection)
 
     def end_oldest(self) -> None:
-        """End the oldest one of those whose request has not come, or else of the others."""
+        """Close the oldest connection whose request has not arrived, or else the oldest of the others."""
         with self._lock:
             oldest = next(iter({**self._asking, **self._answered}), None)
         if oldest is not None:
@@ -215,23 +247,20 @@ class _Connections:
 
     def _end(self, connection: socket.socket) -> None:
         self.discard(connection)
-        with contextlib.suppress(OSError):  # it is over already
-            # Without a word of TLS, which belongs to the connection's own thread.
+        with contextlib.suppress(OSError):  # it is closed already
+            # Not `SSLSocket.shutdown`: TLS belongs to the connection's own thread.
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers each connection on a thread of its own, which does not keep the process alive.
-
-    With TLS, the handshake is on that thread too, so that a caller who begins one and stops keeps nobody waiting.
-    """
+    """Handles each connection on a daemon thread of its own, including the TLS handshake."""
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, app: WSGIApplication, tls: Tls | None) -> None:
         self._tls = tls
-        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self.connections = _Connections()
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, port), _Handler)
@@ -246,52 +275,52 @@ class _Server(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread. Where all places are taken, end the connection that has asked nothing for longest."""
-        if not self._places.acquire(blocking=False):
+        """Handle a connection on a thread. At the limit, close the oldest connection whose request has not arrived."""
+        if not self._slots.acquire(blocking=False):
             self.connections.end_oldest()
-            if not self._places.acquire(timeout=_LEAVE_S):
+            if not self._slots.acquire(timeout=_LEAVE_S):
                 self.shutdown_request(request)
                 return
         self.connections.add(request)
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and give the place back."""
+        """Handle a connection, and release its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.connections.discard(request)
-            self._places.release()
+            self._slots.release()
 
     def service_actions(self) -> None:
-        """End connections that are late. The loop calls it at least twice a second."""
+        """Close connections that exceed their deadline. The server calls this at least twice per second."""
         self.connections.end_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Keep quiet about connections that break, as those of callers without TLS do; print other errors."""
+        """Ignore connections that break, for example because the client does not use TLS; print other errors."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(WSGIRequestHandler):
-    """Reads a request, and writes no line for it."""
+    """Reads a request without logging it."""
 
-    timeout = _ANSWER_S  # seconds in which a caller has to take a piece of its answer
+    timeout = _ANSWER_S  # seconds that a single read or write may block
     server: _Server
 
     def parse_request(self) -> bool:
-        """Read the request's headers. Returns whether it can be answered."""
+        """Read the headers of the request and return whether it can be answered."""
         can_be_answered = super().parse_request()
         self.server.connections.note_request(self.connection)
         return can_be_answered
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing."""
+        """Log nothing."""
 
 
 def _process_tracing() -> Observer | None:
-    """Make an observer for spans if the process has set OpenTelemetry up, as `opentelemetry-instrument` does."""
-    if sys.modules.get("opentelemetry") is None:  # not imported, so not set up
+    """Return an observer that records spans if the process has set up OpenTelemetry, as `opentelemetry-instrument`."""
+    if sys.modules.get("opentelemetry") is None:  # it is not imported, so it is not set up
         return None
     from opentelemetry import trace
 

@@ -1,4 +1,4 @@
-"""The tokenizer of the served model, read when somebody asks for it."""
+"""The tokenizer of the served model, loaded when it is first needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from radixkv.service.text.tokenizer import Tokenizer
 
 @contextlib.contextmanager
 def files_of_model(model_path: str) -> Iterator[Path]:
-    """Yield the directory with a model's config.json and tokenizer; that of the embedded model is made for the time.
+    """Yield the directory with a model's config.json and tokenizer; for the embedded model, a temporary one.
 
     Args:
         model_path: `tiny` or a directory.
@@ -33,7 +33,7 @@ def files_of_model(model_path: str) -> Iterator[Path]:
 
 
 class ModelTokenizer:
-    """Reads a model's tokenizer at most once, on the thread that asks first. Safe to share between threads.
+    """Loads a model's tokenizer at most once, on the thread that first needs it. Thread-safe.
 
     Args:
         model_path: `tiny` or a directory; None for a model without files.
@@ -50,10 +50,10 @@ class ModelTokenizer:
     def archive(self) -> tuple[bytes, str]:
         """Return the tokenizer's files as a zip, see `tokenizer_archive`, and its SHA-256 in hexadecimal digits.
 
-        Reads the files the first time. That takes milliseconds, or seconds where `tokenizer.json` has to be made.
+        Reads the files the first time. That takes milliseconds, or seconds if `tokenizer.json` has to be generated.
 
         Raises:
-            UnknownTokenizer: the model has none.
+            UnknownTokenizer: the model has no tokenizer.
         """
         with self._lock:
             if self._archive is None:
@@ -65,10 +65,10 @@ class ModelTokenizer:
             return self._archive
 
     def load(self) -> Tokenizer:
-        """Return the tokenizer itself. The first time it is loaded, which may take seconds.
+        """Return the tokenizer. Loads it the first time, which may take seconds.
 
         Raises:
-            ValueError: the model has none, or none that can be loaded.
+            ValueError: the model has no tokenizer that can be loaded.
         """
         with self._loading:
             if self._loaded is None:
@@ -78,9 +78,9 @@ class ModelTokenizer:
             return self._loaded
 
     async def loaded(self) -> Tokenizer:
-        """Return the tokenizer as `load` does. While it is loaded one thread waits, however many callers do.
+        """Return the tokenizer as `load` does. One thread loads it, however many callers wait.
 
-        To be used on one event loop alone.
+        For use on one event loop.
         """
         if self._loaded is not None:
             return self.load()
@@ -92,7 +92,7 @@ class ModelTokenizer:
     def _forget_waiting(self, done: asyncio.Future[Tokenizer]) -> None:
         self._waiting = None
         if not done.cancelled():
-            done.exception()  # is told to those who wait, and there may be nobody any more
+            done.exception()  # retrieved here, because no caller may be waiting any more
 
     def _load(self) -> Tokenizer | ValueError:
         if self._model_path is None:

@@ -1,4 +1,4 @@
-"""Services that a server has only if the configuration says so."""
+"""Services that a server offers only if the configuration enables them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import grpc.aio
-
 from radixkv.config import Config
+from radixkv.service.server.guarded_server import GuardedServer
 from radixkv.service.server.shared_parts import SharedParts
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
 
-AddService = Callable[[grpc.aio.Server, SharedParts], str]
+
+AddService = Callable[[GuardedServer, SharedParts], str]
 """Adds a service to a server, inside its event loop, and returns the service's name."""
 
 
 def optional_services(engine: Engine, config: Config) -> list[AddService]:
-    """Return what adds the services that the configuration asks for.
+    """Return functions that add the services which the configuration enables.
 
-    The gateway's messages have names of another project, and a process can have one copy of them only. So they are
-    imported only where they are served.
+    The gateway's messages have the names of another project's, and a process can have only one copy of them. So they
+    are imported only where they are served.
     """
     if not config.gateway.enabled:
         return []

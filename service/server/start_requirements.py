@@ -1,19 +1,19 @@
-"""Refuses what can't be served before PyTorch is imported and a model is loaded."""
+"""Refuses configurations that cannot be served, before PyTorch is imported and a model is loaded."""
 
 from __future__ import annotations
 
 from radixkv.config import Config
-from radixkv.service.server.events.publishing import require_publishable
-from radixkv.service.server.identity.requirements import require_secure
+from radixkv.errors import ConfigError
+from radixkv.service.server.auth.requirements import require_secure
+from radixkv.service.server.event_publishing import require_publishable
 from radixkv.service.server.listen_address import require_free
-from radixkv.service.server.transfer.kv_sources import require_sources
-from radixkv.service.server.transfer.role import require_role
+from radixkv.service.server.servicers.kv_sources import require_sources
 from radixkv.startup.requirements import require_usable
 from radixkv.telemetry.otlp import require_exportable
 
 
 def require_startable(config: Config) -> None:
-    """Check all that a server needs of its configuration and of this machine, except for the model.
+    """Check everything that a server needs from its configuration and this machine, except the model.
 
     Raises:
         ConfigError: the message names the key.
@@ -25,3 +25,16 @@ def require_startable(config: Config) -> None:
     require_sources(config.kv_sources)
     require_usable(config)
     require_exportable(config.telemetry)
+
+
+def require_role(config: Config) -> None:
+    """Refuse a value of `transfer.role` that contradicts the rest of the configuration.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    role = config.transfer.role
+    if role == "decode" and not config.kv_sources:
+        raise ConfigError(f"transfer.role: expected sections kv_sources to fetch from with {role}, got none")
+    if role == "prefill" and config.gateway.enabled:
+        raise ConfigError(f"transfer.role: expected gateway.enabled=false with {role}, because the gateway generates")

@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer as one zip."""
+"""The files of a model's tokenizer as one zip archive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from radixkv.errors import UnknownTokenizer
 from radixkv.service.text.transformers_tokenizer import converted_files
 
-# A tokenizer has at least one of these: the pieces of text that its ids stand for.
+# A tokenizer has at least one of these vocabularies.
 _VOCABULARIES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -34,27 +34,27 @@ _OTHERS = (
 NAMES = (*_VOCABULARIES, *_OTHERS)
 # Templates for special cases, such as `tool_use.jinja`, are in a folder of this name.
 TEMPLATES = "additional_chat_templates"
-MAX_FILES = 50  # clients and routers take no more
+MAX_FILES = 50  # clients and routers accept no more
 
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
-# These have no part in a tokenizer that was converted, whose own files say it all.
+# Files that are kept next to a converted tokenizer, which consists of files of its own.
 _KEPT_WHEN_CONVERTED = ("config.json", "generation_config.json")
 
 _logger = logging.getLogger(__name__)
 
 
 def tokenizer_archive(directory: str | Path) -> bytes:
-    """Zip the files of a model directory that a tokenizer is loaded from.
+    """Return a zip archive of the files of a model directory that a tokenizer is loaded from.
 
-    The files are stored, not compressed, in the order of their names and without times: equal files give equal bytes
-    with every version of every library. A directory without `tokenizer.json` is converted first, so that clients need
-    no transformers to read it; the bytes then depend on the version of transformers. Conversion takes seconds.
+    The files are stored uncompressed, sorted by name and without timestamps, so equal files give equal bytes with every
+    version of every library. A directory without `tokenizer.json` is converted first, so that clients do not need
+    transformers to read it; the bytes then depend on the version of transformers. Conversion takes seconds.
 
     Args:
         directory: a model directory.
 
     Raises:
-        UnknownTokenizer: there is no vocabulary in it.
+        UnknownTokenizer: it has no vocabulary.
     """
     folder = Path(directory)
     files = {name: (folder / name).read_bytes() for name in NAMES if (folder / name).is_file()}
@@ -68,7 +68,7 @@ def tokenizer_archive(directory: str | Path) -> bytes:
 
 
 def _converted(folder: Path) -> dict[str, bytes] | None:
-    """The files of the same tokenizer in the form that clients read; None, with a warning, if there is none."""
+    """Return the files of the tokenizer in the form that clients read; None, with a warning, if it has no such form."""
     try:
         converted = converted_files(folder)
         reason = "it has no such form"
@@ -76,7 +76,7 @@ def _converted(folder: Path) -> dict[str, bytes] | None:
         converted, reason = None, str(error)
     if converted is None:
         _logger.warning(
-            "the tokenizer can't be converted to tokenizer.json, so clients need transformers for text: %s", reason
+            "the tokenizer cannot be converted to tokenizer.json, so clients need transformers for text: %s", reason
         )
         return None
     return dict(converted)
@@ -87,7 +87,7 @@ def _zip(files: Mapping[str, bytes]) -> bytes:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as zipped:
         for name, content in sorted(files.items()):
             entry = zipfile.ZipInfo(name, _LONG_AGO)
-            entry.create_system = 3  # as on Unix, wherever it is made
+            entry.create_system = 3  # Unix, on every platform
             entry.external_attr = 0o644 << 16
             zipped.writestr(entry, content)
     return archive.getvalue()

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, a regular expression or a grammar.
+"""Structured output: generation constrained by a JSON schema, a regular expression or a grammar.
 
 Public API: `Grammars`, `GrammarText`.
 """

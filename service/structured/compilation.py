@@ -1,4 +1,4 @@
-"""A text that is compiled beside the event loop."""
+"""A grammar that is compiled on a thread."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from radixkv.errors import InvalidRequest, QueueFull
 from radixkv.service.structured.grammar_text import GrammarText
 
-if TYPE_CHECKING:  # llguidance is needed where somebody asks for it
+if TYPE_CHECKING:  # llguidance is needed only where a request has a grammar
     from radixkv.service.structured.matcher import GrammarConstraint
 
 
 class Compilation:
-    """A text that a thread compiles, and any number of callers on event loops wait for.
+    """A grammar that a thread compiles, and that any number of calls on an event loop wait for.
 
-        waits for its turn ── begin ─▶ is compiled ── end ─▶ is over
+        queued ── begin ─▶ being compiled ── end ─▶ over
 
     Args:
-        text: as the caller wrote it.
-        clock: seconds, never going back. Any thread may ask it.
+        text: the grammar as the caller wrote it.
+        clock: a monotonic clock in seconds; thread-safe.
 
     Attributes:
         text: see above.
@@ -31,45 +31,45 @@ class Compilation:
     def __init__(self, text: GrammarText, clock: Callable[[], float] = time.monotonic) -> None:
         self.text = text
         self._clock = clock
-        self._begun_s: Future[float] = Future()
-        # An error is a result too: nobody may wait for it any more, and asyncio would log it then.
+        self._started_s: Future[float] = Future()
+        # An error is stored as a result, because asyncio would log an exception that no call retrieves.
         self._outcome: Future[GrammarConstraint | BaseException] = Future()
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a constraint, or an error."""
+        """Whether it has succeeded or failed."""
         return self._outcome.done()
 
     def begin(self) -> None:
-        """Note that its turn has come."""
-        self._begun_s.set_result(self._clock())
+        """Record that it leaves the queue."""
+        self._started_s.set_result(self._clock())
 
     def end(self, outcome: GrammarConstraint | BaseException) -> None:
-        """Tell all who wait what came of it."""
+        """Set the result, or the error, for all waiting calls."""
         self._outcome.set_result(outcome)
 
     async def constraint(self, limit_s: float) -> GrammarConstraint:
-        """Wait for its turn, and then until it is compiled. Neither may take longer than `limit_s`.
+        """Wait until it leaves the queue, and then until it is compiled, at most `limit_s` each.
 
         Raises:
-            InvalidRequest: it takes longer to compile.
-            QueueFull: its turn did not come.
-            BaseException: the error that it ended with.
+            InvalidRequest: compiling takes longer.
+            QueueFull: it is still queued.
+            BaseException: the error that compiling raised.
         """
-        if not await _is_done(self._begun_s, limit_s):
-            raise QueueFull(f"{self.text.field}: expected its turn in {limit_s:g} s, got others before it")
-        if not await _is_done(self._outcome, self._begun_s.result() + limit_s - self._clock()):
+        if not await _is_done(self._started_s, limit_s):
+            raise QueueFull(f"{self.text.field}: expected its turn within {limit_s:g} s, got other grammars before it")
+        if not await _is_done(self._outcome, self._started_s.result() + limit_s - self._clock()):
             raise InvalidRequest(
-                f"{self.text.field}: expected one that is compiled in {limit_s:g} s, got one that takes longer"
+                f"{self.text.field}: expected one that compiles in {limit_s:g} s, got one that takes longer"
             )
         outcome = self._outcome.result()
         if isinstance(outcome, BaseException):
-            raise outcome.with_traceback(None)  # each time it is raised would lengthen it
+            raise outcome.with_traceback(None)  # otherwise every raise would lengthen the traceback
         return outcome
 
 
 async def _is_done(future: Future[Any], limit_s: float) -> bool:
-    """Wait for what a thread sets, but no longer than `limit_s`. A caller that goes away takes nothing from others."""
+    """Wait at most `limit_s` for a future that a thread sets. Cancelling one call does not affect the others."""
     if not future.done():
         await asyncio.wait([asyncio.wrap_future(future)], timeout=limit_s)
     return future.done()

@@ -1,4 +1,4 @@
-"""Texts that say what an answer must follow, as callers write them."""
+"""Grammars as callers write them: JSON schemas, regular expressions and grammars in two syntaxes."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 
-# A text is as long as this at most, in characters. A grammar takes the more time, and the more stack, the longer it is;
-# README.md has the worst of each that was found.
+# Maximum length in characters. The time and the stack that a grammar needs grow with its length; README.md has the
+# worst cases that were found.
 MAX_CHARS = {"json_schema": 65_536, "regex": 4_096, "grammar": 16_384}
 
-# White space between the parts of JSON. Without a bound a model may write nothing else.
+# White space between the parts of JSON. Without a bound, a model may generate nothing else.
 _WHITESPACE = r"[ \n\r\t]{1,32}"
 _WHITESPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
 
-# The model chooses among all tokens that fit, also where the text is known and a tokenizer would choose one of them.
+# Do not force the canonical tokens of known text: the model chooses among all tokens that fit.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
-# A grammar in Lark's syntax, not llama.cpp's. Takes no longer than the text is; llguidance's own search holds the
-# interpreter for seconds over many empty lines.
+# Detects a grammar in Lark's syntax, as opposed to llama.cpp's, in linear time; llguidance's own detection holds the
+# GIL for seconds on many empty lines.
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 
 # The first rule of a grammar in llama.cpp's syntax.
 _ROOT = re.compile(r"\broot[ \t]*::=")
 
-_MOST_REASON_CHARS = 300
-_EXCERPT = re.compile(r"\n *[0-9]+ \| |\n<non-verbose/>")  # what follows is the grammar again
+_MAX_REASON_CHARS = 300
+_EXCERPT = re.compile(r"\n *[0-9]+ \| |\n<non-verbose/>")  # followed by a copy of the grammar
 
 
 def in_a_line(reason: object) -> str:
-    """Return the beginning of what a library says, without breaks of lines and without the grammar."""
-    return " ".join(_EXCERPT.split(str(reason))[0].split())[:_MOST_REASON_CHARS]
+    """Return the beginning of an error message of llguidance on one line, without the copy of the grammar."""
+    return " ".join(_EXCERPT.split(str(reason))[0].split())[:_MAX_REASON_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarText:
-    """Text that says what an answer must follow.
+    """A grammar that constrains a completion.
 
     Attributes:
-        field: the caller's name for it, for messages.
+        field: name of the request's field, for error messages.
         kind: `json_schema`, `regex` or `grammar`.
         text: a JSON schema, a regular expression of Rust's crate regex, or a grammar in Lark's syntax or llama.cpp's.
     """
@@ -54,22 +54,22 @@ class GrammarText:
 
     @classmethod
     def of_json_object(cls, field: str) -> GrammarText:
-        """Return what every JSON object follows."""
+        """Return the grammar of all JSON objects."""
         return cls(field, "json_schema", '{"type": "object"}')
 
     @classmethod
     def of_choices(cls, field: str, choices: Sequence[str]) -> GrammarText:
-        """Return what each of some texts follows, and nothing else.
+        """Return the grammar of exactly these choices.
 
         Raises:
-            InvalidRequest: there are none.
+            InvalidRequest: there are no choices.
         """
         if not choices:
             raise InvalidRequest(f"{field}: expected at least 1 text, got 0")
         return cls(field, "grammar", f"start: {' | '.join(json.dumps(choice) for choice in choices)}")
 
     def require_short(self) -> None:
-        """Refuse a text that is too long.
+        """Refuse a grammar that is too long.
 
         Raises:
             InvalidRequest: the message names the field.
@@ -80,10 +80,10 @@ class GrammarText:
             )
 
     def lark(self) -> str:
-        """Return it as a grammar for llguidance. Whether it is right, only llguidance knows.
+        """Translate it to llguidance's Lark syntax, without validating the result.
 
         Raises:
-            InvalidRequest: it is no JSON, or no grammar that can be translated. The message names the field.
+            InvalidRequest: it is not JSON, or not a grammar that can be translated. The message names the field.
         """
         if self.kind == "json_schema":
             return f"start: %json {json.dumps(self._schema())}{_OPTIONS}"
@@ -109,7 +109,7 @@ class GrammarText:
         try:
             schema = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{self.field}: expected a JSON schema, got no JSON: {error}") from error
+            raise InvalidRequest(f"{self.field}: expected a JSON schema, got invalid JSON: {error}") from error
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):

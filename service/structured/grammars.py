@@ -1,4 +1,4 @@
-"""Makes constraints of what callers write, beside the event loop."""
+"""Compiles the grammars of requests on a thread, in turn for each tenant."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from typing import TYPE_CHECKING
 from radixkv.api.sampling import Sampling
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import InvalidRequest, QueueFull
-from radixkv.service.server.intake.account import Account
-from radixkv.service.server.intake.shares import Shares
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
 from radixkv.service.structured.compilation import Compilation
+from radixkv.service.structured.grammar_cache import GrammarCache
 from radixkv.service.structured.grammar_text import GrammarText
-from radixkv.service.structured.kept_texts import KeptTexts
 
-if TYPE_CHECKING:  # llguidance is needed where somebody asks for it
+if TYPE_CHECKING:  # llguidance is needed only where a request has a grammar
     from radixkv.service.structured.matcher import GrammarConstraint
     from radixkv.service.structured.vocabulary import Vocabulary
 
-MAX_KEPT = 64
+MAX_CACHED = 64
 MAX_WAITING = 32
 MAX_COMPILE_S = 10.0
 
-# llguidance recurses once for each rule or reference of a grammar, and a stack that overflows ends the process. The
-# worst of the longest texts that were found needs 8 to 32 MiB. Memory is taken only as far as it is used.
+# llguidance recurses once per rule or reference of a grammar, and a stack overflow ends the process. The worst grammar
+# of maximum length that was found needs 8 to 32 MiB. Only memory that is used is allocated.
 _STACK_BYTES = 512 * 2**20
 
 _logger = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Makes constraints for one model, in turn for each account. To be used on one event loop.
+    """Compiles grammars for one model. Quota keys take turns. For use on one event loop.
 
     Args:
-        tokenizer: the model's; loaded for the first text.
+        tokenizer: the model's tokenizer; loaded for the first grammar.
         vocab_size: number of the model's tokens.
         eos_token_ids: the model's own end-of-sequence tokens.
     """
@@ -48,79 +47,79 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lock = threading.Lock()  # guards what waits
-        self._waiting: OrderedDict[Account, deque[Compilation]] = OrderedDict()  # the next one first
-        self._num_waiting = Shares(MAX_WAITING, "texts that wait to be compiled")
+        self._lock = threading.Lock()  # guards the queue
+        self._waiting: OrderedDict[QuotaKey, deque[Compilation]] = OrderedDict()  # in the order of their turns
+        self._num_waiting = FairShares(MAX_WAITING, "grammars that wait to be compiled")
         self._is_compiling = False
         self._vocabulary: Vocabulary | None = None
-        self._is_loaded: Future[None] = Future()  # or could not be
-        self._kept = KeptTexts(MAX_KEPT)
+        self._is_loaded: Future[None] = Future()  # whether or not that succeeded
+        self._cache = GrammarCache(MAX_CACHED)
 
-    async def constrain(self, sampling: Sampling, text: GrammarText | None, account: Account) -> Sampling:
-        """Return the same options with what an answer must follow; as they are without a text.
+    async def constrain(self, sampling: Sampling, text: GrammarText | None, key: QuotaKey) -> Sampling:
+        """Return the sampling options with the constraint of a grammar; unchanged options without a grammar.
 
-        A text is compiled once for an account, in turn with others, as long as it is among the latest. The first ones
-        wait until the tokenizer is loaded, which is not counted: `MAX_COMPILE_S` bounds the time until a text has its
-        turn, and then the time until it is compiled.
+        A grammar is compiled once per quota key, as long as it stays in the cache. The first ones wait until the
+        tokenizer is loaded, which does not count: `MAX_COMPILE_S` bounds the time in the queue, and then the time to
+        compile.
 
         Raises:
-            InvalidRequest: no answer can follow it, the model has no tokenizer for it, or llguidance is missing. The
-                message names the field.
-            QueueFull: too many texts wait, also of this account; others took too long; or no thread can be started.
+            InvalidRequest: no completion can follow the grammar, the model has no suitable tokenizer, or llguidance is
+                not installed. The message names the field.
+            QueueFull: too many grammars wait, also of this key, earlier ones took too long, or no thread starts.
         """
         if text is None:
             return sampling
         text.require_short()
-        compilation = self._kept.find(account, text) or self._compile_later(text, account)
-        await asyncio.shield(asyncio.wrap_future(self._is_loaded))  # the caller may go away, and others wait
+        compilation = self._cache.find(key, text) or self._compile_later(text, key)
+        await asyncio.shield(asyncio.wrap_future(self._is_loaded))  # other calls still wait if this one is cancelled
         return dataclasses.replace(sampling, constraint=await compilation.constraint(MAX_COMPILE_S))
 
-    def _compile_later(self, text: GrammarText, account: Account) -> Compilation:
+    def _compile_later(self, text: GrammarText, key: QuotaKey) -> Compilation:
         compilation = Compilation(text)
         with self._lock:
             if not self._is_compiling:
-                self._start_thread(text.field)  # it waits for the lock; without it nothing is to wait
+                self._start_thread(text.field)  # it waits for the lock; nothing is queued if it cannot start
                 self._is_compiling = True
-            self._num_waiting.take(account, 1)
-            self._waiting.setdefault(account, deque()).append(compilation)
-        self._kept.add(account, compilation)
+            self._num_waiting.take(key, 1)
+            self._waiting.setdefault(key, deque()).append(compilation)
+        self._cache.add(key, compilation)
         return compilation
 
     def _start_thread(self, field: str) -> None:
         before_bytes = threading.stack_size(_STACK_BYTES)
-        try:  # a daemon: no exit waits for a text that takes long
+        try:  # a daemon thread, so that a slow compilation does not delay the exit
             threading.Thread(target=self._compile_all, name="radixkv-grammars", daemon=True).start()
         except RuntimeError as error:
-            _logger.warning("a constraint was asked for, and there is no thread to compile it: %s", error)
-            raise QueueFull(f"{field}: expected a thread that compiles it, got as many as may be") from error
+            _logger.warning("a request has a grammar, but no thread can be started to compile it: %s", error)
+            raise QueueFull(f"{field}: expected a thread to compile it, got too many threads") from error
         finally:
             threading.stack_size(before_bytes)
 
     def _compile_all(self) -> None:
-        """Compile what waits: the first text of each account in turn."""
+        """Compile the queue: the first grammar of each quota key in turn."""
         while True:
             with self._lock:
                 if not self._waiting:
                     self._is_compiling = False
                     return
-                account, texts = self._waiting.popitem(last=False)
+                key, texts = self._waiting.popitem(last=False)
                 compilation = texts.popleft()
                 if texts:
-                    self._waiting[account] = texts
+                    self._waiting[key] = texts
             outcome = self._outcome(compilation)
             with self._lock:
-                self._num_waiting.give_back(account, 1)
+                self._num_waiting.release(key, 1)
             compilation.end(outcome)
 
     def _outcome(self, compilation: Compilation) -> GrammarConstraint | BaseException:
         try:
             vocabulary = self._loaded(compilation)
             return self._compile(compilation.text, vocabulary)
-        except BaseException as error:  # noqa: BLE001 - it is the answer to those who wait
+        except BaseException as error:  # noqa: BLE001 - it is the result for the waiting calls
             return error
 
     def _loaded(self, compilation: Compilation) -> Vocabulary:
-        """Return the vocabulary, and begin a text once it is loaded, or can't be."""
+        """Return the vocabulary, and begin a compilation when it is loaded or loading has failed."""
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load_vocabulary(compilation.text.field)
@@ -143,7 +142,9 @@ class Grammars:
         try:
             return Vocabulary.of(self._tokenizer.load().definition, self._vocab_size, self._eos_token_ids)
         except ValueError as error:
-            _logger.warning("a constraint was asked for, and there is no tokenizer for it: %s", error)  # has our paths
+            _logger.warning(
+                "a request has a grammar, but the model has no suitable tokenizer: %s", error
+            )  # may name paths
             raise InvalidRequest(
                 f"{field}: expected a model whose tokenizer llguidance reads, got one without"
             ) from error

@@ -1,4 +1,4 @@
-"""Follows answers by llguidance: which tokens may come next."""
+"""Token masks of constrained completions, computed by llguidance."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.structured.grammar_text import GrammarText, in_a_line
 from radixkv.service.structured.vocabulary import Vocabulary
 
-# A request whose next token takes longer to find out delays all others of its step, and is refused.
+# A request whose token mask takes longer delays all requests of its step, and is refused.
 MAX_SEARCH_S = 1.0
 
 _WORD = 32
-_LIMITS = LLParserLimits(verbose_errors=False)  # otherwise errors tell the answer's tokens
+_LIMITS = LLParserLimits(verbose_errors=False)  # otherwise error messages contain tokens of the completion
 _SILENT = 0
 
 
 class GrammarConstraint:
-    """A grammar that is ready for any number of answers.
+    """A compiled grammar for any number of completions.
 
     Args:
-        text: as the caller wrote it.
+        text: the grammar as the caller wrote it.
         vocabulary: the model's tokens.
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
 
     Raises:
-        InvalidRequest: no answer can follow it. The message names the field, and says why.
+        InvalidRequest: no completion can follow it. The message names the field and the reason.
     """
 
     def __init__(
@@ -45,24 +45,24 @@ class GrammarConstraint:
             raise InvalidRequest(f"{self._field}: expected one that llguidance can follow, got {reason}")
         first = self.start(frozenset())
         if first.is_finished:
-            raise InvalidRequest(f"{self._field}: expected one that an answer with a token follows, got none")
+            raise InvalidRequest(f"{self._field}: expected one that allows a token, got one that allows none")
         first.allowed()
 
     def start(self, stop_token_ids: Set[int]) -> GrammarMatcher:
-        """Return what follows a new answer; see `radixkv.api.constraint`."""
+        """Return a matcher for a new completion; see `radixkv.api.constraint`."""
         ends = np.array(sorted(stop_token_ids & self._vocabulary.without_text), dtype=np.int64)
         return GrammarMatcher(self._matcher.deep_copy(), ends, self._vocabulary.vocab_size, self._field, self._clock)
 
 
 class GrammarMatcher:
-    """Follows one answer; see `radixkv.api.constraint`.
+    """Matches one completion; see `radixkv.api.constraint`.
 
     Args:
-        matcher: at the answer's beginning; owned from now on.
-        ends: tokens without text that end the answer, int64.
-        vocab_size: number of the model's tokens; the id of llguidance's end.
-        field: the caller's name for the grammar.
-        clock: seconds, never going back.
+        matcher: llguidance's matcher at the start of the completion; owned by this object.
+        ends: tokens without text that end the completion, int64.
+        vocab_size: number of the model's tokens, which is llguidance's id for the end.
+        field: name of the request's field, for error messages.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -78,35 +78,35 @@ class GrammarMatcher:
         self._vocab_size = vocab_size
         self._field = field
         self._clock = clock
-        self._found: tuple[npt.NDArray[np.bool_], bool] | InvalidRequest | None = None
+        self._mask: tuple[npt.NDArray[np.bool_], bool] | InvalidRequest | None = None
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens may come next."""
+        """Return the mask of tokens that may follow."""
         found = self._find()
         if isinstance(found, InvalidRequest):
             raise found
         return found[0]
 
     def accept(self, token_id: int) -> None:
-        """Take the next token."""
-        self._found = None
+        """Append the next token."""
+        self._mask = None
         self._matcher.consume_token(token_id)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete and no token with text may follow."""
+        """Whether the completion is complete and no token with text may follow."""
         if self._matcher.is_error() or not self._matcher.is_accepting():
             return False
         if self._matcher.is_stopped():
             return True
-        found = self._find()  # some grammars find out only now
+        found = self._find()  # for some grammars this is known only after computing the mask
         return not isinstance(found, InvalidRequest) and found[1]
 
     def _find(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
-        """Return which tokens may come, and whether only the end may; or why that is not known. Found once a token."""
-        if self._found is None:
-            self._found = self._search()
-        return self._found
+        """Return the mask and whether only the end may follow, or the error; computed once per token."""
+        if self._mask is None:
+            self._mask = self._search()
+        return self._mask
 
     def _search(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
         words = np.zeros(self._vocab_size // _WORD + 1, dtype="<u4")
@@ -115,11 +115,11 @@ class GrammarMatcher:
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             reason = in_a_line(self._matcher.get_error())
-            return InvalidRequest(f"{self._field}: expected one whose next tokens can be found out, got {reason}")
+            return InvalidRequest(f"{self._field}: expected one whose token mask can be computed, got {reason}")
         took_s = self._clock() - started_s
         if took_s > MAX_SEARCH_S:
             return InvalidRequest(
-                f"{self._field}: expected one whose next tokens are found out in {MAX_SEARCH_S:g} s, got {took_s:.1f} s"
+                f"{self._field}: expected one whose token mask takes at most {MAX_SEARCH_S:g} s, got {took_s:.1f} s"
             )
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size + 1).view(np.bool_)
         allowed, can_end = bits[:-1], bool(bits[-1])
@@ -128,6 +128,6 @@ class GrammarMatcher:
             allowed[self._ends] = True
         elif not allowed.any():
             return InvalidRequest(
-                f"{self._field}: expected one that every answer can follow to its end, got a dead end"
+                f"{self._field}: expected one that every completion can follow to its end, got a dead end"
             )
         return allowed, is_last

@@ -1,4 +1,4 @@
-"""A model's tokens as llguidance reads them."""
+"""A model's vocabulary for llguidance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llguidance import LLTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's tokens, and one after them that stands for the end of an answer.
+    """A model's tokens, followed by one that marks the end of a completion.
 
     Attributes:
-        tokens: llguidance's view of them.
+        tokens: the tokens as llguidance reads them.
         vocab_size: number of the model's tokens; the id of the end.
-        without_text: tokens that no text stands for: special ones, and the model's own end-of-sequence tokens.
+        without_text: tokens without text: special tokens, and the model's own end-of-sequence tokens.
     """
 
     tokens: LLTokenizer
@@ -33,25 +33,25 @@ class Vocabulary:
             eos_token_ids: the model's own end-of-sequence tokens.
 
         Raises:
-            ValueError: llguidance can't read it.
+            ValueError: llguidance cannot read it.
         """
         given = LLTokenizer(definition)
         known = range(min(vocab_size, given.vocab_size))
-        # Bytes that no text in UTF-8 has come as special tokens without a name.
+        # Bytes that do not occur in UTF-8 are special tokens without a name.
         without_text = frozenset(i for i in known if given.is_special_token(i)).union(eos_token_ids)
         names = [given.decode_bytes([token_id]) for token_id in known]
         return cls.of_names([*names, *[b""] * (vocab_size - len(names))], without_text)
 
     @classmethod
     def of_names(cls, names: Sequence[bytes], without_text: frozenset[int]) -> Vocabulary:
-        """Take the bytes that each token stands for."""
-        wrapped: Any = _Tokens(names, without_text)  # it asks for no more than this, whatever its types say
+        """Make a vocabulary from the bytes of each token."""
+        wrapped: Any = _Tokens(names, without_text)  # llguidance needs no more than this, contrary to its annotations
         return cls(LLTokenizer(wrapped), len(names), without_text)
 
 
 @dataclass(slots=True)
 class _Tokens:
-    """Tells llguidance of a tokenizer. It is never asked for tokens, since none are forced."""
+    """The part of a tokenizer that llguidance needs. It never tokenizes, because no tokens are forced."""
 
     names: Sequence[bytes]
     special: Iterable[int]
@@ -67,5 +67,5 @@ class _Tokens:
         self.special_token_ids = [*self.special, self.eos_token_id]
 
     def __call__(self, text: str) -> list[int]:
-        """Return no tokens: llguidance spells what is left, byte by byte."""
+        """Return no tokens, so that llguidance uses byte tokens."""
         return []

@@ -1,4 +1,4 @@
-"""Text and token ids: a model's own tokenizer, text that comes token by token, and strings that end it.
+"""Tokenization, chat templates, incremental detokenization and stop strings, for clients and servers.
 
-Clients and servers share it. It needs the packages tokenizers and jinja2, which are imported when they are first used.
+It needs the packages tokenizers and jinja2, which are imported when they are first used.
 """

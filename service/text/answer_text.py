@@ -1,4 +1,4 @@
-"""The text of one answer, up to a string that ends it."""
+"""Incremental text of one completion, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from radixkv.service.text.text_stream import TextStream
 
 
 class AnswerText:
-    """Turns the tokens of an answer into text as they come, and says when one of some strings ends it.
+    """Detokenizes a completion incrementally, and detects stop strings.
 
     Args:
         stream: a new stream of the tokenizer.
-        stops: strings, none of them empty.
-        min_tokens: strings that are complete with one of these first tokens do not count.
+        stops: stop strings, none of them empty.
+        min_tokens: a stop string that is complete within this number of tokens does not count.
 
     Attributes:
-        num_tokens: tokens taken so far, the one that completed a string included, and none after it.
+        num_tokens: tokens so far, including the one that completed a stop string, and none after it.
     """
 
     def __init__(self, stream: TextStream, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -28,11 +28,11 @@ class AnswerText:
 
     @property
     def matched(self) -> str | None:
-        """The string that ended it; None before."""
+        """The stop string that was found; None before."""
         return self._stop.matched
 
     def put(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens, and return the text that no string can begin in any more. Ignores tokens after one."""
+        """Add tokens, and return the text that cannot be part of a stop string. Ignores tokens after a stop string."""
         pieces = []
         for token_id in token_ids:
             if self.matched is not None:
@@ -42,7 +42,7 @@ class AnswerText:
         return "".join(pieces)
 
     def end(self) -> str:
-        """Return what was kept back, after the last token; nothing if a string was found."""
+        """Return the text that was held back, after the last token; nothing if a stop string was found."""
         if self.matched is not None:
             return ""
         return self._stop.put(self._stream.end(), may_end=False) + self._stop.end()

@@ -1,6 +1,6 @@
-"""A chat template: the Jinja program of a model that turns a conversation into text.
+"""A chat template: the Jinja template of a model that renders a conversation as text.
 
-The environment is that of transformers' `apply_chat_template`, which published templates are written for.
+The environment is that of `apply_chat_template` of transformers, for which published templates are written.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-# Names under which the reasoning of a message is passed. Templates read the first one, those of gpt-oss the second.
+# Names for the reasoning of a message. Templates read the first one, those of gpt-oss the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# How a value of a subclass, such as a member of an enumeration, becomes one of its JSON type.
+# Converts values of subclasses, such as members of an enumeration, to the JSON type.
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (str, str.__str__),
     (int, int.__int__),
@@ -32,7 +32,7 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        special_tokens: texts of the tokenizer's special tokens by name, such as `bos_token`; variables of the template.
+        special_tokens: text of the tokenizer's special tokens by name, such as `bos_token`; variables of the template.
         now: returns the local time, for templates that write the date.
 
     Raises:
@@ -75,8 +75,8 @@ class ChatTemplate:
             variables: further variables of the template.
 
         Raises:
-            TypeError: an argument holds something that is not JSON.
-            ValueError: there is no message, or the template refuses or fails over these messages.
+            TypeError: an argument contains a value that has no JSON type.
+            ValueError: there is no message, or the template rejects the messages or fails.
         """
         if not messages:
             raise ValueError("expected at least one message, got none")
@@ -92,23 +92,23 @@ class ChatTemplate:
             return self._template.render(values)
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        except Exception as error:  # a template computes with what it gets, and may do so with values of other types
+        except Exception as error:  # a template may compute with values of unexpected types
             raise ValueError(f"the model's chat template fails over these messages: {type(error).__name__}") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, by which templates mark the model's answers for training."""
+    """Accepts `{% generation %}`, with which templates mark the model's messages for training."""
 
-    tags = {"generation"}  # noqa: RUF012  the name and type that Jinja asks for
+    tags = {"generation"}  # noqa: RUF012  Jinja requires this name and type
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the marked part, in a scope of its own."""
+        """Return the marked part in a scope of its own."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Dict:
-    """`dict` in templates: makes dictionaries, and gives access to nothing else."""
+    """`dict` in templates: creates dictionaries, and gives access to nothing else."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -121,7 +121,7 @@ class _Namespace(Namespace):
     """`namespace` in templates, without attributes of Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *others = args  # `self` is a name that templates may use
+        self, *others = args  # templates may use the name `self`
         values = dict(*others, **kwargs)
         for name in values:
             _require_public(name)
@@ -153,7 +153,7 @@ def _to_json(
 
 
 def _message(message: object) -> dict[str, Any]:
-    """The plain form of a message. What is None is left out: answers of OpenAI's API have `content: null`."""
+    """Return a message with JSON types only, without values that are None: OpenAI's API returns `content: null`."""
     plain = _plain(message)
     if not isinstance(plain, dict):
         raise TypeError(f"messages: expected mappings with a role and content, got {type(message).__name__}")
@@ -163,7 +163,7 @@ def _message(message: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """A copy made of JSON types alone, since methods of other objects would be called by the template."""
+    """Return a copy with JSON types only, because a template could call methods of other objects."""
     if value is None or isinstance(value, bool):
         return value
     for kind, plain in _SCALARS:

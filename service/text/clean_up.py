@@ -1,18 +1,18 @@
-"""Removal of blanks before punctuation: `clean_up_tokenization_spaces` of transformers."""
+"""Removes spaces before punctuation, as `clean_up_tokenization_spaces` of transformers does."""
 
 from __future__ import annotations
 
-# In this order, as transformers replaces them.
+# In the order of transformers.
 _REPLACED = tuple(
     (old, old.replace(" ", "")) for old in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 )
-# What begins one of them, but does not complete it, ends in one of these. Only blanks are ever removed, so after any
-# other character what follows has no influence on the text before.
+# An incomplete match ends in one of these characters. Only spaces are ever removed, so after any other character, later
+# text does not affect the text before.
 _UNDECIDED = " 'nvr"
 
 
 def cleaned_up(text: str) -> str:
-    """Return a text without blanks before punctuation and contractions.
+    """Return a text without spaces before punctuation and contractions.
 
     >>> cleaned_up("He did n't , did he ?")
     "He didn't, did he?"
@@ -23,19 +23,20 @@ def cleaned_up(text: str) -> str:
 
 
 class CleanUp:
-    """Cleans a text up that comes in pieces. Together the results are what `cleaned_up` makes of the whole text."""
+    """Incremental `cleaned_up`: the concatenated results equal `cleaned_up` of the whole text."""
 
     def __init__(self) -> None:
         self._kept = ""
 
     def put(self, piece: str) -> str:
-        """Take a piece of text, and return the text that no later piece can change."""
+        """Add a piece of text, and return the text that no later piece can change."""
         text = self._kept + piece
         cut = len(text.rstrip(_UNDECIDED))
         self._kept = text[cut:]
         return cleaned_up(text[:cut])
 
     def end(self) -> str:
-        """Return the rest, after the last piece."""
-        text, self._kept = self._kept, ""
+        """Return the remaining text, after the last piece."""
+        text = self._kept
+        self._kept = ""
         return cleaned_up(text)

@@ -1,4 +1,4 @@
-"""Strings that end a text which comes in pieces."""
+"""Incremental search for stop strings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Looks for the first of some strings in a text that comes in pieces.
+    """Searches a text that arrives in pieces for the first stop string.
 
     Args:
-        stops: strings, none of them empty.
+        stops: stop strings, none of them empty.
 
     Attributes:
-        matched: the string that was found; None before.
+        matched: the stop string that was found; None before.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -22,13 +22,14 @@ class StopText:
         self._kept = ""
 
     def put(self, piece: str, *, may_end: bool = True) -> str:
-        """Take a piece of text, and return the text that no string can begin in any more, up to the string if found.
+        """Add a piece of text, and return the text that cannot be part of a stop string, up to the one that was found.
 
-        A string is found where it ends in this piece. Of two, the one that begins first is; of those, the longest.
+        A stop string is found when it ends in this piece. Of several, the one that begins first is found; of those
+        that begin at the same position, the longest.
 
         Args:
-            piece: the next text; none may come after a string was found.
-            may_end: whether strings that end in this piece count.
+            piece: the next piece; there must be none after a stop string was found.
+            may_end: whether stop strings that end in this piece count.
         """
         text = self._kept + piece
         found = self._first(text) if may_end else None
@@ -41,8 +42,9 @@ class StopText:
         return text[:cut]
 
     def end(self) -> str:
-        """Return what was kept back, after the last piece."""
-        kept, self._kept = self._kept, ""
+        """Return the text that was held back, after the last piece."""
+        kept = self._kept
+        self._kept = ""
         return kept
 
     def _first(self, text: str) -> tuple[int, str] | None:

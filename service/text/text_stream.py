@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable, Sequence
 
 from radixkv.service.text.clean_up import CleanUp
 
-NUM_PROMPT_IDS = 5  # tokens of a prompt that decide how an answer begins
+NUM_PROMPT_IDS = 5  # last tokens of a prompt, which affect the beginning of the completion's text
 
-_BROKEN = "\ufffd"  # stands for bytes that are no text, or not yet
-_LONGEST_PART = 3  # bytes of a character that lacks some: each may show as a sign of its own
-# A vocabulary with a token for each byte shows a character that lacks bytes, and the one before it, as up to 7 signs.
+_BROKEN = "\ufffd"  # replaces bytes that are not valid UTF-8, or not yet
+_LONGEST_PART = 3  # bytes of an incomplete character, each of which may be shown as a character of its own
+# With byte tokens, an incomplete character and the one before it may be shown as up to 7 replacement characters.
 _MAX_BROKEN = 8
 _MAX_IDS = 32
 
 
 class TextStream:
-    """Turns tokens into text as they come, and never gives a part of a character.
+    """Detokenizes token by token, and never returns a part of a character.
 
-    Only the last tokens are decoded again for each new one, because a token's text depends on its neighbors:
+    A token's text depends on its neighbors, so the last few tokens are decoded again with each new one:
 
-        ids    [ last whole text | new, not yet whole ]
-        text   ..... emitted ...)[ held: ends in bytes that lack others
+        ids    [ last complete text | new, incomplete ]
+        text   ..... emitted ......)[ held back: ends in an incomplete character
 
-    Bytes that no others can complete are given as U+FFFD.
+    Bytes that never become a character are returned as U+FFFD.
 
     Args:
         decode: returns the text of token ids.
-        prompt_ids: the tokens before the first one.
-        clean_up: changes the text; None for none.
+        prompt_ids: the tokens before the completion.
+        clean_up: removes spaces from the text; None to keep them.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class TextStream:
         self._num_emitted = len(decode(self._ids).rstrip(_BROKEN)) if self._ids else 0
 
     def put(self, token_id: int) -> str:
-        """Take the next token, and return the text that is whole now; often none, where characters take more tokens.
+        """Add a token, and return the text that is complete; may be empty if a character takes several tokens.
 
-        Complexity: decodes at most `_MAX_IDS` tokens, mostly two or three, twice.
+        Complexity: decodes at most `_MAX_IDS` tokens, usually two or three, twice.
         """
         new_text = self._put(token_id)
         return new_text if self._clean_up is None else self._clean_up.put(new_text)
 
     def end(self) -> str:
-        """Return what is held, after the last token."""
+        """Return the text that was held back, after the last token."""
         text = self._decode(self._ids)[self._num_emitted :]
         self._num_emitted += len(text)
         return text if self._clean_up is None else self._clean_up.put(text) + self._clean_up.end()

@@ -24,7 +24,7 @@ _WITH_TOOLS = "tool_use"  # and that of the one with tools, where a model has se
 
 
 class Tokenizer:
-    """Turns text into token ids and back. Special tokens have no text.
+    """Converts text to token ids and back. Special tokens have no text.
 
     It needs the packages tokenizers and, for conversations, jinja2. Token ids, text and conversations are what
     `AutoTokenizer` of transformers makes of them. Safe to share between threads as long as each answer has a text
@@ -32,9 +32,9 @@ class Tokenizer:
 
     Args:
         backend: the tokenizer itself.
-        special_tokens: texts of special tokens by name, such as `bos_token`; chat templates use them.
+        special_tokens: text of special tokens by name, such as `bos_token`; chat templates use them.
         chat_templates: sources of Jinja templates by name; `default` is the usual one.
-        is_cleaned_up: whether blanks before punctuation are removed from text, as some models' configurations ask for.
+        is_cleaned_up: whether spaces before punctuation are removed from text, as some models' configurations require.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Tokenizer:
             ValueError: there is no tokenizer that can be loaded.
         """
         folder = Path(directory)
-        if not os.path.isdir(folder):  # transformers would take it for a name on a hub
+        if not os.path.isdir(folder):  # transformers would treat it as a repository name
             raise ValueError(f"expected a directory with a tokenizer, got {directory}")
         try:
             return cls._of_json(folder) if (folder / "tokenizer.json").is_file() else cls._of_transformers(folder)
@@ -104,10 +104,10 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the model wants before or after it.
+        """Return the token ids of a text, with the special tokens that the model requires before or after it.
 
         Raises:
-            ValueError: the text holds surrogates, which UTF-8 can't express.
+            ValueError: the text contains surrogates, which UTF-8 cannot encode.
         """
         return self._ids(text, add_special_tokens=True)
 
@@ -120,20 +120,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation by the model's chat template, up to where the model's answer begins.
+        """Return the token ids of a conversation, rendered by the model's chat template.
 
         Args:
-            messages: each with a `role`, such as `system`, `user` or `assistant`, and its `content`; and what else the
-                template reads, such as `tool_calls`. A value of None counts as absent.
+            messages: each with a `role`, such as `system`, `user` or `assistant`, its `content`, and other keys that
+                the template reads, such as `tool_calls`. A value of None counts as absent.
             tools: JSON schemas of functions that the model may call, in the form of OpenAI's API.
             documents: texts that the answer may be based on.
-            add_generation_prompt: end with the tokens that begin the model's answer.
+            add_generation_prompt: end with the tokens that begin the model's message.
             chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
         Raises:
             MissingPackage: jinja2 is not installed.
-            TypeError: an argument holds something other than text, numbers, lists and mappings.
-            ValueError: the model has no chat template, or the template refuses these messages.
+            TypeError: an argument contains values other than strings, numbers, lists and mappings.
+            ValueError: the model has no chat template, or the template rejects the messages.
         """
         text = self._template(has_tools=tools is not None).render(
             messages,
@@ -146,15 +146,15 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can work."""
+        """Whether there is a chat template."""
         return bool(self._sources)
 
     @property
     def definition(self) -> str:
-        """All of it as JSON, in the form of the package tokenizers.
+        """The tokenizer as JSON, in the format of the package tokenizers.
 
         Raises:
-            ValueError: it is of another package.
+            ValueError: it belongs to another package.
         """
         return str(self._backend.to_str())
 
@@ -164,17 +164,17 @@ class Tokenizer:
         return cleaned_up(text) if self._is_cleaned_up else text
 
     def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
-        """Return a stream for the text of one answer.
+        """Return a stream for the text of one completion.
 
         Args:
-            prompt_ids: the tokens before the answer. The last ones decide whether it begins with a blank.
+            prompt_ids: the tokens before the completion. The last ones determine whether it begins with a space.
         """
         return TextStream(self._decode, prompt_ids, CleanUp() if self._is_cleaned_up else None)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
-        except UnicodeEncodeError:  # its own message would show the text
+        except UnicodeEncodeError:  # its message would contain the text
             raise ValueError("expected text in Unicode, got lone surrogates") from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 

@@ -1,4 +1,4 @@
-"""The files of a directory with `tokenizer.json`, as transformers publishes and reads them."""
+"""Reads a directory with `tokenizer.json` as transformers does."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerDirectory:
-    """What a directory says about a tokenizer.
+    """Contents of a tokenizer directory.
 
     Attributes:
         backend: the tokenizer of the package tokenizers.
-        special_tokens: texts of special tokens by name, such as `bos_token`.
-        chat_templates: sources by name; `default` is the one for conversations without a name.
-        is_cleaned_up: whether blanks before punctuation are removed from decoded text.
+        special_tokens: text of special tokens by name, such as `bos_token`.
+        chat_templates: templates by name; `default` is the unnamed one.
+        is_cleaned_up: whether spaces before punctuation are removed from decoded text.
     """
 
     backend: Backend
@@ -35,26 +35,26 @@ class TokenizerDirectory:
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerDirectory:
-        """Read `tokenizer.json`, and of the files next to it those that there are.
+        """Read `tokenizer.json` and the optional files next to it.
 
         Raises:
-            OSError: a file can't be read.
-            Exception: `tokenizer.json` is not one; the package tokenizers has no narrower type.
-            ValueError: another file is not what it should be.
+            OSError: a file cannot be read.
+            Exception: `tokenizer.json` is invalid; the package tokenizers raises no narrower type.
+            ValueError: another file is invalid.
         """
         settings = _json(directory / "tokenizer_config.json")
         backend = Backend.from_file(str(directory / "tokenizer.json"))
         special_tokens = _complete(backend, directory, settings)
-        backend.no_truncation()  # prompts are never cut in silence
+        backend.no_truncation()  # prompts are never truncated silently
         backend.no_padding()
         backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
         return cls(backend, special_tokens, _chat_templates(directory, settings), _is_cleaned_up(backend, settings))
 
 
 def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Add to a tokenizer what only the files next to `tokenizer.json` name; return its named special tokens.
+    """Add tokens that are only in the files next to `tokenizer.json`, and return the named special tokens.
 
-    Older versions of transformers kept tokens that were added after training in files of their own.
+    Older versions of transformers stored tokens that were added after training in separate files.
     """
     known = backend.get_added_tokens_decoder()
     added: dict[int, AddedToken] = {}
@@ -74,7 +74,7 @@ def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> di
     named = {name: _token(value, by_content) for name, value in _named(settings).items()}
     others = [_token(value, by_content) for value in _unnamed(settings)]
 
-    same = {repr(token) for token in known.values()}  # with its flags
+    same = {repr(token) for token in known.values()}  # including its flags
     missing = [token for _, token in sorted(added.items()) if repr(token) not in same]
     contents = {token.content for token in (*known.values(), *missing)}
     for token in (*named.values(), *others):
@@ -89,7 +89,7 @@ def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> di
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens with a name: the usual ones, and others of the model, such as `image_token`."""
+    """Return the named special tokens, including those of the model, such as `image_token`."""
     found = {name: value for name, value in settings.items() if name.endswith("_token") and _is_token(value)}
     extra = settings.get("extra_special_tokens")
     return found | (extra if isinstance(extra, dict) else {})
@@ -111,7 +111,7 @@ def _content(value: Any) -> str:
 
 
 def _token(value: Any, by_content: Mapping[str, AddedToken]) -> AddedToken:
-    """The token of a special token's entry; where the vocabulary of added tokens has it, with the flags there."""
+    """Return the token of a special token's entry, with its flags from the added vocabulary if it is there."""
     content = _content(value)
     if content in by_content:
         return by_content[content]
@@ -127,7 +127,7 @@ def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Files with templates come before the configuration, as transformers has it; that of a processor comes last."""
+    """Return the chat templates. As in transformers, files take precedence over the configuration."""
     files = {path.stem: path for path in sorted((directory / _TEMPLATES).glob("*.jinja"))}
     if (path := directory / "chat_template.jinja").is_file():
         files[DEFAULT_TEMPLATE] = path
@@ -142,13 +142,13 @@ def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
 
 
 def _is_cleaned_up(backend: Backend, settings: Mapping[str, Any]) -> bool:
-    """Models with BPE often say so too. It would remove blanks that they wrote, so transformers ignores it for them."""
+    """Return whether text is cleaned up. Like transformers, ignore the setting for BPE, where it would corrupt text."""
     even_bpe = settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     return bool(settings.get("clean_up_tokenization_spaces")) and (bool(even_bpe) or not isinstance(backend.model, BPE))
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one if there is no file."""
+    """Return the JSON object in a file; an empty one if there is no file."""
     if not path.is_file():
         return {}
     tree = json.loads(path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Tokenizers without `tokenizer.json`, read by transformers. It takes seconds and torch, so clients avoid it."""
+"""Tokenizers without `tokenizer.json`, loaded by transformers, which takes seconds and imports torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def load_with_transformers(directory: Path) -> Any:
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        ValueError: transformers can't read the files; the message says why.
+        ValueError: transformers cannot read the files; the message has the reason.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers raises over a bad directory
+    except Exception as error:  # transformers raises exceptions of many types
         raise ValueError(_reason(directory, error)) from error
 
 
@@ -31,7 +31,7 @@ def converted_files(directory: Path) -> Mapping[str, bytes] | None:
     """Convert a tokenizer to `tokenizer.json` and the files that belong to it.
 
     Returns:
-        Their contents by name, some in a folder; None if the tokenizer has no such form.
+        Contents by file name, which may include a folder; None if the tokenizer cannot be converted.
 
     Raises:
         ModuleNotFoundError, ValueError: as `load_with_transformers`.
@@ -61,7 +61,7 @@ class SlowBackend:
         self._model = model
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> _Encoding:
-        """Return an object with the token ids of a text."""
+        """Return the token ids of a text."""
         return _Encoding(list(self._model.encode(text, add_special_tokens=add_special_tokens)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -69,12 +69,12 @@ class SlowBackend:
         return str(self._model.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token; None if the vocabulary has none."""
+        """Return the id of a token; None if it is not in the vocabulary."""
         token_id: int | None = self._model.convert_tokens_to_ids(token)
         return token_id
 
     def to_str(self) -> str:
-        """Refuse: there is no JSON form.
+        """Raise, because there is no JSON format.
 
         Raises:
             ValueError: always.
@@ -83,7 +83,7 @@ class SlowBackend:
 
 
 def _reason(directory: Path, error: Exception) -> str:
-    """The first line of an error. For files of SentencePiece, transformers asks for a package that it does not need."""
+    """Return the first line of an error. For SentencePiece, transformers names a package it does not need."""
     is_sentencepiece = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
     if is_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
         return "to read its tokenizer.model, pip install sentencepiece"

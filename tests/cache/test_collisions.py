@@ -13,7 +13,7 @@ from radixkv.cache.public_prefixes import PublicPrefixes, PublicRoot
 from radixkv.events.block_identity import Identities
 from radixkv.invocation import Invocation, InvocationMarks
 from radixkv.namespace import Namespace
-from radixkv.service.server.segments.namespace_ids import NamespaceIds
+from radixkv.service.server.opaque_ids import NamespaceIds
 from tests.cache.walk.collision_walk import NAMESPACES, WANTED, WRONG, CollisionWalk, every_hash_collides
 from tests.engine.simulation.engine_script import make_world
 from tests.engine.simulation.engine_walk import walk_seed

@@ -14,7 +14,7 @@ import pytest
 from radixkv.service.client import Client
 from tests.patience import PATIENCE_S
 from tests.rules.test_metric_names import ALL_NAMES
-from tests.service.server.identity.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, Papers
 
 from .prometheus import DEPLOY, PROMETHEUS, Prometheus, free_port, scraping
 

@@ -20,8 +20,8 @@ from google.protobuf import json_format
 
 from tests.patience import PATIENCE_S
 from tests.service.command_line import fake_service
-from tests.service.server.identity.certificates import TOKENS, Papers
-from tests.service.server.identity.reflected_calls import described_methods, status_of_call
+from tests.service.server.auth.certificates import TOKENS, Papers
+from tests.service.server.auth.reflected_calls import described_methods, status_of_call
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples"
 OUTPUTS = {

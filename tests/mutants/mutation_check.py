@@ -133,8 +133,8 @@ OFFLOAD_TESTS = (
     "tests/offload/test_offload.py",
     "tests/engine/transfer/test_lease_exporter.py",
     "tests/engine/transfer/test_transfer.py",
-    "tests/service/server/intake/test_shares.py",
-    "tests/service/server/transfer/test_kv_sender.py",
+    "tests/service/server/receive/test_fair_shares.py",
+    "tests/service/server/servicers/test_kv_sender.py",
     "tests/offload/test_lookups.py",
     "tests/offload/test_purge_local.py",
     "tests/offload/test_saver.py",
@@ -156,12 +156,12 @@ ROUTING_TESTS = (
 ANSWER_TESTS = (
     "tests/api/test_logprob_table.py",
     "tests/engine/test_sampler.py",
-    "tests/service/server/intake/test_answer_bytes.py",
-    "tests/service/server/test_token_stream.py",
-    "tests/service/server/test_stop_strings.py",
-    "tests/service/server/test_generate.py",
+    "tests/service/server/receive/test_response_bytes.py",
+    "tests/service/server/servicers/test_token_stream.py",
+    "tests/service/server/servicers/test_stop_strings.py",
+    "tests/service/server/servicers/test_generate.py",
     "tests/service/server/gateway/test_servicer.py",
-    "tests/service/structured/test_kept_texts.py",
+    "tests/service/structured/test_grammar_cache.py",
     "tests/service/structured/test_compilation.py",
     "tests/service/structured/test_grammars.py",
 )
@@ -196,13 +196,12 @@ FLEET_TESTS = (
 )
 SERVICE_TESTS = (
     "tests/service/client/test_client.py",
-    "tests/service/server/segments/test_segment_lister.py",
-    "tests/service/server/transfer/test_kv_sources.py",
-    "tests/service/server/test_ended_server.py",
-    "tests/service/server/intake/test_intake.py",
+    "tests/service/server/servicers/test_segments.py",
+    "tests/service/server/servicers/test_kv_sources.py",
+    "tests/service/server/receive/test_receiver.py",
     "tests/service/server/page/test_state_feed.py",
     "tests/service/server/test_metrics_port.py",
-    "tests/service/server/test_last_connections.py",
+    "tests/service/server/test_connections.py",
 )
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),

@@ -20,7 +20,7 @@ from bench.fleet.processes import descendants, listener_of
 from radixkv.service.client import Client, KVSource
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.fleet.fleet_process import command_of, running_fleet
-from tests.service.server.identity.certificates import Papers
+from tests.service.server.auth.certificates import Papers
 
 pytestmark = pytest.mark.slow
 

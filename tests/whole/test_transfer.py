@@ -84,7 +84,7 @@ def test_servers_with_roles_only_accept_their_calls() -> None:
         assert (answer[0], usage.remote_tokens) == (held.next_token_id, 5 * _BLOCK)
         assert refusal(prefill, tokens, source) == (
             grpc.StatusCode.UNIMPLEMENTED,
-            "Generate: expected a server whose transfer.role has it, got one with prefill",
+            "Generate: expected a server whose transfer.role allows it, got one with prefill",
         )
         with pytest.raises(grpc.RpcError) as caught:
             decode.prefill(tokens, tenant=_TENANT)
@@ -224,7 +224,7 @@ def test_an_unknown_lease_is_not_found(pair: Pair) -> None:
     code, details = refusal(pair.decode, tokens, wrong_epoch)
     assert (code, details) == (
         grpc.StatusCode.NOT_FOUND,
-        "kv_source: epoch: expected that of this start of the service, got another",
+        "kv_source: epoch: expected the current epoch of the service, got another",
     )
     pair.prefill.release(source.lease_id, tenant=_TENANT)
     code, details = refusal(pair.decode, tokens, source)

@@ -1,4 +1,4 @@
-"""The service that the SMG gateway calls: vLLM's engine protocol over the same engine.
+"""Gateway protocol: vLLM's engine protocol for the SMG gateway, served by the same engine.
 
 Public API: `GatewayServicer`, `add_gateway`.
 """

@@ -1,4 +1,4 @@
-"""Tells the gateway what is served, and how full it is."""
+"""Describes the model, the server and its load to the gateway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 def model_info(limits: Limits, eos_token_ids: Iterable[int], config: Config) -> vllm_engine_pb2.GetModelInfoResponse:
-    """Describe the model: `config.json`'s words where there is one."""
+    """Describe the model, from its `config.json` if there is one."""
     described = _described(config.model)
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=_path_of(config.model),
@@ -52,7 +52,7 @@ def server_info(limits: Limits, stats: EngineStats, config: Config) -> vllm_engi
 
 
 def loads_response(load: vllm_engine_pb2.SchedulerLoad) -> vllm_engine_pb2.GetLoadsResponse:
-    """Write the only load that there is."""
+    """Write the load of the only data-parallel rank."""
     return vllm_engine_pb2.GetLoadsResponse(
         timestamp=datetime.now(UTC).isoformat(timespec="milliseconds"),
         version=__version__,
@@ -62,7 +62,7 @@ def loads_response(load: vllm_engine_pb2.SchedulerLoad) -> vllm_engine_pb2.GetLo
 
 
 def load_record(load: vllm_engine_pb2.SchedulerLoad, sample: int) -> engine_common_pb2.EngineLoad:
-    """Write a load for a stream of events."""
+    """Write a load record for an event stream."""
     return engine_common_pb2.EngineLoad(
         running_requests=load.num_running_reqs,
         waiting_requests=load.num_waiting_reqs,
@@ -79,7 +79,7 @@ def load_record(load: vllm_engine_pb2.SchedulerLoad, sample: int) -> engine_comm
 
 
 def scheduler_load(limits: Limits, load: EngineLoad, traffic: Traffic, config: Config) -> vllm_engine_pb2.SchedulerLoad:
-    """Tell how full the engine is. Blocks that can be evicted count as free: a warm cache takes more requests."""
+    """Describe the load. Blocks that can be evicted count as free, because a warm cache can take more requests."""
     requests = load.requests
     num_waiting = requests.waiting + requests.following
     return vllm_engine_pb2.SchedulerLoad(

@@ -1,4 +1,4 @@
-"""Batches of the event log, as the gateway reads them, and loads between them."""
+"""The event stream of one gateway: batches of the event log, and load records between them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from radixkv.gateway import engine_common_pb2
 from radixkv.gateway.vllm_engine_pb2 import SchedulerLoad
 from radixkv.service.server.gateway.descriptions import load_record
 
-HEARTBEAT_S = 1.0  # a gateway leaves out servers that were silent for 15 s
+HEARTBEAT_S = 1.0  # a gateway skips servers that were silent for 15 s
 
 _DEVICE = engine_common_pb2.KV_CACHE_TIER_DEVICE
 
 
-class EventStream:
-    """One gateway's way through the event log.
+class GatewayEvents:
+    """Batches of the event log for one gateway, with periodic load records.
 
     Args:
-        batches: of the log, from where the gateway wants them on. Its owner closes it.
-        first_number: the number of loads before the first batch; None to send none before it.
-        load: asks the engine how full it is.
-        heartbeat_s: seconds between two loads.
+        batches: batches of the event log, from the requested sequence number on. The caller closes it.
+        first_number: sequence number of load records before the first batch; None to send none before it.
+        load: returns the engine's load.
+        heartbeat_s: seconds between two load records.
     """
 
     def __init__(
@@ -46,30 +46,30 @@ class EventStream:
         self._samples = itertools.count(1)
 
     async def messages(self) -> AsyncGenerator[engine_common_pb2.KvEventBatch, None]:
-        """Yield batches as they come, and a load at once and after each heartbeat. Raises what the log raises."""
+        """Yield batches as they arrive, and a load record at once and per heartbeat. Raises what `batches` raises."""
         clock = asyncio.get_running_loop().time
         next_load_s = clock()
-        coming = asyncio.ensure_future(anext(self._batches))
+        next_batch = asyncio.ensure_future(anext(self._batches))
         try:
             while True:
-                await asyncio.wait([coming], timeout=max(0.0, next_load_s - clock()))
-                if coming.done():
-                    batch = coming.result()
+                await asyncio.wait([next_batch], timeout=max(0.0, next_load_s - clock()))
+                if next_batch.done():
+                    batch = next_batch.result()
                     self._number = batch.sequence_number
                     yield batch_message(batch, self._event_ids)
-                    coming = asyncio.ensure_future(anext(self._batches))
+                    next_batch = asyncio.ensure_future(anext(self._batches))
                 if clock() >= next_load_s:
                     next_load_s = clock() + self._heartbeat_s
                     message = await self._load_message()
                     if message is not None:
                         yield message
         finally:
-            coming.cancel()
-            with contextlib.suppress(Exception, asyncio.CancelledError):  # its error is not awaited any more
-                await coming
+            next_batch.cancel()
+            with contextlib.suppress(Exception, asyncio.CancelledError):  # its result is no longer needed
+                await next_batch
 
     async def _load_message(self) -> engine_common_pb2.KvEventBatch | None:
-        """Write a load. None before a number is known, and while the engine does not answer, which tells enough."""
+        """Return a load record; None before a sequence number is known, and while the engine does not answer."""
         if self._number is None:
             return None
         try:
@@ -82,9 +82,9 @@ class EventStream:
 
 
 def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_common_pb2.KvEventBatch:
-    """Write a batch. Only blocks that may be matched by tokens alone are in it: those of the gateway's tenant.
+    """Write a batch with the blocks that can be matched by tokens alone, which are those of the gateway's tenant.
 
-    A batch without such blocks is written as well, since its number would be missed.
+    A batch without such blocks is written as well, because the gateway expects consecutive sequence numbers.
     """
     message = engine_common_pb2.KvEventBatch(
         sequence_number=batch.sequence_number,
@@ -132,7 +132,7 @@ def _stored_message(event: BlocksStored) -> engine_common_pb2.KvBlocksStored:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the bits of a uint64.
+    """Return the int64 with the same bits as a uint64.
 
     >>> _signed(2**64 - 1)
     -1

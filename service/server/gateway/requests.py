@@ -1,8 +1,7 @@
-"""Reads the gateway's requests. Its messages have other defaults than ours; what radixkv does not do is refused."""
+"""Reads requests of the gateway, whose messages have other defaults, and refuses fields that are not supported."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass
 
@@ -14,33 +13,33 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import MAX_ANSWERS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
 from radixkv.errors import InvalidRequest
 from radixkv.gateway import vllm_engine_pb2
-from radixkv.service.server.messages import require_names
+from radixkv.service.server.servicers.messages import new_request_id, require_names
 from radixkv.service.structured.grammar_text import GrammarText
 
 _NUM_SEEDS = 2**64
 
-# Fields that would change the answer, and that radixkv can't follow.
+# Fields that would change the completion, and that radixkv does not support.
 _REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 _REFUSED_LISTS = ("extra_mm_inputs",)
 _REFUSED_OF_SAMPLING = ("truncate_prompt_tokens", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A generation that the gateway asks for.
+class GatewayGeneration:
+    """A generation that the gateway requests.
 
     Attributes:
         params: the prompt.
-        sampling: the options of its first answer.
-        num_answers: how often it is answered.
-        stops: strings that end an answer.
-        grammar: what each answer follows; None for nothing.
-        is_streamed: whether tokens are told as they come.
+        sampling: the options of the first completion.
+        num_completions: number of completions.
+        stops: stop strings.
+        grammar: constrains the completions; None without one.
+        is_streamed: whether tokens are sent as they are generated.
     """
 
     params: PrefillParams
     sampling: Sampling
-    num_answers: int
+    num_completions: int
     stops: tuple[str, ...]
     grammar: GrammarText | None
     is_streamed: bool
@@ -48,80 +47,82 @@ class Asked:
 
 def read_generation(
     request: vllm_engine_pb2.GenerateRequest, limits: Limits, tenant: str, remaining_s: float | None, traceparent: str
-) -> Asked:
-    """Read a request for tokens.
+) -> GatewayGeneration:
+    """Read a generation request.
 
     Args:
         request: the message.
-        limits: an answer without a length is as long as they allow.
-        tenant: the owner of the gateway's data.
+        limits: bound completions without a maximum length.
+        tenant: the tenant that owns the gateway's data.
         remaining_s: seconds until the gateway's deadline; None without one.
         traceparent: the gateway's span; empty without one.
 
     Raises:
-        InvalidRequest: a field can't be read, or asks for what radixkv does not do. The message names it.
+        InvalidRequest: a field is out of range or not supported. The message names it.
     """
     require_names(request_id=request.request_id)
-    _require_followed(request)
-    asked = request.sampling_params
+    _require_supported(request)
+    options = request.sampling_params
     tokens = np.asarray(request.tokenized.input_ids, dtype="<u4").tobytes()
     params = PrefillParams(
         tokens=tokens,
         caller=Caller(tenant),
-        request_id=request.request_id or secrets.token_hex(16),
+        request_id=request.request_id or new_request_id(),
         traceparent=traceparent,
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
-    if asked.n > MAX_ANSWERS:
-        raise InvalidRequest(f"n: expected at most {MAX_ANSWERS}, got {asked.n}")
-    most_new_tokens = max(1, limits.most_new_tokens(params.num_tokens, tenant))
-    sampling = _read_sampling(asked, most_new_tokens)
-    return Asked(params, sampling, asked.n or 1, tuple(asked.stop), _read_grammar(asked), request.stream)
-
-
-def _read_sampling(asked: vllm_engine_pb2.SamplingParams, most_new_tokens: int) -> Sampling:
-    if asked.HasField("max_tokens") and asked.max_tokens == 0:
-        raise InvalidRequest("max_tokens: expected at least 1, got 0")
-    if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(asked.stop_token_ids)}"
-        )
-    return Sampling(
-        max_new_tokens=asked.max_tokens if asked.HasField("max_tokens") else most_new_tokens,
-        temperature=asked.temperature if asked.HasField("temperature") else 1.0,
-        top_p=asked.top_p or 1.0,
-        seed=asked.seed % _NUM_SEEDS if asked.HasField("seed") else random_seed(),
-        stop_token_ids=frozenset(asked.stop_token_ids),
-        ignore_eos=asked.ignore_eos,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        repetition_penalty=asked.repetition_penalty or 1.0,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        min_tokens=asked.min_tokens,
-        logprobs=asked.logprobs if asked.HasField("logprobs") else None,
-        prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") else None,
-        logit_bias=tuple(sorted(asked.logit_bias.items())),
+    if options.n > MAX_ANSWERS:
+        raise InvalidRequest(f"n: expected at most {MAX_ANSWERS}, got {options.n}")
+    max_new_tokens_left = max(1, limits.most_new_tokens(params.num_tokens, tenant))
+    sampling = _read_sampling(options, max_new_tokens_left)
+    return GatewayGeneration(
+        params, sampling, options.n or 1, tuple(options.stop), _read_grammar(options), request.stream
     )
 
 
-def _read_grammar(asked: vllm_engine_pb2.SamplingParams) -> GrammarText | None:
-    field = asked.WhichOneof("constraint")
+def _read_sampling(options: vllm_engine_pb2.SamplingParams, max_new_tokens_left: int) -> Sampling:
+    if options.HasField("max_tokens") and options.max_tokens == 0:
+        raise InvalidRequest("max_tokens: expected at least 1, got 0")
+    if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(options.stop_token_ids)}"
+        )
+    return Sampling(
+        max_new_tokens=options.max_tokens if options.HasField("max_tokens") else max_new_tokens_left,
+        temperature=options.temperature if options.HasField("temperature") else 1.0,
+        top_p=options.top_p or 1.0,
+        seed=options.seed % _NUM_SEEDS if options.HasField("seed") else random_seed(),
+        stop_token_ids=frozenset(options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty or 1.0,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        min_tokens=options.min_tokens,
+        logprobs=options.logprobs if options.HasField("logprobs") else None,
+        prompt_logprobs=options.prompt_logprobs if options.HasField("prompt_logprobs") else None,
+        logit_bias=tuple(sorted(options.logit_bias.items())),
+    )
+
+
+def _read_grammar(options: vllm_engine_pb2.SamplingParams) -> GrammarText | None:
+    field = options.WhichOneof("constraint")
     if field == "choice":
-        return GrammarText.of_choices(field, asked.choice.choices)
+        return GrammarText.of_choices(field, options.choice.choices)
     if field == "json_object":
-        return GrammarText.of_json_object(field) if asked.json_object else None
-    return None if field is None else GrammarText(field, field, getattr(asked, field))
+        return GrammarText.of_json_object(field) if options.json_object else None
+    return None if field is None else GrammarText(field, field, getattr(options, field))
 
 
-def _require_followed(request: vllm_engine_pb2.GenerateRequest) -> None:
+def _require_supported(request: vllm_engine_pb2.GenerateRequest) -> None:
     """Refuse fields that radixkv would have to ignore."""
-    asked = request.sampling_params
+    options = request.sampling_params
     present = [name for name in _REFUSED if request.HasField(name)]
     present += [name for name in _REFUSED_LISTS if getattr(request, name)]
-    present += [name for name in _REFUSED_OF_SAMPLING if asked.HasField(name)]
+    present += [name for name in _REFUSED_OF_SAMPLING if options.HasField(name)]
     if present:
-        raise InvalidRequest(f"{present[0]}: expected none, because radixkv can't follow it, got one")
+        raise InvalidRequest(f"{present[0]}: expected none, because radixkv does not support it, got one")
     if request.WhichOneof("input") == "text":
         raise InvalidRequest("text: expected token ids in tokenized.input_ids, got text")
     if request.data_parallel_rank != 0:

@@ -1,4 +1,4 @@
-"""Writes tokens and answers as the gateway reads them."""
+"""Writes the responses of a generation for the gateway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from radixkv.api.result import FinishReason, GenerateResult, TokenLogprobs, Usage
 from radixkv.gateway import vllm_engine_pb2
-from radixkv.service.server.generation.answer_writer import PIECE_NUMBERS, AnswerWriter, num_numbers, runs
+from radixkv.service.server.servicers.response_writer import PIECE_NUMBERS, ResponseWriter, num_numbers, runs
 from radixkv.service.token_ids import length_head
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -21,7 +21,7 @@ def chunk_response(
     usage: Usage,
     index: int,
 ) -> vllm_engine_pb2.GenerateResponse:
-    """Write new tokens of a streamed answer, without log probabilities."""
+    """Write new tokens of a streamed completion, without log probabilities."""
     chunk = vllm_engine_pb2.GenerateStreamChunk(
         token_ids=token_ids,
         prompt_tokens=usage.prompt_tokens,
@@ -40,14 +40,14 @@ def complete_response(
     *,
     has_stop_token: bool = True,
 ) -> vllm_engine_pb2.GenerateResponse:
-    """Write the end of an answer, without log probabilities.
+    """Write the end of a completion, without log probabilities.
 
     Args:
-        result: the answer.
-        start: the number of its tokens that were written before.
-        index: which of the answers it is.
-        matched_stop: the string that ended it, or empty.
-        has_stop_token: whether an answer that stopped without a string did so at its last token.
+        result: the completion.
+        start: number of its tokens that were sent before.
+        index: index of the completion.
+        matched_stop: the stop string that ended it, or empty.
+        has_stop_token: whether a completion that stopped without a stop string ends with a stop token.
     """
     token_ids = result.token_ids[start:]
     complete = vllm_engine_pb2.GenerateComplete(
@@ -66,7 +66,7 @@ def complete_response(
 
 
 def aborted_response(prompt_tokens: int, cached_tokens: int, index: int) -> vllm_engine_pb2.GenerateResponse:
-    """Write the end of an answer that the gateway aborted; what was not told of it is dropped."""
+    """Write the end of a completion that the gateway aborted, without its unsent tokens."""
     complete = vllm_engine_pb2.GenerateComplete(
         finish_reason=_ABORTED, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, index=index
     )
@@ -74,44 +74,44 @@ def aborted_response(prompt_tokens: int, cached_tokens: int, index: int) -> vllm
 
 
 async def with_logprobs(
-    writer: AnswerWriter,
+    writer: ResponseWriter,
     response: vllm_engine_pb2.GenerateResponse,
     logprobs: Sequence[TokenLogprobs],
     prompt: bytes,
     prompt_logprobs: Sequence[TokenLogprobs],
 ) -> vllm_engine_pb2.GenerateResponse | bytes:
-    """Add log probabilities to a part of an answer.
+    """Add log probabilities to a response.
 
     Args:
-        writer: writes what is large.
-        response: the part, with all else.
-        logprobs: one for each of its tokens, and perhaps more; empty if they were not asked for.
-        prompt: its tokens.
-        prompt_logprobs: one for each of them but the first; empty if they do not come with this part.
+        writer: serializes large responses.
+        response: the response, complete except for log probabilities.
+        logprobs: one entry per token of the response, possibly more; empty if they were not requested.
+        prompt: the tokens of the prompt.
+        prompt_logprobs: one entry per prompt token except the first; empty if they do not belong into this response.
 
     Returns:
-        The part; its bytes if it is large.
+        The response, as bytes if it is large.
     """
     name = response.WhichOneof("response")
     part = getattr(response, str(name))
     token_ids = part.token_ids if name == "chunk" else part.output_ids
-    told = {
+    pieces_of = {
         part.OUTPUT_LOGPROBS_FIELD_NUMBER: _output_pieces(token_ids, logprobs),
         part.INPUT_LOGPROBS_FIELD_NUMBER: _prompt_pieces(prompt, prompt_logprobs),
     }
     if num_numbers(logprobs) + num_numbers(prompt_logprobs) > PIECE_NUMBERS:
-        return await writer.joined(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, part, told))
-    for piece in told[part.OUTPUT_LOGPROBS_FIELD_NUMBER]:
+        return await writer.joined(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, part, pieces_of))
+    for piece in pieces_of[part.OUTPUT_LOGPROBS_FIELD_NUMBER]:
         part.output_logprobs.MergeFrom(piece)
-    for piece in told[part.INPUT_LOGPROBS_FIELD_NUMBER]:
+    for piece in pieces_of[part.INPUT_LOGPROBS_FIELD_NUMBER]:
         part.input_logprobs.MergeFrom(piece)
     return response
 
 
-def _nested_pieces(number: int, part: Message, told: Mapping[int, Iterator[Message]]) -> Iterator[bytes]:
-    """Write a part of an answer, the field `number`, around log probabilities, whose bytes are counted before them."""
+def _nested_pieces(number: int, part: Message, pieces_of: Mapping[int, Iterator[Message]]) -> Iterator[bytes]:
+    """Serialize a response part, the field `number`, with log probabilities, whose length precedes them."""
     written = [part.SerializeToString()]
-    for field_number, messages in told.items():
+    for field_number, messages in pieces_of.items():
         pieces = [message.SerializeToString() for message in messages]
         written += [length_head(field_number, sum(map(len, pieces))), *pieces] if pieces else []
     yield length_head(number, sum(map(len, written)))
@@ -121,19 +121,19 @@ def _nested_pieces(number: int, part: Message, told: Mapping[int, Iterator[Messa
 def _output_pieces(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> Iterator[vllm_engine_pb2.OutputLogProbs]:
-    """Write messages that, one behind the other, are one."""
+    """Yield messages whose serialized concatenation is one message."""
     for run in runs(logprobs):
-        some = logprobs[run][: max(0, len(token_ids) - run.start)]
-        if some:
+        part_rows = logprobs[run][: max(0, len(token_ids) - run.start)]
+        if part_rows:
             yield vllm_engine_pb2.OutputLogProbs(
-                token_logprobs=[each.logprob for each in some],
+                token_logprobs=[each.logprob for each in part_rows],
                 token_ids=token_ids[run],
-                top_logprobs=_top_messages(some),
+                top_logprobs=_top_messages(part_rows),
             )
 
 
 def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator[vllm_engine_pb2.InputLogProbs]:
-    """Write messages that, one behind the other, are one. Nothing is told of the first token."""
+    """Yield messages whose serialized concatenation is one message. The first token has no log probability."""
     if not logprobs:
         return
     yield vllm_engine_pb2.InputLogProbs(
@@ -142,10 +142,10 @@ def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator
         top_logprobs=[vllm_engine_pb2.TopLogProbs()],
     )
     for run in runs(logprobs):
-        some = logprobs[run]
+        part_rows = logprobs[run]
         yield vllm_engine_pb2.InputLogProbs(
-            token_logprobs=[vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in some],
-            top_logprobs=_top_messages(some),
+            token_logprobs=[vllm_engine_pb2.InputTokenLogProb(value=each.logprob) for each in part_rows],
+            top_logprobs=_top_messages(part_rows),
         )
 
 

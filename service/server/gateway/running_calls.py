@@ -1,4 +1,4 @@
-"""Knows the gateway's running calls by their request's id, so that they can be aborted."""
+"""The gateway's running calls by request id, so that they can be aborted."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from radixkv.api.result import GenerationFuture
 
 
 class RunningCall:
-    """A call, and the futures of its answers.
+    """A call and the futures of its completions.
 
     Attributes:
-        futures: one for each answer.
-        is_aborted: whether the gateway wants no more of it.
+        futures: one future per completion.
+        is_aborted: whether the gateway has aborted the call.
     """
 
     def __init__(self) -> None:
@@ -21,18 +21,18 @@ class RunningCall:
         self.is_aborted = False
 
     def abort(self) -> None:
-        """Cancel what is not answered yet, and remember why."""
+        """Cancel completions that still run, because the gateway has aborted the call."""
         self.is_aborted = True
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancel what is not answered yet."""
+        """Cancel completions that still run."""
         for future in self.futures:
             future.cancel()
 
 
 class RunningCalls:
-    """All calls between their start and their end. To be used on the event loop alone."""
+    """The running calls. For use on one event loop."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[RunningCall]] = {}  # two calls may have the same id
@@ -42,7 +42,7 @@ class RunningCalls:
 
     @contextlib.contextmanager
     def running(self, request_id: str) -> Iterator[RunningCall]:
-        """Note a call while the context lasts; what it has not answered at its end is cancelled."""
+        """Register a call while the context lasts, and cancel its running completions at the end."""
         call = RunningCall()
         self._calls.setdefault(request_id, []).append(call)
         try:
@@ -54,7 +54,7 @@ class RunningCalls:
                 del self._calls[request_id]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort all calls with these ids. Ids that are not running are ignored."""
+        """Abort all calls with these request ids. Unknown ids are ignored."""
         for request_id in request_ids:
             for call in self._calls.get(request_id, ()):
                 call.abort()

@@ -1,4 +1,4 @@
-"""Counts the tokens of the gateway's requests, for the loads that it asks for."""
+"""Counts the tokens of the gateway's requests, for its load records."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ _PERIOD_S = 1.0
 
 
 class Traffic:
-    """Tokens that came and went through the gateway. To be used on the event loop alone.
+    """Tokens of the gateway's requests. For use on one event loop.
 
     Args:
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
         self._rate = 0.0
         self._rate_s = clock()
         self._rate_tokens = 0
 
     def generated(self, num_tokens: int) -> None:
-        """Count new tokens."""
+        """Count generated tokens."""
         self._generated_tokens += num_tokens
 
     def answered(self, usage: Usage) -> None:
-        """Count the prompt of an answer."""
+        """Count the prompt of a completion."""
         self._prompt_tokens += usage.prompt_tokens
         self._cached_tokens += usage.cached_tokens
 
     @property
     def hit_rate(self) -> float:
-        """Cached share of all prompt tokens, 0 without any."""
+        """Fraction of prompt tokens that were cached; 0 without any."""
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def tokens_per_s(self) -> float:
-        """Generated tokens a second since the last call that measured it, at least a second ago."""
+        """Return the generated tokens per second since the last measurement, at least one second ago."""
         now_s = self._clock()
         if now_s - self._rate_s >= _PERIOD_S:
             self._rate = (self._generated_tokens - self._rate_tokens) / (now_s - self._rate_s)
-            self._rate_s, self._rate_tokens = now_s, self._generated_tokens
+            self._rate_s = now_s
+            self._rate_tokens = self._generated_tokens
         return self._rate

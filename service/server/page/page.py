@@ -16,13 +16,13 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 class Page:
-    """Answers `/`, one HTML file without outside assets, and `/state.json`, what it draws once a second.
+    """Serves `/`, one HTML file without external assets, and `/state.json`, which the page polls every second.
 
-    The page itself holds nothing secret, and sends a bearer token with its requests for the state if one is asked for
-    with 401. Its security policy lets nothing run or load but what is in the file.
+    The page itself contains no secrets. If the state requires a bearer token (401), the page asks for one. Its content
+    security policy allows only the script and style in the file.
 
     Args:
-        feed: makes the state.
+        feed: returns the state.
     """
 
     PATHS = ("/", "/state.json")
@@ -33,7 +33,7 @@ class Page:
         self._policy = _policy(self._html.decode())
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer a request for one of `PATHS`: 405 if it would change something, 503 if the engine does not answer."""
+        """Serve one of `PATHS`; 405 for methods other than GET and HEAD, 503 if the engine does not answer."""
         body: bytes | None
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"Method Not Allowed\n"

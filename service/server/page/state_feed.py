@@ -16,8 +16,8 @@ import numpy as np
 from radixkv import __version__
 from radixkv.api.segments import Segment
 from radixkv.errors import CapacityError, LifecycleError
-from radixkv.service.server.segments.hot_walk import HotWalk
-from radixkv.service.server.segments.namespace_ids import NamespaceIds
+from radixkv.service.server.hottest_segments import HottestSegments
+from radixkv.service.server.opaque_ids import NamespaceIds
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 MAX_SEGMENTS = 250
 MAX_TENANTS = 25
 MAX_CELLS = 1024
-_TIMEOUT_S = 5.0  # for one state; the engine answers between two steps
+_TIMEOUT_S = 5.0  # per state; the engine answers between two steps
 _FRESH_S = 0.5
 
 _T = TypeVar("_T")
 
 
 class StateFeed:
-    """Makes the state that pages draw, twice a second at most however many pages ask.
+    """Returns the state that pages draw, computed at most twice per second however many pages poll.
 
-    A state is made of at most 34 calls of the engine, each of less than 1 ms. It has no tokens and no salts.
+    A state takes at most 34 engine calls of less than 1 ms each. It has no tokens and no salts.
 
     Args:
-        engine: is asked.
-        clock: seconds, never going back.
+        engine: the engine whose state is returned.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,9 +50,9 @@ class StateFeed:
         self._fresh_until_s = -math.inf
 
     def state(self) -> bytes | None:
-        """Return the state as JSON; None if the engine does not answer in time. From any thread.
+        """Return the state as JSON; None if the engine does not answer in time. Thread-safe.
 
-        Those who ask meanwhile are told the same, so that none waits for a time of its own.
+        Concurrent callers get the same state, so none of them waits for a timeout of its own.
         """
         with self._lock:
             if self._clock() >= self._fresh_until_s:
@@ -63,27 +63,28 @@ class StateFeed:
     def _make(self) -> bytes | None:
         end_s = time.monotonic() + _TIMEOUT_S
         try:
-            stats = _answer(self._engine.stats(MAX_TENANTS), end_s)
-            walk = HotWalk(MAX_SEGMENTS)
-            while (future := walk.next_call(self._engine.segments)) is not None:
-                walk.take(_answer(future, end_s))
-            states = _answer(self._engine.segments.block_states(), end_s)
+            stats = _result(self._engine.stats(MAX_TENANTS), end_s)
+            hottest = HottestSegments(MAX_SEGMENTS)
+            while (future := hottest.next_call(self._engine.segments)) is not None:
+                hottest.add(_result(future, end_s))
+            states = _result(self._engine.segments.block_states(), end_s)
         except (CapacityError, LifecycleError, TimeoutError, CancelledError):
             return None
-        limits, counts = self._engine.limits, dataclasses.asdict(stats)
+        limits = self._engine.limits
+        counts = dataclasses.asdict(stats)
         tiers = () if self._engine.offload is None else self._engine.offload.stats()
         state = {
             "version": __version__,
             "model": limits.model,
             "device": limits.device,
-            "epoch": str(limits.epoch),  # more bits than numbers have in a browser
+            "epoch": str(limits.epoch),  # has more bits than a number in a browser
             "is_healthy": self._engine.is_healthy,
             "block_size": limits.block_size,
             **counts.pop("load"),
             **counts,
-            "num_segments": walk.num_segments,
-            "compared_segments": walk.num_compared,
-            "segments": [self._segment(segment) for segment in walk.hottest()],
+            "num_segments": hottest.num_segments,
+            "compared_segments": hottest.num_compared,
+            "segments": [self._segment(segment) for segment in hottest.result()],
             "block_map": block_map(states),
             "tiers": [dataclasses.asdict(tier) for tier in tiers],
         }
@@ -114,21 +115,21 @@ class StateFeed:
 
 
 def block_map(states: bytes) -> dict[str, Any]:
-    """Sum block states up in cells of adjacent blocks, `MAX_CELLS` of them at most.
+    """Aggregate block states into at most `MAX_CELLS` cells of adjacent blocks.
 
     >>> block_map(bytes([0, 1, 2]))
-    {'blocks_a_cell': 1, 'cells': [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
+    {'blocks_per_cell': 1, 'cells': [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
     """
-    blocks_a_cell = max(1, -(-len(states) // MAX_CELLS))
+    blocks_per_cell = max(1, -(-len(states) // MAX_CELLS))
     blocks = np.frombuffer(states, dtype=np.uint8)
-    starts = np.arange(0, blocks.size, blocks_a_cell)
+    starts = np.arange(0, blocks.size, blocks_per_cell)
     counts = [np.add.reduceat(blocks == state, starts, dtype=np.int64) for state in range(3)] if blocks.size else []
     cells = np.stack(counts, axis=1).tolist() if counts else []
-    return {"blocks_a_cell": blocks_a_cell, "cells": cells}
+    return {"blocks_per_cell": blocks_per_cell, "cells": cells}
 
 
-def _answer(future: Future[_T], end_s: float) -> _T:
-    """Wait for an answer of the engine until `end_s`, and take the call back if it does not come."""
+def _result(future: Future[_T], end_s: float) -> _T:
+    """Wait for a result of the engine until `end_s`, and cancel the call if it does not arrive."""
     try:
         return future.result(max(0.0, end_s - time.monotonic()))
     except TimeoutError:

@@ -3,7 +3,7 @@ import dataclasses
 from bench.hostile.trial import Latencies, Trial
 from bench.hostile.verdict import broken_bounds, memory_budget_mb
 from radixkv.config import ServerConfig
-from radixkv.service.server.intake.bounds import WINDOW_BYTES
+from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 
 ALONE = Latencies(p50_ms=2, p99_ms=10, step_ms=1, calls=10, refusals=0, statuses={"OK": 10})
 GOOD = Trial("x", {}, {}, ALONE, ALONE, idle_mb=100, peak_mb=180, after_mb=100, idle_after_s=1)

@@ -5,7 +5,7 @@ import pytest
 from radixkv.service.cli.main import main
 from tests.service.command_line import launch, run_cli
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.identity.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, Papers
 from tests.service.serving import WITHOUT_ENGINE, serve_and_call
 
 

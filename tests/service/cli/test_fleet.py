@@ -7,7 +7,7 @@ import pytest
 
 from radixkv.service.cli.main import main
 from tests.service.command_line import usage_error
-from tests.service.server.identity.certificates import Papers
+from tests.service.server.auth.certificates import Papers
 
 
 @pytest.mark.parametrize("replicas", ["0", "3:2", "0:2", "two", "-1", "1:"])

@@ -12,7 +12,7 @@ from radixkv.errors import StepFailed
 from radixkv.service.cli.main import main
 from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.test_generate import continuation
+from tests.service.server.servicers.test_generate import continuation
 
 BELLS = [7, 14, 28, 56, 112, 224, 192, 128]
 

@@ -14,7 +14,7 @@ from google.protobuf.wrappers_pb2 import Int32Value
 
 from radixkv.service.cli.main import main
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.identity.certificates import Papers
+from tests.service.server.auth.certificates import Papers
 from tests.service.serving import serve_and_call
 
 

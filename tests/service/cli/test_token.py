@@ -4,8 +4,8 @@ import stat
 import pytest
 
 from radixkv.service.cli.main import main
-from radixkv.service.server.identity.credentials import parse_credentials, read_credentials
-from radixkv.service.server.identity.identity import Identity, Role
+from radixkv.service.server.auth.credentials import parse_credentials, read_credentials
+from radixkv.service.server.auth.identity import Identity, Role
 from tests.service.command_line import usage_error
 
 

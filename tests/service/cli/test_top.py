@@ -33,7 +33,7 @@ from tests.fakes import publish
 from tests.patience import PATIENCE_S
 from tests.service.command_line import fake_service, run_cli
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.identity.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, Papers
 from tests.service.serving import serve_and_call
 
 

@@ -27,7 +27,7 @@ from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServi
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.identity.certificates import Papers
+from tests.service.server.auth.certificates import Papers
 from tests.service.serving import WITHOUT_ENGINE, becomes_true, serve_and_call, serving
 
 

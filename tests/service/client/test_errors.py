@@ -35,7 +35,7 @@ from radixkv.service.client import (
 from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillResponse
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from tests.patience import PATIENCE_S
-from tests.service.server.identity.certificates import Papers
+from tests.service.server.auth.certificates import Papers
 
 REASON = "token_ids: expected what the service expects, got something else"
 

@@ -121,7 +121,7 @@ def use(request, address):
     return blocking if request.param == "Client" else lambda function: asyncio.run(awaited(function))
 
 
-def answer_of(*parts, index=0, reason="STOP"):
+def result_of(*parts, index=0, reason="STOP"):
     """Messages with these tokens, as a service sends them."""
     messages = [GenerateResponse(token_ids=part, index=index) for part in parts]
     messages[0].usage.CopyFrom(Usage(prompt_tokens=9, cached_tokens=4))
@@ -132,7 +132,7 @@ def answer_of(*parts, index=0, reason="STOP"):
 
 
 def test_a_text_becomes_the_token_ids_of_the_served_model(service, use):
-    service.script = answer_of([*b"!"])
+    service.script = result_of([*b"!"])
     text = "Hello <|im_end|> Größe 🎉"
     ids = byte_level().encode(text)
     assert END in ids
@@ -146,7 +146,7 @@ def test_a_text_becomes_the_token_ids_of_the_served_model(service, use):
 
 
 def test_token_ids_are_sent_and_answered_as_they_are_without_a_tokenizer(service, use):
-    service.script = answer_of([1, 2], [3])
+    service.script = result_of([1, 2], [3])
     assert use(lambda client: client.generate([5, 6], max_new_tokens=3)) == service.script
     use(lambda client: client.prefill(range(3)))
     assert service.prompts() == [[5, 6], [0, 1, 2]]
@@ -194,7 +194,7 @@ def test_another_model_at_the_same_address_is_seen_when_asked_for(service, addre
 
 def test_text_comes_as_it_is_generated_and_whole_at_the_end(service, use):
     euro = "€".encode()
-    service.script = answer_of([*b"5 "], [*euro[:2]], [euro[2], ord(" ")], [END, *b"ok"], reason="LENGTH")
+    service.script = result_of([*b"5 "], [*euro[:2]], [euro[2], ord(" ")], [END, *b"ok"], reason="LENGTH")
     chunks = use(lambda client: client.generate("a", max_new_tokens=9))
     assert [chunk.text for chunk in chunks] == ["5 ", "", "€ ", "ok"]
     assert [list(chunk.token_ids) for chunk in chunks] == [list(each.token_ids) for each in service.script]
@@ -207,12 +207,12 @@ def test_text_comes_as_it_is_generated_and_whole_at_the_end(service, use):
 
 
 def test_bytes_that_never_become_text_come_with_the_last_part(service, use):
-    service.script = answer_of([0xE2], [0x82])
+    service.script = result_of([0xE2], [0x82])
     assert [chunk.text for chunk in use(lambda client: client.generate("a"))] == ["", "\ufffd"]
 
 
 def test_a_stop_string_is_not_part_of_the_text(service, use):
-    service.script = answer_of([*b"one."], [*b" t"], [*b"wo"], [*b"! three"])
+    service.script = result_of([*b"one."], [*b" t"], [*b"wo"], [*b"! three"])
     assert [chunk.text for chunk in use(lambda client: client.generate("a", stop=["two!", "x"]))] == [
         "o",
         "ne",
@@ -224,7 +224,7 @@ def test_a_stop_string_is_not_part_of_the_text(service, use):
 
 
 def test_several_answers_have_texts_of_their_own(service, address):
-    one, two = answer_of([*b"a"], [*b"b"]), answer_of([0xC3], [0xA9], index=1)
+    one, two = result_of([*b"a"], [*b"b"]), result_of([0xC3], [0xA9], index=1)
     service.script = [one[0], two[0], two[1], one[1]]
     with Client(address, timeout_s=PATIENCE_S) as client:
         answer = client.generate("x", n=2)
@@ -234,7 +234,7 @@ def test_several_answers_have_texts_of_their_own(service, address):
 
 
 def test_the_messages_of_an_answer_are_joined(service, address):
-    service.script = answer_of([1, 2], [3])
+    service.script = result_of([1, 2], [3])
 
     async def awaited():
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
@@ -255,12 +255,12 @@ def test_the_messages_of_an_answer_are_joined(service, address):
 
 def test_a_blank_at_the_start_is_that_of_the_answer(service, use):
     (token_id,) = byte_level().encode(" the")
-    service.script = answer_of([token_id])
+    service.script = result_of([token_id])
     assert use(lambda client: client.generate("a").read()) == " the"
 
 
 def test_a_chat_is_put_into_the_template_of_the_model(service, use):
-    service.script = answer_of([*b"Hi"], [END])
+    service.script = result_of([*b"Hi"], [END])
     assert [chunk.text for chunk in use(lambda client: client.chat(CHAT, tenant="t", stop=["x"]))] == ["Hi", ""]
     assert service.prompts() == [byte_level().encode_chat(CHAT)]
     assert (service.requests[-1].prefill.tenant, list(service.requests[-1].stop)) == ("t", ["x"])
@@ -269,7 +269,7 @@ def test_a_chat_is_put_into_the_template_of_the_model(service, use):
 def test_what_a_template_needs_is_passed_on(service, use, tmp_path):
     (tmp_path / "tokenizer.json").write_text(byte_level().definition)
     (tmp_path / "chat_template.jinja").write_text("{{ [messages, tools, documents, add_generation_prompt, think] }}")
-    service.script = answer_of([1])
+    service.script = result_of([1])
     service.tokenizer = ModelTokenizer(str(tmp_path))
     options = {"tools": [{"name": "w"}], "documents": [{"text": "d"}], "chat_template_kwargs": {"think": False}}
     use(lambda client: client.chat([{"role": "user"}], **options))
@@ -292,7 +292,7 @@ def test_what_can_not_be_a_prompt_is_refused_before_it_is_sent(service, use):
 
 
 def test_closing_an_answer_cancels_its_call(service, address):
-    service.script = answer_of(*([1] for _ in range(100_000)))
+    service.script = result_of(*([1] for _ in range(100_000)))
     with Client(address, timeout_s=PATIENCE_S) as client:
         answer = client.generate("a")
         next(answer)
@@ -302,7 +302,7 @@ def test_closing_an_answer_cancels_its_call(service, address):
 
 
 def test_closing_an_awaited_answer_cancels_its_call_or_never_makes_it(service, address):
-    service.script = answer_of(*([1] for _ in range(100_000)))
+    service.script = result_of(*([1] for _ in range(100_000)))
 
     async def run():
         async with AsyncClient(address, timeout_s=PATIENCE_S) as client:

@@ -18,7 +18,7 @@ from radixkv.routing.fleet_view import FleetView
 from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.service.client import AsyncClient
 from radixkv.service.fleet.event_subscription import EventSubscription, batch_of
-from radixkv.service.server.events.servicer import EventServicer
+from radixkv.service.server.servicers.events import EventServicer
 from radixkv.v1.events_pb2 import EventBatch as Message
 from tests.events.fake_source import BASE, BLOCK_SIZE, FakeSource
 from tests.patience import PATIENCE_S

@@ -18,7 +18,7 @@ from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.fleet.fake_connection import facts
-from tests.service.server.identity.certificates import Papers
+from tests.service.server.auth.certificates import Papers
 from tests.service.serving import becomes_true, serving
 
 

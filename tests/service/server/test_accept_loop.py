@@ -147,7 +147,7 @@ def test_an_unknown_version_of_grpcio_serves_with_a_warning(
 
 async def started(methods: dict[str, Handler], max_concurrent_calls: int = 100) -> tuple[grpc.aio.Server, str]:
     """Return a server of these methods of `test.Echo`, and its address."""
-    server = make_server([], [], max_concurrent_calls)
+    server = make_server([], max_concurrent_calls)
     add_handlers(
         server, "test.Echo", {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
     )

@@ -27,7 +27,7 @@ from radixkv.service.server.metrics_port import Telemetry
 from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.identity.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, Papers
 from tests.telemetry.test_metrics import ended_request
 
 

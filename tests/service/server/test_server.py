@@ -45,7 +45,7 @@ def test_what_is_there_before_serving_is_left_alone_by_garbage_collection(monkey
     async def serve(*_):
         frozen.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(server_module, "_serve_until_signal", serve)
+    monkeypatch.setattr(server_module, "serve_until_signal", serve)
     try:
         server_module.run(FakeEngine(), ServerConfig())
     finally:
@@ -92,7 +92,7 @@ def test_an_engine_whose_thread_ends_ends_the_process_after_its_last_answer(monk
                 addresses.append(await super().start())
                 return addresses[0]
 
-        ending = asyncio.create_task(server_module._serve_until_signal(engine, lambda: Noted(engine, ServerConfig())))
+        ending = asyncio.create_task(server_module.serve_until_signal(engine, lambda: Noted(engine, ServerConfig())))
         assert await becomes_true(lambda: addresses)
         async with AsyncClient(addresses[0], timeout_s=PATIENCE_S) as client:
             waiting = asyncio.create_task(client.prefill([7]))
@@ -239,7 +239,7 @@ def test_a_drain_says_if_an_answer_did_not_leave(monkeypatch):
     async def run():
         async with serving(FakeEngine(), drain_timeout_s=0.05) as (server, _):
             is_clean = await server.drain()
-            server._unfinished.add(object())  # a call whose task, this one, is not over
+            server.receiver.in_flight.add(object())  # a call whose task, this one, is not over
             return is_clean, await server.drain()
 
     assert asyncio.run(run()) == (True, False)

@@ -29,9 +29,9 @@ def test_long_texts_are_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "got"),
     [
-        ("{", "no JSON: Expecting property name"),
-        ("[" * 100_000, "no JSON: "),
-        ("1" * 5_000, "no JSON: "),
+        ("{", "invalid JSON: Expecting property name"),
+        ("[" * 100_000, "invalid JSON: "),
+        ("1" * 5_000, "invalid JSON: "),
         ("[]", "got list"),
         ('"object"', "got str"),
         ("null", "got NoneType"),

@@ -9,17 +9,17 @@ pytest.importorskip("llguidance")
 
 from radixkv.api.sampling import Sampling
 from radixkv.errors import InvalidRequest, QueueFull
-from radixkv.service.server.intake.account import Account
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.structured import grammars as module
 from radixkv.service.structured.compilation import Compilation
 from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
-from radixkv.service.structured.grammars import MAX_KEPT, MAX_WAITING, Grammars
+from radixkv.service.structured.grammars import MAX_CACHED, MAX_WAITING, Grammars
 from radixkv.service.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S
 
 SAMPLING = Sampling(5, seed=1)
-MINE, OTHERS = Account.of_tenant("mine"), Account.of_tenant("others")
+MINE, OTHERS = QuotaKey.of_tenant("mine"), QuotaKey.of_tenant("others")
 
 
 def regex(text: str) -> GrammarText:
@@ -91,7 +91,7 @@ def test_a_text_is_compiled_once_for_all_who_wait_and_later(compiled):
 def test_the_latest_texts_are_kept(compiled):
     async def ask():
         made = grammars()
-        for number in range(MAX_KEPT):
+        for number in range(MAX_CACHED):
             await made.constrain(SAMPLING, regex(f"a{number}"), MINE)
         await made.constrain(SAMPLING, regex("a0"), MINE)
         await made.constrain(SAMPLING, regex("new"), MINE)
@@ -100,8 +100,8 @@ def test_the_latest_texts_are_kept(compiled):
         return made
 
     made = asyncio.run(ask())
-    assert compiled[0][MAX_KEPT:] == ["new", "a1"]
-    assert len(made._kept) == MAX_KEPT
+    assert compiled[0][MAX_CACHED:] == ["new", "a1"]
+    assert len(made._cache) == MAX_CACHED
 
 
 def test_who_goes_away_takes_nothing_from_others(compiled):
@@ -127,9 +127,11 @@ def test_who_waits_too_long_is_refused_and_the_rest_is_still_compiled(compiled, 
             while not (compiled[0] and limits):
                 await asyncio.sleep(0.001)
             monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
-            with pytest.raises(InvalidRequest, match=r"^regex: expected one that is compiled in 0.01 s, got"):
+            with pytest.raises(InvalidRequest, match=r"^regex: expected one that compiles in 0.01 s, got"):
                 await made.constrain(SAMPLING, regex("a+"), MINE)
-            with pytest.raises(QueueFull, match=r"^regex: expected its turn in 0.01 s, got others before it"):
+            with pytest.raises(
+                QueueFull, match=r"^regex: expected its turn within 0.01 s, got other grammars before it"
+            ):
                 await made.constrain(SAMPLING, regex("b+"), MINE)
             monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
         return [(await first).constraint, (await made.constrain(SAMPLING, regex("b+"), MINE)).constraint]
@@ -197,7 +199,7 @@ def test_without_a_thread_a_text_is_refused_and_the_next_one_is_compiled(monkeyp
                 asked = asyncio.create_task(made.constrain(SAMPLING, regex(f"a{number}"), MINE))
                 await asyncio.sleep(0)
                 assert asked.done()
-                with pytest.raises(QueueFull, match=r"^regex: expected a thread that compiles it, got as many as may"):
+                with pytest.raises(QueueFull, match=r"^regex: expected a thread to compile it, got too many"):
                     await asked
         return [(await made.constrain(SAMPLING, regex(text), MINE)).constraint for text in ("a0", "b")]
 
@@ -215,7 +217,7 @@ def test_too_many_that_wait_are_refused(compiled):
             ]
             await asyncio.sleep(0)
             with pytest.raises(
-                QueueFull, match="expected at most 32 texts that wait to be compiled of this tenant, got 33"
+                QueueFull, match="expected at most 32 grammars that wait to be compiled of this tenant, got 33"
             ):
                 await made.constrain(SAMPLING, regex("b"), MINE)
         await asyncio.gather(*waiting)
@@ -248,7 +250,7 @@ def test_texts_of_one_tenant_push_out_its_own_and_not_those_of_others(compiled):
     async def ask():
         made = grammars()
         await made.constrain(SAMPLING, regex("mine"), MINE)
-        for number in range(MAX_KEPT):
+        for number in range(MAX_CACHED):
             await made.constrain(SAMPLING, regex(f"a{number}"), OTHERS)
         await made.constrain(SAMPLING, regex("mine"), MINE)
 
@@ -284,7 +286,7 @@ def test_a_model_without_a_tokenizer_is_named_and_no_path(tmp_path, caplog):
         with pytest.raises(InvalidRequest) as refused:
             asyncio.run(grammars(path).constrain(SAMPLING, regex("a"), MINE))
         assert str(refused.value) == "regex: expected a model whose tokenizer llguidance reads, got one without"
-    assert "there is no tokenizer for it" in caplog.text
+    assert "the model has no suitable tokenizer" in caplog.text
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

@@ -115,9 +115,7 @@ def test_what_may_come_is_found_once_a_token() -> None:
 
 def test_what_takes_too_long_is_refused_by_name() -> None:
     now_s = itertools.count(step=2 * MAX_SEARCH_S)
-    with pytest.raises(
-        InvalidRequest, match=r"^regex: expected one whose next tokens are found out in 1 s, got 2.0 s$"
-    ):
+    with pytest.raises(InvalidRequest, match=r"^regex: expected one whose token mask takes at most 1 s, got 2.0 s$"):
         GrammarConstraint(GrammarText("regex", "regex", "a*"), VOCABULARY, clock=lambda: next(now_s))
 
 
@@ -127,15 +125,15 @@ def test_what_takes_too_long_is_refused_by_name() -> None:
         ("regex", "(a", "unclosed group"),
         ("regex", "(?=a)b", "look-around"),
         ("regex", r"(a)\1", "backreferences"),
-        ("regex", "", "expected one that an answer with a token follows, got none"),
+        ("regex", "", "expected one that allows a token, got one that allows none"),
         ("grammar", "start: x", 'unknown name: "x"'),
         ("grammar", "start: @x", "unknown grammar @x"),
-        ("grammar", 'start: start "a"', "next tokens can be found out"),
+        ("grammar", 'start: start "a"', "token mask can be computed"),
         ("grammar", "root ::= (", "Expected"),
         ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 4}', "Unsatisfiable"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"$ref": "https://example.com/a.json"}', "retriev"),
-        ("json_schema", '{"$ref": "#"}', "next tokens can be found out"),
+        ("json_schema", '{"$ref": "#"}', "token mask can be computed"),
     ],
 )
 def test_what_nothing_can_follow_is_refused_by_name(kind: str, text: str, reason: str) -> None:
@@ -156,7 +154,7 @@ def test_an_answer_that_gets_too_large_is_refused_and_tells_no_token() -> None:
     with pytest.raises(InvalidRequest) as refused:
         repeat_a(matcher)
     assert str(refused.value) == (
-        "regex: expected one whose next tokens can be found out, got lexer error: too many expressions constructed"
+        "regex: expected one whose token mask can be computed, got lexer error: too many expressions constructed"
     )
     matcher.accept(9)
     assert not matcher.is_finished

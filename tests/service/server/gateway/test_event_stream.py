@@ -177,7 +177,7 @@ def test_a_gateway_that_falls_behind_is_told_in_mid_stream():
 
 
 def test_loads_come_between_batches_with_the_number_of_the_last_one(monkeypatch):
-    monkeypatch.setattr(event_stream.EventStream.__init__, "__defaults__", (0.01,))
+    monkeypatch.setattr(event_stream.GatewayEvents.__init__, "__defaults__", (0.01,))
 
     async def talk(subscribe, *_):
         call = subscribe()
@@ -229,7 +229,7 @@ def test_a_gateway_that_leaves_stops_reading():
 
 
 def test_while_the_engine_does_not_answer_there_are_events_and_no_loads(monkeypatch):
-    monkeypatch.setattr(event_stream.EventStream.__init__, "__defaults__", (0.001,))
+    monkeypatch.setattr(event_stream.GatewayEvents.__init__, "__defaults__", (0.001,))
     engine = EngineWithEvents()
 
     def hang():

@@ -109,7 +109,7 @@ def test_logprobs_of_zero_are_those_of_the_tokens_alone():
 
 
 def test_the_number_of_answers():
-    assert [asked({"n": n}).num_answers for n in (0, 1, 64)] == [1, 1, 64]
+    assert [asked({"n": n}).num_completions for n in (0, 1, 64)] == [1, 1, 64]
 
 
 def test_strings_that_end_an_answer():
@@ -128,7 +128,7 @@ def test_neutral_values_pass():
         "include_stop_str_in_output": True,
         "grammar_from_first_token": True,
     }
-    assert asked(neutral, data_parallel_rank=0).num_answers == 1
+    assert asked(neutral, data_parallel_rank=0).num_completions == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from radixkv.service.server.gateway.responses import (
     complete_response,
     with_logprobs,
 )
-from radixkv.service.server.generation.answer_writer import AnswerWriter
+from radixkv.service.server.servicers.response_writer import ResponseWriter
 
 USAGE = Usage(10, 6, 4, 4, 3)
 LOGPROBS = tuple(TokenLogprobs(-0.5 * token, ((token, -0.5), (9, -1.5))) for token in (1, 2, 3))
@@ -28,7 +28,7 @@ def result(reason=FinishReason.LENGTH):
 
 def told(response, logprobs=(), prompt=(), prompt_logprobs=()):
     tokens = np.array(prompt, "<u4").tobytes()
-    return asyncio.run(with_logprobs(AnswerWriter(), response, logprobs, tokens, prompt_logprobs))
+    return asyncio.run(with_logprobs(ResponseWriter(), response, logprobs, tokens, prompt_logprobs))
 
 
 def test_a_chunk_counts_its_own_tokens():

@@ -26,7 +26,7 @@ from radixkv.service.server.page import state_feed
 from tests.fakes import lease_text, publish
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.identity.certificates import Papers
+from tests.service.server.auth.certificates import Papers
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")

@@ -94,4 +94,4 @@ def test_a_map_counts_each_block_once_in_few_cells(num_blocks):
     assert [sum(column) for column in zip(*drawn["cells"], strict=True)] == [
         states.count(state) for state in range(3) if num_blocks
     ]
-    assert all(sum(cell) == drawn["blocks_a_cell"] for cell in drawn["cells"][:-1])
+    assert all(sum(cell) == drawn["blocks_per_cell"] for cell in drawn["cells"][:-1])

@@ -1,4 +1,0 @@
-"""Loads, unloads and lists adapters for operators.
-
-Public API: `AdapterCalls`.
-"""

@@ -1,0 +1,1 @@
+"""Authentication of callers by token or certificate, authorization of each method, and TLS."""

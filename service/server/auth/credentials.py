@@ -1,0 +1,179 @@
+"""The credentials file: hashes of tokens and names of certificates, with the identity that each belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from radixkv.config.named_file import read_named
+from radixkv.errors import ConfigError
+from radixkv.service.server.auth.identity import OPERATORS, Identity, Role
+
+_KEYS = frozenset({"name", "role", "tenant", "tenants", "token_sha256", "certificate", "expires"})
+_HASH_CHARS = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """One entry of the file.
+
+    Attributes:
+        identity: the caller that the credential belongs to.
+        token_sha256: SHA-256 of the token; None for a certificate.
+        certificate: a URI, DNS name or common name of the certificate; None for a token.
+        expires_at_s: Unix time at which the credential expires; None if it does not.
+    """
+
+    identity: Identity
+    token_sha256: bytes | None
+    certificate: str | None
+    expires_at_s: float | None
+
+
+class Credentials:
+    """All credentials of a file. Immutable.
+
+    Args:
+        entries: in the order of the file.
+
+    Raises:
+        ConfigError: two entries have the same name, token or certificate.
+    """
+
+    def __init__(self, entries: Iterable[Credential]) -> None:
+        self._by_hash: dict[bytes, Credential] = {}
+        self._by_certificate: dict[str, Credential] = {}
+        names: set[str] = set()
+        for entry in entries:
+            name = entry.identity.name
+            is_new = name not in names
+            if entry.token_sha256 is not None:
+                is_new &= self._by_hash.setdefault(entry.token_sha256, entry) is entry
+            if entry.certificate is not None:
+                is_new &= self._by_certificate.setdefault(entry.certificate, entry) is entry
+            if not is_new:
+                raise ConfigError(
+                    f"credentials {name!r}: expected a name, token and certificate of its own, got one of another entry"
+                )
+            names.add(name)
+
+    def of_token(self, token: str) -> Credential | None:
+        """Return the entry of a token; None if there is none.
+
+        The time it takes reveals nothing about valid tokens, because a caller cannot choose the hash of its token.
+        """
+        digest = hashlib.sha256(token.encode()).digest()
+        found = self._by_hash.get(digest)
+        if found is None or found.token_sha256 is None or not hmac.compare_digest(found.token_sha256, digest):
+            return None
+        return found
+
+    def of_certificate(self, names: Iterable[str]) -> Credential | None:
+        """Return the entry that matches one of a certificate's names; None if no entry or several entries match."""
+        found = {id(entry): entry for name in names if (entry := self._by_certificate.get(name)) is not None}
+        return next(iter(found.values())) if len(found) == 1 else None
+
+
+def read_credentials(path: str | Path) -> Credentials:
+    """Read a credentials file.
+
+    Raises:
+        ConfigError: the file is invalid. The message names the entry and the key, and repeats no value.
+    """
+    try:
+        text = read_named("server.tokens_file", path).decode()
+    except UnicodeDecodeError:
+        raise ConfigError("server.tokens_file: expected UTF-8, got something else") from None
+    return parse_credentials(text)
+
+
+def parse_credentials(text: str) -> Credentials:
+    """Parse credentials from TOML.
+
+    Raises:
+        ConfigError: as `read_credentials`.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # its message may quote the file, so only the line number is repeated
+        line = re.search(r"\(at (line \d+), column \d+\)$", str(error))
+        where = "" if line is None else f" in {line[1]}"
+        raise ConfigError(f"server.tokens_file: expected TOML, got something else{where}") from None
+    entries = tree.get("credentials", [])
+    if set(tree) - {"credentials"} or not isinstance(entries, list):
+        raise ConfigError("server.tokens_file: expected only entries [[credentials]], got others")
+    if not entries:  # for example while the file is being written
+        raise ConfigError("server.tokens_file: expected at least one entry [[credentials]], got none")
+    return Credentials([_credential(index, entry) for index, entry in enumerate(entries, start=1)])
+
+
+def _credential(index: int, entry: Any) -> Credential:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"credentials, entry {index}: expected a table [[credentials]], got something else")
+    name = entry.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"credentials, entry {index}: expected a name, got none")
+    subject = f"credentials {name!r}"
+    if unknown := sorted(set(entry) - _KEYS):
+        raise ConfigError(f"{subject}: expected the keys {', '.join(sorted(_KEYS))}, got {', '.join(unknown)}")
+    if ("token_sha256" in entry) is ("certificate" in entry):
+        raise ConfigError(f"{subject}: expected either token_sha256 or certificate, got both or none")
+    certificate = entry.get("certificate")
+    if certificate is not None and not (isinstance(certificate, str) and certificate):
+        raise ConfigError(f"{subject}: expected a name as certificate, got something else")
+    role = _role(subject, entry)
+    return Credential(
+        Identity(name, role, _tenants(subject, role, entry)),
+        _hash(subject, entry["token_sha256"]) if "token_sha256" in entry else None,
+        certificate,
+        _expiry(subject, entry),
+    )
+
+
+def _role(subject: str, entry: Mapping[str, Any]) -> Role:
+    try:
+        return Role(entry.get("role", Role.TENANT.value))
+    except ValueError:
+        raise ConfigError(f"{subject}: expected the role tenant, router, reader or admin, got another") from None
+
+
+def _tenants(subject: str, role: Role, entry: Mapping[str, Any]) -> frozenset[str] | None:
+    tenant = entry.get("tenant")
+    tenants = entry.get("tenants")
+    if role is Role.TENANT:
+        if not isinstance(tenant, str) or tenants is not None:
+            raise ConfigError(f"{subject}: expected a tenant, the name of one, got none or more")
+        return frozenset({tenant})
+    if role in OPERATORS:
+        if tenant is not None or tenants is not None:
+            raise ConfigError(f"{subject}: expected no tenants with the role {role.value}, got some")
+        return None if role is Role.ADMIN else frozenset()
+    if tenant is not None or not (tenants == "all" or _is_list_of_names(tenants)):
+        raise ConfigError(f'{subject}: expected tenants, a list of names or "all", got something else')
+    return None if tenants == "all" else frozenset(tenants or ())
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+
+
+def _hash(subject: str, value: Any) -> bytes:
+    if not isinstance(value, str) or len(value) != 64 or set(value) - _HASH_CHARS:
+        raise ConfigError(f"{subject}: expected token_sha256 of 64 hexadecimal digits, got something else")
+    return bytes.fromhex(value)
+
+
+def _expiry(subject: str, entry: Mapping[str, Any]) -> float | None:
+    expires = entry.get("expires")
+    if expires is None:
+        return None
+    if not isinstance(expires, datetime):
+        raise ConfigError(f"{subject}: expected expires as a date and time, such as 2030-01-31T00:00:00Z, got another")
+    return (expires if expires.tzinfo else expires.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,48 @@
+"""Identities of callers: their role, and the tenants they may act for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(Enum):
+    """Role of a caller: one tenant, a router that acts for tenants, a reader of metrics, or an admin."""
+
+    TENANT = "tenant"
+    ROUTER = "router"
+    READER = "reader"
+    ADMIN = "admin"
+
+
+OPERATORS = frozenset({Role.READER, Role.ADMIN})
+"""Roles that see statistics of all tenants, and no tenant's tokens except by sending prompts themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """An authenticated caller.
+
+    Attributes:
+        name: name of the credential, for the log; never the name of a tenant.
+        role: the caller's role.
+        tenants: tenants that it may act for; None for all. Exactly one with the role `TENANT`, none with `READER`.
+        is_anyone: whether this is the identity of every caller, because the server has no credentials.
+    """
+
+    name: str
+    role: Role
+    tenants: frozenset[str] | None = None
+    is_anyone: bool = False
+
+    def may_act_for(self, tenant: str) -> bool:
+        """Return whether the caller may name this tenant."""
+        return self.tenants is None or tenant in self.tenants
+
+    @property
+    def own_tenant(self) -> str | None:
+        """The tenant that is meant by a request that names none; None if such a request names the default tenant."""
+        if self.role is not Role.TENANT or self.tenants is None:
+            return None
+        (tenant,) = self.tenants
+        return tenant

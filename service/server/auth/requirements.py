@@ -1,0 +1,83 @@
+"""Refuses configurations that would serve unauthenticated callers by accident, before a model is loaded."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from radixkv.config import ServerConfig
+from radixkv.errors import ConfigError
+from radixkv.service.server.auth.server_auth import ServerAuth
+
+# Docker and Podman put these into every container.
+_CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+
+_logger = logging.getLogger(__name__)
+
+
+def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONTAINER_MARKS) -> None:
+    """Check who could reach the service without a credential, and read all files once.
+
+    ```
+                          no TLS               TLS                    TLS and tokens_file
+    loopback              open to all users    open to all users      credentials
+    network               refused              refused                credentials
+    network, insecure     open to all, logged  open to all, logged    credentials
+    ```
+
+    Tokens without TLS are refused as well, unless `insecure` says that a proxy terminates TLS.
+
+    Args:
+        config: the addresses and credentials of the service.
+        container_marks: files of which one exists inside a container. The loopback interface is then that of the
+            container, which the log points out.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    _require_together(config)
+    has_credentials = config.tokens_file is not None
+    if has_credentials and config.tls_certificate is None and not config.insecure:
+        raise ConfigError(
+            "server.tokens_file: expected server.tls_certificate as well, or --insecure behind a proxy that terminates "
+            "TLS, got neither"
+        )
+    if not is_on_this_machine(config.host) and not has_credentials:
+        if not config.insecure:
+            raise ConfigError(
+                "server.host: expected 127.0.0.1, ::1 or localhost without server.tokens_file and "
+                f"server.tls_certificate, got {config.host!r}; --insecure serves anyone who can reach it"
+            )
+        _logger.warning("anyone who can reach %s may make every call: there are no credentials", config.host)
+    if is_on_this_machine(config.host) and any(mark.exists() for mark in container_marks):
+        _logger.warning(
+            "listening on %s of this container, which its published ports do not reach; to let others in, configure "
+            "TLS and tokens, or publish the ports to 127.0.0.1 of the host only and add --host 0.0.0.0 --insecure",
+            config.host,
+        )
+    ServerAuth(config)
+
+
+def is_on_this_machine(host: str) -> bool:
+    """Return whether a host can be reached only from this machine.
+
+    >>> [is_on_this_machine(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "", "example.org")]
+    [True, True, True, False, False, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _require_together(config: ServerConfig) -> None:
+    if (config.tls_certificate is None) is not (config.tls_key is None):
+        raise ConfigError("server.tls_certificate, tls_key: expected both or neither, got one")
+    if config.client_ca is not None and config.tls_certificate is None:
+        raise ConfigError("server.client_ca: expected server.tls_certificate as well, got none")
+    if config.client_ca is not None and config.tokens_file is None:
+        raise ConfigError("server.client_ca: expected server.tokens_file, which maps certificates to callers, got none")

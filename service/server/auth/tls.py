@@ -1,0 +1,99 @@
+"""TLS of a server: its certificate, private key and client CAs, read again when the files change."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+
+import grpc
+
+from radixkv.config import ServerConfig
+from radixkv.config.named_file import read_named
+from radixkv.errors import ConfigError
+from radixkv.service.server.auth.reloaded_files import ReloadedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Contents of the files, and an SSL context for HTTPS made from them.
+
+    Attributes:
+        certificate: the certificate chain, PEM.
+        key: the private key, PEM.
+        client_ca: the CAs of client certificates, PEM; None if clients are not asked for certificates.
+        https: a context with the same certificate, which does not ask clients for one.
+    """
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+    client_ca: bytes | None
+    https: ssl.SSLContext = field(repr=False)
+
+
+class Tls:
+    """The TLS of one server.
+
+    Args:
+        config: has `tls_certificate` and `tls_key`.
+
+    Raises:
+        ConfigError: the files cannot be read, or the key does not match the certificate.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        paths = [path for path in (config.tls_certificate, config.tls_key, config.client_ca) if path is not None]
+        self._files = ReloadedFiles("TLS certificates", paths, lambda: _read(config))
+        self._needs_client_certificate = config.client_ca is not None
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for one gRPC port. New connections use changed files; existing ones are not affected."""
+        current = self._files.get()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:  # called before each handshake
+            nonlocal current
+            files = self._files.get()
+            if files is current:
+                return None
+            current = files
+            return _configuration(files)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(current),
+            changed,  # type: ignore[arg-type]  # its stubs lack None, which means no change
+            self._needs_client_certificate,
+        )
+
+    def https(self) -> ssl.SSLContext:
+        """Return the SSL context for the next HTTPS connection."""
+        return self._files.get().https
+
+
+def _read(config: ServerConfig) -> TlsFiles:
+    certificate = _contents("tls_certificate", config.tls_certificate)
+    key = _contents("tls_key", config.tls_key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A key with a password would make OpenSSL ask for it on the terminal.
+        context.load_cert_chain(str(config.tls_certificate), str(config.tls_key), password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("server.tls_key: expected the key of server.tls_certificate, both PEM, got others") from error
+    if config.client_ca is None:
+        return TlsFiles(certificate, key, None, context)
+    client_ca = _contents("client_ca", config.client_ca)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=client_ca.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("server.client_ca: expected certificates, PEM, got something else") from error
+    return TlsFiles(certificate, key, client_ca, context)
+
+
+def _contents(key: str, path: str | None) -> bytes:
+    if path is None:
+        raise ConfigError(f"server.{key}: expected a file, got none")
+    return read_named(f"server.{key}", path)
+
+
+def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(files.key, files.certificate)], root_certificates=files.client_ca
+    )

@@ -1,0 +1,197 @@
+"""Closes TCP connections of this process, which gRPC for Python cannot do.
+
+At the end of a drain, `end_connections` closes the connections of a server that has sent its last response. gRPC's own
+`Server.stop` cancels every call that arrives between its start and the moment when the client reads the GOAWAY frame,
+and every call that no handler has accepted yet. The client sees CANCELLED, which no client retries (grpc/grpc issue
+41785). When a TCP connection is closed, every call on it that has no status yet fails with UNAVAILABLE instead. gRPC
+offers no way to do that, so this module finds the sockets by their port.
+
+`close_connections` closes the connections of callers that do not read their responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import stat
+import struct
+import sys
+import termios
+from collections.abc import Collection, Set
+from urllib.parse import unquote
+
+# gRPC also accepts IPv4 connections on IPv6 sockets, which prefix the peer's address; gRPC's own names lack the prefix.
+_MAPPED = "::ffff:"
+_PERIOD_S = 0.005
+# A thread of gRPC that was accepting a connection when the listening socket was closed has finished after this time.
+_LAST_ACCEPT_S = 0.1
+
+
+async def end_connections(ports: Collection[int], timeout_s: float) -> None:
+    """Refuse new connections to these ports of this process, and close the connections that are open.
+
+        open ──▶ every byte acknowledged ──▶ FIN ──▶ closed by the client
+                                                     (or by us after the timeout)
+
+    A client reads everything that was sent before it sees the end. The server must not answer calls any more, except
+    by refusing them, and should be stopped afterwards. Does nothing on systems other than Linux.
+
+    Args:
+        ports: listening ports of gRPC servers in this process.
+        timeout_s: seconds that clients have to read what was sent and to close the connection, before it is closed.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.ExitStack() as stack:
+        finder = _SocketFinder(ports, stack)
+        unsent: dict[int, socket.socket] = {}
+        for fd, each in finder.new_sockets():
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                _stop_listening(fd, each)
+            else:
+                unsent[each.fileno()] = each
+        unclosed: dict[int, socket.socket] = {}
+        poll = select.poll()
+        start_s = asyncio.get_running_loop().time()
+        while True:
+            unsent.update((each.fileno(), each) for _, each in finder.new_sockets())
+            for fd in [fd for fd, each in unsent.items() if _num_unacknowledged_bytes(each) == 0]:
+                unclosed[fd] = unsent.pop(fd)
+                _shut(unclosed[fd], socket.SHUT_WR)
+                poll.register(fd, 0)  # reports only that both sides have ended
+            for fd, _ in poll.poll(0):
+                poll.unregister(fd)
+                del unclosed[fd]
+            past_s = asyncio.get_running_loop().time() - start_s
+            if past_s >= _LAST_ACCEPT_S and (past_s >= timeout_s or not (unsent or unclosed)):
+                break
+            await asyncio.sleep(_PERIOD_S)
+        for each in (*unsent.values(), *unclosed.values()):
+            _shut(each, socket.SHUT_RDWR)
+
+
+class _SocketFinder:
+    """Finds the TCP sockets of this process that are bound to given ports.
+
+    Args:
+        ports: local ports.
+        stack: closes the duplicates.
+    """
+
+    def __init__(self, ports: Collection[int], stack: contextlib.ExitStack) -> None:
+        self._ports = ports
+        self._stack = stack
+        self._known: set[int] = set()  # inodes
+
+    def new_sockets(self) -> list[tuple[int, socket.socket]]:
+        """Return the file descriptor and a duplicate of each socket that was not found before.
+
+        If the process runs out of file descriptors, some connections are missing; gRPC closes those.
+        """
+        found = []
+        for fd, inode in _socket_fds():
+            if inode in self._known:
+                continue
+            with contextlib.suppress(OSError):  # it was closed, or there is no descriptor left
+                duplicate = os.dup(fd)
+                try:
+                    each = socket.socket(fileno=duplicate)
+                except OSError:  # the number was reused for a file that is not a socket
+                    os.close(duplicate)
+                    continue
+                if os.fstat(each.fileno()).st_ino != inode:  # the number was reused for another socket
+                    each.close()
+                    continue
+                self._known.add(inode)
+                is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+                if is_tcp and each.getsockname()[1] in self._ports:
+                    found.append((fd, self._stack.enter_context(each)))
+                else:
+                    each.close()
+        return found
+
+
+def _socket_fds() -> list[tuple[int, int]]:
+    """Return the file descriptors of this process that are sockets, with their inodes; none if none can be opened."""
+    fds = []
+    with contextlib.suppress(OSError):
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # it was closed
+                status = os.fstat(fd)
+                if stat.S_ISSOCK(status.st_mode):
+                    fds.append((fd, status.st_ino))
+    return fds
+
+
+def _stop_listening(fd: int, duplicate: socket.socket) -> None:
+    """Close the listening socket of gRPC, which is left with one that nobody connects to.
+
+    If gRPC accepted from a socket that does not listen, it would log an error.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as idle:
+            idle.setblocking(False)
+            idle.bind("")  # Linux picks a free name in the abstract namespace
+            idle.listen(1)
+            os.dup2(idle.fileno(), fd, inheritable=False)
+        duplicate.close()
+    except OSError:  # no file descriptor is left
+        _shut(duplicate, socket.SHUT_RDWR)
+
+
+def _shut(each: socket.socket, directions: int) -> None:
+    with contextlib.suppress(OSError):  # the client has ended the connection already
+        each.shutdown(directions)
+
+
+def _num_unacknowledged_bytes(each: socket.socket) -> int:
+    """Return how many bytes that were written the other side has not acknowledged yet; 0 for a broken connection."""
+    try:
+        number: int = struct.unpack("i", fcntl.ioctl(each, termios.TIOCOUTQ, bytes(4)))[0]
+    except OSError:
+        return 0
+    return number
+
+
+def close_connections(peers: Set[str]) -> int:
+    """Shut down the connections of this process to these peers. gRPC notices that, and ends their calls.
+
+    Args:
+        peers: as gRPC names them: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`.
+
+    Returns:
+        Number of connections that were shut down. Complexity: O(open files).
+    """
+    wanted = {_address(peer) for peer in peers}
+    num_closed = 0
+    for name in os.listdir("/dev/fd"):
+        # A file that was closed meanwhile, or is not a connection, raises.
+        with contextlib.suppress(OSError, ValueError), _duplicate(int(name)) as connection:
+            host, port = connection.getpeername()[:2]
+            if (host.removeprefix(_MAPPED), port) in wanted:
+                connection.shutdown(socket.SHUT_RDWR)
+                num_closed += 1
+    return num_closed
+
+
+def _duplicate(number: int) -> socket.socket:
+    own = os.dup(number)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+
+
+def _address(peer: str) -> tuple[str, int]:
+    """Return host and port of a peer.
+
+    >>> _address("ipv6:%5B::1%5D:40000")
+    ('::1', 40000)
+    """
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return host.strip("[]"), int(port) if port.isdigit() else 0

@@ -1,4 +1,0 @@
-"""Garbage collection beside requests.
-
-Public API: `frozen_survivors`.
-"""

@@ -1,1 +1,0 @@
-"""The way of a message into the server and of its answer out of it, with bounds on bytes and on time."""

@@ -1,4 +1,0 @@
-"""The calls about public prefixes.
-
-Public API: `PublicCalls`.
-"""

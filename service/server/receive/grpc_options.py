@@ -1,0 +1,65 @@
+"""Limits of messages, connections and calls that gRPC itself enforces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from radixkv.api.limits import Limits
+from radixkv.config import ServerConfig
+from radixkv.service.server.accept_loop import make_server
+
+# A token id that is not packed: a tag and four bytes.
+_TOKEN_BYTES = 5
+# Everything else in a request: a schema has at most 65,536 characters.
+_OTHER_BYTES = 2**19
+_MAX_INT32 = 2**31 - 1  # the largest value that gRPC accepts
+
+# Flow-control window: maximum bytes in memory of a call whose message is not being read. gRPC's default is 4 MiB.
+WINDOW_BYTES = 65_536
+
+# The receiver refuses calls above `max_calls` and counts them. gRPC refuses silently, and only above this multiple.
+_MAX_CALLS_FACTOR = 4
+
+
+def max_message_bytes(config: ServerConfig, limits: Limits) -> int:
+    """Return the size of the largest message that is accepted."""
+    if config.max_message_bytes is not None:
+        return config.max_message_bytes
+    return min(_MAX_INT32, limits.max_prompt_tokens * _TOKEN_BYTES + _OTHER_BYTES)
+
+
+def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
+    """Return the channel arguments of the gRPC server.
+
+    The flow-control window of a call is fixed, so that it bounds what a connection can leave in memory. It limits a
+    connection to one window per round trip, which is 3 MB/s at 20 ms.
+    """
+    return [
+        ("grpc.so_reuseport", 0),  # otherwise a second server on the port would receive half of the requests
+        ("grpc.max_receive_message_length", max_message_bytes(config, limits)),
+        ("grpc.max_send_message_length", -1),  # responses with logits may be large
+        ("grpc.max_concurrent_streams", config.max_connection_calls),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # Above 1,000 calls that no handler has accepted yet, gRPC would cancel new ones at random, whoever makes them.
+        ("grpc.server.max_pending_requests", config.max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", min(2 * config.max_calls, _MAX_INT32)),
+        ("grpc.max_connection_idle_ms", round(config.connection_idle_s * 1000)),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        # Connections that do not complete their handshake.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.http2.settings_timeout", 10_000),
+        # Clients that vanish without closing their connection are detected within 40 s instead of 2 hours.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Clients that ping more often than every 5 minutes without a call, or every 5 s, are disconnected.
+        ("grpc.http2.max_ping_strikes", 2),
+    ]
+
+
+def grpc_server(config: ServerConfig, limits: Limits) -> grpc.aio.Server:
+    """Return a gRPC server with these limits, without services."""
+    max_calls = min(_MAX_CALLS_FACTOR * config.max_calls, _MAX_INT32)
+    return make_server(grpc_options(config, limits), max_calls)

@@ -1,0 +1,259 @@
+"""Receives the request of each call and accounts for what the call holds until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from radixkv.api.limits import Limits
+from radixkv.config import ServerConfig
+from radixkv.errors import DeadlineExceeded, Draining, InvalidRequest
+from radixkv.service.server.auth.authorizer import Authorization
+from radixkv.service.server.calls import Context, InFlightCalls, current_call
+from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
+from radixkv.service.server.receive.grpc_options import max_message_bytes
+from radixkv.service.server.receive.parsing import PIECE_BYTES, parse_in_pieces
+from radixkv.service.server.receive.receive_slots import ReceiveSlots
+from radixkv.service.server.receive.response_bytes import response_bytes
+from radixkv.service.server.receive.unsent_responses import UnsentResponses
+
+_MIN_SLOTS = 4
+_MAX_WAITING = 1024
+# Large messages that are parsed at the same time; each occupies a thread.
+_MAX_PARSING = 2
+# Health watches may use this fraction of `max_calls`, and so may other streams that end only with the service. They
+# have separate limits, because watches need no credentials and must not keep routers from their events.
+_ENDLESS_FRACTION = 8
+# Maximum size of a request that carries no prompt; names have at most 256 characters.
+_SMALL_BYTES = 4096
+# Orchestrators check health until the server has stopped.
+_HEALTH = "/grpc.health.v1.Health/"
+
+Parse = Callable[[bytes], Any]
+
+
+class Call:
+    """What one call in flight holds: its place among the calls, and bytes of its request and unsent responses.
+
+    Attributes:
+        context: gRPC's context of the call.
+        peer: the connection, as gRPC names it.
+        authorization: the caller and what it may do.
+        is_endless: whether the call ends only with the service, so that a drain does not wait for it.
+    """
+
+    __slots__ = (
+        "_caller",
+        "_calls",
+        "_held_bytes",
+        "_owner",
+        "_receiver",
+        "_reserved_bytes",
+        "authorization",
+        "context",
+        "is_endless",
+        "peer",
+    )
+
+    def __init__(
+        self, receiver: Receiver, context: Context, authorization: Authorization, calls: FairShares, is_endless: bool
+    ) -> None:
+        self.context = context
+        self.peer = context.peer()
+        self.authorization = authorization
+        self.is_endless = is_endless
+        self._receiver = receiver
+        self._calls = calls
+        self._caller = QuotaKey.of_caller(authorization.identity, self.peer)
+        self._owner: QuotaKey | None = None
+        self._held_bytes = 0
+        self._reserved_bytes = 0
+        calls.take(self._caller, 1)
+        current_call().add_done_callback(self._end)
+
+    def hold_request(self, tenant: str | None, num_bytes: int, reserved_bytes: int) -> None:
+        """Charge the request, and the memory that its response will need, to the tenant, or else to the caller.
+
+        Raises:
+            QueueFull: too much is held for it.
+        """
+        self._owner = self._caller if tenant is None else QuotaKey.of_tenant(tenant)
+        self._hold(num_bytes + reserved_bytes)
+        self._reserved_bytes = reserved_bytes
+
+    def hold_response(self, num_bytes: int) -> None:
+        """Charge a serialized response, as far as no memory was reserved for it. Raises as `hold_request`."""
+        if num_bytes > self._reserved_bytes:
+            self._hold(num_bytes - self._reserved_bytes)
+
+    def _hold(self, num_bytes: int) -> None:
+        assert self._owner is not None, "a call holds bytes only after its request was received"
+        self._receiver.held.take(self._owner, num_bytes)
+        self._held_bytes += num_bytes
+
+    def _end(self, _: object) -> None:
+        self._calls.release(self._caller, 1)
+        if self._owner is not None and self._held_bytes:
+            self._receiver.held.release(self._owner, self._held_bytes)
+        self._receiver.forget(self)
+
+
+class Receiver:
+    """Bounds what callers can make the server hold, and for how long.
+
+        call ─▶ counted ─▶ slot ─▶ received ─▶ parsed ─▶ held until the call ends ─▶ response unsent ─▶ sent
+             (FairShares)  (ReceiveSlots)  (large: in pieces, on a thread)  (FairShares)  (UnsentResponses)
+
+    Args:
+        config: the limits.
+        limits: the longest prompt, which determines the largest message.
+
+    Attributes:
+        held: counts the bytes of requests and unsent responses.
+        in_flight: the calls whose request has arrived, without endless ones.
+    """
+
+    def __init__(self, config: ServerConfig, limits: Limits) -> None:
+        num_slots = max(_MIN_SLOTS, config.max_receiving_bytes // max_message_bytes(config, limits))
+        max_endless = max(1, config.max_calls // _ENDLESS_FRACTION)
+        self.held = FairShares(config.max_held_bytes, "bytes of requests and unsent responses")
+        self.in_flight = InFlightCalls()
+        self._slots = ReceiveSlots(num_slots, _MAX_WAITING, config.receive_timeout_s)
+        self._parsing = asyncio.Semaphore(_MAX_PARSING)
+        self._calls = FairShares(config.max_calls, "calls in flight")
+        self._watches = FairShares(max_endless, "health watches")
+        self._endless = FairShares(max_endless, "endless streams")
+        self._timeout_s = config.receive_timeout_s
+        self._unsent = UnsentResponses(config.send_timeout_s)
+        self._vocab_size = limits.vocab_size
+        self._is_draining = False
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls in flight that end by themselves, including those whose request has not arrived."""
+        return self._calls.used
+
+    @property
+    def num_endless(self) -> int:
+        """Number of streams in flight that end only with the service, without health watches."""
+        return self._endless.used
+
+    def refuse_new(self) -> None:
+        """From now on refuse new calls, and calls whose request has not arrived. Health checks are still answered."""
+        self._is_draining = True
+
+    def begin(self, context: Context, authorization: Authorization, *, is_endless: bool = False) -> Call:
+        """Count a call until it ends.
+
+        Raises:
+            Draining: the server takes no new calls.
+            QueueFull: too many calls are in flight, also of this caller.
+        """
+        method = authorization.method
+        self._require_accepting(method)
+        if not is_endless:
+            calls = self._calls
+        elif method.startswith(_HEALTH):
+            calls = self._watches
+        else:
+            calls = self._endless
+        return Call(self, context, authorization, calls, is_endless)
+
+    async def receive(self, call: Call, parse: Parse) -> Any:
+        """Receive and parse the request of a call.
+
+        Args:
+            call: returned by `begin`.
+            parse: the class method `FromString` of the request's class.
+
+        Returns:
+            The request, with the caller's own tenant if it names none.
+
+        Raises:
+            Draining: the server takes no new calls.
+            InvalidRequest: there is no message, it cannot be parsed, or it is large although it carries no prompt.
+            NotPermitted: the caller may not act for the tenant that the request names.
+            QueueFull, DeadlineExceeded: it had to wait, or arrived too slowly; or too much is held for its tenant.
+        """
+        data = await self._slots.receive(call.peer, call.context.read)
+        authorization = call.authorization
+        self._require_accepting(authorization.method)  # a drain waits for requests that have arrived, and no others
+        if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
+            raise InvalidRequest("request: expected one message, got none")
+        if not authorization.rule.has_prompts:
+            _require_small(data)
+        if not call.is_endless:
+            self.in_flight.add(call)
+        request = await self._parsed(parse, data)
+        tenant = authorization.bind_tenant(request)
+        call.hold_request(tenant, len(data), response_bytes(request, self._vocab_size))
+        return request
+
+    async def receive_all(self, call: Call, parse: Parse) -> AsyncGenerator[Any, None]:
+        """Receive and parse small messages until the caller sends no more. All have the time of one.
+
+        Raises:
+            InvalidRequest: a message cannot be parsed, or is large.
+            DeadlineExceeded: the caller did not finish in time.
+        """
+        end_s = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(end_s):
+                    data = await call.context.read()
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"messages: expected the last one within {self._timeout_s:g} s, got no end of the stream"
+                ) from error
+            if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
+                return
+            _require_small(data)
+            yield await self._parsed(parse, data)
+
+    def send(self, call: Call, response: bytes) -> bytes:
+        """Account for a serialized response that is passed to gRPC, and return it.
+
+        Raises:
+            QueueFull: too many responses of this tenant are unread.
+        """
+        call.hold_response(len(response))
+        self._unsent.add(call.context)
+        return response
+
+    async def send_all(self, call: Call, responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """Yield the messages of a streamed response. Each counts as unsent until gRPC asks for the next one."""
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                self._unsent.add(call.context)
+                try:
+                    yield response
+                finally:
+                    self._unsent.discard(call.context)
+
+    def forget(self, call: Call) -> None:
+        """Remove a call that has ended."""
+        self.in_flight.discard(call)
+        self._unsent.discard(call.context)
+
+    def _require_accepting(self, method: str) -> None:
+        if self._is_draining and not method.startswith(_HEALTH):
+            raise Draining("service: shutting down, no new requests")
+
+    async def _parsed(self, parse: Parse, data: bytes) -> Any:
+        try:
+            if len(data) <= PIECE_BYTES:
+                return parse(data)
+            async with self._parsing:
+                return await asyncio.to_thread(parse_in_pieces, parse(b""), data)
+        except DecodeError as error:
+            raise InvalidRequest(f"request: expected a protobuf message, got {len(data)} other bytes") from error
+
+
+def _require_small(data: bytes) -> None:
+    if len(data) > _SMALL_BYTES:
+        raise InvalidRequest(f"request: expected at most {_SMALL_BYTES} bytes without a prompt, got {len(data)}")

@@ -1,0 +1,149 @@
+"""The gRPC service for operators: statistics, segments, adapters, public prefixes, retention, purges and draining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from radixkv.api.stats import DEFAULT_MAX_TENANTS
+from radixkv.errors import InvalidRequest
+from radixkv.service.server.calls import Context
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.servicers.engine_calls import result_of
+from radixkv.service.server.servicers.messages import (
+    adapter_message,
+    grant_message,
+    public_prefix_message,
+    purge_message,
+    read_caller,
+    read_retention,
+    require_names,
+    stats_response,
+    tenant_stats_response,
+)
+from radixkv.service.server.servicers.segments import SegmentLister
+from radixkv.service.token_ids import read_token_ids
+from radixkv.v1 import cache_pb2, cache_pb2_grpc
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """Serves operators.
+
+    Args:
+        engine: the engine that is administered.
+        start_drain: starts to drain the service as SIGTERM does, soon after the call that asks for it.
+    """
+
+    def __init__(self, engine: Engine, start_drain: Callable[[], None]) -> None:
+        self._engine = engine
+        self._start_drain = start_drain
+        self._mailbox = Mailbox()
+        self._segments = SegmentLister(engine, self._mailbox)
+
+    async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
+        """Set the retention priority of a cached range."""
+        caller, retention = read_caller(request), read_retention(request)
+        if retention is None:
+            raise InvalidRequest("retention: expected one, got none")
+        future = self._engine.retain(read_token_ids(request), retention, caller)
+        retained = await result_of(self._engine, self._mailbox, future)
+        return cache_pb2.RetainResponse(retained=grant_message(retained))
+
+    async def Purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:  # noqa: N802
+        """Delete what is cached in the namespaces that match."""
+        require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
+        future = self._engine.purge(
+            tenant=request.tenant if request.HasField("tenant") else None,
+            adapter=request.adapter if request.HasField("adapter") else None,
+            salt=request.salt if request.HasField("salt") else None,
+        )
+        return purge_message(await result_of(self._engine, self._mailbox, future))
+
+    async def ListSegments(  # noqa: N802
+        self, request: cache_pb2.ListSegmentsRequest, context: Context
+    ) -> cache_pb2.ListSegmentsResponse:
+        """List what is cached."""
+        return await self._segments.list(request)
+
+    async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
+        """Return statistics of the engine, or of one tenant only."""
+        require_names(tenant=request.tenant)
+        max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
+        if request.HasField("tenant"):
+            stats = await result_of(self._engine, self._mailbox, self._engine.stats(tenant=request.tenant))
+            return tenant_stats_response(self._engine.limits, stats, request.tenant)
+        stats = await result_of(self._engine, self._mailbox, self._engine.stats(max_tenants))
+        tiers = () if self._engine.offload is None else self._engine.offload.stats()
+        return stats_response(self._engine.limits, stats, tiers)
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: cache_pb2.LoadAdapterRequest, context: Context
+    ) -> cache_pb2.LoadAdapterResponse:
+        """Load an adapter under a name, after its files were checked. A load continues if its caller is gone."""
+        _require_adapter_name(request.name)
+        future = self._engine.adapters.load(request.name, request.path)
+        loaded = await result_of(self._engine, self._mailbox, future)
+        return cache_pb2.LoadAdapterResponse(
+            adapter=adapter_message(loaded.adapter), replaced_digest=loaded.replaced_digest
+        )
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: cache_pb2.UnloadAdapterRequest, context: Context
+    ) -> cache_pb2.UnloadAdapterResponse:
+        """Unload the adapter of a name."""
+        _require_adapter_name(request.name)
+        await result_of(self._engine, self._mailbox, self._engine.adapters.unload(request.name))
+        return cache_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802
+        self, request: cache_pb2.ListAdaptersRequest, context: Context
+    ) -> cache_pb2.ListAdaptersResponse:
+        """List the adapters, including those that are being drained."""
+        adapters = await result_of(self._engine, self._mailbox, self._engine.adapters.listing())
+        return cache_pb2.ListAdaptersResponse(
+            adapters=map(adapter_message, adapters), max_adapters=self._engine.adapters.max_adapters
+        )
+
+    async def RegisterPublicPrefix(  # noqa: N802
+        self, request: cache_pb2.RegisterPublicPrefixRequest, context: Context
+    ) -> cache_pb2.RegisterPublicPrefixResponse:
+        """Make a prefix public as soon as it is computed. A registration continues if its caller is gone."""
+        require_names(name=request.name, adapter=request.adapter)
+        future = self._engine.public.register(request.name, read_token_ids(request), request.adapter)
+        status = await result_of(self._engine, self._mailbox, future)
+        return cache_pb2.RegisterPublicPrefixResponse(
+            public_prefix=public_prefix_message(status, self._engine.adapters)
+        )
+
+    async def UnregisterPublicPrefix(  # noqa: N802
+        self, request: cache_pb2.UnregisterPublicPrefixRequest, context: Context
+    ) -> cache_pb2.UnregisterPublicPrefixResponse:
+        """Unregister a public prefix: later prompts no longer use it."""
+        require_names(name=request.name)
+        status = await result_of(self._engine, self._mailbox, self._engine.public.unregister(request.name))
+        return cache_pb2.UnregisterPublicPrefixResponse(
+            public_prefix=public_prefix_message(status, self._engine.adapters)
+        )
+
+    async def ListPublicPrefixes(  # noqa: N802
+        self, request: cache_pb2.ListPublicPrefixesRequest, context: Context
+    ) -> cache_pb2.ListPublicPrefixesResponse:
+        """List the public prefixes."""
+        statuses = await result_of(self._engine, self._mailbox, self._engine.public.listing())
+        return cache_pb2.ListPublicPrefixesResponse(
+            public_prefixes=[public_prefix_message(status, self._engine.adapters) for status in statuses]
+        )
+
+    async def Drain(self, request: cache_pb2.DrainRequest, context: Context) -> cache_pb2.DrainResponse:  # noqa: N802
+        """Drain and stop the service, as SIGTERM does."""
+        self._start_drain()
+        return cache_pb2.DrainResponse()
+
+
+def _require_adapter_name(name: str) -> None:
+    require_names(name=name)
+    if not name:
+        raise InvalidRequest("name: expected the name of an adapter, got an empty one, which is the model itself")

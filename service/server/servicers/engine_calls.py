@@ -1,0 +1,82 @@
+"""What servicers need for calling the engine: deadlines and metadata of a call, and awaiting the engine's result."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from radixkv.config import ServerConfig
+from radixkv.service.server.calls import Context
+from radixkv.service.server.mailbox import Mailbox
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Deadlines of prompts: every prompt has one, and none exceeds a maximum.
+
+    Attributes:
+        default_s: seconds for a prompt whose caller sets no deadline.
+        max_s: maximum seconds for any prompt.
+    """
+
+    default_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Deadlines:
+        """Return the deadlines of a configuration."""
+        return cls(config.default_deadline_s, config.max_deadline_s)
+
+    def seconds_left(self, requested_s: float | None) -> float:
+        """Return the seconds that a prompt has.
+
+        >>> [Deadlines(600, 3600).seconds_left(requested_s) for requested_s in (None, 5, 1e9)]
+        [600, 5, 3600]
+
+        Args:
+            requested_s: seconds until the caller's deadline; None without one.
+        """
+        return min(self.default_s if requested_s is None else requested_s, self.max_s)
+
+
+def traceparent_of(context: Context) -> str:
+    """Return the caller's span, which tracing libraries put into the metadata of a call; empty without one."""
+    return _metadata_value(context, "traceparent")
+
+
+def authorization_of(context: Context) -> str:
+    """Return the header `authorization` of a call; empty without one."""
+    return _metadata_value(context, "authorization")
+
+
+def _metadata_value(context: Context, key: str) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == key:
+            return str(value)
+    return ""
+
+
+async def result_of(engine: Engine, mailbox: Mailbox, future: Future[Result]) -> Result:
+    """Await a future of the engine. If the awaiting task is cancelled, the future is cancelled as well."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda _: mailbox.post(_set_done, done))
+    try:
+        await done
+    except asyncio.CancelledError:
+        future.cancel()  # the caller is gone
+        raise
+    if future.cancelled():
+        raise engine.cancellation
+    return future.result()
+
+
+def _set_done(done: asyncio.Future[None]) -> None:
+    if not done.done():  # otherwise its task was cancelled
+        done.set_result(None)

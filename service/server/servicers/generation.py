@@ -1,0 +1,122 @@
+"""The completions of one `Generate` call, from the engine's tokens to the messages of the response stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import GenerationFuture
+from radixkv.api.sampling import Sampling
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
+from radixkv.service.server.servicers.engine_calls import result_of
+from radixkv.service.server.servicers.logprob_messages import with_logprobs
+from radixkv.service.server.servicers.messages import last_response, usage_message
+from radixkv.service.server.servicers.response_writer import ResponseWriter
+from radixkv.service.server.servicers.stop_strings import StopStrings
+from radixkv.service.server.servicers.token_stream import TokenStream
+from radixkv.v1 import prefill_pb2
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+    from radixkv.offload.index.prompt_blocks import FetchedBlocks
+
+Response = prefill_pb2.GenerateResponse | bytes
+
+
+class Generation:
+    """Runs the completions of one prompt and yields their responses.
+
+        start ─▶ one request of the engine per completion ─▶ TokenStream ─▶ responses: chunks, then a last one each
+        close: cancels what still runs
+
+    Args:
+        engine: generates.
+        mailbox: delivers its results.
+        writer: serializes large responses.
+        held: counts the bytes of unsent tokens.
+        params: the prompt.
+        stops: stop strings; None without any.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox,
+        writer: ResponseWriter,
+        held: FairShares,
+        params: PrefillParams,
+        stops: StopStrings | None,
+    ) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._writer = writer
+        self._params = params
+        self._stops = stops
+        self._futures: list[GenerationFuture] = []
+        self._num_sent: list[int] = []  # tokens, by completion
+        self._stream = TokenStream(mailbox, held, QuotaKey.of_tenant(params.caller.tenant), self._cancel)
+
+    def start(self, sampling: Sampling, num_completions: int, fetched: FetchedBlocks | None) -> None:
+        """Submit the requests. `fetched` is K/V of the prompt from another server."""
+        self._num_sent = [0] * num_completions
+        for index in range(num_completions):
+            on_tokens = partial(self._stream.put, index)
+            future = self._engine.generate(self._params, sampling.of_answer(index), on_tokens, fetched)
+            self._futures.append(future)
+            future.add_done_callback(partial(self._stream.end, index))
+
+    async def responses(self) -> AsyncGenerator[Response, None]:
+        """Yield chunks of new tokens as they are generated, and a last response per completion."""
+        num_running = len(self._futures)
+        while num_running:
+            updated, ended = await self._stream.get()
+            for index in updated:
+                chunk = await self._chunk(index)
+                if chunk is not None:
+                    yield chunk
+            for index in ended:
+                yield await self._last(index)
+            num_running -= len(ended)
+
+    def close(self) -> None:
+        """Cancel completions that still run, and drop unsent tokens."""
+        self._stream.close()
+        self._cancel()
+
+    async def _chunk(self, index: int) -> Response | None:
+        """Return a response with the new tokens of a completion; None if none of them belong to it."""
+        tokens = self._stream.take(index)
+        token_ids = tokens.token_ids
+        if self._stops is not None:
+            num_kept = self._stops.num_kept(index, token_ids)
+            del token_ids[num_kept:]
+            tokens.logprobs.truncate(num_kept)
+            if self._stops.has_ended(index):
+                self._futures[index].finish()
+            if not num_kept:
+                return None
+        response = prefill_pb2.GenerateResponse(request_id=self._params.request_id, index=index, token_ids=token_ids)
+        if self._num_sent[index] == 0:
+            response.usage.CopyFrom(usage_message(tokens.first_usage))
+        self._num_sent[index] += len(token_ids)
+        return await with_logprobs(self._writer, response, tokens.logprobs, tokens.prompt_logprobs)
+
+    async def _last(self, index: int) -> Response:
+        """Return the last response of a completion, with the tokens that were not sent before."""
+        result = await result_of(self._engine, self._mailbox, self._futures[index])
+        matched = ""
+        if self._stops is not None:
+            result, matched = self._stops.cut(index, result)
+        start = self._num_sent[index]
+        logprobs = self._stream.take(index).logprobs
+        logprobs.extend(result.logprobs)
+        logprobs.truncate(len(result.token_ids) - start)
+        response = last_response(result, start, index, matched)
+        return await with_logprobs(self._writer, response, logprobs, () if start else result.prompt_logprobs)
+
+    def _cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()

@@ -1,0 +1,263 @@
+"""Fetches the K/V of a prompt from the server that computed it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import time
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+import grpc.aio
+
+from radixkv.api.params import PrefillParams
+from radixkv.errors import Cause, InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
+from radixkv.offload.index.prompt_blocks import FetchedBlocks, KeyedBlock
+from radixkv.service.client.async_client import AsyncClient
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
+from radixkv.service.server.servicers.engine_calls import result_of
+from radixkv.service.server.servicers.kv_sources import KVSources
+from radixkv.v1 import prefill_pb2
+
+if TYPE_CHECKING:  # the engine needs torch; these modules do not
+    from radixkv.engine.engine import Engine
+    from radixkv.engine.transfer.transfer import FleetAccess, Transfer
+
+# A stream that breaks off is resumed, up to this number of attempts.
+_MAX_ATTEMPTS = 3
+_UNSURE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+
+
+class KVFetcher:
+    """Fetches the blocks that are not cached here, and verifies that each belongs to the tokens of the prompt.
+
+    The bytes of fetched K/V are limited. No call waits for memory, because generations that wait for the device hold
+    it: blocks for which there is none are computed instead. A single tenant can use half of the limit; the other half
+    is left for tenants below an equal share.
+
+    Args:
+        engine: knows the blocks of a prompt, and which of them are cached.
+        mailbox: delivers the engine's results.
+        sources: the servers to fetch from.
+    """
+
+    def __init__(self, engine: Engine, mailbox: Mailbox, sources: KVSources) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        transfer = engine.transfer
+        self._sources = sources
+        num_bytes = 0 if transfer is None else transfer.config.max_fetching_bytes
+        self._fetched = FairShares(num_bytes // 2, "bytes of fetched K/V")
+
+    async def fetch(
+        self, params: PrefillParams, source: prefill_pb2.KVSource, authorization: str = ""
+    ) -> FetchedBlocks | None:
+        """Fetch K/V of a prompt, within the limit on memory.
+
+        Args:
+            params: the prompt.
+            source: the server and lease that have its K/V.
+            authorization: the header of the call. This server's fleet may name any source.
+
+        Returns:
+            The blocks; None if there is no memory for any, the whole prompt is cached here, or the source has nothing
+            that is missing.
+
+        Raises:
+            SwitchedOff: this service does not fetch K/V, or the source does not send any.
+            InvalidRequest: no section `kv_sources` has this address, or the request disables the cache.
+            UnknownLease: the lease is no longer held by the source, or the source was restarted.
+            KVFormatDiffers: the source has another model, other dtypes, or another block size.
+            KVSourceError: the source cannot be reached, or sends something other than the K/V of this prompt.
+        """
+        transfer = self._engine.transfer
+        if transfer is None:
+            raise SwitchedOff("kv_source: expected a service with sections kv_sources, got one without")
+        if not params.read_cache:
+            raise InvalidRequest("kv_source: expected none with read_cache=false, got one")
+        client = self._sources.client_of(source.address, _fleet(transfer, authorization))
+        wanted = transfer.wanted(params.tokens, params.caller)
+        probed = await result_of(self._engine, self._mailbox, self._engine.probe(params.tokens, params.caller))
+        first_block = probed.cached_tokens // transfer.block_format.block_size
+        num_bytes = transfer.block_format.payload_bytes
+        key = QuotaKey.of_tenant(params.caller.tenant)
+        missing = wanted[first_block : first_block + self._fetched.available(key) // num_bytes]
+        if not missing:
+            return None
+        self._fetched.take(key, len(missing) * num_bytes)
+        try:
+            stores = await result_of(self._engine, self._mailbox, transfer.stores_for(missing, params.caller.tenant))
+            stream = _Stream(transfer, client, params, source, first_block, missing)
+            payloads = await stream.payloads(stores)
+        except BaseException:
+            self._fetched.release(key, len(missing) * num_bytes)
+            raise
+        self._fetched.release(key, (len(missing) - len(payloads)) * num_bytes)
+        if not payloads:
+            return None
+        fetched = FetchedBlocks(first_block, missing[: len(payloads)], payloads)
+        # The engine frees it on its own thread, after copying it or when the request ends.
+        weakref.finalize(fetched, self._mailbox.post, self._fetched.release, key, len(payloads) * num_bytes)
+        return fetched
+
+
+def _fleet(transfer: Transfer, authorization: str) -> FleetAccess | None:
+    """Return this server's fleet if the call has the fleet's token."""
+    fleet = transfer.fleet
+    if fleet is None:
+        return None
+    shown, expected = authorization.encode("utf-8", "surrogatepass"), f"Bearer {fleet.token}".encode()
+    return fleet if hmac.compare_digest(shown, expected) else None
+
+
+class _InStore(NamedTuple):
+    """Marks a block that is to be loaded from the shared store of this name."""
+
+    store: str
+
+
+class _Stream:
+    """Receives the blocks of one prompt."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        client: AsyncClient,
+        params: PrefillParams,
+        source: prefill_pb2.KVSource,
+        first_block: int,
+        wanted: list[KeyedBlock],
+    ) -> None:
+        self._transfer = transfer
+        self._client = client
+        self._params = params
+        self._source = source
+        self._first_block = first_block
+        self._wanted = wanted
+        self._payloads: list[memoryview | _InStore | None] = [None] * len(wanted)
+
+    async def payloads(self, stores: Sequence[str]) -> list[memoryview]:
+        """Return K and V of the wanted blocks, up to the first that is not available.
+
+        Args:
+            stores: shared stores whose handles the source may send instead of blocks. A block that cannot be loaded
+                from its store is fetched from the source.
+        """
+        await self._fetch(0, len(self._wanted), stores)
+        await asyncio.gather(*(self._load(store) for store in stores))
+        for start, end in self._runs_to_fetch():
+            await self._fetch(start, end, ())
+        available = itertools.takewhile(lambda payload: isinstance(payload, memoryview), self._payloads)
+        return [payload for payload in available if isinstance(payload, memoryview)]
+
+    async def _fetch(self, start: int, end: int, stores: Sequence[str]) -> None:
+        """Fetch the blocks `[start, end)`. A stream that breaks off is resumed."""
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            before = start
+            try:
+                async with contextlib.aclosing(self._receive(before, end, stores)) as received:
+                    async for start in received:
+                        if start == end:
+                            break
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in _UNSURE or (attempt == _MAX_ATTEMPTS and start == before):
+                    raise _translated(error) from error
+            else:
+                return
+        raise KVSourceError("kv_source: expected the K/V of the whole lease, got a stream that broke off each time")
+
+    async def _receive(self, index: int, end: int, stores: Sequence[str]) -> AsyncGenerator[int]:
+        """Read one stream of blocks. After each block, yields the index of the next one."""
+        deadline_s = self._params.deadline_s
+        responses = self._client.fetch_kv(
+            self._source.lease_id,
+            tenant=self._params.caller.tenant,
+            epoch=self._source.epoch,
+            first_block=self._first_block + index,
+            stores=stores,
+            timeout_s=None if deadline_s is None else max(1e-3, deadline_s - time.monotonic()),
+        )
+        data = bytearray()
+        try:
+            async for response in responses:
+                if response.HasField("format"):
+                    self._require_format(response.format)
+                has_handle = response.HasField("handle")
+                if not (response.data or has_handle):
+                    continue
+                expected = self._first_block + index
+                if response.block != expected:
+                    raise KVSourceError(f"kv_source: expected block {expected}, got {response.block}")
+                if has_handle:
+                    self._payloads[index] = self._in_store(response.handle, self._wanted[index], stores)
+                else:
+                    data += response.data
+                    if len(data) < self._transfer.object_bytes:
+                        continue
+                    self._payloads[index] = self._payload(bytes(data), self._wanted[index])
+                    data.clear()
+                index += 1
+                yield index
+        finally:
+            await responses.aclose()
+
+    async def _load(self, store: str) -> None:
+        """Load the blocks of which the source sent handles. Blocks that are missing or invalid are left out."""
+        indices = [index for index, each in enumerate(self._payloads) if each == _InStore(store)]
+        if not indices:
+            return
+        blocks = [self._wanted[index] for index in indices]
+        found = await asyncio.wrap_future(self._transfer.stores.load(store, blocks))
+        for index, block in zip(indices, found, strict=True):
+            payload = self._transfer.stores.copy_of(block)
+            if payload is not None:
+                self._payloads[index] = payload
+
+    def _runs_to_fetch(self) -> list[tuple[int, int]]:
+        """Return the runs of blocks that could not be loaded from their store, as half-open ranges."""
+        runs: list[tuple[int, int]] = []
+        for index, each in enumerate(self._payloads):
+            if isinstance(each, _InStore):
+                start = runs.pop()[0] if runs and runs[-1][1] == index else index
+                runs.append((start, index + 1))
+        return runs
+
+    def _payload(self, data: bytes, wanted: KeyedBlock) -> memoryview:
+        payload = self._transfer.payload_of(data, wanted)
+        if isinstance(payload, str):
+            raise KVSourceError(f"kv_source: expected the K/V of this prompt, got a block that is {payload}")
+        return payload
+
+    def _in_store(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
+        if handle.store not in stores or handle.key != wanted.key:
+            raise KVSourceError("kv_source: expected the K/V of this prompt, got a handle of another block or store")
+        return _InStore(handle.store)
+
+    def _require_format(self, theirs: prefill_pb2.KVFormat) -> None:
+        ours = self._transfer.block_format
+        if theirs.fingerprint == ours.fingerprint:
+            return
+        for name, own, other in (
+            ("model_fingerprint", ours.model, theirs.model_fingerprint),
+            ("dtype", ours.dtype, theirs.dtype),
+            ("kv_dtype", ours.kv_dtype, theirs.kv_dtype),
+            ("layout", ours.layout, theirs.layout),
+            ("block_size", ours.block_size, theirs.block_size),
+        ):
+            if own != other:
+                raise KVFormatDiffers(f"kv_source: expected K/V with the {name} {own}, got {other}")
+        raise KVFormatDiffers("kv_source: expected a server whose results are bitwise identical, got another one")
+
+
+def _translated(error: grpc.aio.AioRpcError) -> Exception:
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.NOT_FOUND:
+        return UnknownLease(f"kv_source: {details}", cause=Cause.KV_SOURCE)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return SwitchedOff(f"kv_source: {details}", cause=Cause.KV_SOURCE)
+    return KVSourceError(f"kv_source: expected K/V of the lease, got {code.name}: {details}")

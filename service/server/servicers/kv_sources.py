@@ -1,0 +1,138 @@
+"""The servers that K/V may be fetched from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from radixkv.config import KVSourceConfig
+from radixkv.config.named_file import read_named
+from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
+from radixkv.service.client.address import is_on_this_machine, require_address
+from radixkv.service.client.async_client import AsyncClient
+from radixkv.service.client.connection import Connection, server_name_options
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+    from radixkv.engine.transfer.transfer import FleetAccess
+
+_logger = logging.getLogger(__name__)
+
+
+def require_sources(configs: Mapping[str, KVSourceConfig]) -> None:
+    """Read all files that the sections `kv_sources` name once, before a model is loaded.
+
+    Args:
+        configs: the servers, by the names of their sections.
+
+    Raises:
+        ConfigError: a file with a token or certificates cannot be used, a token would be sent unencrypted to another
+            machine, or two sections have the same address. The message has no part of the token.
+    """
+    KVSources(configs)
+
+
+class KVSources:
+    """Connections to the configured servers, opened when they are first needed. For use on one event loop.
+
+    Args:
+        configs: the servers, by the names of their sections.
+
+    Raises:
+        ConfigError: as `require_sources`.
+    """
+
+    def __init__(self, configs: Mapping[str, KVSourceConfig]) -> None:
+        self._configs: dict[str, tuple[str, KVSourceConfig]] = {}
+        self._tokens: dict[str, str | None] = {}
+        self._clients: dict[str, AsyncClient] = {}
+        for name, config in configs.items():
+            address = config.address
+            token = _token(name, config)
+            _require_access(name, config, token)
+            if address in self._configs:
+                other, _ = self._configs[address]
+                raise ConfigError(
+                    f"kv_sources.{name}.address: expected an address of its own, got that of kv_sources.{other}"
+                )
+            self._configs[address] = (name, config)
+            self._tokens[address] = token
+
+    def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
+        """Return the connection to a server.
+
+        Args:
+            address: the server's address.
+            fleet: this server's fleet, if it is the caller; it may name addresses that no section has.
+
+        Raises:
+            InvalidRequest: no section has this address, or it is malformed.
+            KVSourceError: its certificates have become unusable. The log has the cause, which may name files.
+        """
+        if address not in self._configs and fleet is None:
+            raise InvalidRequest("kv_source.address: expected that of a section kv_sources here, got another")
+        if address not in self._clients:
+            _require_address(address)
+            name = f"kv_sources.{self._configs[address][0]}" if address in self._configs else "fleet"
+            try:
+                self._clients[address] = self._connected(address, fleet)
+            except (OSError, ValueError) as error:
+                _logger.error("%s: %s", name, error)
+                raise KVSourceError(
+                    "kv_source: expected usable certificates for it, got others; the server's log has the cause"
+                ) from error
+        return self._clients[address]
+
+    def _connected(self, address: str, fleet: FleetAccess | None) -> AsyncClient:
+        if address in self._configs:
+            _, config = self._configs[address]
+            return AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address])
+        assert fleet is not None
+        return _member(address, fleet)
+
+
+def sources_of(engine: Engine) -> KVSources:
+    """Return the connections to the servers that an engine's configuration names; none if it fetches nothing.
+
+    Raises:
+        ConfigError: as `require_sources`.
+    """
+    return KVSources({} if engine.transfer is None else engine.transfer.sources)
+
+
+def _member(address: str, fleet: FleetAccess) -> AsyncClient:
+    """Connect to another server of a fleet. Without TLS, the token is sent only to servers on this machine."""
+    is_shown = fleet.tls_ca is not None or is_on_this_machine(address)
+    token = fleet.token if is_shown else None
+    return AsyncClient(address, tls_ca=fleet.tls_ca, token=token, options=server_name_options(fleet.tls_name))
+
+
+def _require_address(address: str) -> None:
+    try:
+        require_address(address)
+    except ValueError as error:
+        raise InvalidRequest(f"kv_source.{error}") from error
+
+
+def _require_access(name: str, config: KVSourceConfig, token: str | None) -> None:
+    """Refuse settings that a connection would refuse when it is opened."""
+    try:
+        Connection(config.address, tls_ca=config.tls_ca, token=token)
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"kv_sources.{name}.tls_ca: expected a file of certificates in PEM, got {reason}") from error
+    except ValueError as error:
+        raise ConfigError(f"kv_sources.{name}: {error}") from error
+
+
+def _token(name: str, config: KVSourceConfig) -> str | None:
+    if config.token_file is None:
+        return None
+    try:
+        token = read_named(f"kv_sources.{name}.token_file", config.token_file).decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise ConfigError(f"kv_sources.{name}.token_file: expected a token in the file, got other bytes") from None
+    if not token:
+        raise ConfigError(f"kv_sources.{name}.token_file: expected a token in the file, got none")
+    return token

@@ -1,0 +1,368 @@
+"""Converts protobuf messages to values of `radixkv.api` and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from radixkv.api.adapters import Adapter
+from radixkv.api.caller import Caller
+from radixkv.api.compression import Compression, CompressionPolicy
+from radixkv.api.limits import Limits
+from radixkv.api.params import DEFAULT_URGENCY, PrefillParams
+from radixkv.api.public_prefixes import PublicPrefixStatus
+from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
+from radixkv.api.retention import Retention
+from radixkv.api.sampling import (
+    DEFAULT_MAX_NEW_TOKENS,
+    MAX_ANSWERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    Sampling,
+    random_seed,
+)
+from radixkv.api.stats import EngineStats, TenantStats, TierStats
+from radixkv.cache.purge import Purged
+from radixkv.errors import InvalidRequest
+from radixkv.service.structured.grammar_text import GrammarText
+from radixkv.service.token_ids import read_token_ids
+from radixkv.v1 import cache_pb2, prefill_pb2
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.adapters.adapters import Adapters
+
+MAX_NAME_CHARS = 256
+
+
+def require_names(**names: str) -> None:
+    """Refuse names that are too long.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    for field, name in names.items():
+        if len(name) > MAX_NAME_CHARS:
+            raise InvalidRequest(f"{field}: expected at most {MAX_NAME_CHARS} characters, got {len(name)}")
+
+
+def new_request_id() -> str:
+    """Return a random id for a request whose caller gives none. Ids of requests are not secrets."""
+    return f"{random.getrandbits(128):032x}"
+
+
+def read_caller(request: prefill_pb2.PrefillRequest | prefill_pb2.ProbeRequest | cache_pb2.RetainRequest) -> Caller:
+    """Read the names that select the namespace of a request.
+
+    Raises:
+        InvalidRequest: a name is too long.
+    """
+    tenant, adapter, salt = request.tenant, request.adapter, request.salt
+    require_names(tenant=tenant, adapter=adapter, salt=salt)
+    return Caller(tenant, adapter, salt)
+
+
+def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, traceparent: str = "") -> PrefillParams:
+    """Read a prompt and its options.
+
+    Args:
+        request: the message.
+        remaining_s: seconds until the caller's deadline; None without one.
+        traceparent: the caller's span; empty without one.
+
+    Raises:
+        InvalidRequest: a field is out of range.
+    """
+    require_names(request_id=request.request_id)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs: expected at most {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
+    return PrefillParams(
+        tokens=read_token_ids(request),
+        caller=read_caller(request),
+        request_id=request.request_id or new_request_id(),
+        read_cache=request.read_cache if request.HasField("read_cache") else True,
+        write_cache=request.write_cache if request.HasField("write_cache") else True,
+        retention=read_retention(request),
+        urgency=request.priority if request.HasField("priority") else DEFAULT_URGENCY,
+        top_logprobs=request.top_logprobs,
+        return_logits=request.return_logits,
+        hold_lease=request.hold_lease,
+        traceparent=traceparent,
+        deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
+    )
+
+
+def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest) -> Retention | None:
+    """Read a retention; None without one.
+
+    Raises:
+        InvalidRequest: a field is missing or out of range.
+    """
+    if not request.HasField("retention"):
+        return None
+    retention = request.retention
+    if not retention.HasField("priority"):
+        raise InvalidRequest("retention.priority: expected 0 to 100, got none")
+    ttl = retention.ttl
+    if not 0 <= ttl.nanos < 1_000_000_000:
+        raise InvalidRequest(f"retention.ttl.nanos: expected 0 to 999999999, got {ttl.nanos}")
+    return Retention(
+        priority=retention.priority,
+        ttl_s=ttl.seconds + ttl.nanos / 1e9 if retention.HasField("ttl") else None,
+        start=retention.start_token,
+        end=retention.end_token if retention.HasField("end_token") else None,
+    )
+
+
+def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> prefill_pb2.PrefillResponse:
+    """Write the response to a prefill. Block size and epoch describe the block table of a held lease."""
+    response = prefill_pb2.PrefillResponse(
+        request_id=result.request_id,
+        usage=usage_message(result.usage),
+        next_token_id=result.next_token_id,
+        top_logprobs=_top_messages(result.top_logprobs),
+        logits=b"" if result.logits is None else result.logits.astype("<f4", copy=False).tobytes(),
+        miss_reason=result.miss_reason.value,
+        timing=_timing_message(result.timing),
+        retained=None if result.retained is None else grant_message(result.retained),
+    )
+    held = result.held_lease
+    if held is not None:
+        response.lease_id = held.lease_id
+        response.lease_expires_at.CopyFrom(timestamp(held.expires_at_s))
+        response.block_table.extend(held.block_table.tolist())
+        response.block_size = block_size
+        response.epoch = epoch
+    return response
+
+
+def last_response(
+    result: GenerateResult, num_sent: int, index: int, matched_stop: str = ""
+) -> prefill_pb2.GenerateResponse:
+    """Write the last response of a completion, after `num_sent` tokens were sent, without log probabilities."""
+    return prefill_pb2.GenerateResponse(
+        token_ids=result.token_ids[num_sent:],
+        index=index,
+        matched_stop=matched_stop,
+        finished=True,
+        finish_reason=prefill_pb2.FinishReason.Name(result.finish_reason.value),
+        usage=usage_message(result.usage),
+        request_id=result.request_id,
+        miss_reason=result.miss_reason.value,
+        timing=_timing_message(result.timing),
+        retained=None if result.retained is None else grant_message(result.retained),
+    )
+
+
+def _top_messages(top: Iterable[tuple[int, float]]) -> list[prefill_pb2.TokenLogprob]:
+    return [prefill_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top]
+
+
+# Counts that are 0, the default on the wire, for most requests.
+_RARE_COUNTS = (
+    "generated_tokens",
+    "recomputed_tokens",
+    "public_tokens",
+    "host_tokens",
+    "disk_tokens",
+    "remote_tokens",
+)
+
+
+def usage_message(usage: Usage) -> prefill_pb2.Usage:
+    """Write the token counts of one request."""
+    message = prefill_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        computed_tokens=usage.computed_tokens,
+        written_tokens=usage.written_tokens,
+        device_tokens=usage.device_tokens,
+    )
+    for name in _RARE_COUNTS:
+        count = getattr(usage, name)
+        if count:
+            setattr(message, name, count)
+    return message
+
+
+def purge_message(purged: Purged) -> cache_pb2.PurgeResponse:
+    """Write the result of a purge."""
+    stores = [cache_pb2.DeletedBlocks(store=name, blocks=deleted) for name, deleted in purged.stored_blocks.items()]
+    return cache_pb2.PurgeResponse(freed_blocks=purged.freed_blocks, pinned_blocks=purged.pinned_blocks, stores=stores)
+
+
+def grant_message(retained: Retained) -> prefill_pb2.Grant:
+    """Write the result of a retention."""
+    expires_at_s = retained.expires_at_s
+    return prefill_pb2.Grant(
+        granted_tokens=retained.grant.granted_tokens,
+        refused_tokens=retained.grant.refused_tokens,
+        uncached_tokens=retained.grant.uncached_tokens,
+        expires_at=None if expires_at_s is None else timestamp(expires_at_s),
+    )
+
+
+def stats_response(limits: Limits, stats: EngineStats, tiers: Iterable[TierStats] = ()) -> cache_pb2.StatsResponse:
+    """Write the statistics of an engine and its stores. Fields have the same names on both sides."""
+    tenants = [_tenant_message(each) for each in stats.tenants]
+    counts = dataclasses.asdict(dataclasses.replace(stats, tenants=()))
+    del counts["tenants"]
+    return cache_pb2.StatsResponse(
+        model=limits.model,
+        model_fingerprint=limits.model_fingerprint,
+        device=limits.device,
+        epoch=limits.epoch,
+        block_size=limits.block_size,
+        tenants=tenants,
+        tiers=[cache_pb2.TierStats(**dataclasses.asdict(each)) for each in tiers],
+        **counts.pop("load"),
+        **counts,
+    )
+
+
+def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> cache_pb2.StatsResponse:
+    """Write what one tenant may see: its own statistics, the model and the size of the pool.
+
+    Sums over all tenants are left out, because subtracting one's own part would reveal the others'.
+    """
+    mine = [each for each in stats.tenants if each.tenant == tenant]
+    return cache_pb2.StatsResponse(
+        model=limits.model,
+        model_fingerprint=limits.model_fingerprint,
+        device=limits.device,
+        epoch=limits.epoch,
+        uptime_s=stats.uptime_s,
+        block_size=limits.block_size,
+        block_bytes=stats.block_bytes,
+        kv_dtype=stats.kv_dtype,
+        blocks=cache_pb2.BlockStats(total=stats.load.blocks.total),
+        tenants=[_tenant_message(each) for each in mine] or [cache_pb2.TenantStats(tenant=tenant)],
+    )
+
+
+def _tenant_message(stats: TenantStats) -> cache_pb2.TenantStats:
+    """Write the statistics of one tenant; `asdict` would take five times as long."""
+    return cache_pb2.TenantStats(**{name: getattr(stats, name) for name in TenantStats.__slots__})
+
+
+def _timing_message(timing: Timing) -> prefill_pb2.Timing:
+    return prefill_pb2.Timing(
+        queue_us=timing.queue_us,
+        prefill_us=timing.prefill_us,
+        decode_us=timing.decode_us,
+        total_us=timing.total_us,
+    )
+
+
+def timestamp(unix_s: float) -> Timestamp:
+    """Write a Unix time in seconds."""
+    seconds, nanos = divmod(round(unix_s * 1e9), 1_000_000_000)
+    return Timestamp(seconds=seconds, nanos=nanos)
+
+
+def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
+    """Read the options of a generation.
+
+    Raises:
+        InvalidRequest: there are too many stop tokens, or the compression has no policy.
+    """
+    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(request.stop_token_ids)}"
+        )
+    return Sampling(
+        max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_MAX_NEW_TOKENS,
+        temperature=request.temperature,
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
+        seed=request.seed if request.HasField("seed") else random_seed(),
+        stop_token_ids=frozenset(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty if request.HasField("repetition_penalty") else 1.0,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        min_tokens=request.min_tokens,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        compression=read_compression(request),
+    )
+
+
+def read_compression(request: prefill_pb2.GenerateRequest) -> Compression | None:
+    """Read the K/V compression of a generation; None without one.
+
+    Raises:
+        InvalidRequest: the policy is missing or unknown.
+    """
+    if not request.HasField("compression"):
+        return None
+    compression = request.compression
+    policies = {prefill_pb2.CompressionPolicy.Value(policy.name): policy for policy in CompressionPolicy}
+    if compression.policy not in policies:
+        raise InvalidRequest(
+            f"compression.policy: expected one of {', '.join(each.name for each in policies.values())}, got "
+            f"{compression.policy}"
+        )
+    return Compression(
+        policy=policies[compression.policy],
+        max_tokens=compression.max_tokens,
+        num_sinks=compression.num_sinks if compression.HasField("num_sinks") else None,
+        window=compression.window if compression.HasField("window") else None,
+    )
+
+
+def read_grammar(request: prefill_pb2.GenerateRequest) -> GrammarText | None:
+    """Read the grammar that constrains the completions; None without one."""
+    field = request.WhichOneof("constraint")
+    if field is None:
+        return None
+    if field == "json_object":
+        return GrammarText.of_json_object(field) if request.json_object else None
+    return GrammarText(field, field, getattr(request, field))
+
+
+def read_num_completions(request: prefill_pb2.GenerateRequest) -> int:
+    """Read the number of completions.
+
+    Raises:
+        InvalidRequest: it is out of range.
+    """
+    if not request.HasField("n"):
+        return 1
+    if not 1 <= request.n <= MAX_ANSWERS:
+        raise InvalidRequest(f"n: expected 1 to {MAX_ANSWERS}, got {request.n}")
+    return request.n
+
+
+def adapter_message(adapter: Adapter) -> cache_pb2.Adapter:
+    """Write an adapter."""
+    return cache_pb2.Adapter(
+        name=adapter.name,
+        digest=adapter.digest,
+        rank=adapter.rank,
+        num_bytes=adapter.num_bytes,
+        is_on_device=adapter.is_on_device,
+        is_draining=adapter.is_draining,
+        unfinished_requests=adapter.num_unfinished,
+        cached_tokens=adapter.cached_tokens,
+    )
+
+
+def public_prefix_message(status: PublicPrefixStatus, adapters: Adapters) -> cache_pb2.PublicPrefix:
+    """Write the state of a public prefix. `adapters` returns the names of its adapter."""
+    return cache_pb2.PublicPrefix(
+        name=status.name,
+        tokens=status.num_tokens,
+        blocks=status.num_blocks,
+        is_computed=status.is_computed,
+        users=status.num_users,
+        uses=status.num_uses,
+        adapter_digest=status.adapter,
+        adapter_names=adapters.names_of(status.adapter),
+    )

@@ -1,0 +1,53 @@
+"""Serializes responses with very many log probabilities without blocking the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterable, Iterator, Sequence
+
+from radixkv.api.result import TokenLogprobs
+
+# Log probabilities that are serialized at once, in less than 1 ms; on the event loop if a response has no more.
+PIECE_NUMBERS = 1024
+# Large responses that are serialized at the same time; each occupies a thread.
+_MAX_WRITING = 2
+
+
+def num_numbers(rows: Sequence[TokenLogprobs]) -> int:
+    """Return the number of log probabilities in rows, all of which are as long as the first one."""
+    return len(rows) * (1 + len(rows[0].top)) if rows else 0
+
+
+def runs(rows: Sequence[TokenLogprobs]) -> Iterator[slice]:
+    """Cut rows into runs that are serialized at once."""
+    num_rows = max(1, PIECE_NUMBERS // (1 + len(rows[0].top))) if rows else 1
+    for start in range(0, len(rows), num_rows):
+        yield slice(start, start + num_rows)
+
+
+class ResponseWriter:
+    """Serializes large responses piece by piece on a thread. For use on one event loop.
+
+    Protobuf holds the GIL while it serializes a message, so no single message may be large.
+    """
+
+    def __init__(self) -> None:
+        self._writing = asyncio.Semaphore(_MAX_WRITING)
+
+    async def joined(self, pieces: Iterable[bytes]) -> bytes:
+        """Return the pieces of a response as one. At most two responses are joined at the same time.
+
+        Args:
+            pieces: serializes the pieces; iterated on the thread.
+        """
+        await self._writing.acquire()
+        written = asyncio.get_running_loop().run_in_executor(None, _joined, pieces)
+        written.add_done_callback(lambda _: self._writing.release())
+        return await asyncio.shield(written)  # the thread continues even if the call was cancelled
+
+
+def _joined(pieces: Iterable[bytes]) -> bytes:
+    buffer = io.BytesIO()  # holds the GIL for one piece at a time; `join` would hold it for all
+    buffer.writelines(pieces)
+    return buffer.getvalue()

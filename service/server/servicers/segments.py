@@ -1,0 +1,143 @@
+"""Lists what is cached: segments on the device by position or heat, and namespaces in a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from radixkv.api.segments import Segment, StoredNamespace
+from radixkv.cache.segment_index import MAX_SEGMENTS
+from radixkv.errors import InvalidRequest
+from radixkv.service.server.hottest_segments import HottestSegments
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.opaque_ids import NamespaceIds, PageTokens, SegmentIds
+from radixkv.service.server.servicers.engine_calls import result_of
+from radixkv.service.server.servicers.messages import require_names
+from radixkv.v1 import cache_pb2
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+# Engine calls per page. A tenant with few of very many segments or namespaces gets pages with few of them, or none.
+MAX_CALLS = 64
+
+
+class SegmentLister:
+    """Answers `ListSegments`. Each engine call occupies the engine's thread for less than 1 ms.
+
+    Args:
+        engine: the engine whose cache is listed.
+        mailbox: delivers the engine's results.
+    """
+
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._namespace_ids = NamespaceIds()
+        self._segment_ids = SegmentIds()
+        self._page_tokens = PageTokens(engine.limits.epoch)
+
+    async def list(self, request: cache_pb2.ListSegmentsRequest) -> cache_pb2.ListSegmentsResponse:
+        """Validate a request and answer it.
+
+        Raises:
+            InvalidRequest: a field is out of range.
+            Draining, StepHangs: the engine accepts no calls.
+        """
+        require_names(tenant=request.tenant, store=request.store)
+        tenant = request.tenant if request.HasField("tenant") else None
+        page_size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE_SIZE
+        max_page_size = MAX_SEGMENTS if request.hottest_first else MAX_PAGE_SIZE
+        if not 1 <= page_size <= max_page_size:
+            raise InvalidRequest(f"page_size: expected 1 to {max_page_size}, got {page_size}")
+        if request.hottest_first:
+            if request.store:
+                raise InvalidRequest("store: expected none with hottest_first, got one")
+            if request.page_token:
+                raise InvalidRequest("page_token: expected none with hottest_first, got one")
+            return await self._hottest(tenant, page_size)
+        position = self._page_tokens.position_of(request.page_token)
+        if request.store:
+            return await self._stored(request.store, position, tenant, page_size)
+        return await self._page(position, tenant, page_size)
+
+    async def _page(self, position: int | None, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
+        response = cache_pb2.ListSegmentsResponse()
+        for _ in range(MAX_CALLS):
+            assert position is not None
+            future = self._engine.segments.page(position, tenant, page_size - len(response.segments))
+            page = await result_of(self._engine, self._mailbox, future)
+            response.segments.extend(map(self._segment_message, page.segments))
+            response.compared_segments += page.num_compared
+            position = page.next_place
+            if tenant is None:
+                response.total_segments = page.num_segments
+            if position is None or len(response.segments) == page_size:
+                break
+        response.next_page_token = self._page_tokens.token(position)
+        return response
+
+    async def _stored(
+        self, store: str, position: int | None, tenant: str | None, page_size: int
+    ) -> cache_pb2.ListSegmentsResponse:
+        response = cache_pb2.ListSegmentsResponse()
+        for _ in range(MAX_CALLS):
+            assert position is not None
+            future = self._engine.segments.stored(store, position, tenant, page_size - len(response.stored))
+            page = await result_of(self._engine, self._mailbox, future)
+            response.stored.extend(map(self._stored_message, page.namespaces))
+            response.compared_segments += page.num_compared
+            position = page.next_place
+            if tenant is None:
+                response.total_segments = page.num_namespaces
+            if position is None or len(response.stored) == page_size:
+                break
+        response.next_page_token = self._page_tokens.token(position)
+        return response
+
+    async def _hottest(self, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
+        hottest = HottestSegments(page_size, tenant)
+        while (future := hottest.next_call(self._engine.segments)) is not None:
+            hottest.add(await result_of(self._engine, self._mailbox, future))
+        return cache_pb2.ListSegmentsResponse(
+            segments=map(self._segment_message, hottest.result()),
+            total_segments=hottest.num_segments if tenant is None else None,
+            compared_segments=hottest.num_compared,
+        )
+
+    def _segment_message(self, segment: Segment) -> cache_pb2.Segment:
+        namespace = segment.namespace
+        return cache_pb2.Segment(
+            segment_id=self._segment_ids.of(segment.place),
+            parent_id=self._segment_ids.of(segment.parent_place),
+            tenant=namespace.tenant,
+            adapter=namespace.adapter,
+            adapter_names=self._engine.adapters.names_of(namespace.adapter),
+            namespace_id=self._namespace_ids.of(namespace),
+            has_salt=bool(namespace.salt),
+            start_token=segment.start_token,
+            num_tokens=segment.num_tokens,
+            num_blocks=segment.num_blocks,
+            num_children=segment.num_children,
+            num_uses=segment.num_uses,
+            idle_s=segment.idle_s,
+            heat=segment.heat,
+            num_leases=segment.num_leases,
+            priority=segment.priority,
+            is_retained=segment.is_retained,
+            expires_in_s=segment.expires_in_s,
+        )
+
+    def _stored_message(self, stored: StoredNamespace) -> cache_pb2.StoredNamespace:
+        namespace = stored.namespace
+        return cache_pb2.StoredNamespace(
+            tenant=namespace.tenant,
+            adapter=namespace.adapter,
+            adapter_names=self._engine.adapters.names_of(namespace.adapter),
+            namespace_id=self._namespace_ids.of(namespace),
+            has_salt=bool(namespace.salt),
+            num_blocks=stored.num_blocks,
+            num_tokens=stored.num_blocks * self._engine.limits.block_size,
+            num_retained_blocks=stored.num_retained_blocks,
+        )

@@ -1,0 +1,174 @@
+"""Passes generated tokens from the engine's thread to the call that streams them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from radixkv.api.logprob_table import LogprobTable
+from radixkv.api.result import GeneratedTokens, TokenLogprobs, Usage
+from radixkv.errors import QueueFull
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
+from radixkv.service.server.receive.response_bytes import unsent_bytes
+
+
+class UnsentTokens:
+    """Tokens of a completion that were not sent yet.
+
+    Attributes:
+        token_ids: the tokens, in order.
+        logprobs: one entry per token; empty unless requested.
+        prompt_logprobs: those that arrived with the first of the tokens.
+        first_usage: the usage that arrived with the first token.
+        last_usage: the usage that arrived with the last token.
+        num_bytes: memory that all of this takes, as `unsent_bytes` counts.
+    """
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs = LogprobTable()
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self.first_usage = Usage(0, 0, 0, 0)
+        self.last_usage = self.first_usage
+        self.num_bytes = 0
+
+    def add(self, tokens: GeneratedTokens, num_bytes: int) -> None:
+        """Add new tokens."""
+        if not self.token_ids:
+            self.first_usage = tokens.usage
+            self.prompt_logprobs = tokens.prompt_logprobs
+        self.last_usage = tokens.usage
+        self.token_ids += tokens.token_ids
+        self.logprobs.extend(tokens.logprobs)
+        self.num_bytes += num_bytes
+
+
+class TokenStream:
+    """Passes the tokens of a call's completions from the engine's thread to the event loop.
+
+        put ─▶ unsent ─▶ take ─▶ serialized into a response, which gRPC sends ─▶ get: it was sent
+               └ counted as held for the quota key ───────────────────────────────┘
+
+    When the quota key holds too much, unsent tokens are dropped and the call ends.
+
+    Args:
+        mailbox: delivers the tokens.
+        held: counts the bytes of all calls.
+        key: the quota key that they are charged to.
+        cancel: cancels the completions when too much is held.
+    """
+
+    def __init__(self, mailbox: Mailbox, held: FairShares, key: QuotaKey, cancel: Callable[[], object]) -> None:
+        self._mailbox = mailbox
+        self._held = held
+        self._key = key
+        self._cancel = cancel
+        self._unsent: dict[int, UnsentTokens] = {}
+        self._updated: dict[int, None] = {}  # completions, in the order in which their tokens arrived
+        self._ended: list[int] = []
+        self._refusal: QueueFull | None = None
+        self._has_update = asyncio.Event()
+        self._unsent_bytes = 0
+        self._sending_bytes = 0
+        self._is_closed = False
+
+    def put(self, index: int, tokens: GeneratedTokens) -> None:
+        """Add tokens of a completion. Called on the engine's thread."""
+        self._mailbox.post(self._add, index, tokens, True)
+
+    def keep(self, index: int, tokens: GeneratedTokens) -> None:
+        """Add tokens of a completion that is sent as a whole, if they have log probabilities, which the result lacks.
+
+        They do not count as an update. Called on the engine's thread.
+        """
+        if tokens.logprobs:
+            self._mailbox.post(self._add, index, tokens, False)
+
+    def end(self, index: int, _: Future[Any]) -> None:
+        """End a completion whose result is available. Called on any thread."""
+        self._mailbox.post(self._end, index)
+
+    async def get(self) -> tuple[Collection[int], list[int]]:
+        """Wait for updates, and return the completions with new tokens since the last call, and those that ended.
+
+        A completion that ended is not among those with new tokens. Tokens that were taken before have been sent.
+
+        Raises:
+            QueueFull: too much is held for the quota key.
+        """
+        self._release(self._sending_bytes)
+        self._sending_bytes = 0
+        await self._has_update.wait()
+        self._has_update.clear()
+        self._require_room()
+        updated = self._updated
+        ended = self._ended
+        self._updated = {}
+        self._ended = []
+        for index in ended:
+            updated.pop(index, None)
+        return updated, ended
+
+    def unsent(self, index: int) -> UnsentTokens:
+        """Return the tokens of a completion that were not taken, which still grow. Raises as `get` does."""
+        self._require_room()
+        return self._unsent.setdefault(index, UnsentTokens())
+
+    def take(self, index: int) -> UnsentTokens:
+        """Take the unsent tokens of a completion, to be sent before the next `get`.
+
+        Raises:
+            QueueFull: too much is held for the quota key.
+        """
+        self._require_room()
+        taken = self._unsent.pop(index, None) or UnsentTokens()
+        self._updated.pop(index, None)
+        self._unsent_bytes -= taken.num_bytes
+        self._sending_bytes += taken.num_bytes
+        return taken
+
+    def close(self) -> None:
+        """Drop all tokens, including those that arrive later."""
+        self._is_closed = True
+        self._drop_unsent()
+        self._release(self._sending_bytes)
+        self._sending_bytes = 0
+
+    def _add(self, index: int, tokens: GeneratedTokens, is_update: bool) -> None:
+        if self._refusal is not None or self._is_closed:
+            return
+        num_logprobs = 1 + len(tokens.logprobs[0].top) if tokens.logprobs else 0
+        num_bytes = unsent_bytes(len(tokens.token_ids), num_logprobs)
+        try:
+            self._held.take(self._key, num_bytes)
+        except QueueFull as error:
+            self._refusal = error
+            self._has_update.set()
+            self._drop_unsent()
+            self._cancel()
+            return
+        self._unsent_bytes += num_bytes
+        self._unsent.setdefault(index, UnsentTokens()).add(tokens, num_bytes)
+        if is_update:
+            self._updated[index] = None
+            self._has_update.set()
+
+    def _end(self, index: int) -> None:
+        self._ended.append(index)
+        self._has_update.set()
+
+    def _require_room(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _drop_unsent(self) -> None:
+        self._release(self._unsent_bytes)
+        self._unsent_bytes = 0
+        self._unsent.clear()
+
+    def _release(self, num_bytes: int) -> None:
+        if num_bytes:
+            self._held.release(self._key, num_bytes)

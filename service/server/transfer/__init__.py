@@ -1,4 +1,0 @@
-"""K/V from server to server over gRPC.
-
-Public API: `KVSender`, `KVFetcher`.
-"""

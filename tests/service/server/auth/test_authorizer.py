@@ -1,0 +1,244 @@
+"""Authorization of every call, over a real server with TLS and a fake engine."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import pytest
+
+from radixkv.errors import SwitchedOff
+from radixkv.service.client import AsyncClient, Retention
+from radixkv.service.server.auth.authenticator import AnonymousAuthenticator
+from radixkv.service.server.auth.authorizer import Authorizer
+from radixkv.service.server.auth.identity import Identity, Role
+from radixkv.v1.prefill_pb2 import PrefillRequest
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import refusal_of, serving
+
+from .certificates import FILE, TOKENS, Papers, entry_of
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory):
+    return Papers(tmp_path_factory.mktemp("papers"))
+
+
+def talking(papers, talk, engine=None, **config):
+    """Return `talk(engine, clients)`, run beside a server; clients are by the name of their token."""
+    engine = engine or FakeEngine()
+
+    async def run():
+        async with serving(engine, **{**papers.tls, **config}) as (_, address):
+            clients = {name: AsyncClient(address, **papers.client(name)) for name in (None, *TOKENS)}
+            try:
+                return await asyncio.wait_for(talk(engine, clients), PATIENCE_S)
+            finally:
+                for client in clients.values():
+                    await client.close()
+
+    return asyncio.run(run())
+
+
+async def first_of(stream):
+    responses = [response async for response in stream]
+    return responses[0]
+
+
+def calls_naming(client, tenant):
+    """Every call of a client that names a tenant."""
+    return {
+        "prefill": client.prefill([1, 2], tenant=tenant),
+        "generate": first_of(client.generate([1, 2], tenant=tenant, max_new_tokens=2)),
+        "probe": client.probe([1, 2], tenant=tenant),
+        "release": client.release("lease", tenant=tenant),
+        "retain": client.retain([1, 2], Retention(priority=60), tenant=tenant),
+        "purge": client.purge(tenant=tenant),
+        "stats": client.stats(tenant=tenant),
+        "segments": client.segments(tenant=tenant),
+    }
+
+
+def test_a_tenant_that_names_another_is_refused_on_every_call_and_the_other_is_not_repeated(papers):
+    async def talk(engine, clients):
+        return {name: await refusal_of(call) for name, call in calls_naming(clients["acme"], "globex").items()}
+
+    for name, refusal in talking(papers, talk).items():
+        assert refusal.code() is grpc.StatusCode.PERMISSION_DENIED, name
+        assert "globex" not in refusal.details(), name
+
+
+def test_a_router_names_those_on_its_list_and_no_others(papers):
+    async def talk(engine, clients):
+        await clients["some"].prefill([1], tenant="initech")
+        await clients["every"].prefill([1], tenant="globex")
+        refusals = [await refusal_of(clients["some"].prefill([1], tenant=name)) for name in ("globex", "")]
+        return [params.caller.tenant for params in engine.params], {refusal.code() for refusal in refusals}
+
+    assert talking(papers, talk) == (["initech", "globex"], {grpc.StatusCode.PERMISSION_DENIED})
+
+
+def test_a_tenant_that_names_none_means_itself(papers):
+    async def talk(engine, clients):
+        client = clients["acme"]
+        await client.prefill([1, 2])
+        await first_of(client.generate([1, 2], max_new_tokens=2))
+        await client.retain([1, 2], Retention(priority=60))
+        await client.purge(salt="s")
+        return engine
+
+    engine = talking(papers, talk)
+    assert [params.caller.tenant for params in engine.params] == ["acme", "acme"]
+    assert engine.retentions[0][2].tenant == "acme"
+    assert engine.purges == [("acme", None, "s")]
+
+
+def test_the_stats_of_a_tenant_tell_nothing_of_others(papers):
+    papers.write_tokens(entry_of("acme", 'role = "tenant"\ntenant = "a"'))  # the fake engine has counts of it
+
+    async def talk(engine, clients):
+        return await clients["acme"].stats()
+
+    try:
+        stats = talking(papers, talk)
+    finally:
+        papers.write_tokens(FILE)
+    assert [(each.tenant, each.cached_blocks) for each in stats.tenants] == [("a", 3)]
+    assert stats.blocks.total > 0
+    assert not stats.blocks.published
+    assert {field.name for field, _ in stats.ListFields()} == {
+        "model",
+        "model_fingerprint",
+        "device",
+        "epoch",
+        "uptime_s",
+        "block_size",
+        "blocks",
+        "block_bytes",
+        "tenants",
+        "kv_dtype",
+    }
+
+
+def test_only_an_admin_purges_or_counts_all_tenants(papers):
+    async def talk(engine, clients):
+        for name in ("every", "some"):
+            for call in (clients[name].purge(everything=True), clients[name].stats()):
+                assert (await refusal_of(call)).code() is grpc.StatusCode.PERMISSION_DENIED
+        await clients["boss"].purge(everything=True)
+        stats = await clients["boss"].stats()
+        return engine.purges, [each.tenant for each in stats.tenants]
+
+    assert talking(papers, talk) == ([(None, None, None)], ["a", "b"])
+
+
+def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(papers):
+    async def talk(engine, clients):
+        client = clients["watcher"]
+        reads = [client.stats(), client.stats(tenant="a"), client.segments(), client.segments(tenant="a")]
+        await asyncio.gather(*reads)
+        calls = calls_naming(client, "acme")
+        for name in ("stats", "segments"):
+            calls.pop(name).close()
+        calls["purge all"] = client.purge(everything=True)
+        calls["drain"] = client.drain()
+        return {name: (await refusal_of(call)).code() for name, call in calls.items()}, engine.purges
+
+    codes, purges = talking(papers, talk)
+    assert set(codes.values()) == {grpc.StatusCode.PERMISSION_DENIED}
+    assert len(codes) == 8
+    assert purges == []
+
+
+def test_a_lease_is_given_back_by_its_tenant_only(papers):
+    async def talk(engine, clients):
+        held = await clients["acme"].prefill([1, 2], hold_lease=True)
+        refusal = await refusal_of(clients["globex"].release(held.lease_id))
+        await clients["acme"].release(held.lease_id)
+        return refusal.code()
+
+    assert talking(papers, talk) is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Basic eDp5", "Bearer rkv_of_nobody", f"Bearer {TOKENS['acme']}x"]
+)
+def test_a_header_without_a_known_token_is_unauthenticated_and_not_repeated(papers, header):
+    async def talk(engine, clients):
+        prefill = PrefillServiceStub(clients[None]._channel).Prefill
+        return await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(("authorization", header),)))
+
+    refusal = talking(papers, talk)
+    assert refusal.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "rkv_" not in refusal.details()
+
+
+def test_two_tokens_in_one_call_are_refused(papers):
+    async def talk(engine, clients):
+        prefill = PrefillServiceStub(clients[None]._channel).Prefill
+        header = ("authorization", f"Bearer {TOKENS['acme']}")
+        return (await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(header, header)))).code()
+
+    assert talking(papers, talk) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_message_of_a_stranger_is_not_parsed(papers):
+    async def run():
+        credentials = grpc.ssl_channel_credentials(papers.ca_file.read_bytes())
+        async with (
+            serving(FakeEngine(), **papers.tls) as (_, address),
+            grpc.aio.secure_channel(address, credentials) as channel,
+        ):
+            call = channel.unary_unary("/radixkv.v1.PrefillService/Prefill")
+            return (await refusal_of(call(b"\xff\xff", timeout=PATIENCE_S))).code()
+
+    assert asyncio.run(run()) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_nothing_secret_is_logged_in_a_whole_session(papers, caplog):
+    caplog.set_level(logging.DEBUG)
+    prompt = [210, 211, 212, 213]
+
+    async def talk(engine, clients):
+        for name in (None, *TOKENS):
+            for call in calls_naming(clients[name], "acme").values():
+                try:
+                    await call
+                except grpc.aio.AioRpcError:
+                    continue
+        await refusal_of(clients["acme"].prefill(prompt, tenant="globex"))
+        await clients["acme"].prefill(prompt)
+        engine.failure = RuntimeError("a failing step")
+        await refusal_of(clients["acme"].prefill(prompt))
+
+    talking(papers, talk)
+    text = caplog.text + "".join(str(record.__dict__) for record in caplog.records)
+    assert "Purge by acme credential" in text
+    assert [token for token in TOKENS.values() if token in text] == []
+    assert "210, 211" not in text
+
+
+def test_the_log_tells_of_purges_that_were_let_through(papers, caplog):
+    caplog.set_level(logging.INFO)
+
+    async def talk(engine, clients):
+        await refusal_of(clients["acme"].purge(tenant="globex"))
+        await clients["acme"].purge(tenant="acme")
+
+    talking(papers, talk)
+    assert len([each for each in caplog.messages if each.endswith("Purge by acme credential")]) == 1
+
+
+def test_a_method_without_a_rule_is_unimplemented_for_an_admin_too():
+    authorizer = Authorizer(AnonymousAuthenticator(Identity("boss", Role.ADMIN)))
+    with pytest.raises(SwitchedOff, match=r"/new\.Service/Method: this server does not implement the method"):
+        authorizer.authorize("/new.Service/Method", None)
+
+
+def test_an_open_method_needs_no_authentication():
+    message = SimpleNamespace(tenant="x")
+    Authorizer(None).authorize("/grpc.health.v1.Health/Check", None).bind_tenant(message)
+    assert message.tenant == "x"

@@ -1,0 +1,98 @@
+import hashlib
+
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.service.server.auth.credentials import parse_credentials, read_credentials
+from radixkv.service.server.auth.identity import Identity, Role
+
+from .certificates import FILE, TOKENS, entry_of, entry_of_certificate
+
+
+def entry(**changes):
+    """An entry as TOML; None takes a key out."""
+    keys = {"name": '"n"', "role": '"tenant"', "tenant": '"t"', "token_sha256": f'"{"0a" * 32}"', **changes}
+    return "[[credentials]]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items() if value is not None)
+
+
+def test_a_token_says_who_the_caller_is():
+    credentials = parse_credentials(FILE)
+    found = {name: credentials.of_token(token).identity for name, token in TOKENS.items()}
+    assert found == {
+        "acme": Identity("acme credential", Role.TENANT, frozenset({"acme"})),
+        "globex": Identity("globex credential", Role.TENANT, frozenset({"globex"})),
+        "some": Identity("some credential", Role.ROUTER, frozenset({"acme", "initech"})),
+        "every": Identity("every credential", Role.ROUTER, None),
+        "watcher": Identity("watcher credential", Role.READER, frozenset()),
+        "boss": Identity("boss credential", Role.ADMIN, None),
+    }
+
+
+@pytest.mark.parametrize("token", ["", "x", TOKENS["acme"] + "x", hashlib.sha256(TOKENS["acme"].encode()).hexdigest()])
+def test_other_texts_say_nothing_the_hash_of_a_token_neither(token):
+    assert parse_credentials(FILE).of_token(token) is None
+
+
+def test_a_certificate_with_the_names_of_two_credentials_says_nothing():
+    credentials = parse_credentials(
+        entry_of_certificate("a", 'role = "admin"') + entry_of_certificate("b", 'tenant = "b"')
+    )
+    assert credentials.of_certificate(["x", "a"]).identity.role is Role.ADMIN
+    assert credentials.of_certificate(["a", "a"]) is not None
+    assert credentials.of_certificate(["a", "b"]) is None
+    assert credentials.of_certificate(["x"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2001-09-09T01:46:40Z", 1e9), ("2001-09-09T03:46:40+02:00", 1e9), ("2001-09-09 01:46:40", 1e9), (None, None)],
+)
+def test_an_expiry_without_a_zone_is_in_utc(text, seconds):
+    credentials = parse_credentials(entry_of("acme", 'tenant = "a"') + (f"expires = {text}\n" if text else ""))
+    assert credentials.of_token(TOKENS["acme"]).expires_at_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ny = z secret", "expected TOML, got something else in line 2$"),
+        pytest.param("x = " + "[" * 10_000, "expected TOML", id="deep"),
+        pytest.param("x = " + "9" * 10_000, "expected TOML", id="long"),
+        ("other = 1", r"expected only entries \[\[credentials\]\]"),
+        ("credentials = 1", r"expected only entries \[\[credentials\]\]"),
+        ("credentials = [1]", "entry 1: expected a table"),
+        (entry(name=None), "entry 1: expected a name"),
+        (entry(token='"secret"'), "got token$"),
+        (entry(token_sha256=None), "expected either token_sha256 or certificate"),
+        (entry(certificate='"c"'), "expected either token_sha256 or certificate"),
+        (entry(token_sha256=None, certificate="1"), "expected a name as certificate"),
+        (entry(token_sha256='"secret"'), "expected token_sha256 of 64 hexadecimal digits"),
+        (entry(token_sha256="1"), "expected token_sha256 of 64 hexadecimal digits"),
+        (entry(role='"boss"'), "expected the role tenant, router, reader or admin"),
+        (entry(role="[]"), "expected the role tenant, router, reader or admin"),
+        (entry(tenant=None), "expected a tenant, the name of one"),
+        (entry(tenants='["a"]'), "expected a tenant, the name of one"),
+        (entry(role='"admin"'), "expected no tenants"),
+        (entry(role='"reader"'), "expected no tenants"),
+        (entry(role='"router"'), "expected tenants, a list of names"),
+        (entry(role='"router"', tenant=None, tenants="[]"), "expected tenants, a list of names"),
+        (entry(role='"router"', tenant=None, tenants='"a"'), "expected tenants, a list of names"),
+        (entry(expires="2030-01-01"), "expected expires as a date and time"),
+        (entry() + entry(name='"m"'), "credentials 'm': expected a name, token and certificate of its own"),
+        (entry() + entry(token_sha256=f'"{"0b" * 32}"'), "expected a name, token and certificate of its own"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused_without_its_values(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_credentials(text)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_can_not_be_read_is_named_by_its_key(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"server\.tokens_file: expected a readable file, got .*none\.toml: No such file"
+    ):
+        read_credentials(tmp_path / "none.toml")
+    (tmp_path / "latin.toml").write_bytes(b"# \xff")
+    with pytest.raises(ConfigError, match=r"server\.tokens_file: expected UTF-8"):
+        read_credentials(tmp_path / "latin.toml")

@@ -1,0 +1,114 @@
+import logging
+
+import pytest
+
+from radixkv.errors import ConfigError
+from radixkv.service.server.auth.reloaded_files import PERIOD_S, ReloadedFiles
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("first")
+    return path
+
+
+def reloaded(file, clock, reads=None, errors=()):
+    errors = iter(errors)
+
+    def read():
+        if reads is not None:
+            reads.append(1)
+            if len(reads) > 1 and (error := next(errors, None)) is not None:
+                raise error
+        text = file.read_text() if file.exists() else ""
+        if not text:
+            raise ConfigError("file: expected text, got none")
+        return text
+
+    return ReloadedFiles("words", [file], read, clock)
+
+
+def test_a_changed_file_is_read_within_a_second_and_an_unchanged_one_never_again(file):
+    clock, reads = Clock(), []
+    words = reloaded(file, clock, reads)
+    file.write_text("second")
+    assert words.get() == "first"
+    clock.now_s += PERIOD_S
+    assert words.get() == "second"
+    clock.now_s += PERIOD_S
+    assert (words.get(), len(reads)) == ("second", 2)
+
+
+def test_a_file_that_is_put_in_place_of_another_is_read(file):
+    clock = Clock()
+    words = reloaded(file, clock)
+    other = file.with_name("other")
+    other.write_text("other")
+    other.replace(file)
+    clock.now_s += PERIOD_S
+    assert words.get() == "other"
+
+
+def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, caplog):
+    caplog.set_level(logging.ERROR)
+    clock = Clock()
+    words = reloaded(file, clock)
+    file.unlink()
+    for _ in range(3):
+        clock.now_s += PERIOD_S
+        assert words.get() == "first"
+    assert [record.getMessage() for record in caplog.records] == [
+        "words: the changed files cannot be used, so the previous ones stay valid: file: expected text, got none"
+    ]
+    file.write_text("third")
+    clock.now_s += PERIOD_S
+    assert words.get() == "third"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "secret"),
+        PermissionError(13, "secret"),
+        UnicodeDecodeError("utf-8", b"secret", 0, 1, "secret"),
+        RecursionError("secret"),
+        ValueError("secret"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_is_wrong_with_a_file_it_is_read_again_at_each_look_and_told_once_a_change(file, caplog, error):
+    clock, reads = Clock(), []
+    words = reloaded(file, clock, reads, [error, error])
+    file.write_text("the second")
+    for expected in ("first", "first", "the second", "the second"):
+        clock.now_s += PERIOD_S
+        assert words.get() == expected
+    assert len(reads) == 4
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        f"words: the changed files cannot be used, so the previous ones stay valid: {type(error).__name__}"
+    ]
+
+
+def test_another_change_that_can_not_be_used_is_told_again(file, caplog):
+    clock = Clock()
+    words = reloaded(file, clock, [], [ValueError(), ValueError()])
+    for text in ("the second", "another third"):
+        file.write_text(text)
+        clock.now_s += PERIOD_S
+        assert words.get() == "first"
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+
+
+def test_a_file_that_is_broken_at_start_is_an_error(file):
+    file.write_text("")
+    with pytest.raises(ConfigError, match="expected text"):
+        reloaded(file, Clock())

@@ -1,0 +1,81 @@
+import pytest
+
+from radixkv.config import ServerConfig
+from radixkv.errors import ConfigError
+from radixkv.service.server.auth.requirements import require_secure
+
+from .certificates import Papers
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory):
+    return Papers(tmp_path_factory.mktemp("papers"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_this_machine_needs_no_credentials(host):
+    require_secure(ServerConfig(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "example.org"])
+def test_other_hosts_are_refused_without_credentials(host):
+    with pytest.raises(ConfigError, match=r"server\.host: expected 127\.0\.0\.1, ::1 or localhost without server\.tok"):
+        require_secure(ServerConfig(host=host))
+
+
+def test_tls_alone_does_not_open_a_host(papers):
+    keys = {key: papers.tls[key] for key in ("tls_certificate", "tls_key")}
+    with pytest.raises(ConfigError, match=r"server\.host"):
+        require_secure(ServerConfig(host="0.0.0.0", **keys))
+
+
+def test_tls_and_tokens_open_a_host(papers):
+    require_secure(ServerConfig(host="0.0.0.0", **papers.tls))
+    require_secure(ServerConfig(host="0.0.0.0", **papers.mutual_tls))
+
+
+def test_insecure_opens_a_host_and_says_to_whom(caplog):
+    require_secure(ServerConfig(host="0.0.0.0", insecure=True))
+    assert "anyone who can reach 0.0.0.0 may make every call" in caplog.text
+
+
+@pytest.mark.parametrize(("host", "is_in_container"), [("127.0.0.1", True), ("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_server_on_the_loopback_of_a_container_says_how_to_let_others_in(caplog, tmp_path, host, is_in_container):
+    mark = tmp_path / ".dockerenv"
+    if is_in_container:
+        mark.touch()
+    require_secure(ServerConfig(host=host, insecure=host == "0.0.0.0"), [tmp_path / "other", mark])
+    says = "add --host 0.0.0.0 --insecure" in caplog.text
+    assert says is (host == "127.0.0.1" and is_in_container)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_tokens_are_not_taken_in_the_clear(papers, host):
+    with pytest.raises(ConfigError, match=r"server\.tokens_file: expected server\.tls_certificate as well"):
+        require_secure(ServerConfig(host=host, tokens_file=papers.tls["tokens_file"]))
+
+
+def test_behind_a_proxy_that_ends_tls_tokens_are_still_asked_for(papers, caplog):
+    require_secure(ServerConfig(host="0.0.0.0", tokens_file=papers.tls["tokens_file"], insecure=True))
+    assert "anyone" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        ({"tls_certificate", "tokens_file"}, r"server\.tls_certificate, tls_key: expected both or neither"),
+        ({"tls_key"}, r"server\.tls_certificate, tls_key: expected both or neither"),
+        ({"client_ca", "tokens_file"}, r"server\.client_ca: expected server\.tls_certificate"),
+        ({"client_ca", "tls_certificate", "tls_key"}, r"server\.client_ca: expected server\.tokens_file"),
+    ],
+)
+def test_keys_that_need_others_are_refused_alone(papers, left, message):
+    with pytest.raises(ConfigError, match=message):
+        require_secure(ServerConfig(**{key: papers.mutual_tls[key] for key in left}))
+
+
+def test_files_are_read_before_a_model_is_loaded(papers, tmp_path):
+    broken = tmp_path / "tokens.toml"
+    broken.write_text("credentials = 1")
+    with pytest.raises(ConfigError, match=r"server\.tokens_file: expected only entries"):
+        require_secure(ServerConfig(**{**papers.tls, "tokens_file": str(broken)}))

@@ -1,0 +1,178 @@
+"""TLS and mutual TLS over real connections, and certificates and tokens that change while a stream runs."""
+
+import asyncio
+import logging
+import ssl
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+
+from radixkv.config import ServerConfig
+from radixkv.errors import ConfigError
+from radixkv.service.client import AsyncClient
+from radixkv.service.server.auth import reloaded_files
+from radixkv.service.server.auth.server_auth import ServerAuth
+from radixkv.service.server.auth.tls import Tls
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import refusal_of, serving
+
+from .certificates import FILE, Papers, entry_of, entry_of_certificate
+
+
+@pytest.fixture
+def papers(tmp_path):
+    return Papers(tmp_path)
+
+
+@pytest.fixture
+def looks_always(monkeypatch):
+    """Files are looked at in every call, not once a second."""
+    monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.0)
+
+
+async def result_of(address, **access):
+    """OK, or the status of a refusal."""
+    async with AsyncClient(address, timeout_s=PATIENCE_S, **access) as client:
+        try:
+            await client.prefill([1, 2])
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_a_certificate_of_another_authority_is_not_trusted_by_a_client(papers):
+    other = papers.folder / "other.pem"
+    trustme.CA().cert_pem.write_to_path(other)
+
+    async def run():
+        async with serving(FakeEngine(), **papers.tls) as (_, address):
+            access = papers.client("acme")
+            return await result_of(address, **access), await result_of(address, **{**access, "tls_ca": other})
+
+    assert asyncio.run(run()) == (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_a_client_without_tls_is_not_understood(papers):
+    async def run():
+        async with serving(FakeEngine(), **papers.tls) as (_, address):
+            return await result_of(address)
+
+    assert asyncio.run(run()) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_certificate_says_who_calls_by_common_name_or_alternative_name(papers):
+    tenant = 'role = "tenant"\ntenant = "acme"'
+    papers.write_tokens(FILE + entry_of_certificate("worker 7", tenant) + entry_of_certificate("w8.example", tenant))
+    engine = FakeEngine()
+
+    async def run():
+        async with serving(engine, **papers.mutual_tls) as (_, address):
+            return [
+                await result_of(address, **papers.caller("worker 7")),
+                await result_of(address, **papers.caller("w8.example", alternative="w8.example")),
+                await result_of(address, **papers.caller("stranger")),
+                await result_of(address, **papers.caller("two", alternative="w8.example", common_name="worker 7")),
+                await result_of(address, **{**papers.caller("stranger"), **papers.client("globex")}),
+            ]
+
+    unauthenticated = grpc.StatusCode.UNAUTHENTICATED
+    ok = grpc.StatusCode.OK
+    assert asyncio.run(run()) == [ok, ok, unauthenticated, unauthenticated, ok]
+    assert [params.caller.tenant for params in engine.params] == ["acme", "acme", "globex"]
+
+
+def test_mutual_tls_refuses_no_certificate_one_of_another_authority_and_one_that_has_expired(papers):
+    papers.write_tokens(FILE + entry_of_certificate("a", 'role = "admin"'))
+
+    async def run():
+        async with serving(FakeEngine(), **papers.mutual_tls) as (_, address):
+            return {
+                await result_of(address, **papers.client("acme")),
+                await result_of(address, **papers.caller("a", trustme.CA())),
+                await result_of(address, **papers.caller("a", is_expired=True)),
+            }
+
+    assert asyncio.run(run()) == {grpc.StatusCode.UNAVAILABLE}
+
+
+def test_changed_certificates_count_for_new_connections_and_a_running_stream_goes_on(papers, looks_always):
+    engine = FakeEngine(is_gated=True)
+    new_ca = trustme.CA()
+
+    async def run():
+        async with serving(engine, **papers.tls) as (_, address), AsyncClient(address, **papers.client("acme")) as old:
+            stream = old.generate([1, 2], max_new_tokens=4)
+            first = await anext(stream)
+            papers.write_certificate(new_ca)
+            new_ca.cert_pem.write_to_path(papers.folder / "new_ca.pem")
+            changed = {**papers.client("acme"), "tls_ca": papers.folder / "new_ca.pem"}
+            async with AsyncClient(address, timeout_s=PATIENCE_S, **changed) as new:
+                assert (await new.probe([1, 2])).prompt_tokens == 2
+            async with AsyncClient(address, timeout_s=PATIENCE_S, **papers.client("acme")) as late:
+                assert (await refusal_of(late.probe([1, 2]))).code() is grpc.StatusCode.UNAVAILABLE
+            engine.open_gate()
+            rest = [response async for response in stream]
+            return len(first.token_ids) + sum(len(each.token_ids) for each in rest), rest[-1].finished
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == (4, True)
+
+
+def test_a_token_that_is_taken_out_is_refused_at_once_and_a_running_stream_goes_on(papers, looks_always, caplog):
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine(is_gated=True)
+
+    async def run():
+        async with (
+            serving(engine, **papers.tls) as (_, address),
+            AsyncClient(address, **papers.client("acme")) as acme,
+            AsyncClient(address, **papers.client("globex")) as globex,
+        ):
+            stream = acme.generate([1, 2], max_new_tokens=4)
+            first = await anext(stream)
+            papers.write_tokens(entry_of("globex", 'role = "tenant"\ntenant = "globex"'))
+            assert (await refusal_of(acme.probe([1, 2]))).code() is grpc.StatusCode.UNAUTHENTICATED
+            papers.write_tokens("[[credentials]]\nname = 'half of a secret")
+            assert (await globex.probe([1, 2])).prompt_tokens == 2
+            engine.open_gate()
+            rest = [response async for response in stream]
+            return len(first.token_ids) + sum(len(each.token_ids) for each in rest)
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == 4
+    assert "credentials: reloaded" in caplog.text
+    assert "credentials: the changed files cannot be used" in caplog.text
+    assert "half of a secret" not in caplog.text
+
+
+def test_a_key_of_another_certificate_is_refused_at_start_and_later_leaves_the_old_pair(papers, looks_always, caplog):
+    tls = Tls(ServerConfig(**papers.tls))
+    before = tls.https()
+    other = papers.ca.issue_cert("localhost")
+    other.private_key_pem.write_to_path(papers.folder / "server.key")
+    assert tls.https() is before
+    assert "TLS certificates: the changed files cannot be used" in caplog.text
+    assert "PRIVATE KEY" not in caplog.text
+    with pytest.raises(ConfigError, match=r"server\.tls_key: expected the key of server\.tls_certificate"):
+        Tls(ServerConfig(**papers.tls))
+
+
+@pytest.mark.parametrize("key", ["tls_certificate", "tls_key", "client_ca"])
+def test_a_missing_file_is_named_by_its_key(papers, key):
+    with pytest.raises(ConfigError, match=rf"server\.{key}: expected a readable file, got .*none\.pem: No such file"):
+        Tls(ServerConfig(**{**papers.mutual_tls, key: str(papers.folder / "none.pem")}))
+
+
+def test_authorities_that_are_none_are_refused(papers):
+    (papers.folder / "client_ca.pem").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"server\.client_ca: expected certificates"):
+        Tls(ServerConfig(**papers.mutual_tls))
+
+
+def test_without_a_certificate_there_is_no_tls():
+    assert ServerAuth(ServerConfig()).tls is None
+
+
+def test_the_context_for_https_asks_callers_for_no_certificate(papers):
+    assert Tls(ServerConfig(**papers.mutual_tls)).https().verify_mode is ssl.CERT_NONE

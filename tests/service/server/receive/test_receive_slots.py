@@ -1,0 +1,159 @@
+import asyncio
+import time
+
+import pytest
+
+from radixkv.errors import DeadlineExceeded, QueueFull
+from radixkv.service.server.receive.receive_slots import SlotQueue
+from tests.patience import PATIENCE_S
+
+
+async def rest():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Message:
+    """A message that arrives when `come` is set."""
+
+    def __init__(self):
+        self.is_being_read = False
+        self.come = asyncio.Event()
+
+    async def read(self):
+        self.is_being_read = True
+        await self.come.wait()
+        return b"message"
+
+
+def start(slots, connection):
+    message = Message()
+    return message, asyncio.create_task(slots.receive(connection, message.read))
+
+
+def test_as_many_messages_are_read_at_once_as_there_are_slots():
+    async def run():
+        slots = SlotQueue(2, 10, PATIENCE_S)
+        calls = [start(slots, "a") for _ in range(3)]
+        await rest()
+        before = [message.is_being_read for message, _ in calls]
+        calls[0][0].come.set()
+        assert await calls[0][1] == b"message"
+        await rest()
+        after = calls[2][0].is_being_read
+        for message, _ in calls:
+            message.come.set()
+        await asyncio.gather(*(task for _, task in calls))
+        return before, after
+
+    assert asyncio.run(run()) == ([True, True, False], True)
+
+
+def test_connections_get_slots_in_turn():
+    async def run():
+        slots = SlotQueue(1, 10, PATIENCE_S)
+        order = []
+
+        async def read(name):
+            order.append(name)
+            return b""
+
+        first, task = start(slots, "a")
+        await rest()
+        waiting = [asyncio.create_task(slots.receive("a", lambda: read("a"))) for _ in range(3)]
+        await rest()
+        waiting.append(asyncio.create_task(slots.receive("b", lambda: read("b"))))
+        await rest()
+        first.come.set()
+        await asyncio.gather(task, *waiting)
+        return order
+
+    assert asyncio.run(run()) == ["a", "b", "a", "a"]
+
+
+def test_the_last_call_of_the_longest_queue_is_refused():
+    async def run():
+        slots = SlotQueue(1, 3, PATIENCE_S)
+        calls = [start(slots, name) for name in ("a", "a", "a", "a")]
+        await rest()
+        calls.append(start(slots, "b"))
+        await rest()
+        for message, _ in calls:
+            message.come.set()
+        return await asyncio.gather(*(task for _, task in calls), return_exceptions=True)
+
+    outcomes = asyncio.run(run())
+    assert [isinstance(each, QueueFull) for each in outcomes] == [False, False, False, True, False]
+
+
+def test_a_slow_message_loses_its_slot_to_a_waiting_call():
+    async def run():
+        slots = SlotQueue(1, 10, PATIENCE_S)
+        _, slow = start(slots, "a")
+        await rest()
+        message, task = start(slots, "b")
+        message.come.set()
+        return await task, (await asyncio.gather(slow, return_exceptions=True))[0]
+
+    answer, refusal = asyncio.run(run())
+    assert answer == b"message"
+    assert isinstance(refusal, QueueFull)
+
+
+def test_a_message_that_does_not_arrive_is_refused():
+    async def run():
+        slots = SlotQueue(1, 10, 0.01)
+        _, slow = start(slots, "a")
+        with pytest.raises(DeadlineExceeded, match="message: expected to arrive within"):
+            await slow
+        message, task = start(slots, "b")
+        message.come.set()
+        return await task
+
+    assert asyncio.run(run()) == b"message"
+
+
+@pytest.mark.parametrize("moment", ["waiting", "reading", "called"])
+def test_a_caller_that_goes_away_leaves_no_slot_occupied(moment):
+    async def run():
+        slots = SlotQueue(1, 10, PATIENCE_S)
+        first, first_task = start(slots, "a")
+        await rest()
+        _, gone = start(slots, "b")
+        await rest()
+        if moment == "waiting":
+            gone.cancel()
+        first.come.set()
+        if moment == "called":
+            await first_task  # the slot is granted at the same moment
+            gone.cancel()
+        await first_task
+        if moment == "reading":
+            await rest()
+            gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        last, last_task = start(slots, "c")
+        last.come.set()
+        return await asyncio.wait_for(last_task, PATIENCE_S)
+
+    assert asyncio.run(run()) == b"message"
+
+
+def test_a_message_that_is_over_while_the_loop_is_busy_ends_once():
+    async def run():
+        unhandled = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unhandled.append(what))
+        slots = SlotQueue(1, 10, 0.3)
+        _, slow = start(slots, "a")
+        await asyncio.sleep(0.26)
+        message, waiting = start(slots, "b")
+        await rest()
+        time.sleep(0.6)
+        message.come.set()
+        results = await asyncio.gather(slow, waiting, return_exceptions=True)
+        return results, unhandled
+
+    (slow, waited), unhandled = asyncio.run(run())
+    assert isinstance(slow, DeadlineExceeded | QueueFull)
+    assert waited == b"message"
+    assert unhandled == []

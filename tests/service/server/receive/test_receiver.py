@@ -1,0 +1,347 @@
+"""The way in and out, over a real server: raw connections send what no client does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from bench.hostile.attacks.flood import PREFILL, opened
+from radixkv.errors import QueueFull
+from radixkv.service.client import AsyncClient
+from radixkv.v1.prefill_pb2 import PrefillRequest
+from tests.events.fake_source import FakeSource
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.server.auth.certificates import Papers
+from tests.service.serving import becomes_true, refusal_of, serving
+
+
+async def begun(address):
+    """Open a call that sends no message yet."""
+    channel = grpc.aio.insecure_channel(address)
+    call = channel.stream_unary(PREFILL)()
+    await call.wait_for_connection()
+    return channel, call
+
+
+def test_a_message_that_does_not_come_is_given_up():
+    async def run():
+        async with serving(FakeEngine(), receive_timeout_s=0.05) as (_, address):
+            channel, call = await begun(address)
+            refusal = await refusal_of(call)
+            await channel.close()
+            return refusal.code(), refusal.details()
+
+    code, details = asyncio.run(run())
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert details == "message: expected to arrive within 0.05 s, got only a part of it"
+
+
+def test_a_call_without_a_message_is_refused():
+    async def run():
+        async with serving(FakeEngine()) as (_, address):
+            channel, call = await begun(address)
+            await call.done_writing()
+            refusal = await refusal_of(call)
+            await channel.close()
+            return refusal.code(), refusal.details()
+
+    assert asyncio.run(run()) == (grpc.StatusCode.INVALID_ARGUMENT, "request: expected one message, got none")
+
+
+def test_a_message_that_comes_when_no_new_calls_are_taken_is_refused():
+    async def run():
+        engine = FakeEngine()
+        async with serving(engine) as (server, address):
+            channel, call = await begun(address)
+            assert await becomes_true(lambda: server.receiver.num_calls == 1)
+            server.receiver.refuse_new()
+            await call.write(PrefillRequest(token_ids=[1]).SerializeToString())
+            refusal = await refusal_of(call)
+            await channel.close()
+            return refusal.code(), engine.futures
+
+    assert asyncio.run(run()) == (grpc.StatusCode.UNAVAILABLE, [])
+
+
+def test_callers_that_send_nothing_keep_nobody_from_being_served():
+    async def run():
+        async with (
+            serving(FakeEngine(), max_message_bytes=2048, max_receiving_bytes=8192) as (_, address),
+            AsyncClient(address) as client,
+        ):
+            stalled = [await begun(address) for _ in range(12)]  # three for each place
+            answer = await client.prefill([3], timeout_s=PATIENCE_S)
+            for channel, call in stalled:
+                call.cancel()
+                await channel.close()
+            return answer.next_token_id
+
+    assert asyncio.run(run()) == 3
+
+
+def test_a_tenant_that_holds_too_much_is_refused_and_others_are_not():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine, max_held_bytes=60_000) as (_, address), AsyncClient(address) as client:
+            prompt = np.ones(10_000, dtype=np.uint32)
+            greedy = asyncio.create_task(client.prefill(prompt, tenant="greedy"))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            refusal = await refusal_of(client.prefill(prompt, tenant="greedy", timeout_s=PATIENCE_S))
+            other = asyncio.create_task(client.prefill(prompt[:1], tenant="other"))
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            engine.open_gate()
+            await asyncio.gather(greedy, other)
+            assert (await client.prefill(prompt, tenant="greedy")).usage.prompt_tokens == 10_000
+            return refusal.code(), dict(tuple(refusal.trailing_metadata())).get("retry-after-ms")
+
+    assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")
+
+
+def test_log_probabilities_of_a_prompt_count_as_held_before_they_are_known():
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with serving(engine, max_held_bytes=60_000) as (_, address), AsyncClient(address) as client:
+            greedy = client.generate(
+                [1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S
+            )  # 48,000 bytes
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            again = client.generate([1] * 100, tenant="greedy", prompt_logprobs=9, timeout_s=PATIENCE_S)
+            refusal = await refusal_of(anext(again))
+            other = client.generate([1] * 100, tenant="greedy", timeout_s=PATIENCE_S)
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            await greedy.aclose()
+            await other.aclose()
+            return refusal.code(), len(engine.futures)
+
+    assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 2)
+
+
+def test_an_answer_that_nobody_reads_ends_with_its_connection():
+    """The answer of 8 MB does not fit into what sockets hold, and the caller reads none of it."""
+
+    async def run():
+        async with (
+            serving(FakeEngine(num_logits=2_000_000), send_timeout_s=0.2) as (_, address),
+            AsyncClient(address) as client,
+        ):
+            reader, writer = await asyncio.open_connection(*address.rsplit(":", 1), limit=1024)
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+            writer.write(frame(4, 1, 0, b""))  # the server's settings are acknowledged, or gRPC would end it after 10 s
+            writer.write(headers(1) + data(1, PrefillRequest(token_ids=[1], return_logits=True)))
+            await writer.drain()
+            closed = await asyncio.wait_for(read_to_end(reader), PATIENCE_S)
+            writer.close()
+            return closed, (await client.prefill([3])).next_token_id
+
+    assert asyncio.run(run()) == (True, 3)
+
+
+def refused(kinds):
+    """Return the configuration of a server that counts refusals in `kinds`."""
+    return {"count_refusal": lambda error: kinds.append(type(error))}
+
+
+def retry_after_ms(refusal):
+    return dict(tuple(refusal.trailing_metadata())).get("retry-after-ms")
+
+
+def test_endless_streams_have_places_of_their_own_and_leave_those_of_calls():
+    kinds = []
+
+    async def run():
+        async with (
+            serving(FakeEngine(), max_calls=16, **refused(kinds)) as (server, address),
+            grpc.aio.insecure_channel(address) as channel,
+            AsyncClient(address) as client,
+        ):
+            watch = health_pb2_grpc.HealthStub(channel).Watch
+            watching = [watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+            for each in watching:
+                await each.read()
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+            talks = [reflection() for _ in range(2)]
+            assert await becomes_true(lambda: server.receiver.num_endless == 2)
+            refusals = [
+                await refusal_of(watch(health_pb2.HealthCheckRequest()).read()),
+                await refusal_of(reflection().read()),
+            ]
+            for talk in talks:
+                talk.cancel()
+            answers = await asyncio.gather(*(client.prefill([number]) for number in range(16)))
+            watching[0].cancel()
+            later = watch(health_pb2.HealthCheckRequest())
+            while True:  # until the server knows of the cancellation
+                try:
+                    await later.read()
+                    break
+                except grpc.aio.AioRpcError:
+                    later = watch(health_pb2.HealthCheckRequest())
+            return [(each.code(), retry_after_ms(each)) for each in refusals], len(answers)
+
+    codes, num_answers = asyncio.run(run())
+    assert codes == [(grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")] * 2
+    assert num_answers == 16
+    assert set(kinds) == {QueueFull}
+
+
+def test_watches_of_strangers_keep_no_router_from_its_events():
+    async def run():
+        engine = FakeEngine()
+        engine.events = FakeSource()
+        engine.events.store(1, 2, 3, 4)
+        own_line = (("grpc.use_local_subchannel_pool", 1),)
+        async with serving(engine, max_calls=16) as (_, address), contextlib.AsyncExitStack() as stack:
+            watches = []
+            for _ in range(5):
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, own_line))
+                watches.append(health_pb2_grpc.HealthStub(channel).Watch)
+            watching = [watch(health_pb2.HealthCheckRequest()) for watch in watches[:4]]
+            for each in watching:
+                await each.read()
+            refusal = await refusal_of(watches[4](health_pb2.HealthCheckRequest()).read())
+            router = await stack.enter_async_context(AsyncClient(address, options=own_line))
+            return refusal.code(), (await anext(router.subscribe(timeout_s=PATIENCE_S))).sequence_number
+
+    code, _ = asyncio.run(run())
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():
+    kinds = []
+
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with (
+            serving(engine, max_calls=4, **refused(kinds)) as (_, address),
+            AsyncClient(address) as greedy,
+            opened(address) as connection,
+        ):
+
+            def other():
+                return connection.unary_unary(PREFILL)(PrefillRequest(token_ids=[1]).SerializeToString())
+
+            calls = [asyncio.ensure_future(greedy.prefill([1])) for _ in range(4)]
+            assert await becomes_true(lambda: len(engine.futures) == 4)
+            refusal = await refusal_of(greedy.prefill([1]))
+            calls += [other() for _ in range(2)]
+            assert await becomes_true(lambda: len(engine.futures) == 6)
+            last = await refusal_of(other())
+            engine.open_gate()
+            await asyncio.gather(*calls)
+            return refusal.details(), last.details(), retry_after_ms(refusal)
+
+    assert asyncio.run(run()) == (
+        "service: expected at most 4 calls in flight of this connection, got 5",
+        "service: expected at most 2 calls in flight of this connection, got 3",
+        "1000",
+    )
+    assert kinds == [QueueFull] * 2
+
+
+def test_connections_of_one_credential_share_its_calls(tmp_path):
+    papers = Papers(tmp_path)
+
+    async def run():
+        engine = FakeEngine(is_gated=True)
+        async with (
+            serving(engine, max_calls=2, **papers.tls) as (_, address),
+            AsyncClient(address, **papers.client("acme")) as first,
+            AsyncClient(address, **papers.client("acme")) as second,
+            AsyncClient(address, **papers.client("globex")) as other,
+        ):
+            calls = [asyncio.ensure_future(client.prefill([1])) for client in (first, second)]
+            assert await becomes_true(lambda: len(engine.futures) == 2)
+            refusals = [(await refusal_of(client.prefill([1]))).details() for client in (first, second)]
+            calls.append(asyncio.ensure_future(other.prefill([1])))
+            assert await becomes_true(lambda: len(engine.futures) == 3)
+            engine.open_gate()
+            await asyncio.gather(*calls)
+            return refusals
+
+    assert asyncio.run(run()) == ["service: expected at most 2 calls in flight of this credential, got 3"] * 2
+
+
+def test_a_conversation_ends_when_its_time_is_over():
+    async def run():
+        async with (
+            serving(FakeEngine(), receive_timeout_s=0.3) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await talk.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            listed = await talk.read()
+            refusal = await refusal_of(talk.read())
+            return bool(listed.list_services_response.service), refusal.code()
+
+    assert asyncio.run(run()) == (True, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def test_messages_that_bring_no_prompt_are_small():
+    async def run():
+        async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            talk = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await talk.write(reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 5000))
+            refusals = [await refusal_of(check(health_pb2.HealthCheckRequest(service="x" * 5000)))]
+            refusals.append(await refusal_of(talk.read()))
+            return {(each.code(), each.details()) for each in refusals}
+
+    ((code, details),) = asyncio.run(run())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details == "request: expected at most 4096 bytes without a prompt, got 5003"
+
+
+def test_what_strangers_hold_is_not_counted_for_the_tenant_without_a_name():
+    async def run():
+        async with (
+            serving(FakeEngine(), max_held_bytes=1000) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+            AsyncClient(address) as client,
+        ):
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x" * 900))
+            await watch.read()
+            return (await client.prefill([1] * 60, tenant="")).usage.prompt_tokens
+
+    assert asyncio.run(run()) == 60
+
+
+async def read_to_end(reader) -> bool:
+    """Read without ever widening a window, until the connection ends."""
+    try:
+        while await reader.read(65_536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def headers(stream: int) -> bytes:
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": PREFILL,
+        ":authority": "x",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    block = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    )
+    return frame(1, 4, stream, block)
+
+
+def data(stream: int, message: PrefillRequest) -> bytes:
+    body = message.SerializeToString()
+    return frame(0, 1, stream, b"\0" + len(body).to_bytes(4, "big") + body)

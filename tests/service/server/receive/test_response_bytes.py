@@ -1,0 +1,39 @@
+import pytest
+
+from radixkv.gateway import vllm_engine_pb2
+from radixkv.service.server.receive.response_bytes import response_bytes, unsent_bytes
+from radixkv.v1.cache_pb2 import StatsRequest
+from radixkv.v1.prefill_pb2 import GenerateRequest, PrefillRequest
+
+PROMPT = PrefillRequest(token_ids=range(10))
+
+
+def of_gateway(**sampling):
+    return vllm_engine_pb2.GenerateRequest(
+        tokenized=vllm_engine_pb2.TokenizedInput(input_ids=range(10)),
+        sampling_params=vllm_engine_pb2.SamplingParams(**sampling),
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "num_bytes"),
+    [
+        (PrefillRequest(return_logits=True), 3 * 4 * 1000),
+        (PrefillRequest(), 0),
+        (StatsRequest(), 0),
+        (GenerateRequest(prefill=PROMPT, prompt_logprobs=0), 3 * 16 * 10),
+        (GenerateRequest(prefill=PROMPT, prompt_logprobs=4, logprobs=9), 3 * 16 * 10 * 5),
+        (GenerateRequest(prefill=PROMPT, logprobs=4), 0),
+        (GenerateRequest(prefill=PROMPT, prompt_logprobs=2**32 - 1), 3 * 16 * 10 * 101),
+        (of_gateway(prompt_logprobs=4), 3 * 16 * 10 * 5),
+        (of_gateway(prompt_logprobs=-1), 3 * 16 * 10),
+        (of_gateway(logprobs=4), 0),
+    ],
+)
+def test_what_is_asked_for_counts_three_times_and_other_answers_only_once_they_are_there(request_, num_bytes):
+    assert response_bytes(request_, 1000) == num_bytes
+
+
+def test_a_generated_token_takes_as_much_as_one_more_log_probability():
+    assert unsent_bytes(7, 0) == 3 * 16 * 7
+    assert unsent_bytes(7, 101) == 3 * 16 * 7 * 102

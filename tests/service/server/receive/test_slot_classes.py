@@ -1,0 +1,120 @@
+import asyncio
+
+import pytest
+
+from radixkv.errors import DeadlineExceeded
+from radixkv.service.server.receive import receive_slots
+from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
+from radixkv.service.server.receive.receive_slots import ReceiveSlots
+from tests.patience import PATIENCE_S
+
+SMALL, LARGE = bytes(WINDOW_BYTES), bytes(WINDOW_BYTES + 1)
+
+
+class Senders:
+    """Connections that send; one slot for small messages and one for large ones."""
+
+    def __init__(self, timeout_s=PATIENCE_S, num_waiting=10):
+        self.slots = ReceiveSlots(2, num_waiting, timeout_s)
+        self.being_read = []
+
+    def start(self, connection, come=None, message=SMALL):
+        async def read():
+            self.being_read.append(connection)
+            if come is not None:
+                await come.wait()
+            return message
+
+        return asyncio.create_task(self.slots.receive(connection, read))
+
+    async def send(self, connection, message):
+        return await self.start(connection, message=message)
+
+
+async def rest():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_small_messages_do_not_wait_behind_large_ones_and_new_connections():
+    async def run():
+        senders, come = Senders(), asyncio.Event()
+        for name, message in (("small", SMALL), ("large", LARGE)):
+            await senders.send(name, message)
+        waiting = [senders.start(name, come, LARGE) for name in ("large", "new", "newer")]
+        await rest()
+        assert senders.being_read == ["small", "large", "large"]
+        assert await senders.send("small", SMALL) == SMALL
+        come.set()
+        assert await asyncio.gather(*waiting) == [LARGE] * 3
+
+    asyncio.run(run())
+
+
+def test_large_messages_and_new_connections_do_not_wait_behind_small_ones():
+    async def run():
+        senders, come = Senders(), asyncio.Event()
+        await senders.send("small", SMALL)
+        waiting = senders.start("small", come)
+        await rest()
+        for _ in range(2):  # new at first
+            assert await senders.send("large", LARGE) == LARGE
+        come.set()
+        await waiting
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_sends_small_messages_again_uses_their_slots_again():
+    async def run():
+        senders, come = Senders(), asyncio.Event()
+        for message in (SMALL, LARGE, SMALL):
+            await senders.send("a", message)
+        waiting = senders.start("new", come)  # occupies the slot for large messages
+        await rest()
+        assert await senders.send("a", SMALL) == SMALL
+        come.set()
+        await waiting
+
+    asyncio.run(run())
+
+
+def test_a_connection_whose_message_does_not_arrive_uses_the_slots_for_large_ones():
+    async def run():
+        senders, come = Senders(timeout_s=0.01), asyncio.Event()
+        for name in ("slow", "small"):
+            await senders.send(name, SMALL)
+        with pytest.raises(DeadlineExceeded):
+            await senders.start("slow", asyncio.Event())
+        slow = senders.start("slow", come)
+        await rest()
+        assert await senders.send("small", SMALL) == SMALL
+        come.set()
+        await asyncio.gather(slow, return_exceptions=True)  # it may be late again
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_stream_counts_as_small():
+    async def run():
+        senders, end, come = Senders(), object(), asyncio.Event()
+        assert await senders.send("a", end) is end
+        waiting = senders.start("new", come)
+        await rest()
+        assert await senders.send("a", SMALL) == SMALL
+        come.set()
+        await waiting
+
+    asyncio.run(run())
+
+
+def test_the_number_of_remembered_connections_is_bounded(monkeypatch):
+    monkeypatch.setattr(receive_slots, "_MAX_REMEMBERED", 2)
+
+    async def run():
+        senders = Senders()
+        for name in "abc":
+            await senders.send(name, SMALL)
+        assert list(senders.slots._sends_small) == ["b", "c"]
+
+    asyncio.run(run())

@@ -1,0 +1,95 @@
+import asyncio
+
+from radixkv.service.server.receive.unsent_responses import UnsentResponses
+from tests.service.serving import becomes_true
+
+
+class Call:
+    def __init__(self, peer):
+        self._peer = peer
+
+    def peer(self):
+        return self._peer
+
+
+def test_connections_that_leave_an_answer_unread_are_closed():
+    async def run():
+        closed = []
+        unsent = UnsentResponses(0.05, lambda peers: closed.append(peers) or len(peers))
+        read, unread = Call("ipv4:1.1.1.1:1"), Call("ipv4:1.1.1.1:2")
+        unsent.add(read)
+        unsent.add(unread)
+        unsent.discard(read)
+        assert await becomes_true(lambda: bool(closed))
+        later = Call("ipv4:1.1.1.1:3")
+        unsent.add(later)
+        assert await becomes_true(lambda: len(closed) == 2)
+        return closed
+
+    assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}, {"ipv4:1.1.1.1:3"}]
+
+
+def test_the_log_tells_how_many_connections_were_closed(caplog):
+    async def run():
+        unsent = UnsentResponses(0.01, lambda _: 1)  # one of the two has gone by itself
+        for port in (1, 2):
+            unsent.add(Call(f"ipv4:1.1.1.1:{port}"))
+        assert await becomes_true(lambda: bool(caplog.records))
+
+    asyncio.run(run())
+    assert caplog.messages == ["closed 1 connections that left responses unread"]
+
+
+def test_a_call_that_is_over_may_be_discarded_again():
+    async def run():
+        closed = []
+        unsent = UnsentResponses(60, lambda peers: closed.append(peers) or 0)
+        call = Call("ipv4:1.1.1.1:1")
+        unsent.add(call)
+        unsent.discard(call)
+        unsent.discard(call)
+        return closed
+
+    assert asyncio.run(run()) == []
+
+
+def test_an_answer_that_left_while_the_loop_was_busy_closes_nothing():
+    async def run():
+        closed = []
+        unsent = UnsentResponses(0.02, lambda peers: closed.append(peers) or 0)
+        call = Call("ipv4:1.1.1.1:1")
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() + 0.05
+        unsent.add(call)
+        while loop.time() < late_s:  # busy: nobody is told of anything
+            pass
+        loop.call_later(0, unsent.discard, call)
+        unread = Call("ipv4:1.1.1.1:2")
+        unsent.add(unread)
+        assert await becomes_true(lambda: bool(closed))
+        return closed
+
+    assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}]
+
+
+def test_a_stream_whose_late_part_has_left_is_not_closed_for_its_next_one():
+    async def run():
+        closed = []
+        unsent = UnsentResponses(0.02, lambda peers: closed.append(peers) or 0)
+        stream, unread = Call("ipv4:1.1.1.1:1"), Call("ipv4:1.1.1.1:2")
+
+        def go_on():
+            unsent.discard(stream)
+            unsent.add(stream)
+
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() + 0.05
+        unsent.add(stream)
+        unsent.add(unread)
+        while loop.time() < late_s:  # both are late at the first look
+            pass
+        loop.call_later(0.05, go_on)  # between the two looks: timers run in the order in which they are due
+        assert await becomes_true(lambda: bool(closed))
+        return closed[0]
+
+    assert asyncio.run(run()) == {"ipv4:1.1.1.1:2"}

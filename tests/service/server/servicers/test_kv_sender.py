@@ -1,0 +1,344 @@
+"""FetchKV as it leaves a server, and as `KVFetcher` of another one takes it, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.config import KVSourceConfig, TransferConfig
+from radixkv.engine.transfer.lease_exporter import LeaseBlocks
+from radixkv.engine.transfer.transfer import Transfer
+from radixkv.errors import Cause, InvalidRequest, KVSourceError, RadixKVError, UnknownLease
+from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.tiers.block_object import BlockObject, Wanted, object_bytes, open_object
+from radixkv.service.client import KVSource
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.servicers import kv_sender
+from radixkv.service.server.servicers.kv_fetcher import KVFetcher
+from radixkv.service.server.servicers.kv_sources import sources_of
+from radixkv.storage.layer_bytes import LayerBytes, Layers
+from radixkv.v1.prefill_pb2 import FetchKVRequest
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import serving
+
+SIZE, PAYLOAD_BYTES, NUM_BLOCKS = 16, 5000, 6
+FORMAT = BlockFormat("model", "float32", "fp32", "fake", SIZE, PAYLOAD_BYTES, "cpu")
+PROMPT = bytes(range(1, 1 + 4 * SIZE)) * NUM_BLOCKS + bytes(4)
+
+
+def blocks() -> list[KeyedBlock]:
+    keys, namespace = BlockKeys(FORMAT), Namespace("model", "acme")
+    parent, listed = keys.root(namespace), []
+    for index in range(NUM_BLOCKS):
+        own = PROMPT[4 * SIZE * index : 4 * SIZE * (index + 1)]
+        listed.append(KeyedBlock(keys.child(parent, own), parent, own, namespace))
+        parent = listed[-1].key
+    return listed
+
+
+def payload_of(index: int, layers: Layers | None = None) -> memoryview:
+    payload = memoryview(bytes([index]) * PAYLOAD_BYTES)
+    return payload if layers is None else FakeTransfer.layer_bytes.cut(payload, layers)
+
+
+def ended(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class FakeStores:
+    """A shared store without a place of its own. `there` are the blocks that it is said to have, `gone` those of them
+    that it has not."""
+
+    def __init__(self, there: Sequence[int] | None = None, gone: Sequence[int] = (), name: str = "redis") -> None:
+        self.there, self.gone, self.name = there, gone, name
+        self.num_loaded = 0
+
+    def names(self) -> list[str]:
+        return [] if self.there is None else [self.name]
+
+    def exists(self, name: str, asked: Sequence[KeyedBlock]) -> Future[Any]:
+        assert name == self.name
+        return ended([blocks().index(each) in (self.there or ()) for each in asked])
+
+    def load(self, name: str, asked: Sequence[KeyedBlock]) -> Future[Any]:
+        indices = [blocks().index(each) for each in asked]
+        self.num_loaded += len(indices)
+        return ended([None if index in self.gone else payload_of(index) for index in indices])
+
+    def copy_of(self, block: memoryview | None) -> memoryview | None:
+        return block
+
+
+class FakeTransfer:
+    """Gives and takes blocks whose K and V are their index. `faults` says what to do instead, call by call."""
+
+    block_format, object_bytes = FORMAT, object_bytes(SIZE, PAYLOAD_BYTES)
+    layer_bytes = LayerBytes(5, PAYLOAD_BYTES // 5, 0)
+    payload_of = Transfer.payload_of
+
+    def __init__(self, address: str = "", **config: Any) -> None:
+        self.config = TransferConfig(serve=True, **config)
+        self.sources = {"there": KVSourceConfig(address)} if address else {}
+        self.fleet = None
+        self.faults: list[Any] = []
+        self.num_reads = self.most_read = 0
+        self.stores = FakeStores()
+
+    def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
+        return self._answer(lambda: LeaseBlocks(blocks(), range(NUM_BLOCKS)))
+
+    def stores_for(self, blocks: Sequence[KeyedBlock], tenant: str) -> Future[list[str]]:
+        return ended(self.stores.names())
+
+    def objects(
+        self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
+    ) -> Future[Any]:
+        self.num_reads += len(indices)
+        self.most_read = max(self.most_read, len(indices))
+        return self._answer(
+            lambda: [
+                BlockObject(each.key, each.parent, 0, each.tokens, payload_of(index, layers))
+                for index, each in ((index, found.blocks[index]) for index in indices)
+            ]
+        )
+
+    def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
+        return blocks()
+
+    def _answer(self, make: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is None:
+            future.set_result(make())
+        elif isinstance(fault, Exception):
+            future.set_exception(fault)
+        else:
+            future.set_result(fault(make()))
+        return future
+
+
+def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores | None = None, **config: Any) -> Any:
+    """Fetch a prompt through two engines; returns what came, and the bytes that are free in the end."""
+
+    async def run() -> Any:
+        source, target = FakeEngine(), FakeEngine()
+        source.transfer = sending
+        async with serving(source) as (_, address):
+            target.transfer = FakeTransfer(address, **config)
+            target.transfer.stores = stores or FakeStores()
+            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
+            params = PrefillParams(PROMPT, Caller("acme"))
+            try:
+                came = await fetcher.fetch(params, KVSource(address=address, lease_id=lease_id))
+                told = None if came is None else (came.first_block, [payload[0] for payload in came.payloads])
+                taken = fetcher._fetched.used
+                del came
+            finally:
+                with contextlib.suppress(RadixKVError):
+                    await fetcher._sources.client_of(address).close()
+            gc.collect()
+            await asyncio.sleep(0)
+            assert fetcher._fetched.used == 0, "whatever happened"
+            return told, taken
+
+    return asyncio.run(run())
+
+
+def test_blocks_come_as_they_are_and_give_their_room_back() -> None:
+    assert fetched(FakeTransfer()) == ((0, list(range(NUM_BLOCKS))), NUM_BLOCKS * PAYLOAD_BYTES)
+
+
+def test_no_more_is_fetched_than_there_is_room_for() -> None:
+    assert fetched(FakeTransfer(), max_fetching_bytes=4 * PAYLOAD_BYTES + 2) == ((0, [0, 1]), 2 * PAYLOAD_BYTES)
+
+
+def test_without_room_for_a_block_nothing_is_fetched() -> None:
+    assert fetched(FakeTransfer(), max_fetching_bytes=2 * PAYLOAD_BYTES - 1) == (None, 0)
+
+
+def test_queued_generations_of_a_tenant_keep_nobody_else_from_fetching() -> None:
+    """FetchedBlocks K/V stays until the engine copies it."""
+
+    async def run() -> Any:
+        source, target = FakeEngine(), FakeEngine()
+        source.transfer = FakeTransfer()
+        async with serving(source) as (_, address):
+            target.transfer = FakeTransfer(address, max_fetching_bytes=4 * NUM_BLOCKS * PAYLOAD_BYTES)
+            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
+            lease = KVSource(address=address, lease_id="a lease")
+            tenants = ("busy", "busy", "busy", "other", "other", "third")
+            came = [await fetcher.fetch(PrefillParams(PROMPT, Caller(tenant)), lease) for tenant in tenants]
+            await fetcher._sources.client_of(address).close()
+            return [None if each is None else len(each.blocks) for each in came], fetcher._fetched.used
+
+    told, taken = asyncio.run(run())
+    assert told == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], "all, half, and a third of half of the room"
+    assert taken <= 4 * NUM_BLOCKS * PAYLOAD_BYTES
+
+
+def test_what_is_not_there_gives_its_room_back_at_once() -> None:
+    sending = FakeTransfer()
+    sending.faults = [lambda found: LeaseBlocks(found.blocks[:4], found.block_ids[:4])]
+    assert fetched(sending) == ((0, [0, 1, 2, 3]), 4 * PAYLOAD_BYTES)
+
+
+def test_large_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_sender, "_MAX_DATA_BYTES", 999)
+    assert fetched(FakeTransfer())[0] == (0, list(range(NUM_BLOCKS)))
+
+
+def test_a_stream_that_breaks_off_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)  # a block a call
+    sending = FakeTransfer()
+    sending.faults = [None, None, None, RuntimeError("broken")]
+    assert fetched(sending)[0] == (0, list(range(NUM_BLOCKS)))
+    assert sending.num_reads == NUM_BLOCKS + 1, "none was sent again"
+
+
+def test_a_stream_that_breaks_off_each_time_is_given_up() -> None:
+    sending = FakeTransfer()
+    sending.faults = [RuntimeError("broken")] * 9
+    with pytest.raises(KVSourceError, match="got INTERNAL") as caught:
+        fetched(sending)
+    assert caught.value.cause is Cause.KV_SOURCE
+
+
+def test_a_lease_that_ends_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)
+    sending = FakeTransfer()
+    sending.faults = [None, None, UnknownLease("lease_id: expected another")]
+    with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another") as caught:
+        fetched(sending)
+    assert caught.value.cause is Cause.KV_SOURCE
+
+
+def test_a_block_that_is_changed_on_the_way_is_found() -> None:
+    def damaged(objects: list[BlockObject]) -> list[Any]:
+        class Changed:
+            def pieces(self) -> list[bytes]:
+                data = bytearray(b"".join(objects[1].pieces()))
+                data[700] ^= 1
+                return [bytes(data)]
+
+        return [objects[0], Changed(), *objects[2:]]
+
+    sending = FakeTransfer()
+    sending.faults = [None, damaged]
+    with pytest.raises(KVSourceError, match="got a block that is damaged"):
+        fetched(sending)
+
+
+def test_blocks_of_a_shared_store_come_as_handles_and_are_loaded_there() -> None:
+    sending, stores = FakeTransfer(), FakeStores(there=())
+    sending.stores = FakeStores(there=(0, 1, 3, 5))
+    assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+    assert (stores.num_loaded, sending.num_reads) == (4, 2)
+
+
+def test_what_can_not_be_loaded_is_fetched() -> None:
+    sending, stores = FakeTransfer(), FakeStores(there=(), gone=(1, 2, 5))
+    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+    assert stores.num_loaded == NUM_BLOCKS
+    assert sending.num_reads >= 3
+
+
+def test_a_store_that_only_one_side_has_is_not_used() -> None:
+    for ours, theirs in ((None, range(NUM_BLOCKS)), ((), None)):
+        sending, stores = FakeTransfer(), FakeStores(ours)
+        sending.stores = FakeStores(theirs)
+        assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+        assert stores.num_loaded == 0
+    sending, stores = FakeTransfer(), FakeStores((), name="mooncake")
+    sending.stores = FakeStores(range(NUM_BLOCKS))
+    assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
+
+
+def test_a_handle_of_another_block_is_found() -> None:
+    sending = FakeTransfer()
+    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    other = [each._replace(key=bytes(32)) for each in blocks()]
+    sending.faults = [lambda found: LeaseBlocks(other, found.block_ids)]
+    sending.stores.exists = lambda name, asked: ended([True] * len(asked))
+    with pytest.raises(KVSourceError, match="got a handle of another block or store"):
+        fetched(sending, stores=FakeStores(there=()))
+
+
+def test_a_lease_that_ends_before_what_is_gone_is_fetched_is_told() -> None:
+    sending = FakeTransfer()
+    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    sending.faults = [None, None, UnknownLease("lease_id: expected another")]
+    with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another"):
+        fetched(sending, stores=FakeStores(there=(), gone=(4,)))
+
+
+@pytest.mark.parametrize(("first", "num", "expected"), [(0, 0, (0, 5)), (0, 2, (0, 2)), (2, 0, (2, 3)), (4, 1, (4, 1))])
+def test_some_layers_are_sent_from_the_middle_on(first: int, num: int, expected: tuple[int, int]) -> None:
+    request = FetchKVRequest(lease_id="a", first_block=4, first_layer=first, num_layers=num)
+    told, *others = sent(request)
+    num_bytes = expected[1] * PAYLOAD_BYTES // 5
+    assert (told.format.first_layer, told.format.sent_layers, told.format.sent_bytes) == (*expected, num_bytes)
+    assert (told.format.num_layers, told.format.block_bytes) == (5, PAYLOAD_BYTES)
+    for index, response in enumerate(others, 4):
+        wanted = Wanted(blocks()[index].key, blocks()[index].tokens)
+        assert open_object(memoryview(response.data), wanted, num_bytes) == memoryview(bytes([index]) * num_bytes)
+    assert len(others) == 2
+
+
+def test_no_more_whole_blocks_are_read_at_a_time_than_a_slice_has_however_few_layers_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_sender, "_SLICE_BYTES", 2 * PAYLOAD_BYTES)
+    transfer = FakeTransfer()
+    told = sent(FetchKVRequest(lease_id="a", num_layers=1), transfer)
+    assert [each.block for each in told[1:]] == list(range(NUM_BLOCKS))
+    assert (transfer.most_read, transfer.num_reads) == (2, NUM_BLOCKS)
+
+
+def sent(request: FetchKVRequest, transfer: FakeTransfer | None = None) -> list[Any]:
+    """All that a server answers."""
+
+    async def run() -> list[Any]:
+        engine = FakeEngine()
+        engine.transfer = transfer or FakeTransfer()
+        engine.transfer.stores = FakeStores(there=(1, 4))
+        return [each async for each in kv_sender.KVSender(engine, Mailbox()).responses(request)]
+
+    return asyncio.run(run())
+
+
+def test_handles_name_a_store_of_the_caller() -> None:
+    stores = [each.handle.store for each in sent(FetchKVRequest(lease_id="a", stores=["mooncake", "redis"]))[1:]]
+    assert stores == ["", "redis", "", "", "redis", ""]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"first_block": 7}, "first_block: expected at most the 6 blocks, got 7"),
+        ({"first_layer": 5}, "first_layer: expected at most 4, the last one, got 5"),
+        ({"first_layer": 3, "num_layers": 3}, "num_layers: expected at most 2 from layer 3 on, got 3"),
+        ({"num_layers": 6}, "num_layers: expected at most 5 from layer 0 on, got 6"),
+        (
+            {"num_layers": 1, "stores": ["redis"]},
+            "stores: expected none with a range of layers, because stores hold whole blocks, got some",
+        ),
+        ({"stores": ["redis"] * 17}, "stores: expected at most 16, got 17"),
+    ],
+)
+def test_fields_out_of_range_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sent(FetchKVRequest(lease_id="a", **fields))
+    assert str(caught.value) == message

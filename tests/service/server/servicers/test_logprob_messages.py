@@ -1,0 +1,60 @@
+"""Parts of answers with log probabilities: few of them in a message, many as bytes that say the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from radixkv.api.logprob_table import LogprobRows, LogprobTable
+from radixkv.api.result import TokenLogprobs
+from radixkv.service.server.servicers.logprob_messages import with_logprobs
+from radixkv.service.server.servicers.response_writer import PIECE_NUMBERS, ResponseWriter
+from radixkv.v1.prefill_pb2 import GenerateResponse, TokenLogprob, Usage
+from radixkv.v1.prefill_pb2 import TokenLogprobs as Message
+
+
+def rows_of(num_rows: int, num_top: int) -> list[TokenLogprobs]:
+    top = tuple((2**32 - 1 - rank, -0.5 * rank) for rank in range(num_top))
+    return [TokenLogprobs(-0.25 * number, top) for number in range(num_rows)]
+
+
+def messages(rows: Iterable[TokenLogprobs]) -> list[Message]:
+    return [
+        Message(logprob=row.logprob, top=[TokenLogprob(token_id=each, logprob=logprob) for each, logprob in row.top])
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_generated", "num_prompt", "num_top", "is_large"),
+    [(0, 0, 0, False), (2, 3, 2, False), (1, PIECE_NUMBERS, 0, True), (700, 0, 3, True), (40, 1500, 5, True)],
+)
+def test_a_part_has_its_log_probabilities_however_many_they_are(
+    num_generated: int, num_prompt: int, num_top: int, is_large: bool
+) -> None:
+    part = GenerateResponse(request_id="r", token_ids=range(num_generated), usage=Usage(prompt_tokens=7), index=3)
+    expected = GenerateResponse()
+    expected.CopyFrom(part)
+    generated, of_prompt = rows_of(num_generated, num_top), rows_of(num_prompt, num_top)
+    expected.logprobs.extend(messages(generated))
+    expected.prompt_logprobs.extend(messages(of_prompt))
+    written = asyncio.run(with_logprobs(ResponseWriter(), part, generated, of_prompt))
+    assert isinstance(written, bytes) is is_large
+    assert (GenerateResponse.FromString(written) if isinstance(written, bytes) else written) == expected
+
+
+@pytest.mark.parametrize(("num_rows", "num_top"), [(1500, 0), (700, 1), (300, 20)])
+def test_rows_in_arrays_say_the_same(num_rows: int, num_top: int) -> None:
+    random = np.random.default_rng(num_rows)
+    logprobs = -random.exponential(size=(num_rows, 1 + num_top)).astype(np.float32)
+    logprobs[0], logprobs[1] = -np.inf, 0
+    token_ids = (2.0 ** random.uniform(0, 32, (num_rows, num_top))).astype(np.uint32)
+    token_ids[:2] = [[0], [2**32 - 1]]
+    told = LogprobTable(num_rows)
+    told.put(0, LogprobRows(logprobs, token_ids))
+    written = asyncio.run(with_logprobs(ResponseWriter(), GenerateResponse(index=3), [], told))
+    assert isinstance(written, bytes)
+    assert GenerateResponse.FromString(written) == GenerateResponse(index=3, prompt_logprobs=messages(told))

@@ -1,0 +1,126 @@
+import asyncio
+import contextlib
+import gc
+
+import pytest
+
+from radixkv.service.client import AsyncClient
+from radixkv.service.server.calls import InFlightCalls, when_over
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import refusal_of, serving
+
+
+class Call:
+    """A call whose task runs until `end`."""
+
+    def __init__(self, calls):
+        self._is_over = asyncio.Event()
+        self.end = self._is_over.set
+        self._task = asyncio.create_task(self._run(calls))
+
+    async def _run(self, calls):
+        calls.add(self)
+        when_over(lambda: calls.discard(self))
+        await self._is_over.wait()
+
+
+@pytest.fixture
+def calls():
+    return InFlightCalls()
+
+
+async def begun(calls):
+    call = Call(calls)
+    await asyncio.sleep(0)
+    return call
+
+
+def test_calls_in_flight_are_waited_for(calls):
+    async def run():
+        first, second = await begun(calls), await begun(calls)
+        finish = asyncio.create_task(calls.finish(60))
+        first.end()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        was_waiting = not finish.done()
+        second.end()
+        return was_waiting, await asyncio.wait_for(finish, PATIENCE_S)
+
+    assert asyncio.run(run()) == (True, True)
+
+
+def test_later_calls_are_not_waited_for(calls):
+    async def run():
+        call = await begun(calls)
+        finish = asyncio.create_task(calls.finish(60))
+        await asyncio.sleep(0)
+        await begun(calls)
+        call.end()
+        return await asyncio.wait_for(finish, PATIENCE_S)
+
+    assert asyncio.run(run())
+
+
+def test_the_wait_is_bounded(calls):
+    async def run():
+        await begun(calls)
+        return await asyncio.wait_for(calls.finish(0.05), PATIENCE_S)
+
+    assert not asyncio.run(run())
+
+
+@contextlib.contextmanager
+def uncollected():
+    """Yields a list, which has at the end all that only the garbage collector could free."""
+    found = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_calls_leave_no_reference_cycles():
+    async def run():
+        async with serving(FakeEngine()) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
+            await client.prefill([1, 2])
+            await client.probe([1, 2])
+            async for _ in client.generate([1, 2], max_new_tokens=2):
+                pass
+            await refusal_of(client.prefill([]))
+            await refusal_of(client.release("unknown"))
+
+    with uncollected() as found:
+        asyncio.run(run())
+    assert not {"RPCState", "_ServicerContext", "AbortError"} & {type(each).__name__ for each in found}
+
+
+def test_callbacks_run_once_in_order_when_a_call_is_over_even_if_one_raises():
+    ended, raised = [], []
+
+    def fail():
+        ended.append("fail")
+        raise ValueError("expected by this test")
+
+    async def call():
+        when_over(lambda: ended.append("first"))
+        when_over(fail)
+        when_over(lambda: ended.append("last"))
+        await asyncio.sleep(0)
+        assert not ended
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, error: raised.append(str(error["exception"])))
+        await asyncio.gather(call())
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert ended == ["first", "fail", "last"]
+    assert raised == ["expected by this test"]

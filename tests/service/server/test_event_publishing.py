@@ -1,0 +1,65 @@
+import importlib.util
+import logging
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from radixkv.config import EventsConfig
+from radixkv.errors import ConfigError
+from radixkv.service.server.event_publishing import publishing, require_publishable
+from tests.events.fake_source import FakeSource
+
+ANYWHERE = "tcp://127.0.0.1:*"
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "msgpack" else find_spec(name))
+    require_publishable(EventsConfig())
+    with pytest.raises(ConfigError, match=r"^events.zmq_endpoint: the package msgpack is missing.*\.\[events\]"):
+        require_publishable(EventsConfig(zmq_endpoint=ANYWHERE))
+
+
+def test_a_replay_needs_something_to_replay():
+    with pytest.raises(ConfigError, match=r"^events.zmq_endpoint: expected an address with events.replay_endpoint"):
+        require_publishable(EventsConfig(replay_endpoint=ANYWHERE))
+
+
+def test_nothing_is_recorded_without_an_endpoint():
+    source = FakeSource()
+    with publishing(SimpleNamespace(events=source), EventsConfig()):
+        source.store(1, 2, 3, 4)
+    assert source.log.num_batches == 0
+
+
+def test_events_are_recorded_and_published_while_it_lasts(caplog):
+    source = FakeSource()
+    with (
+        caplog.at_level(logging.INFO),
+        publishing(SimpleNamespace(events=source), EventsConfig(zmq_endpoint=ANYWHERE, replay_endpoint=ANYWHERE)),
+    ):
+        source.store(1, 2, 3, 4)
+    assert source.log.num_batches == 1
+    assert caplog.text.count("tcp://127.0.0.1:") == 2
+
+
+def test_an_address_that_can_not_be_bound_is_refused():
+    with (
+        pytest.raises(ConfigError, match=r"^events\.zmq_endpoint: expected"),
+        publishing(SimpleNamespace(events=FakeSource()), EventsConfig(zmq_endpoint="nowhere")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("key", ["zmq_endpoint", "replay_endpoint"])
+def test_addresses_are_tried_before_a_model_is_loaded_and_are_free_after_it(key):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        for endpoint in ("nope", taken):
+            with pytest.raises(ConfigError, match=rf"^events\.{key}: expected a ZMQ address that can be bound"):
+                require_publishable(EventsConfig(**{"zmq_endpoint": ANYWHERE, key: endpoint}))
+    config = EventsConfig(**{"zmq_endpoint": ANYWHERE, key: taken})
+    require_publishable(config)
+    with publishing(SimpleNamespace(events=FakeSource()), config):
+        pass
