@@ -32,7 +32,7 @@ def test_numbers_rise_by_one() -> None:
     assert (log.first, log.last, log.num_batches, log.num_blocks) == (log.start + 1, log.start + 5, 5, 5)
 
 
-def test_a_reader_goes_on_from_any_number_that_is_kept() -> None:
+def test_a_reader_can_continue_from_any_kept_number() -> None:
     log = filled(5)
     for after in range(log.start, log.last + 1):
         log.require(after)
@@ -77,7 +77,7 @@ def test_a_new_life_refuses_every_number_of_an_earlier_one() -> None:
             new.require(number)
 
 
-def test_listeners_are_told_of_each_batch_and_of_the_end() -> None:
+def test_listeners_are_called_for_each_batch_and_at_the_end() -> None:
     log, told = EventLog(), []
     log.listen(lambda: told.append(log.last - log.start))
     log.append((removed(),))
@@ -87,7 +87,7 @@ def test_listeners_are_told_of_each_batch_and_of_the_end() -> None:
     assert isinstance(log.error, Draining)
 
 
-def test_a_listener_that_is_taken_out_is_told_of_nothing_more() -> None:
+def test_a_removed_listener_is_not_called() -> None:
     log, told = EventLog(), []
 
     def first() -> None:

@@ -32,7 +32,7 @@ async def read(readers: EventReaders, start: int, last: int) -> list[EventBatch]
     raise AssertionError("the stream ended")
 
 
-def test_a_reader_begins_with_a_snapshot_and_goes_on() -> None:
+def test_a_reader_gets_a_snapshot_and_then_new_batches() -> None:
     async def test() -> None:
         source = FakeSource()
         readers = EventReaders(source)
@@ -111,7 +111,7 @@ def test_a_number_of_another_life_is_refused_at_once() -> None:
     run(test)
 
 
-def test_a_slow_reader_is_told_and_others_go_on() -> None:
+def test_a_slow_reader_loses_events_and_others_continue() -> None:
     async def test() -> None:
         source = FakeSource(max_batches=4)
         readers = EventReaders(source)

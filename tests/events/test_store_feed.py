@@ -121,7 +121,7 @@ class Watched:
         return found
 
 
-def test_a_store_is_told_of_once_it_has_the_blocks_with_the_hashes_that_the_device_had() -> None:
+def test_a_stored_block_is_reported_with_the_hash_that_it_had_on_the_device() -> None:
     watched = Watched()
     watched.put(range(12))
     on_device = set(watched.tell().of(DEVICE))
@@ -134,7 +134,7 @@ def test_a_store_is_told_of_once_it_has_the_blocks_with_the_hashes_that_the_devi
     assert watched.reader.of("host") < on_device
 
 
-def test_readers_of_the_device_are_told_of_no_store() -> None:
+def test_readers_of_the_device_get_no_store_events() -> None:
     watched = Watched()
     watched.put(range(8))
     watched.index.stored("host", watched.leave(1))
@@ -160,7 +160,7 @@ def test_a_block_that_a_store_gives_up_or_never_got_is_forgotten() -> None:
     assert watched.feed._stores.known() == []
 
 
-def test_what_was_stored_before_is_told_when_a_prompt_finds_it() -> None:
+def test_blocks_of_an_earlier_process_are_reported_when_a_prompt_finds_them() -> None:
     watched = Watched(is_on=False)
     watched.put(range(12))
     watched.index.stored("host", watched.leave(2))
@@ -203,7 +203,7 @@ def test_a_purge_that_empties_the_device_leaves_the_stores_of_others() -> None:
     assert watched.tell().of("host") == set()
 
 
-def test_blocks_of_invoked_adapters_are_not_told() -> None:
+def test_blocks_of_invoked_adapters_are_not_published() -> None:
     watched = Watched()
     ids = [*range(4), *range(1000, 1008)]
     watched.put(ids)
@@ -213,14 +213,14 @@ def test_blocks_of_invoked_adapters_are_not_told() -> None:
     assert watched.tell().of("host") == watched.hashes(range(4))
 
 
-def test_nothing_is_told_where_event_blocks_cross_those_of_the_pool() -> None:
+def test_stores_are_not_reported_if_event_blocks_do_not_divide_those_of_the_pool() -> None:
     watched = Watched(event_block_size=3)
     watched.put(range(12))
     watched.index.stored("host", watched.leave(2))
     assert set(watched.tell().blocks) == {DEVICE}
 
 
-def test_a_large_change_is_told_in_pieces_and_a_snapshot_waits_for_it() -> None:
+def test_a_large_change_is_published_in_pieces_before_a_snapshot() -> None:
     watched = Watched(num_blocks=64)
     watched.feed._max_step_blocks = 8
     watched.put(range(64 * BLOCK))
@@ -238,7 +238,7 @@ def test_a_large_change_is_told_in_pieces_and_a_snapshot_waits_for_it() -> None:
     assert num_batches > 8
 
 
-def test_what_is_told_is_what_stores_hold_whatever_happens() -> None:
+def test_events_match_the_contents_of_stores_after_random_operations() -> None:
     """Evictions, saves that succeed, fail or come late, stores that give up, purges and finds."""
     for seed in range(20):
         draw = random.Random(seed)

@@ -115,7 +115,7 @@ def test_blocks_larger_than_those_of_the_pool_end_in_children() -> None:
     assert watch.verify(cache) >= 2
 
 
-def test_all_gone_is_one_event() -> None:
+def test_clearing_everything_is_one_event() -> None:
     watch, cache = watched(2, 4)
     publish(cache, tokens(1, 2, 3, 4))
     publish(cache, tokens(1, 2, 3, 4), SALTED)
@@ -211,7 +211,7 @@ def test_a_bug_ends_the_log_and_nothing_else(monkeypatch: pytest.MonkeyPatch) ->
     assert not watch.feed.has_backlog
 
 
-def test_whoever_asks_after_the_end_is_told() -> None:
+def test_a_reader_after_the_end_gets_the_error() -> None:
     watch, cache = watched(2, 4)
     watch.feed.close(Draining("engine: stopped"))
     watch.feed.switch_on(cache.nodes)

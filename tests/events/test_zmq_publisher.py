@@ -157,7 +157,7 @@ def test_readers_of_replays_that_leave_are_forgotten() -> None:
             assert len(replayed(reader, 2990)) == 10
 
 
-def test_a_subscriber_that_reads_nothing_holds_nobody_up() -> None:
+def test_a_stalled_subscriber_does_not_delay_others() -> None:
     source = FakeSource(max_batches=50)
     with (
         published(source) as publisher,

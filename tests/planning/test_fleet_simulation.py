@@ -99,7 +99,7 @@ def test_the_same_trace_gives_the_same_counts() -> None:
     assert first == second
 
 
-def test_a_prompt_larger_than_a_cache_is_a_miss_and_harms_nobody() -> None:
+def test_a_prompt_larger_than_a_cache_is_a_miss_without_side_effects() -> None:
     done = run(trace([(1,), (2, 3, 4), (1, 5)]), 1, num_blocks=2)
     assert (done.cached_tokens, done.prompt_tokens) == (512, 6 * 512)
 

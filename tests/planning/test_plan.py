@@ -226,7 +226,7 @@ def test_one_request_saves_nothing(prefix_tokens: int) -> None:
     assert sharing.computed_tokens == sharing.computed_tokens_unshared == prefix_tokens
 
 
-def test_weights_that_do_not_fit_leave_room_for_nobody() -> None:
+def test_weights_that_do_not_fit_leave_no_memory_for_users() -> None:
     card = DeviceMemory(8 * GB, weights_bytes=16 * GB)
     assert (card.kv_bytes, card.users(1)) == (0, 0)
 

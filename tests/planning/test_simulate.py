@@ -70,7 +70,7 @@ def test_every_block_size_counts_the_same_reuse(block_size: int) -> None:
         assert done.cached_tokens == 1024 + 1535
 
 
-def test_a_prompt_larger_than_the_cache_is_a_miss_and_harms_nobody() -> None:
+def test_a_prompt_larger_than_the_cache_is_a_miss_without_side_effects() -> None:
     requests = trace([(1,), (2, 3, 4), (1, 5)])
     assert simulate(requests, policy="lru", capacity_tokens=2 * 512).cached_tokens == 512
 
@@ -204,7 +204,7 @@ def test_the_default_keeps_a_part_of_a_loop() -> None:
     assert rate(loop, "adaptive") > 0.5
 
 
-def test_the_default_keeps_what_goes_on() -> None:
+def test_the_default_policy_keeps_continued_prompts() -> None:
     assert rate(chats, "adaptive") > 1.1 * rate(chats, "lru")
 
 

@@ -9,7 +9,7 @@ import pytest
 from radixkv.routing.block_index import BlockIndex
 
 
-def test_runs_end_where_nobody_has_the_next_block() -> None:
+def test_runs_end_at_the_first_block_without_a_holder() -> None:
     index = BlockIndex(100)
     one, two = index.add_holder(), index.add_holder()
     index.store(one, [1, 2, 3])
@@ -43,7 +43,7 @@ def test_few_blocks_of_a_long_prompt_are_looked_up(monkeypatch: pytest.MonkeyPat
     assert len(looked_up) < 60
 
 
-def test_a_forgotten_holder_is_gone_at_once_and_its_blocks_a_sweep_later() -> None:
+def test_a_removed_holder_is_ignored_at_once_and_its_blocks_are_swept_later() -> None:
     index = BlockIndex(10_000)
     one, two = index.add_holder(), index.add_holder()
     index.store(one, range(1000))

@@ -37,7 +37,7 @@ def test_what_was_read_is_skipped() -> None:
     assert verdicts(cursor, part(7, 0, 1), batch(8), batch(8), batch(7), batch(9)) == "AASSA"
 
 
-def test_a_snapshot_with_a_missing_part_is_none() -> None:
+def test_a_snapshot_with_a_missing_part_is_refused() -> None:
     for batches in (
         (part(7, 0, 3), part(7, 2, 3)),
         (part(7, 0, 3), part(7, 1, 3), batch(8)),
@@ -48,7 +48,7 @@ def test_a_snapshot_with_a_missing_part_is_none() -> None:
         assert not cursor.is_in_step
 
 
-def test_a_snapshot_may_begin_anew() -> None:
+def test_a_snapshot_may_restart() -> None:
     cursor = EventCursor()
     assert verdicts(cursor, part(7, 0, 2), part(8, 0, 2), part(8, 1, 2), batch(9), part(9, 0, 1)) == "AAAAA"
     assert cursor.is_in_step

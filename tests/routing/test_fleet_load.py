@@ -37,7 +37,7 @@ def test_a_queue_is_what_was_sent_and_not_finished(load: FleetLoad) -> None:
     assert load.queue_tokens("a") == 0
 
 
-def test_a_request_whose_end_is_never_told_is_forgotten(load: FleetLoad, clock: Clock) -> None:
+def test_a_request_whose_end_is_never_reported_is_forgotten(load: FleetLoad, clock: Clock) -> None:
     load.sent("a", 100)
     clock.now_s += 59
     load.sent("a", 1)

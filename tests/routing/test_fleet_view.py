@@ -211,7 +211,7 @@ def test_a_replica_that_leaves_is_forgotten_and_comes_back_with_nothing() -> Non
     assert view.match([3], ["a"]) == [Hits()]
 
 
-def test_an_expected_prefix_is_forgotten_when_no_event_tells_of_it() -> None:
+def test_an_expected_prefix_expires_without_an_event() -> None:
     clock = Clock()
     view = view_of("a", "b", clock=clock)
     clock.now_s = 29

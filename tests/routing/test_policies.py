@@ -39,7 +39,7 @@ def test_a_match_is_left_when_its_queue_costs_more_than_the_match_saves() -> Non
         assert chosen([replica("a", 300, queue=queue), replica("b")]) == expected
 
 
-def test_a_match_that_is_too_short_attracts_nobody() -> None:
+def test_a_short_match_is_ignored() -> None:
     assert chosen([replica("a", 99, queue=1), replica("b")]) == "b"
     assert chosen([replica("a", 100, queue=1), replica("b")]) == "a"
 
@@ -98,7 +98,7 @@ def test_a_home_is_not_left_for_one_that_is_as_idle() -> None:
     assert (choice.index, choice.is_new_home) == (0, False)
 
 
-def test_a_prompt_that_nobody_knows_is_no_new_home() -> None:
+def test_an_uncached_prompt_is_no_new_home() -> None:
     assert not choose(RoutedPrompt(1000, demand=9.0), [replica("a", 50), replica("b")], WEIGHTS).is_new_home
 
 
@@ -178,7 +178,7 @@ def test_equal_matches_go_to_the_shorter_queue() -> None:
     assert routing(RoutedPrompt(3000), CANDIDATES[1:]).index == 1
 
 
-def test_a_match_below_the_threshold_attracts_nobody() -> None:
+def test_a_match_below_the_threshold_is_ignored() -> None:
     routing = make_routing("threshold")
     assert [routing(RoutedPrompt(tokens), CANDIDATES).index for tokens in (6666, 6667)] == [0, 4]
 

@@ -96,7 +96,7 @@ def test_a_time_is_above_0_and_bounded(kind, most):
             kind(text)
 
 
-def test_processors_may_be_parts_or_none():
+def test_processors_may_be_fractions_or_zero():
     assert [processors(text) for text in ("0", "0.5", "8")] == [0, 0.5, 8]
     for text in ("-1", "nan", "inf", "10001", "all", ""):
         with pytest.raises(argparse.ArgumentTypeError, match=rf"^expected 0 to 10000, got {shown(text)}$"):

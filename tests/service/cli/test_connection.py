@@ -21,7 +21,7 @@ def test_a_refusal_is_one_line_and_exit_code_1(capsys):
     assert err == "radixkv: INVALID_ARGUMENT: token_ids: expected 1 or more ids below 256\n"
 
 
-def test_nobody_listening_is_one_line_and_exit_code_1(capsys):
+def test_an_unreachable_server_is_one_line_and_exit_code_1(capsys):
     assert main(["stats", "--address", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert capsys.readouterr().err == (
         "radixkv: UNAVAILABLE: nothing answers at 127.0.0.1:1; is `radixkv serve` running there?\n"

@@ -38,7 +38,7 @@ def test_64_bit_numbers_are_numbers_and_exact():
     assert tree["usage"]["prompt_tokens"] == 8
 
 
-def test_an_epoch_is_a_string_wherever_it_is_told():
+def test_an_epoch_is_a_string_in_every_response():
     epoch = 5178039562246197298
     assert json.loads(json_of(PrefillResponse(epoch=epoch)))["epoch"] == str(epoch)
     stats = StatsResponse(replicas=[ReplicaStats(stats=StatsResponse(epoch=epoch))])
@@ -46,7 +46,7 @@ def test_an_epoch_is_a_string_wherever_it_is_told():
     assert (tree["epoch"], tree["replicas"][0]["stats"]["epoch"]) == ("0", str(epoch))
 
 
-def test_what_a_tenant_is_not_told_is_missing_and_not_0():
+def test_statistics_hidden_from_a_tenant_are_missing_and_not_0():
     mine = StatsResponse(blocks=BlockStats(total=10), tenants=[TenantStats(tenant="acme")], block_size=64)
     tree = json.loads(json_of(mine))
     assert tree["blocks"] == {"total": 10}
@@ -166,7 +166,7 @@ def test_a_table_of_nothing_divides_by_nothing():
     assert "%" not in stats_table(StatsResponse())
 
 
-def test_a_stats_table_tells_what_is_stored_below_the_device():
+def test_a_stats_table_shows_the_tiers_below_the_device():
     tiers = [TierStats(tier="host", is_working=True, blocks=4, used_bytes=5), TierStats(tier="redis", loaded_blocks=6)]
     tenant = TenantStats(tenant="acme", cached_blocks=3, stored_blocks={"host": 4, "redis": 0})
     table = stats_table(StatsResponse(tiers=tiers, tenants=[tenant]))
@@ -175,7 +175,7 @@ def test_a_stats_table_tells_what_is_stored_below_the_device():
     assert "3 blocks, 4 in host, 0 cached tokens" in table
 
 
-def test_a_purge_table_tells_what_stores_have_deleted():
+def test_a_purge_table_has_the_deleted_blocks_of_each_store():
     stores = [DeletedBlocks(store="disk", blocks=0), DeletedBlocks(store="redis")]
     lines = purge_table(PurgeResponse(freed_blocks=2, stores=stores)).splitlines()
     assert [line.split(maxsplit=3) for line in lines[2:]] == [

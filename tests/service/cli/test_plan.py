@@ -268,7 +268,7 @@ def test_a_user_takes_whole_blocks(capsys):
     assert tree["user_bytes"] == 2 * 64 * 131_072
 
 
-def test_weights_that_do_not_fit_are_said_to(capsys):
+def test_weights_that_do_not_fit_are_reported(capsys):
     too_much = plan(capsys, *LLAMA_8B, "--memory-gib", "24", "--weights-gb", "16", "--overhead-gb", "16")
     assert "left for K/V         0 B, 5.80 GiB (6.23 GB) short\n" in too_much
 
@@ -354,7 +354,7 @@ def test_flags_win_over_the_model(capsys, model):
     assert (tree["token_bytes"], tree["num_kv_heads"], tree["dtype"]) == (1_310_720, 64, "fp8")
 
 
-def test_query_heads_are_the_kv_heads_where_nothing_else_is_said(capsys):
+def test_kv_heads_default_to_the_query_heads(capsys):
     assert plan_json(capsys, "--layers", "1", "--query-heads", "4", "--head-dim", "8")["num_kv_heads"] == 4
 
 

@@ -209,7 +209,7 @@ def test_prefill_asks_for_a_retention_and_shows_the_grant(capsys):
     ("option", "reads_and_writes"),
     [([], (True, True)), (["--no-read-cache"], (False, True)), (["--no-write-cache"], (True, False))],
 )
-def test_the_cache_is_read_and_written_unless_said_otherwise(capsys, option, reads_and_writes):
+def test_the_cache_is_read_and_written_by_default(capsys, option, reads_and_writes):
     engine = FakeEngine()
     run_cli(capsys, engine, "prefill", "--tokens", "1", *option)
     assert (engine.params[0].read_cache, engine.params[0].write_cache) == reads_and_writes

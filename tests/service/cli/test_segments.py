@@ -50,7 +50,7 @@ def test_an_adapter_is_shown_by_its_names_or_by_its_digest_when_it_has_none(caps
     assert [" ".join(row[2:6]) for row in told[1:3]] == ["a adapter law, court", "a adapter fedcba987654 0"]
 
 
-def test_a_page_tells_how_to_go_on(capsys, engine):
+def test_a_page_names_the_token_of_the_next_page(capsys, engine):
     first = rows(run_cli(capsys, engine, "segments", "--page-size", "3")[1])
     assert (len(first), " ".join(first[-1][:-2])) == (5, "3 of 4 segments, 3 examined; more with")
     second = rows(run_cli(capsys, engine, "segments", first[-1][-2], first[-1][-1])[1])
@@ -66,7 +66,7 @@ def test_all_pages_come_in_one_table_or_one_object(capsys, engine):
     assert (answer["next_page_token"], answer["compared_segments"]) == ("", 4)
 
 
-def test_what_a_store_holds_is_told_by_namespace(capsys, engine):
+def test_the_contents_of_a_store_are_listed_by_namespace(capsys, engine):
     engine.adapters.load_now("law", Path("0123456789abcdef"))
     for key, namespace in (
         (b"a", Namespace("model", "a", "0123456789abcdef", "salt")),

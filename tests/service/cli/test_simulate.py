@@ -89,7 +89,7 @@ def loop_trace(tmp_path):
     return str(path)
 
 
-def test_simulate_with_tiers_tells_what_each_of_them_brought_and_took(capsys, loop_trace):
+def test_simulate_with_tiers_shows_hits_and_writes_of_each_tier(capsys, loop_trace):
     arguments = ["--capacity-tokens", "1024", "--tier", "host=512,disk=unbounded", "--policy", "lru,optimal"]
     assert main(["simulate", loop_trace, *arguments, "--json"]) == 0
     with_tiers, bound = json.loads(capsys.readouterr().out)
@@ -164,14 +164,14 @@ def test_simulate_draws_with_tiers(capsys, loop_trace, tmp_path):
         ("host=1XB", "got 1XB"),
     ],
 )
-def test_simulate_refuses_a_tier_that_is_none(capsys, loop_trace, tier, words):
+def test_simulate_refuses_an_invalid_tier(capsys, loop_trace, tier, words):
     err = usage_error(capsys, "simulate", loop_trace, "--capacity-tokens", "1k", "--tier", tier)
     assert "--tier: " in err
     assert words in err
 
 
 @pytest.mark.parametrize("capacity", ["0", "-1", "many", "", "1.5", "2k,,", "infM"])
-def test_simulate_refuses_a_capacity_that_is_none(capsys, chat_trace, capacity):
+def test_simulate_refuses_an_invalid_capacity(capsys, chat_trace, capacity):
     err = usage_error(capsys, "simulate", chat_trace, f"--capacity-tokens={capacity}")
     assert "--capacity-tokens: expected a whole number from 1" in err
 

@@ -163,7 +163,7 @@ def line_of(lines: list[str], name: str) -> list[str]:
     return next(line for line in lines if line.startswith(name)).split()
 
 
-def test_the_first_screen_tells_of_all_since_the_start() -> None:
+def test_the_first_screen_shows_the_rates_since_the_start() -> None:
     lines = screen(sample(100.0, 1000, 250, (2, 2, 0)), None)
     assert lines[0] == "radixkv  tiny on cpu, up 2m"
     assert lines[1] == "requests  1 running, 5 waiting, 10 finished, 0 failed"
@@ -172,7 +172,7 @@ def test_the_first_screen_tells_of_all_since_the_start() -> None:
     assert " ".join(line_of(lines, "first token")) == "first token p50 100 ms, p99 198 ms p50 100 ms, p99 198 ms"
 
 
-def test_a_screen_tells_what_is_below_the_device() -> None:
+def test_a_screen_shows_the_tiers_below_the_device() -> None:
     now = sample(100.0, 1000, 250)
     now.stats.tiers.add(tier="host", is_working=True, blocks=7, loaded_blocks=2, saved_blocks=9)
     now.stats.tiers.add(tier="redis", is_working=False)

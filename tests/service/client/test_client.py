@@ -177,7 +177,7 @@ def test_options_are_the_fields_of_the_messages():
     assert wire_names(PrefillOptions) - wire_names(PromptOptions) == {"top_logprobs", "return_logits", "hold_lease"}
 
 
-def test_a_purge_of_everything_and_of_somebody_is_refused():
+def test_a_purge_requires_either_names_or_everything():
     with Client("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match=r"^purge: expected either .* or `everything`, got both$"):
             client.purge(tenant="acme", everything=True)
@@ -213,7 +213,7 @@ def test_the_default_timeout_holds_for_every_call_and_a_call_may_have_its_own():
     assert last >= first
 
 
-def test_nobody_listening_is_unavailable():
+def test_an_unreachable_server_is_unavailable():
     with Client("127.0.0.1:1", timeout_s=PATIENCE_S) as client, pytest.raises(grpc.RpcError) as caught:
         client.stats()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

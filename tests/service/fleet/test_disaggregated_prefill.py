@@ -138,7 +138,7 @@ def test_one_replica_computes_and_another_one_generates() -> None:
     assert not REQUEST.HasField("kv_source")
 
 
-def test_another_one_generates_from_the_same_lease_where_one_is_gone() -> None:
+def test_another_replica_decodes_from_the_same_lease_if_one_is_lost() -> None:
     split = Split(Replicas(p=["lease"]), Replicas(d=[[GONE]], e=[ANSWER]))
     assert tokens_of(split.answer()) == [7, 8]
     assert split.sources == [("d", "lease"), ("e", "lease")]
@@ -210,7 +210,7 @@ def test_the_text_of_a_refusal_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize("step", ["prefill", "generate"])
-def test_refusals_are_told_and_nothing_stays_held(step: str) -> None:
+def test_refusals_are_returned_and_no_lease_stays_held(step: str) -> None:
     refused = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue: expected room, got none")
     computing = Replicas(p=[refused if step == "prefill" else "lease"])
     split = Split(computing, Replicas(d=[[refused]]))

@@ -125,7 +125,7 @@ def test_a_server_without_events_and_blocks_of_another_size_end_a_stream():
     run(test)
 
 
-def test_a_stream_that_breaks_goes_on_after_the_last_number_and_waits_longer_each_time():
+def test_a_broken_stream_resumes_after_the_last_number_with_exponential_backoff():
     server = ScriptedServer(
         [snapshot(5, 1, 2), batch(6, 3), refusal(grpc.StatusCode.UNAVAILABLE)],
         [refusal(grpc.StatusCode.UNAVAILABLE)],
@@ -171,7 +171,7 @@ def test_a_stream_ends_when_its_server_leaves_the_view():
     assert server.starts == []
 
 
-def test_a_refused_caller_is_told():
+def test_a_refused_client_gets_the_error():
     server = ScriptedServer([refusal(grpc.StatusCode.UNAUTHENTICATED)])
     with pytest.raises(grpc.aio.AioRpcError):
         server.run()

@@ -41,7 +41,7 @@ class Seen:
         return connection
 
 
-def test_a_prefix_is_followed_and_the_reason_told() -> None:
+def test_a_prompt_is_routed_to_its_prefix_with_the_reason() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         first = seen.state.route(RoutingRequest(tokens(0), "acme"))
@@ -134,7 +134,7 @@ def test_calls_to_a_replica_that_leaves_go_on() -> None:
     run(test)
 
 
-def test_nobody_is_routed_without_replicas_or_tokens() -> None:
+def test_routing_without_replicas_or_tokens_is_refused() -> None:
     async def test() -> None:
         with pytest.raises(NoReplica):
             FleetState().route(RoutingRequest(tokens(0)))

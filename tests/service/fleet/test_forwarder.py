@@ -77,7 +77,7 @@ def answered(fleet: Fleet):
     return routed.name, answer
 
 
-def test_another_replica_is_asked_when_one_is_gone() -> None:
+def test_a_call_is_retried_on_another_replica_if_one_is_lost() -> None:
     fleet = Fleet(a=GONE, b="yes")
     assert answered(fleet) == ("b", "yes")
     assert (fleet.asked, fleet.finished, fleet.forwarder.num_retries) == (["a", "b"], ["a"], 1)
@@ -91,7 +91,7 @@ def test_another_replica_is_asked_when_one_is_silent() -> None:
     assert answered(fleet) == ("b", "yes")
 
 
-def test_what_a_replica_refuses_is_told_at_once() -> None:
+def test_a_refusal_of_a_replica_is_returned_at_once() -> None:
     fleet = Fleet(a=failure(grpc.StatusCode.INVALID_ARGUMENT, "token_ids: ..."), b="yes")
     with pytest.raises(ReplicaRefusal) as refusal:
         answered(fleet)
@@ -121,14 +121,14 @@ def test_a_replica_that_starts_again_is_waited_for() -> None:
     assert answered(fleet) == ("b", "yes")
 
 
-def test_the_last_failure_is_told_when_none_comes() -> None:
+def test_the_last_failure_is_returned_if_there_is_no_replica() -> None:
     with pytest.raises(ReplicaRefusal, match="connection refused"):
         answered(Fleet(a=GONE))
     with pytest.raises(NoReplica):
         answered(Fleet())
 
 
-def test_a_stream_that_has_told_nothing_goes_on_elsewhere() -> None:
+def test_a_stream_without_responses_is_retried_on_another_replica() -> None:
     fleet = Fleet(a=[GONE], b=["one", "two"])
     assert asyncio.run(fleet.parts()) == [("b", "one"), ("b", "two")]
 

@@ -218,7 +218,7 @@ def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
     run(test)
 
 
-def test_one_caller_with_all_the_calls_there_may_be_keeps_nobody_else_away() -> None:
+def test_a_client_with_the_maximum_number_of_calls_does_not_block_others() -> None:
     async def test() -> None:
         own_line = (("grpc.use_local_subchannel_pool", 1),)
         async with (

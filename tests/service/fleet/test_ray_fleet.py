@@ -73,7 +73,7 @@ def test_prompts_go_where_their_prefixes_are(fleet, client) -> None:
     assert len(set(homes.values())) == 2
 
 
-def test_what_the_router_did_not_send_is_told_by_events(fleet, client) -> None:
+def test_the_router_learns_from_events_what_it_did_not_send(fleet, client) -> None:
     first = route(fleet, [1]).address
     with Client(first, timeout_s=PATIENCE_S) as replica:
         replica.prefill(prompt(50), tenant="acme")

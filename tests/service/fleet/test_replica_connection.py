@@ -68,7 +68,7 @@ def test_a_line_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
     run(test)
 
 
-def test_calls_to_a_server_that_is_gone_are_given_up() -> None:
+def test_calls_to_a_lost_server_are_abandoned() -> None:
     async def test() -> None:
         async with connection_to("127.0.0.1:1") as connection:
             waiting = asyncio.ensure_future(connection.wait_for(asyncio.Event().wait()))
@@ -137,7 +137,7 @@ def test_calls_keep_neither_health_nor_events_waiting() -> None:
     run(test)
 
 
-def test_an_answer_that_nobody_reads_ends_no_other_call() -> None:
+def test_an_unread_response_does_not_end_other_calls() -> None:
     async def test() -> None:
         engine = FakeEngine(is_gated=True)
         bounds = replica_server(Config(server=ServerConfig(send_timeout_s=0.2)), "127.0.0.1")

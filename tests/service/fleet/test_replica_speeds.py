@@ -25,7 +25,7 @@ class Told:
         return self.times.of(name).compute_s
 
 
-def test_a_replica_that_told_nothing_has_the_mean_of_the_others() -> None:
+def test_an_unmeasured_replica_has_the_mean_of_the_others() -> None:
     told = Told()
     assert told.times.of("new") == DEFAULT_TIMES
     told.answer("a", 1.0)
