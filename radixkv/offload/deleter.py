@@ -11,14 +11,14 @@ from radixkv.offload.tiers.tier import Tier
 
 
 class Deleter:
-    """Tells stores what to delete. What a store could not be asked is asked again later, all of it in one call.
+    """Deletes blocks from tiers. Failed deletions are retried later, in one call per tier.
 
-    Until then it holds blocks that nobody finds, and a next process would find them.
+    Until then a tier holds blocks that are not in the index, but that the next process would find.
 
     Args:
-        offload_index: knows what stores have been given again.
-        tiers: the stores, by name.
-        wake: called on a store's thread when it could not be asked, so that `retry` is called.
+        offload_index: knows which blocks have been stored again.
+        tiers: the tiers by name.
+        wake: called on a store's thread when a call has failed, so that the engine calls `retry`.
     """
 
     def __init__(
@@ -27,21 +27,21 @@ class Deleter:
         self._index = offload_index
         self._tiers = tiers
         self._wake = wake
-        self._open: dict[Future[int | None], tuple[str, Sequence[bytes]]] = {}  # calls that have not ended
+        self._open: dict[Future[int | None], tuple[str, Sequence[bytes]]] = {}  # calls in flight
         self._ended: queue.SimpleQueue[Future[int | None]] = queue.SimpleQueue()
         self._failed: dict[str, dict[bytes, None]] = {}
 
     def delete(self, name: str, keys: Sequence[bytes]) -> Future[int | None]:
-        """Tell a store to delete blocks. Returns the number of those that it had, None if it could not be asked."""
+        """Delete blocks from a tier. Returns the number of deleted blocks, None if the call fails."""
         deleted = self._tiers[name].delete(keys)
         self._open[deleted] = name, keys
         deleted.add_done_callback(self._end)
         return deleted
 
     def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
-        """Tell a store to delete those blocks of which its tier_index does not know.
+        """Delete those blocks from a tier that are not in its index.
 
-        Of those that are on their way to it nobody knows yet whether it takes them; they are left for `retry`.
+        Blocks that are being saved are left for `retry`, since the tier may still store them.
         """
         tier_index = self._index.tiers[name]
         if useless := [key for key in keys if key not in tier_index]:
@@ -51,20 +51,20 @@ class Deleter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a store may have to be asked again."""
+        """Whether there are deletions to retry."""
         self._note_ended()
         return bool(self._failed)
 
     def unanswered(self, name: str) -> list[bytes]:
-        """List the keys that a store was told to delete, and perhaps has not. Complexity: O(keys of such calls)."""
+        """List the keys of a tier whose deletion is not confirmed. Complexity: O(these keys)."""
         self._note_ended()
         in_flight = [key for store, keys in self._open.values() if store == name for key in keys]
         return [*in_flight, *self._failed.get(name, ())]
 
     def retry(self) -> None:
-        """Ask again what could not be asked, but not for blocks that the store has been given again.
+        """Retry failed deletions, except of blocks that have been stored again.
 
-        Complexity: O(keys of calls that failed since the last time).
+        Complexity: O(keys of failed calls).
         """
         self._note_ended()
         failed, self._failed = self._failed, {}
@@ -72,13 +72,13 @@ class Deleter:
             self.delete_unknown(name, list(keys))
 
     def finish(self, limit_s: float) -> bool:
-        """Ask once more what could not be asked, and wait for the stores. Returns whether all of it is deleted."""
+        """Retry failed deletions and wait for all calls. Returns whether everything is deleted."""
         self.retry()
         ended, open_calls = wait(list(self._open), limit_s)
         return not open_calls and not self._failed and all(map(_has_answered, ended))
 
     def _end(self, deleted: Future[int | None]) -> None:
-        """Note the end of a call, on a thread of the store."""
+        """Queue the result of a call. Runs on a thread of the store."""
         self._ended.put(deleted)
         if not _has_answered(deleted):
             self._wake()

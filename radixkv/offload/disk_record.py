@@ -22,6 +22,8 @@ from radixkv.offload.tiers.disk import DiskStore
 _log = logging.getLogger(__name__)
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("ends_s", "<f8"), ("priority", "u1"), ("more", "V7")])
 _NEVER = float("inf")
+_PRIORITIES = "priorities"
+_FEW = 1024  # namespaces
 
 
 class KeptPriority(NamedTuple):
@@ -81,11 +83,6 @@ class PriorityFile:
         columns = (lines[name].tolist() for name in ("key", "priority", "ends_s"))
         rows = zip(*columns, strict=True)
         return [KeptPriority(key, priority, None if ends_s == _NEVER else ends_s) for key, priority, ends_s in rows]
-
-
-_log = logging.getLogger(__name__)
-_PRIORITIES = "priorities"
-_FEW = 1024  # namespaces
 
 
 class FoundOnDisk(NamedTuple):

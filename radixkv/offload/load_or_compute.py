@@ -1,4 +1,4 @@
-"""Decides whether stored blocks are loaded, or computed again because that is faster."""
+"""Decides whether stored blocks are loaded, or recomputed because that is faster."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
-_FORGET = 0.1  # part of what is known that a load, or a step of that many tokens, replaces
-_DOUBT = 0.02  # part of a store's times that is forgotten each time it is left out
+_FORGET = 0.1  # weight of a new measurement: of a load, or of a step with that many tokens
+_DOUBT = 0.02  # fraction by which the estimate of a tier shrinks each time it is not used
 
 
 class LoadDecision(NamedTuple):
-    """The part of a run of stored blocks that is to be loaded.
+    """How many blocks of a run of stored blocks to load.
 
     Attributes:
-        num_blocks: blocks at its start.
-        load_s, compute_s: estimated seconds to load these, and to compute them instead; None if nothing was measured.
+        num_blocks: number of blocks from the start of the run.
+        load_s, compute_s: estimated seconds to load them, and to compute them; None without measurements.
     """
 
     num_blocks: int
@@ -26,25 +26,25 @@ class LoadDecision(NamedTuple):
 class LoadOrCompute:
     """Compares measured times of loads with measured times of steps.
 
-    A token takes longer the more tokens come before it, so steps are measured by position, in buckets that double in
-    length. While nothing was measured for either, loading is supposed to be faster.
+    The time per token grows with the number of tokens before it, so steps are measured by position, in buckets of
+    doubling length. Without measurements of both, blocks are loaded.
 
     Args:
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._token_s: dict[int, float] = {}  # seconds a token, by bucket
-        self._loads: dict[str, _Line] = {}  # seconds by blocks, of each store
-        self._answers_s: dict[str, float] = {}  # seconds until each shared store says what it has
+        self._token_s: dict[int, float] = {}  # seconds per token, by bucket
+        self._loads: dict[str, _LinearFit] = {}  # seconds by number of blocks, of each tier
+        self._answers_s: dict[str, float] = {}  # seconds of a lookup in each shared store
         self._num_queued_blocks: dict[str, int] = {}
-        self._fills = _Line()  # seconds by blocks, from memory that a store lent into the pool
+        self._fills = _LinearFit()  # seconds by number of blocks, from host memory into the pool
 
     def note_step(self, seconds: float, parts: Sequence[tuple[int, int]]) -> None:
-        """Learn from a step that computed these ranges `[start, end)` of requests; nothing of single tokens.
+        """Record a step that computed these ranges `[start, end)` of requests. Single tokens are ignored.
 
-        A step that decodes takes much longer for a token than one that computes a prompt.
+        Decoding takes much longer per token than prefill.
         """
         token_s = seconds / sum(end - start for start, end in parts)
         for start, end in parts:
@@ -53,31 +53,31 @@ class LoadOrCompute:
                 self._token_s[bucket] = token_s + weight * (self._token_s.get(bucket, token_s) - token_s)
 
     def note_start(self, store: str, num_blocks: int) -> None:
-        """Note that a load was given to a store."""
+        """Note that a load was queued."""
         self._num_queued_blocks[store] = self._num_queued_blocks.get(store, 0) + num_blocks
 
     def note_end(self, store: str, num_blocks: int, seconds: float | None) -> None:
-        """Note that a load ended, after these seconds; None if it failed, and says nothing about the time of others."""
+        """Record the time of a load; None if it failed and its time is not representative."""
         self._num_queued_blocks[store] -= num_blocks
         if seconds is not None:
-            self._loads.setdefault(store, _Line()).learn(num_blocks, seconds)
+            self._loads.setdefault(store, _LinearFit()).learn(num_blocks, seconds)
 
     def note_fill(self, num_blocks: int, seconds: float) -> None:
-        """Note how long it took to copy loaded blocks into the pool: on a GPU, until the copy was complete."""
+        """Record the time to copy loaded blocks into the pool: on a GPU, until the copy was complete."""
         self._fills.learn(num_blocks, seconds)
 
     def note_answer(self, store: str, seconds: float) -> None:
-        """Note that a shared store said what it has."""
+        """Record the time of a lookup in a shared store."""
         known_s = self._answers_s.setdefault(store, seconds)
         self._answers_s[store] = known_s + _FORGET * (seconds - known_s)
 
     def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
-        """Whether these tokens take longer to compute than a shared store to say what it has of them."""
-        answer_s, token_s = self._answers_s.get(store), self._seconds_a_token(start_token)
+        """Whether computing these tokens takes longer than a lookup of their blocks in a shared store."""
+        answer_s, token_s = self._answers_s.get(store), self._seconds_per_token(start_token)
         return answer_s is None or token_s is None or answer_s <= token_s * num_tokens
 
     def doubt(self, stores: Iterable[str]) -> None:
-        """Note that stores were left out because they are slow. After a while they seem faster, and are tried again."""
+        """Note that tiers were not used because they are slow. Their estimates shrink, so they are tried again."""
         for store in stores:
             if store in self._answers_s:
                 self._answers_s[store] *= 1 - _DOUBT
@@ -86,11 +86,11 @@ class LoadOrCompute:
         self._fills.doubt()
 
     def choose(self, start_token: int, stores: Sequence[str]) -> LoadDecision:
-        """Choose how many stored blocks are loaded, from the first on.
+        """Choose how many stored blocks to load, from the first on.
 
         Args:
             start_token: position of the first block.
-            stores: the store of each block; those of one store are loaded in one call, all calls at the same time.
+            stores: the tier of each block. There is one call per tier, and all calls run at the same time.
 
         Complexity: O(blocks).
         """
@@ -99,7 +99,7 @@ class LoadOrCompute:
         compute_s: float | None = 0.0
         for index, store in enumerate(stores):
             counts[store] = counts.get(store, 0) + 1
-            token_s = self._seconds_a_token(start_token + index * self._block_size)
+            token_s = self._seconds_per_token(start_token + index * self._block_size)
             compute_s = None if token_s is None or compute_s is None else compute_s + token_s * self._block_size
             load_s = self._load_s(counts)
             if compute_s is None or load_s is None:
@@ -108,8 +108,8 @@ class LoadOrCompute:
                 best, best_gain_s = LoadDecision(index + 1, load_s, compute_s), compute_s - load_s
         return best
 
-    def _seconds_a_token(self, position: int) -> float | None:
-        """Return the time of a token at a position, or at the nearest one before that was measured, or else after."""
+    def _seconds_per_token(self, position: int) -> float | None:
+        """Return the time per token at a position, or at the nearest measured one before it, or else after it."""
         bucket = _bucket(position)
         before = [known for known in self._token_s if known <= bucket]
         nearest = max(before) if before else min(self._token_s, default=None)
@@ -126,8 +126,8 @@ class LoadOrCompute:
         return slowest_s + self._fills.at(sum(counts.values()))
 
 
-class _Line:
-    """Seconds as a straight line over blocks, by weighted least squares; what is older counts less."""
+class _LinearFit:
+    """A linear fit of seconds over blocks: least squares, in which older measurements count less."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -147,7 +147,7 @@ class _Line:
         slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._xx else 0.0
         start = (self._y - slope * self._x) / self._weight
         if slope <= 0 or start < 0:
-            return self._y / self._x * x  # all measured alike: in proportion
+            return self._y / self._x * x  # all measurements are alike: proportional
         return start + slope * x
 
 

@@ -23,14 +23,16 @@ from radixkv.offload.tiers.block_store import Loan
 from radixkv.offload.tiers.tier import Absence, LoadedBlock, Miss, Tier
 from radixkv.scheduling.request import Request
 
+REMOTE = "remote"  # the origin of blocks that came with their request
+
 
 class LoadedBlocks(NamedTuple):
-    """The outcome of one call.
+    """The result of one call to a store.
 
     Attributes:
-        blocks: what came, by key.
-        lost: keys of blocks that the store does not have, or not whole.
-        is_timed: whether its time tells how long others will take: everything came.
+        blocks: the blocks that were loaded, by key.
+        lost: keys of blocks that the store does not hold, or holds damaged.
+        is_timed: whether all blocks were loaded, so that the time of the call is representative.
     """
 
     blocks: dict[bytes, LoadedBlock]
@@ -39,7 +41,7 @@ class LoadedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, keys: Sequence[bytes], loaded: Sequence[LoadedBlock | Miss] | None) -> LoadedBlocks:
-        """Sort the answer of a store; None if the call was cancelled."""
+        """Sort the result of a store; None if the call was cancelled."""
         pairs = list(zip(keys, loaded or (), strict=False))
         blocks = {key: each for key, each in pairs if isinstance(each, LoadedBlock)}
         lost = [key for key, each in pairs if each is Absence.ABSENT or isinstance(each, ObjectFault)]
@@ -47,14 +49,14 @@ class LoadedBlocks(NamedTuple):
 
 
 class Load:
-    """A run of blocks that follow each other, loaded with one call for each store that has some of them.
+    """Consecutive blocks of a prompt that are loaded with one call per tier.
 
     Attributes:
-        run: the blocks, and where they are.
+        run: the blocks, and which tier holds each.
         started_s: time of the start.
         futures: of the calls.
-        blocks: what has come, by key.
-        requests: those that want it.
+        blocks: the blocks loaded so far, by key.
+        requests: the requests that wait for it or use it.
         copies: the copies of its blocks into the pool that were started.
     """
 
@@ -69,53 +71,50 @@ class Load:
 
     @property
     def stores(self) -> list[str]:
-        """Names of the stores that have some of the blocks, in the order of the run."""
+        """Names of the tiers that hold some of the blocks, in the order of the run."""
         return list(dict.fromkeys(each.tier for each in self.run))
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether all calls have ended."""
         return not self._open
 
     def keys_of(self, store: str) -> list[bytes]:
-        """List the keys of the blocks that a store has."""
+        """List the keys of the blocks that a tier holds."""
         return [each.block.key for each in self.run if each.tier == store]
 
     def wanted_of(self, tier: Tier) -> list[Wanted]:
-        """List the blocks that a store has, as it is asked for them."""
+        """Return the blocks to ask a tier for."""
         cipher = tier.cipher_of(self.run[0].block.namespace.tenant)
         blocks = (each.block for each in self.run if each.tier == tier.name)
         return [Wanted(block.key, block.tokens, cipher=cipher) for block in blocks]
 
     def end_call(self, store: str, outcome: LoadedBlocks) -> None:
-        """Take what a call brought."""
+        """Add the result of a call."""
         self._open.discard(store)
         self.blocks.update(outcome.blocks)
 
     def num_there(self, run: Sequence[StoredBlock]) -> int:
-        """Count the blocks of a run that have come, up to the first that has not."""
+        """Count the blocks of a run that are loaded, up to the first that is not."""
         missing = (index for index, each in enumerate(run) if each.block.key not in self.blocks)
         return next(missing, len(run))
 
     def cancel(self) -> None:
-        """Start no call that waits for its turn."""
+        """Cancel calls that have not started."""
         for future in self.futures:
             future.cancel()
 
     def release(self) -> None:
-        """Give back what stores lent."""
+        """Release the loans of the stores."""
         for block in self.blocks.values():
             block.loan.release()
         self.blocks.clear()
 
 
-REMOTE = "remote"  # where blocks were that came with their request
-
-
 class _PendingRun(NamedTuple):
-    """A run of stored blocks that a request wants, and the load that brings them, or the first of them.
+    """A run of stored blocks for a request, and the load that brings at least the first of them.
 
-    What was fetched is there as long as its bytes are: whoever fetched it counts them until it is gone.
+    Fetched blocks are kept as long as their bytes are used, since the fetcher counts them until they are collected.
     """
 
     load: Load
@@ -130,21 +129,21 @@ class Loader:
         begin ──▶ stores ──▶ ready: the request waits for its turn ──▶ fill: copied into its blocks, published
                                      └ over before that ──▶ released     └ copy is complete ──▶ released
 
-    Requests that want the same blocks share a load. A store's time limit bounds the wait: what does not come is
-    computed.
+    Requests for the same blocks share a load. The time limit of the stores bounds the wait. Blocks that are not loaded
+    are computed.
 
     Args:
-        cache: tells what is on the device.
-        offload_index: tells what is stored.
-        tiers: the stores, by name.
+        cache: the radix trees.
+        offload_index: knows which tier holds which block.
+        tiers: the tiers by name.
         mover: copies blocks.
         choice: decides between loading and computing.
         clock: seconds, monotonic.
-        wake: called on a store's thread when a call ended, so that `ready` is asked.
-        max_bytes: bound of what is loaded and not copied yet. What is beyond is computed.
+        wake: called on a store's thread when a call has ended, so that the engine calls `ready`.
+        max_bytes: bound of blocks that are loaded and not copied yet. Blocks beyond it are computed.
 
     Attributes:
-        num_computed_blocks: blocks of each store that were computed again because that was supposed to be faster.
+        num_computed_blocks: stored blocks that were computed because that was estimated to be faster, by tier.
     """
 
     def __init__(
@@ -169,19 +168,19 @@ class Loader:
         self._num_free_blocks = max_bytes // mover.payload_bytes
         self._loads: dict[bytes, Load] = {}  # by the key of the first block
         self._pending: dict[Request, _PendingRun] = {}
-        self._waiting: set[Request] = set()  # those that `ready` has not returned
+        self._waiting: set[Request] = set()  # requests that `ready` has not returned
         self._copying: deque[Load] = deque()  # unused, but the device still copies their blocks
         self._filled: deque[tuple[int, Sequence[Copy]]] = deque()  # blocks, and copies that may not be complete
         self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks, float]] = queue.SimpleQueue()
 
     def begin(self, request: Request, first_block: int) -> bool:
-        """Start to load what a request could use. Returns whether it is to wait until `ready` returns it.
+        """Start to load blocks for a request. Returns whether the request must wait until `ready` returns it.
 
         Args:
             request: not admitted yet.
-            first_block: whole blocks of its prompt that are on the device.
+            first_block: number of whole blocks of its prompt on the device.
 
-        Complexity: a hash of the tokens up to the first block that is nowhere.
+        Complexity: a hash of the tokens up to the first block that no tier holds.
         """
         first_block, run = self.find(request.namespace, request.tokens, first_block)
         request.reuse.stored_upto = (first_block + len(run)) * self._cache.block_size
@@ -205,15 +204,15 @@ class Loader:
         return not load.is_ended
 
     def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[StoredBlock]]:
-        """Find the stored blocks that follow those on the device, and from whose end a request could go on.
+        """Find the stored blocks that follow those on the device and from which a request can continue.
 
         Args:
             namespace, tokens: of the prompt, as the cache knows it.
-            first_block: whole blocks of it that are on the device.
+            first_block: number of its whole blocks on the device.
 
         Returns:
-            The place of the first one, and the blocks. It comes before `first_block` where the device has no parts of
-            the last blocks there.
+            The index of the first one, and the blocks. The index is below `first_block` if the last blocks on the
+            device lack their windowed layers.
         """
         offload_index, cache = self._index, self._cache
         run = self._usable(namespace, tokens, first_block, offload_index.find(namespace, tokens, first_block))
@@ -226,7 +225,7 @@ class Loader:
         return earlier, self._usable(namespace, tokens, earlier, offload_index.find(namespace, tokens, earlier))
 
     def take(self, request: Request, fetched: FetchedBlocks) -> None:
-        """Let a request have blocks that came with it."""
+        """Use blocks that came with a request."""
         run = [StoredBlock(block, REMOTE) for block in fetched.blocks]
         payloads = zip(run, fetched.payloads, strict=True)
         blocks = {each.block.key: LoadedBlock(payload, Loan(payload)) for each, payload in payloads}
@@ -256,13 +255,13 @@ class Loader:
         return ready
 
     def has_load(self, request: Request) -> bool:
-        """Whether a load was begun for a request, and nothing came of it yet."""
+        """Whether a load for a request was started and not used yet."""
         return request in self._pending
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Copy what was loaded for a request, which `has_load`, into its blocks, and publish it.
+        """Copy the blocks loaded for a request into its blocks, and publish them. `has_load` must be true.
 
-        What was in these blocks before must have been saved.
+        The former contents of its blocks must have been saved.
 
         On a GPU this only launches the copies. Steps that are launched later wait for them on the device, and what the
         stores lent is kept until they are complete.
@@ -307,11 +306,11 @@ class Loader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether calls have ended that `ready` has not seen."""
+        """Whether calls have ended since the last `ready`."""
         return not self._ended.empty()
 
     def leave(self, request: Request) -> None:
-        """Forget a request. What was loaded for it alone is given back."""
+        """Forget a request. Blocks that were loaded for it alone are released."""
         pending = self._pending.pop(request, None)
         self._waiting.discard(request)
         if pending is not None:
@@ -319,7 +318,7 @@ class Loader:
             self._drop_if_unused(pending.load)
 
     def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
-        """Let requests with these names, None for any, have nothing of what is loaded for them."""
+        """Drop what is being loaded for requests of namespaces with these names, None for any."""
         for request, pending in self._pending.items():
             if request.is_among(tenant, adapter, salt):
                 request.reuse.stored_upto = 0
@@ -337,11 +336,11 @@ class Loader:
     def _usable(
         self, namespace: Namespace, tokens: bytes, first_block: int, run: Sequence[StoredBlock]
     ) -> Sequence[StoredBlock]:
-        """Return the longest beginning of a run of stored blocks from whose end a request could go on."""
+        """Return the longest prefix of a run of stored blocks from which a request can continue."""
         if not run or not self._cache.windows.pools:
             return run
         block_ids = self._cache.found_blocks(namespace, tokens)[:first_block]
-        if block_ids.size < first_block:  # they are below a public prefix, whose parts stay
+        if block_ids.size < first_block:  # they follow a public prefix, whose windowed layers are kept
             return run
         return run[: self._num_usable(namespace, block_ids, [each.has_part for each in run])]
 
@@ -362,7 +361,7 @@ class Loader:
         return self._cache.windows.num_usable(block_ids, have_part, keeps_all=keeps_all)
 
     def _fill_parts(self, lease: Lease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
-        """Copy the parts that a lease needs of the blocks from `first` on."""
+        """Copy the windowed layers that a lease needs of the blocks from `first` on."""
         copies: list[Copy] = []
         for holder in lease.windows:
             given = holder.receive(lease.block_ids, first + len(payloads))
@@ -383,13 +382,13 @@ class Loader:
         return load
 
     def _end(self, load: Load, store: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
-        """Note the end of a call, on a thread of the store or, if it was cancelled, on the engine's."""
+        """Queue the result of a call. Runs on a thread of the store or, if it was cancelled, of the engine."""
         blocks = LoadedBlocks.of(load.keys_of(store), None if loaded.cancelled() else loaded.result())
         self._ended.put((load, store, blocks, self._clock()))
         self._wake()
 
     def _drop_if_unused(self, load: Load) -> None:
-        """Give back what nobody waits for."""
+        """Release a load that no request uses."""
         first = load.run[0].block.key if load.run else b""
         if load.requests or self._loads.get(first) is not load:
             return

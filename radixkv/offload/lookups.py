@@ -1,4 +1,4 @@
-"""Asks shared stores what they have, while the requests that want it wait."""
+"""Asks shared stores which blocks they hold, while the requests wait."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from radixkv.offload.tiers.tier import Tier
 from radixkv.scheduling.request import Request
 
 
-class _Question(NamedTuple):
-    """Blocks that a store was asked for on behalf of a request."""
+class _Lookup(NamedTuple):
+    """A lookup of blocks in a store for a request."""
 
     request: Request
     store: str
@@ -26,20 +26,21 @@ class _Question(NamedTuple):
 
 
 class Lookups:
-    """Finds blocks that other servers stored.
+    """Finds blocks that other servers stored in shared stores.
 
-        begin ──▶ stores: exists? ──▶ ended: `OffloadIndex` knows what there is, and loads can begin
+        begin ──▶ stores: exists? ──▶ ended: the index knows the blocks, and loads can begin
 
-    A store's time limit bounds the wait. Nobody asks where computing is supposed to be faster than the answer.
+    The time limit of the stores bounds the wait. If computing is estimated to be faster than the answer, no store is
+    asked.
 
     Args:
-        offload_index: tells what has to be asked for, and is told the answers.
-        tiers: the shared stores, by name.
-        purger: tells which answers are not to be believed.
-        choice: knows how long answers and computing take.
+        offload_index: knows which blocks have to be looked up, and is notified of the results.
+        tiers: the shared stores by name.
+        purger: knows which results are outdated by a purge.
+        choice: estimates how long lookups and computing take.
         clock: seconds, monotonic.
-        wake: called on a store's thread when an answer came, so that `ended` is asked.
-        block_size: tokens a block.
+        wake: called on a store's thread when a result is there, so that the engine calls `ended`.
+        block_size: tokens per block.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class Lookups:
         self._clock = clock
         self._wake = wake
         self._block_size = block_size
-        self._num_open: dict[Request, int] = {}  # answers that a request waits for
-        self._answers: queue.SimpleQueue[tuple[_Question, list[bool] | None, float]] = queue.SimpleQueue()
+        self._num_open: dict[Request, int] = {}  # results that a request waits for
+        self._answers: queue.SimpleQueue[tuple[_Lookup, list[bool] | None, float]] = queue.SimpleQueue()
 
     def begin(self, request: Request, first_block: int) -> bool:
-        """Ask for what a new request could use and nobody knows of. Returns whether it is to wait for `ended`.
+        """Look up the blocks of a new request that are not in the index. Returns whether it must wait for `ended`.
 
         Args:
             request: not admitted yet.
-            first_block: whole blocks of its prompt that are on the device.
+            first_block: number of whole blocks of its prompt on the device.
 
         Complexity: a hash of all its tokens, if there are shared stores.
         """
@@ -83,12 +84,12 @@ class Lookups:
         self._num_open[request] = len(asked)
         keys = [each.key for each in blocks]
         for store in asked:
-            question = _Question(request, store, blocks, self._clock())
-            self._tiers[store].exists(keys).add_done_callback(partial(self._end, question))
+            lookup = _Lookup(request, store, blocks, self._clock())
+            self._tiers[store].exists(keys).add_done_callback(partial(self._end, lookup))
         return True
 
     def ended(self) -> list[Request]:
-        """Return the requests whose answers have come since the last call."""
+        """Return the requests whose lookups have ended since the last call."""
         ended: list[Request] = []
         while not self._answers.empty():
             (request, store, blocks, started_s), are_there, ended_s = self._answers.get()
@@ -106,14 +107,14 @@ class Lookups:
 
     @property
     def has_ended(self) -> bool:
-        """Whether answers have come that `ended` has not seen."""
+        """Whether lookups have ended since the last `ended`."""
         return not self._answers.empty()
 
     def leave(self, request: Request) -> None:
         """Forget a request."""
         self._num_open.pop(request, None)
 
-    def _end(self, question: _Question, are_there: Future[list[bool] | None]) -> None:
-        """Note an answer, on a thread of the store."""
-        self._answers.put((question, None if are_there.cancelled() else are_there.result(), self._clock()))
+    def _end(self, lookup: _Lookup, are_there: Future[list[bool] | None]) -> None:
+        """Queue a result. Runs on a thread of the store."""
+        self._answers.put((lookup, None if are_there.cancelled() else are_there.result(), self._clock()))
         self._wake()

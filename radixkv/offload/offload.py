@@ -30,88 +30,39 @@ from radixkv.offload.tiers.tier import Tier
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 
-
-def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> TierStats:
-    """Count what a store holds and did. Any thread may ask.
-
-    Args:
-        tier: the store.
-        num_computed_blocks: blocks that it had and that were computed, since that was faster.
-        num_dropped_blocks: blocks that it was not given because too many copies waited.
-    """
-    size, counts = tier.size(), tier.counts()
-    refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
-    return TierStats(
-        tier=tier.name,
-        is_working=tier.is_working(),
-        blocks=size.num_objects,
-        used_bytes=size.used_bytes,
-        capacity_bytes=size.capacity_bytes,
-        loaded_blocks=counts.loaded,
-        loaded_bytes=counts.loaded_bytes,
-        load_s=counts.load_s,
-        missed_blocks=sum(counts.misses.values()),
-        computed_blocks=num_computed_blocks,
-        saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
-        refused_blocks=counts.failed_saves + refused,
-        dropped_blocks=num_dropped_blocks,
-        evicted_blocks=counts.evicted,
-    )
-
-
-def stats_of_closed(name: str) -> TierStats:
-    """Count nothing, of a store that could not be opened."""
-    return TierStats(
-        tier=name,
-        is_working=False,
-        blocks=0,
-        used_bytes=0,
-        capacity_bytes=0,
-        loaded_blocks=0,
-        loaded_bytes=0,
-        load_s=0.0,
-        missed_blocks=0,
-        computed_blocks=0,
-        saved_blocks=0,
-        refused_blocks=0,
-        dropped_blocks=0,
-        evicted_blocks=0,
-    )
-
-
 _log = logging.getLogger(__name__)
-
 CLOSE_LIMIT_S = 10.0
 _RETRY_PERIOD_S = 1.0
-_NEWS_PERIOD_S = 0.05  # between two looks for what stores have taken, while somebody is told
+_NEWS_PERIOD_S = 0.05  # between two checks for finished saves while a listener is on
 
 
 def do_nothing() -> None:
-    """Neither copy nor save, where there are no stores."""
+    """Do nothing, as the default of callbacks."""
 
 
 class Offload:
-    """Saves blocks that leave the device, and loads them for requests that come later.
+    """Saves evicted blocks to the tiers, and loads stored blocks for requests.
 
-    One thread uses it, the engine's. It never makes anybody wait for a store, but for the end.
+    Only the engine's thread uses it. No method waits for a store, except `close`.
 
     Args:
-        cache: the trees.
-        offload_index: listens to them.
-        tiers: a store for each tier_index.
-        mover: copies blocks.
-        max_bytes: bound of what waits to be stored, and of what was loaded and waits for its request.
-        keys: of the blocks in all stores.
+        cache: the radix trees.
+        offload_index: listens to the cache.
+        tiers: the tiers, one for each in the index.
+        mover: copies blocks between the pool and host memory.
+        max_bytes: bound of copies that wait to be stored, and of loaded blocks that wait for their request.
+        keys: computes the keys of blocks.
         choice: decides between loading and computing.
-        record: of the store `disk`, which outlives the process; None without one.
+        record: of the tier `disk`, for the next process; None without a disk.
         clock: seconds, monotonic.
-        on_close: called when all stores are closed.
+        on_close: called when all tiers are closed.
         closed: names of tiers that could not be opened.
         wake: called on a store's thread when the engine has something to do.
 
     Attributes:
-        offload_index, tiers: see above; the tiers by name.
-        purger: of the shared stores.
+        index: see `offload_index`.
+        tiers: see above, by name.
+        purger: purges the shared stores.
     """
 
     def __init__(
@@ -140,9 +91,9 @@ class Offload:
         self.purger = SharedPurger(shared, keys, wake)
         self._own_purger = LocalPurger(offload_index, self._saver, self._deleter, keys)
         self._lookups = Lookups(offload_index, shared, self.purger, choice, clock, wake, cache.block_size)
-        self._copies: EvictedCopies | None = None  # that stores have not got
+        self._copies: EvictedCopies | None = None  # that were not given to the tiers yet
         self._next_retry_s = clock()
-        self._resuming: set[Request] = set()  # those that were paused, and for which `begin_again` was called
+        self._resuming: set[Request] = set()  # preempted requests for which `begin_again` was called
         self._earlier = None
         if record is not None:
             tier_index, delete = offload_index.tiers["disk"], partial(self._deleter.delete, "disk")
@@ -150,7 +101,7 @@ class Offload:
         self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until `copy` is to be called although nothing is written; None if it need not be."""
+        """Seconds until `copy` must be called although no step runs; None if that is not needed."""
         if self.index.has_evicted_blocks or (self._earlier is not None and self._earlier.has_more):
             return 0.0
         if self.index.listener.is_on and self._saver.has_waiting:
@@ -160,12 +111,12 @@ class Offload:
         return _RETRY_PERIOD_S if is_unfinished else None
 
     def stats(self) -> list[TierStats]:
-        """Count what the stores hold and did, the fastest first, then those that are closed. Any thread may ask."""
+        """Return the statistics of the tiers, the fastest first, then those that could not be opened. Thread-safe."""
         computed, dropped = self._loader.num_computed_blocks, self._saver.num_dropped_blocks
         return [*(stats_of(tier, computed[name], dropped[name]) for name, tier in self.tiers.items()), *self._closed]
 
     def begin(self, request: Request) -> bool:
-        """Start to load what a new request could use. Returns whether it is to wait until `ready` returns it."""
+        """Start to load blocks for a new request. Returns whether the request must wait until `ready` returns it."""
         self._take_news()
         fetched, request.fetched = request.fetched, None
         if not request.params.read_cache:
@@ -179,9 +130,9 @@ class Offload:
         return self._lookups.begin(request, first_block) or self._loader.begin(request, first_block)
 
     def begin_again(self, request: Request) -> bool:
-        """Start to load what has left the device since a request was paused, once for each pause.
+        """Start to load blocks that were evicted since a request was preempted, once per preemption.
 
-        Shared stores are not asked for what is not known to be there. Returns as `begin` does.
+        Does not look up blocks in shared stores. Returns as `begin` does.
         """
         if request in self._resuming or not request.params.read_cache:
             return False
@@ -189,36 +140,36 @@ class Offload:
         return self._load(request)
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
-        """Count a tenant's blocks in each store, of shared ones those that are known."""
+        """Count a tenant's blocks in each tier. In shared stores, only known blocks count."""
         self._take_news()
         return {name: tier_index.owned.num_by_tenant[tenant] for name, tier_index in self.index.tiers.items()}
 
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
-        """Count the tokens after the cached ones that stores are known to have."""
+        """Count the tokens after the cached ones that tiers are known to hold."""
         self._take_news()
         first_block, found = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
         return max(0, (first_block + len(found)) * self._cache.block_size - cached_tokens) if found else 0
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention, on_device: Grant) -> Grant:
-        """Give what is stored of a prompt a priority, whatever it was before; shared stores know none.
+        """Set the retention priority of the stored blocks of a prompt. Shared stores have no priorities.
 
         Args:
-            namespace, tokens: the prompt, as the cache knows it.
+            namespace, tokens: the prompt, as the cache stores it.
             retention: the priority and its range.
-            on_device: what the cache granted of it.
+            on_device: what the cache granted on the device.
 
         Returns:
-            What was granted in all.
+            What was granted in total.
         """
         self._take_news()
         size, now_s = self._cache.block_size, self._clock()
         return grant_stored(self.index, size, namespace, tokens, retention, on_device, now_s)
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
-        """List the namespaces of which a store holds blocks; see `TierIndex.page`. Of shared ones, those known here.
+        """List the namespaces that have blocks in a tier; see `TierIndex.page`.
 
         Raises:
-            InvalidRequest: there is no such store.
+            InvalidRequest: there is no such tier.
         """
         tier_index = self.index.tiers.get(name)
         if tier_index is None:
@@ -228,18 +179,18 @@ class Offload:
 
     @property
     def has_answers(self) -> bool:
-        """Whether stores have answered what requests wait for, since `ready` was called last."""
+        """Whether stores have answered calls that requests wait for since the last `ready`."""
         return self._loader.has_ended or self._lookups.has_ended
 
     def ready(self) -> list[Request]:
-        """Return the requests that wait no more, in the order of their arrival."""
+        """Return the requests that no longer wait, in order of arrival."""
         known = [request for request in self._lookups.ended() if not self._load(request)]
         return sorted([*known, *self._loader.ready()], key=lambda request: request.arrival)
 
     def copy(self) -> None:
-        """Copy what has left the device, and what shared stores are to have, before anything is written over it.
+        """Copy evicted blocks, and published blocks for shared stores, before their memory is reused.
 
-        Nothing is to leave until `save`.
+        No block may be evicted between this and `save`.
         """
         assert self._copies is None, "stores have got what was copied before"
         self._take_found()
@@ -248,13 +199,13 @@ class Offload:
         self._copies = self._saver.copy()
 
     def save(self) -> None:
-        """Give the stores what was copied, if they have not got it."""
+        """Hand the copies of the last `copy` to the tiers."""
         copies, self._copies = self._copies, None
         if copies is not None:
             self._saver.save(copies)
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Copy what was loaded for a request into its blocks; see `Loader.fill`."""
+        """Copy loaded blocks into a request's blocks; see `Loader.fill`."""
         self._resuming.discard(request)
         if not self._loader.has_load(request):
             return lease.cached_tokens
@@ -262,26 +213,26 @@ class Offload:
         try:
             return self._loader.fill(request, lease)
         finally:
-            self._saver.save(copies)  # what goes for them may be what was just read
+            self._saver.save(copies)  # the tiers may evict the blocks that were just read for them
 
     def leave(self, request: Request) -> None:
-        """Forget a request that is over."""
+        """Forget a finished request."""
         self._resuming.discard(request)
         self._lookups.leave(request)
         self._loader.leave(request)
 
     def note_step(self, seconds: float, slices: Sequence[Slice]) -> None:
-        """Learn how long computing takes."""
+        """Record how long a step took."""
         self._choice.note_step(seconds, [(part.start, part.end) for part in slices])
 
     def reading(self) -> Iterator[None]:
-        """Yield until it is known what earlier processes left on the disk."""
+        """Yield until the disk is scanned."""
         return iter(()) if self._earlier is None else self._earlier.reading()
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
-        """Forget what is stored of the namespaces with these names, None for any; in shared stores of all servers.
+        """Purge the namespaces with these names, None for any, from all tiers; in shared stores, for all servers.
 
-        Requests that wait for some of it get nothing of it. What is on disk is known only if `reading` is over.
+        Waiting requests do not get any of these blocks. The disk must be scanned before; see `reading`.
         """
         self._take_found()
         self._loader.forget(tenant, adapter, salt)
@@ -292,19 +243,17 @@ class Offload:
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
-        """Write what is on the device to the disk, and delete what is to go, in 10 s at most; close the stores."""
+        """Save the device to the disk and finish deletions, in at most 10 s, then close the tiers."""
         deadline_s = time.monotonic() + CLOSE_LIMIT_S
         knows_disk = self._earlier is None or self._earlier.finish(CLOSE_LIMIT_S / 2)
         if not knows_disk:
-            _log.warning("tier disk: expected to know what it holds, got no end of the list: retention may be lost")
+            _log.warning("tier disk: the scan did not finish before shutdown, so retention may be lost")
         self._loader.close()
         self._deleter.retry()  # stores delete before they write
         if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
-            _log.warning("tiers: expected to store all blocks within %s s, got fewer", CLOSE_LIMIT_S)
+            _log.warning("tiers: not all blocks were stored within %s s of shutdown", CLOSE_LIMIT_S)
         if not self._deleter.finish(max(0.0, deadline_s - time.monotonic())):
-            _log.error(
-                "tiers: expected to delete what was purged or given up, got fewer: a next process finds the rest"
-            )
+            _log.error("tiers: not all purged or evicted blocks were deleted; the next process will find the rest")
         for tier in self.tiers.values():
             tier.close()
         self._on_close()
@@ -313,7 +262,7 @@ class Offload:
         return self._loader.begin(request, self._num_cached_blocks(request.namespace, request.tokens))
 
     def _num_cached_blocks(self, namespace: Namespace, tokens: bytes) -> int:
-        """Count whole blocks on the device, with or without parts: what is loaded after them may have its own."""
+        """Count whole blocks on the device, also those without windowed layers, which loaded blocks may bring."""
         cache = self._cache
         num_tokens = cache.match(namespace, tokens).cached_tokens
         if cache.windows.pools:
@@ -321,17 +270,65 @@ class Offload:
         return num_tokens // cache.block_size
 
     def _retry(self) -> None:
-        """Ask stores again what they could not be asked, once in a second."""
+        """Retry failed calls once per second."""
         if self._clock() >= self._next_retry_s and (self._deleter.has_failed or self.purger.has_failed):
             self._next_retry_s = self._clock() + _RETRY_PERIOD_S
             self._deleter.retry()
             self.purger.retry()
 
     def _take_news(self) -> None:
-        """Note what stores have taken, and some of what was found on the disk."""
+        """Process finished saves and part of the disk scan."""
         self._saver.note_ended()
         self._take_found()
 
     def _take_found(self) -> None:
         if self._earlier is not None:
             self._earlier.take()
+
+
+def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> TierStats:
+    """Return the statistics of a tier. Any thread may call this.
+
+    Args:
+        tier: the tier.
+        num_computed_blocks: blocks that it held and that were recomputed because that was faster.
+        num_dropped_blocks: blocks that were dropped because too many copies waited.
+    """
+    size, counts = tier.size(), tier.counts()
+    refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
+    return TierStats(
+        tier=tier.name,
+        is_working=tier.is_working(),
+        blocks=size.num_objects,
+        used_bytes=size.used_bytes,
+        capacity_bytes=size.capacity_bytes,
+        loaded_blocks=counts.loaded,
+        loaded_bytes=counts.loaded_bytes,
+        load_s=counts.load_s,
+        missed_blocks=sum(counts.misses.values()),
+        computed_blocks=num_computed_blocks,
+        saved_blocks=counts.saved.get(PutOutcome.STORED, 0),
+        refused_blocks=counts.failed_saves + refused,
+        dropped_blocks=num_dropped_blocks,
+        evicted_blocks=counts.evicted,
+    )
+
+
+def stats_of_closed(name: str) -> TierStats:
+    """Return the statistics of a tier that could not be opened."""
+    return TierStats(
+        tier=name,
+        is_working=False,
+        blocks=0,
+        used_bytes=0,
+        capacity_bytes=0,
+        loaded_blocks=0,
+        loaded_bytes=0,
+        load_s=0.0,
+        missed_blocks=0,
+        computed_blocks=0,
+        saved_blocks=0,
+        refused_blocks=0,
+        dropped_blocks=0,
+        evicted_blocks=0,
+    )

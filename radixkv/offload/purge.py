@@ -20,11 +20,11 @@ from radixkv.offload.tiers.tier import Tier
 
 
 class Deletion(NamedTuple):
-    """Blocks that a store was told to delete.
+    """A deletion of blocks in one tier.
 
     Attributes:
-        store: its name.
-        num_deleted: blocks that it had; None if it could not be asked.
+        store: name of the tier.
+        num_deleted: number of deleted blocks; None if the call failed.
     """
 
     store: str
@@ -32,11 +32,11 @@ class Deletion(NamedTuple):
 
 
 class PendingPurge(NamedTuple):
-    """A purge that is done but for the stores.
+    """A purge whose deletions in the tiers are in flight.
 
     Attributes:
-        purged: what became of the blocks on the device.
-        deletions: what the stores were told.
+        purged: the result on the device.
+        deletions: in the tiers.
     """
 
     purged: Purged
@@ -44,14 +44,14 @@ class PendingPurge(NamedTuple):
 
 
 def not_asked() -> Future[int | None]:
-    """Return the answer of a store that could not be asked."""
+    """Return the result of a call that could not be made."""
     answer: Future[int | None] = Future()
     answer.set_result(None)
     return answer
 
 
 def when_deleted(begun: Future[PendingPurge]) -> Future[Purged]:
-    """Return a future of the whole outcome, which comes when all stores have answered."""
+    """Return a future of the result of a purge, which completes when all tiers have answered."""
     done: Future[Purged] = Future()
 
     def wait_for_stores(begun: Future[PendingPurge]) -> None:
@@ -69,7 +69,7 @@ def when_deleted(begun: Future[PendingPurge]) -> Future[Purged]:
 
 
 class _Wait:
-    """Waits for the last store."""
+    """Waits for the last tier."""
 
     def __init__(self, done: Future[Purged], begun: PendingPurge) -> None:
         self._done = done
@@ -91,7 +91,7 @@ class _Wait:
 
 
 def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
-    """Add up what each store has deleted; None if it could not be asked once."""
+    """Add up the deleted blocks of each tier; None if one of its calls failed."""
     sums: dict[str, int | None] = {}
     for store, deleted in deletions:
         known, number = sums.get(store, 0), None if deleted.cancelled() else deleted.result()
@@ -100,16 +100,16 @@ def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
 
 
 class LocalPurger:
-    """Deletes what this server's own stores hold of namespaces: also what nobody finds there any more.
+    """Purges the tiers that only this server uses, also of blocks that are no longer in the index.
 
-        on the tier_index ── given up ──▶ the store is told, with what comes instead ──▶ gone
-                                         └── kept, as there was room ──▶ deleted ──▶ gone
+        in the index ── victim ──▶ passed to the store with the block that replaces it ──▶ evicted
+                                      └── kept, since the store had room ──▶ deleted by the `Deleter`
 
     Args:
-        offload_index: knows what is stored, and what is to be given up.
-        saver: knows what stores were told to give up.
-        deleter: deletes, and knows what was not deleted yet.
-        keys: of the blocks.
+        offload_index: knows the stored blocks, and the victims that were not passed to a store yet.
+        saver: knows the victims of saves that are in flight.
+        deleter: deletes, and knows the deletions that are not confirmed.
+        keys: computes the keys of blocks.
     """
 
     def __init__(self, offload_index: OffloadIndex, saver: Saver, deleter: Deleter, keys: BlockKeys) -> None:
@@ -119,9 +119,9 @@ class LocalPurger:
         self._keys = keys
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
-        """Forget the namespaces with these names, None for any, on all tier_indexes, and delete what own stores have.
+        """Remove the namespaces with these names, None for any, from the index, and delete them from local tiers.
 
-        Complexity: O(namespaces + blocks of these + keys that stores have not given up yet).
+        Complexity: O(namespaces + their blocks + keys of saves and deletions in flight).
         """
         found, scope = self._index.purge(tenant, adapter, salt), self._keys.scope(tenant, adapter, salt)
         deletions: list[Deletion] = []
@@ -134,7 +134,7 @@ class LocalPurger:
 
 
 class _Purge(NamedTuple):
-    """A purge of one store: its name, and the names of the namespaces, None for any."""
+    """A purge of one shared store: its name, and the names of the namespaces, None for any."""
 
     store: str
     tenant: str | None
@@ -143,37 +143,36 @@ class _Purge(NamedTuple):
 
 
 class SharedPurger:
-    """Tells shared stores which namespaces to forget, also what other servers stored of them.
+    """Purges namespaces from shared stores, including the blocks that other servers stored.
 
-    Until a store has answered, nothing of these namespaces is loaded from it: what is to be forgotten may still be
-    there. A store that can't be asked is asked again later.
+    Until a store has confirmed a purge, nothing of these namespaces is loaded from it. Failed purges are retried later.
 
     Args:
-        tiers: the shared stores, by name.
-        keys: of the blocks.
-        wake: called on a store's thread when it could not be asked, so that `retry` is called.
+        tiers: the shared stores by name.
+        keys: computes the keys of blocks.
+        wake: called on a store's thread when a call has failed, so that the engine calls `retry`.
     """
 
     def __init__(self, tiers: Mapping[str, Tier], keys: BlockKeys, wake: Callable[[], None] = lambda: None) -> None:
         self._tiers = tiers
         self._keys = keys
         self._wake = wake
-        self._open: dict[_Purge, int] = {}  # calls that have not ended
+        self._open: dict[_Purge, int] = {}  # calls in flight
         self._failed: set[_Purge] = set()
         self._ended: queue.SimpleQueue[tuple[_Purge, bool]] = queue.SimpleQueue()
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> dict[str, Future[int | None]]:
-        """Tell each store. Returns the number of blocks that it had, None if it could not be asked."""
+        """Purge each store. Returns the number of deleted blocks, None if the call fails."""
         return {store: self._start(_Purge(store, tenant, adapter, salt)) for store in self._tiers}
 
     @property
     def has_failed(self) -> bool:
-        """Whether a store is to be asked again."""
+        """Whether there are purges to retry."""
         self._note_ended()
         return bool(self._failed)
 
     def is_purging(self, store: str, namespace: Namespace) -> bool:
-        """Whether a store may still hold what is to be forgotten of a namespace. Complexity: O(open purges)."""
+        """Whether a store may still hold purged blocks of a namespace. Complexity: O(open purges)."""
         self._note_ended()
         return any(
             each.store == store and namespace.is_among(each.tenant, each.adapter, each.salt)
@@ -181,14 +180,14 @@ class SharedPurger:
         )
 
     def is_purging_any(self, store: str, blocks: Iterable[KeyedBlock]) -> bool:
-        """Whether a store may still hold what is to be forgotten of any owner of blocks.
+        """Whether a store may still hold purged blocks of any owner of some blocks.
 
         A prompt that invokes an adapter has two: the base model's blocks have another one than the adapter's.
         """
         return any(self.is_purging(store, owner) for owner in {block.namespace for block in blocks})
 
     def retry(self) -> None:
-        """Ask again what could not be asked."""
+        """Retry failed purges."""
         self._note_ended()
         failed, self._failed = self._failed, set()
         for each in failed:
@@ -201,7 +200,7 @@ class SharedPurger:
         return purged
 
     def _end(self, purge: _Purge, purged: Future[int | None]) -> None:
-        """Note the end of a call, on a thread of the store."""
+        """Queue the result of a call. Runs on a thread of the store."""
         has_answered = not purged.cancelled() and purged.result() is not None
         self._ended.put((purge, has_answered))
         if not has_answered:

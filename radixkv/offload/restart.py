@@ -21,20 +21,21 @@ _log = logging.getLogger(__name__)
 _READING_SLICE_S = 0.001
 _TAKEN_AT_ONCE = 256  # blocks; some milliseconds
 _END = object()
+_SAVED_AT_ONCE = 64  # blocks
 
 
 class DiskScan:
-    """Finds on a thread of its own what a disk holds, while requests are served.
+    """Scans the disk on a thread of its own, while requests are served.
 
     Args:
         record: of the disk.
-        tier_index: gets what is found, some blocks at a time, those first that go last.
-        retention: gets the priorities of that.
-        delete: deletes what the tier_index has no room for from the disk, since no purge would find it.
-        wake: called on the other thread when there is something to take.
+        tier_index: the blocks are added to it in batches, most recently used first.
+        retention: receives the priorities of the blocks.
+        delete: deletes blocks that do not fit into the index from the disk, since no purge would find them.
+        wake: called on the scanning thread when there are results.
 
     Attributes:
-        has_failed: whether nobody knows all that the disk holds, because it could not be read or not be taken.
+        has_failed: whether the scan failed, so that blocks on the disk may be unknown.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DiskScan:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to take."""
+        """Whether there are results to take."""
         return self._slices is not None or not self._found.empty()
 
     def take(self) -> None:
@@ -66,7 +67,7 @@ class DiskScan:
 
         If it raises, the remaining blocks are never added, and `has_failed` is true.
         """
-        is_read = not self._reader.is_alive()  # asked first: what it found may come while we look
+        is_read = not self._reader.is_alive()  # asked first: results may arrive in the meantime
         if self._slices is None and not self._found.empty():
             self._slices = self._taking(self._found.get())
         if self._slices is not None:
@@ -81,7 +82,7 @@ class DiskScan:
             self._record.tidy(self._shelf.owned)
 
     def reading(self) -> Iterator[None]:
-        """Yield until all is found and taken."""
+        """Yield until the scan is finished and all results are taken."""
         while self._reader.is_alive():
             self._reader.join(_READING_SLICE_S)
             yield
@@ -90,15 +91,15 @@ class DiskScan:
             yield
 
     def finish(self, limit_s: float) -> bool:
-        """Wait until all is found, and take it, no longer than `limit_s` in all. Returns whether all is taken."""
+        """Wait for the scan and take all results, within `limit_s`. Returns whether all are taken."""
         deadline_s = time.monotonic() + limit_s
         self._reader.join(limit_s)
         is_read = not self._reader.is_alive()
         try:
             while self.has_more and time.monotonic() < deadline_s:
                 self.take()
-        except Exception:  # noqa: BLE001 - whatever it is, stores are to be closed after this
-            _log.exception("tier disk: expected to take what it holds")
+        except Exception:  # noqa: BLE001 - whatever it is, the stores must still be closed
+            _log.exception("tier disk: adding its blocks to the index failed")
         return is_read and not self.has_more and not self.has_failed
 
     def _taking(self, found: FoundOnDisk) -> Iterator[None]:
@@ -114,27 +115,24 @@ class DiskScan:
     def _read(self) -> None:
         try:
             self._found.put(self._record.read())
-        except Exception:  # noqa: BLE001 - whatever it is, a purge must tell that it may not have reached all
-            _log.exception("tier disk: expected to read what it holds")
+        except Exception:  # noqa: BLE001 - whatever it is, purges must report it
+            _log.exception("tier disk: the scan failed")
             self.has_failed = True
         self._wake()
 
 
-_SAVED_AT_ONCE = 64  # blocks
-
-
 class ShutdownSave:
-    """Saves what is on the device to the store `disk`, so that the next process finds it.
+    """Saves the blocks on the device to the tier `disk` on shutdown.
 
-        used    last ...................... longest ago
-        saved   first ....................... if there is time     so that what is likely to be wanted is there
-        goes    last ............................... first         also in the next process
+        most recently used ............. least recently used
+        saved first .................... saved if there is time
+        evicted last ................... evicted first, also in the next process
 
     Args:
-        cache: tells what is on the device.
-        offload_index: knows what is stored.
+        cache: the radix trees.
+        offload_index: knows which blocks are stored.
         saver: copies blocks, and waits for the disk.
-        record: tells the next process in which order blocks go, and their priorities; None for nothing.
+        record: stores the eviction order and the priorities for the next process; None to store neither.
     """
 
     def __init__(
@@ -146,12 +144,12 @@ class ShutdownSave:
         self._record = record
 
     def run(self, limit_s: float, *, knows_disk: bool = True) -> bool:
-        """Save as much as there is time for. Returns whether stores have taken all that they were given.
+        """Save as many blocks as there is time for. Returns whether all saves succeeded.
 
         Args:
-            limit_s: the time.
-            knows_disk: whether it is known what earlier processes left on the disk. If not, the priorities that they
-                noted are left as they are, and none are noted.
+            limit_s: time limit in seconds.
+            knows_disk: whether the disk was scanned. If not, the priorities that earlier processes stored are kept, and
+                none are written.
         """
         deadline_s = time.monotonic() + limit_s
         num_dropped_blocks = self._saver.num_dropped_blocks.total()
@@ -170,10 +168,10 @@ class ShutdownSave:
         return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks
 
     def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:
-        """Save `num_left` blocks at most: what comes after them would push them out.
+        """Save at most `num_left` blocks, since more would evict them again.
 
         Returns:
-            The keys of the blocks in the order in which they were saved, and whether the disk has taken all.
+            The keys of the blocks in the order in which they were saved, and whether the disk has stored all.
         """
         saved: list[list[bytes]] = []
         for node, start, end in self._runs():
@@ -187,7 +185,7 @@ class ShutdownSave:
         return saved, self._saver.wait(max(0.0, deadline_s - time.monotonic()))
 
     def _runs(self) -> Iterator[tuple[Node, int, int]]:
-        """Iterate over runs of blocks, those that were used last first, and beginnings before ends."""
+        """Iterate over runs of blocks, most recently used first, and from the beginning of a prompt to its end."""
         num_at_once = max(1, min(_SAVED_AT_ONCE, self._saver.max_waiting_blocks))
         for node in sorted(self._cache.nodes(), key=lambda node: (-node.last_used_s, node.start_bytes)):
             for start in range(0, node.num_blocks, num_at_once):

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
-    """A batch that a store was given: its name, the keys, and those that go for them."""
+    """A batch given to a tier: its name, the keys, and the keys it evicts for them."""
 
     name: str
     keys: Sequence[bytes]
@@ -30,11 +30,11 @@ class _Save(NamedTuple):
 
 
 class EvictedCopies(NamedTuple):
-    """Blocks that have left the device.
+    """Copies of evicted blocks.
 
     Attributes:
-        blocks: with the copy of each.
-        given_up: the keys that go for them, by store, in their order.
+        blocks: the evicted blocks, each with its copy.
+        given_up: the keys that each tier evicts for them, in order.
         wait: blocks until the copies are complete.
     """
 
@@ -44,20 +44,20 @@ class EvictedCopies(NamedTuple):
 
 
 class Saver:
-    """Saves what leaves the device before anything is written over it.
+    """Saves evicted blocks before their memory is reused.
 
-    EvictedCopies that stores have not taken yet are bounded. What is beyond is lost, as without stores.
+    The copies that wait to be stored are bounded. Blocks beyond the bound are dropped.
 
     Args:
-        offload_index: knows what leaves, and is told what stores did not take.
-        tiers: the stores, by name.
-        deleter: deletes what stores were given in vain.
+        offload_index: queues evicted blocks, and is notified of the results.
+        tiers: the tiers by name.
+        deleter: deletes blocks that tiers should not hold.
         mover: copies blocks.
         max_bytes: bound of copies that wait.
-        record: is told whose blocks the store `disk` gets; None without one.
+        record: notes the namespaces of blocks on the tier `disk`; None without a disk.
 
     Attributes:
-        num_dropped_blocks: blocks that each store was not given because too many copies waited.
+        num_dropped_blocks: blocks that were dropped because too many copies waited, by tier.
         max_waiting_blocks: the bound.
     """
 
@@ -78,24 +78,24 @@ class Saver:
         self._record = record
         self.max_waiting_blocks = max_bytes // mover.payload_bytes
         self._num_free_blocks = self.max_waiting_blocks
-        self._open: dict[Future[PutResult | None], _Save] = {}  # those whose end was not noted
+        self._open: dict[Future[PutResult | None], _Save] = {}  # calls whose results were not processed
         self._ended: queue.SimpleQueue[Future[PutResult | None]] = queue.SimpleQueue()
 
     @property
     def has_waiting(self) -> bool:
-        """Whether stores have not taken all that they were given, or it was not noted yet."""
+        """Whether saves are in flight, or their results were not processed yet."""
         return bool(self._open)
 
     def given_up(self, name: str) -> list[bytes]:
-        """List the keys that a store was told to give up, and perhaps has not. Complexity: O(keys that wait)."""
+        """List the keys that a tier was asked to evict in saves that are in flight. Complexity: O(these keys)."""
         return [key for save in self._open.values() if save.name == name for key in save.given_up]
 
     def flush(self) -> None:
-        """Copy and save what has left."""
+        """Copy and save evicted blocks."""
         self.save(self.copy())
 
     def copy(self) -> EvictedCopies:
-        """Copy what has left. To be called before blocks are written. Nothing is to leave until `save`.
+        """Copy evicted blocks. Call this before blocks are written; no block may be evicted until `save`.
 
         On a GPU this only launches the copies, in order with the steps. The threads of the stores wait for them.
         """
@@ -117,7 +117,7 @@ class Saver:
         return EvictedCopies(list(zip(evicted_blocks, read.payloads, strict=True)), given_up, read.copy.wait)
 
     def save(self, copies: EvictedCopies) -> None:
-        """Give copies to the stores, and wait for none."""
+        """Give copies to the tiers, without waiting for them."""
         for name, tier in self._tiers.items():
             given_up = copies.given_up[name]
             wanted = [(each, payload) for each, payload in copies.blocks if name in each.tiers]
@@ -133,12 +133,12 @@ class Saver:
             saved.add_done_callback(self._ended.put)
 
     def note_ended(self) -> None:
-        """Note what stores have taken, what they did not take, and what they did not keep."""
+        """Process the results of finished saves."""
         while not self._ended.empty():
             self._note_end(self._ended.get())
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until stores have taken all that they were given. Returns whether they did."""
+        """Wait until all saves are finished. Returns whether they did within the limit."""
         deadline_s = time.monotonic() + limit_s
         while self.has_waiting:
             try:
@@ -159,7 +159,7 @@ class Saver:
     def _drop(self, evicted_blocks: Sequence[EvictedBlock]) -> None:
         for name, tier_index in self._index.tiers.items():
             keys = [each.block.key for each in evicted_blocks if name in each.tiers]
-            older = [key for key in keys if tier_index.may_have(key)]  # was to be written once more, with its part
+            older = [key for key in keys if tier_index.may_have(key)]  # to be written again, with windowed layers
             self.num_dropped_blocks[name] += len(keys)
             self._index.lost(name, keys)
             self._delete(name, older)
@@ -168,7 +168,7 @@ class Saver:
         name, keys, given_up = self._open.pop(saved)
         result = None if saved.cancelled() else saved.result()
         self._num_free_blocks += len(keys)
-        if result is None:  # it may be late, and store them all the same
+        if result is None:  # the call may still store them later
             self._index.lost(name, keys)
             self._delete(name, (*keys, *given_up))
             return
@@ -178,20 +178,20 @@ class Saver:
         unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
         absent = {key for key in unasked if not self._index.tiers[name].may_have(key)}
         self._index.stored(name, [key for key, outcome in outcomes if outcome in there])
-        # What is expected again has left the device again: a later save brings it.
+        # A pending key was evicted again, and a later save stores it.
         left = filter(self._index.tiers[name].holds, result.evicted)
         self._index.lost(name, [*refused, *left])
-        gone = {*refused, *result.evicted} - set(keys) | absent  # others were given up without need, or purged
+        gone = {*refused, *result.evicted} - set(keys) | absent  # others were passed without need, or purged
         self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:
-        """Delete the blocks that the store should not have. What is late in a shared one is found there."""
+        """Delete blocks that a tier should not hold. A shared store may keep what it stored late."""
         if not self._index.tiers[name].is_shared:
             self._deleter.delete_unknown(name, keys)
 
 
 def _object(departure: EvictedBlock, payload: memoryview, tier: Tier, wait: Callable[[], None]) -> BlockObject:
     block = departure.block
-    generation = int(departure.part_id is not None)  # a later one takes the place of one without its part
+    generation = int(departure.part_id is not None)  # a later generation replaces an object without windowed layers
     cipher = tier.cipher_of(block.namespace.tenant)
     return BlockObject(block.key, block.parent, generation, block.tokens, payload, cipher, wait)

@@ -902,7 +902,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "offload/offload.py",
-        "            self._saver.save(copies)  # what goes",
+        "            self._saver.save(copies)  # the tiers",
         "            self._saver.save(self._saver.copy())  # what goes",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Owners of the blocks that a store holds."""
+"""Keys of blocks by the namespace that owns them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_LISTED = 256
 
 
 class NamespaceKeys:
-    """Keys of blocks by namespace, in the order in which the namespaces came.
+    """Keys of blocks by namespace. Namespaces are in the order in which they were first added.
 
     Attributes:
-        num_by_tenant: blocks of each tenant that has some.
+        num_by_tenant: number of keys of each tenant that has any.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class NamespaceKeys:
         return len(self._keys)
 
     def add(self, key: bytes, namespace: Namespace) -> None:
-        """Add a key that is not there."""
+        """Add a key, which must not be present."""
         self._owners[key] = namespace
         if namespace not in self._keys:
             self._keys[namespace] = set()
@@ -61,7 +61,7 @@ class NamespaceKeys:
         self.num_by_tenant[namespace.tenant] += 1
 
     def remove(self, key: bytes) -> None:
-        """Remove a key that is there."""
+        """Remove a key, which must be present."""
         namespace = self._owners.pop(key)
         self._keys[namespace].discard(key)
         if not self._keys[namespace]:
@@ -80,7 +80,7 @@ class NamespaceKeys:
         return len(self._keys.get(namespace, ()))
 
     def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
-        """List namespaces by place, from `start` on. The page may be empty although others follow.
+        """List namespaces by position, from `start` on. A page may be empty although more follow.
 
         A namespace that has blocks during a whole listing is on exactly one page.
 
@@ -95,4 +95,6 @@ class NamespaceKeys:
             namespace = self._by_place[place]
             if tenant is None or namespace.tenant == tenant:
                 listed.append(StoredNamespace(namespace, len(self._keys[namespace])))
-        return StoredPage(tuple(listed), next_place, len(listed), len(self._keys))  # a tenant learns of no others
+        return StoredPage(
+            tuple(listed), next_place, len(listed), len(self._keys)
+        )  # the count must not reveal other tenants

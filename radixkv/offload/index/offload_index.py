@@ -20,13 +20,13 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 class EvictedBlock(NamedTuple):
-    """A block that leaves the device, and is to be stored before anybody writes over it.
+    """A block that the device evicted, to be copied before its memory is reused.
 
     Attributes:
-        block: what it is.
-        block_id: where it still is.
+        block: its key and tokens.
+        block_id: its place in the pool.
         tiers: names of the tiers that are to store it.
-        part_id: where its part still is, see `radixkv/cache/parts`; None if it has none.
+        part_id: place of its windowed layers (`radixkv/cache/windowed_layers.md`); None if they are not stored.
     """
 
     block: KeyedBlock
@@ -36,11 +36,11 @@ class EvictedBlock(NamedTuple):
 
 
 class OffloadIndex(Listener):
-    """Decides which evicted blocks are stored where, and knows where they are.
+    """Decides in which tiers evicted blocks are stored, and knows which tiers hold the blocks of a prompt.
 
-        tree ── evicted ──▶ evicted_blocks ── the engine copies them ──▶ stores
-          ▲                                                            │ stored
-          └────────────── committed ◀── loaded ◀── find ───────────────┘
+        radix tree ── evicted ──▶ take_evicted_blocks ── the engine copies them ──▶ tiers
+            ▲                                                                         │ stored
+            └────────── committed ◀── loaded ◀── find ────────────────────────────────┘
 
     Only whole blocks are stored: a partly filled block is recomputed. Every evicted block is stored in every tier that
     does not hold it yet, whether it was ever reused or not; docs/LOG.md says why ("what is worth writing"). A full tier
@@ -98,7 +98,7 @@ class OffloadIndex(Listener):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is stored, as far as can be known without asking shared stores."""
+        """Whether no tier holds blocks, and there are no shared stores that could."""
         return not self._shared and not any(map(len, self.tiers.values()))
 
     @property
@@ -107,41 +107,41 @@ class OffloadIndex(Listener):
         return bool(self._evicted_blocks)
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """Note that shared stores are to have a new leaf."""
+        """Queue a new leaf for the shared stores."""
         self.grown(leaf, leaf.num_blocks, now_s)
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """Note that shared stores are to have the blocks at the end of a leaf that are whole now."""
+        """Queue the blocks at the end of a leaf that are now full for the shared stores."""
         if self._shared:
             self.leave(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Note which blocks are to be stored; see `leave`."""
+        """Queue evicted blocks for the tiers; see `leave`."""
         num_kept_blocks = leaf.num_blocks - num_blocks
         if self.tiers:
             self.leave(leaf, num_kept_blocks, leaf.num_blocks, self.tiers)
         self._chains.shortened(leaf, num_kept_blocks)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Give both halves of a node their keys."""
+        """Divide the keys of a node between its two halves."""
         self._chains.split(lower)
 
     def cut(self, lower: Node) -> None:
-        """Give both halves of a node their keys."""
+        """Divide the keys of a node between its two halves."""
         self._chains.split(lower)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Give a node the keys of those that are joined to it."""
+        """Give a node the keys of the nodes that are merged into it."""
         self._chains.joined(uppers, lower)
 
     def leave(self, node: Node, start: int, end: int, tier_indexes: Iterable[str]) -> list[bytes]:
-        """Note that the blocks from `start` to `end` of a node are to be stored where they are not yet.
+        """Queue the blocks from `start` to `end` of a node for those tiers that do not hold them yet.
 
         Returns:
-            The keys of those that can be stored, in the order of the prompt.
+            The keys of the blocks that can be stored, in the order of the prompt.
 
-        Complexity: that of `NodeKeys.blocks`; and a hash of all tokens up to `end` for the first blocks that leave a
-        node with a priority above the default, and for all of which a listener is told.
+        Complexity: that of `NodeKeys.blocks`. If the node has a priority above the default, or a listener is on, also a
+        hash of all tokens up to `end`.
         """
         namespace = node.owner.namespace
         trunk = None if namespace.tenant == PUBLIC_TENANT else self._trunk_of(namespace)
@@ -170,7 +170,7 @@ class OffloadIndex(Listener):
         return [block.key for block in blocks]
 
     def left(self, name: str, keys: Sequence[bytes]) -> None:
-        """Let blocks go after all that left the device before, their end first; keys in the order of the prompt."""
+        """Move blocks to the end of the eviction order, their end first; keys in the order of the prompt."""
         for key in reversed(keys):
             if key in self.tiers[name]:
                 self.tiers[name].note_left(key, self.retention.priority_of(key))
@@ -178,17 +178,17 @@ class OffloadIndex(Listener):
     def retain(
         self, namespace: Namespace, tokens: bytes, start: int, end: int, num_cached_blocks: int, hint: RetentionHint
     ) -> tuple[int, int]:
-        """Give the stored ones of a prompt's blocks a priority, whatever it was before. Shared stores know none.
+        """Set the priority of a prompt's stored blocks. Shared stores have no priorities.
 
         Args:
             namespace, tokens: of the prompt, as for `find`.
-            start, end: its blocks to give a priority, from `start` to before `end`.
-            num_cached_blocks: whole blocks of the prompt that are on the device, and get their priority there.
+            start, end: half-open range of its blocks.
+            num_cached_blocks: whole blocks of the prompt that are on the device, whose priority is set there.
             hint: the priority.
 
         Returns:
-            How many blocks of the range after the cached ones have the priority, up to the first that has not; and how
-            many are stored, up to the first that is nowhere.
+            How many blocks of the range after the cached ones have the priority, up to the first that does not; and how
+            many are stored, up to the first that is not.
 
         Complexity: a hash of the tokens up to `end`.
         """
@@ -197,20 +197,20 @@ class OffloadIndex(Listener):
         return self.retention.granted(path[max(start, num_cached_blocks) :], hint.priority)
 
     def take_evicted_blocks(self) -> tuple[list[EvictedBlock], dict[str, list[bytes]]]:
-        """Return what has left since the last call, and for each store the keys that go for it, in their order."""
+        """Return the blocks to store since the last call, and for each tier the keys it evicts for them, in order."""
         evicted_blocks, self._evicted_blocks = self._evicted_blocks, []
         given_up, self._given_up = self._given_up, {name: {} for name in self.tiers}
         return evicted_blocks, {name: list(keys) for name, keys in given_up.items()}
 
     def find(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[StoredBlock]:
-        """List the blocks that follow the cached ones of a prompt and are stored, up to the first that is not.
+        """List the stored blocks that follow the cached ones of a prompt, up to the first that no tier holds.
 
         Args:
             namespace: of the prompt.
-            tokens: the prompt as the cache knows it; its last token is always computed.
-            num_cached_blocks: whole blocks of it that are on the device.
+            tokens: the prompt as the cache stores it; its last token is always computed.
+            num_cached_blocks: its whole blocks that are on the device.
 
-        Complexity: a hash of the tokens up to the first block that is nowhere.
+        Complexity: a hash of the tokens up to the first block that no tier holds.
         """
         found: list[StoredBlock] = []
         for block in islice(self.key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None):
@@ -223,7 +223,7 @@ class OffloadIndex(Listener):
         return found
 
     def unknown(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[KeyedBlock]:
-        """List the blocks that follow the cached ones of a prompt, and of which no store is known to have them.
+        """List the blocks that follow the cached ones of a prompt and that no tier is known to hold.
 
         Args:
             namespace, tokens, num_cached_blocks: as for `find`.
@@ -234,7 +234,7 @@ class OffloadIndex(Listener):
         return [block for block in blocks if not any(tier_index.holds(block.key) for tier_index in self.tiers.values())]
 
     def discovered(self, name: str, blocks: Iterable[KeyedBlock]) -> None:
-        """Note that a shared store has blocks."""
+        """Note that a shared store holds blocks."""
         tier_index = self.tiers[name]
         for block in blocks:
             if block.key not in tier_index:
@@ -242,29 +242,29 @@ class OffloadIndex(Listener):
             tier_index.note_stored(block.key)
 
     def loaded(self, keys: Sequence[bytes]) -> None:
-        """Note that blocks are on the device again; keys in the order of the prompt."""
+        """Note that blocks were loaded onto the device; keys in the order of the prompt."""
         for key in reversed(keys):
             for tier_index in self.tiers.values():
                 if key in tier_index:
                     tier_index.note_loaded(key)
 
     def stored(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that a store has these blocks now."""
+        """Note that a tier has stored these blocks."""
         for key in keys:
             self.tiers[name].note_stored(key)
 
     def came_without_parts(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that a store has these blocks without their parts, so that they are written once more with them."""
+        """Note that a tier holds blocks without their windowed layers, so that they are written again with them."""
         tier_index = self.tiers[name]
         tier_index.partless.update(key for key in keys if key in tier_index)
 
     def lost(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that a store does not have these blocks."""
+        """Note that a tier does not hold these blocks."""
         for key in keys:
             self.tiers[name].remove(key)
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> dict[str, list[bytes]]:
-        """Forget the blocks of all namespaces with these names, None for any. Returns their keys for each store.
+        """Remove the blocks of all namespaces with these names, None for any. Returns their keys by tier.
 
         Complexity: O(namespaces + blocks of these).
         """
@@ -278,14 +278,14 @@ class OffloadIndex(Listener):
         return keys
 
     def drop_given_up(self, name: str, is_chosen: Callable[[bytes], bool]) -> list[bytes]:
-        """Forget and return the chosen keys that are to go from a store, which was not told yet."""
+        """Return the chosen keys of those that a tier evicts but was not asked to delete yet, and forget them."""
         chosen = [key for key in self._given_up[name] if is_chosen(key)]
         for key in chosen:
             del self._given_up[name][key]
         return chosen
 
     def _wants(self, tier_index: TierIndex, block: KeyedBlock, part_id: int | None) -> bool:
-        """Whether a store is to be given a block, which may be there without the part that it has now."""
+        """Whether a tier is to store a block. It may hold the block without the windowed layers that it has now."""
         priority = self.retention.priority_of(block.key)
         has_part = part_id is not None and part_id != NO_PART
         if block.key in tier_index:
@@ -303,7 +303,9 @@ class OffloadIndex(Listener):
             tier_index.partless.add(block.key)
         if block.key not in given_up:
             return True
-        del given_up[block.key]  # the store was not told, and still has it, perhaps without its part
+        del given_up[
+            block.key
+        ]  # the store was not asked to delete it, and still holds it, perhaps without its windowed layers
         if has_part:
             tier_index.expect(block.key)
             return True

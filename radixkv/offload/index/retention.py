@@ -21,11 +21,11 @@ _MAX_ENDED_AT_ONCE = 256
 
 
 class RetentionHint(NamedTuple):
-    """Priority that a caller asked for.
+    """A retention priority that a caller requested.
 
     Attributes:
         priority: 0 to 100.
-        expires_s: when it ends, by the cache's clock; None for never.
+        expires_s: time at which it ends, by the cache's clock; None for never.
     """
 
     priority: int
@@ -33,16 +33,16 @@ class RetentionHint(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Its place among hints for one block: a higher priority is worth more, and the same one for longer."""
+        """Orders hints for one block: by priority, and then by the end."""
         return self.priority, math.inf if self.expires_s is None else self.expires_s
 
 
 class RetentionHints:
-    """Remembers the priority of each block that has another one than the default.
+    """The priority of each block that does not have the default priority.
 
     Args:
-        max_keys: blocks to remember. Beyond them, of the tenant that has most the one is forgotten of which was heard
-            longest ago, and has the default again. Of equals it is the one that adds another.
+        max_keys: maximum number of blocks. Beyond it, the oldest block of the tenant with the most blocks gets the
+            default priority again; of tenants with equally many, that is the tenant that adds a block.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
@@ -61,7 +61,7 @@ class RetentionHints:
         return key in self._hints
 
     def hint_of(self, key: bytes) -> RetentionHint | None:
-        """Return the priority of a block and its end; None if it has the default."""
+        """Return the priority of a block and its end; None for the default priority."""
         return self._hints.get(key)
 
     def of(self, key: bytes) -> int:
@@ -70,7 +70,7 @@ class RetentionHints:
         return DEFAULT_PRIORITY if hint is None else hint.priority
 
     def set(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
-        """Give a block a priority. Returns the key that is forgotten for it, if one is.
+        """Set the priority of a block. Returns the key of the block that falls back to the default for it, if any.
 
         Complexity: O(log blocks with an end).
         """
@@ -90,12 +90,12 @@ class RetentionHints:
         return oldest
 
     def raise_to(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
-        """Give a block a priority, unless it has a higher one, or the same one for longer. Returns as `set` does."""
+        """Raise the priority of a block, or extend its end. Returns as `set` does."""
         known = self._hints.get(key, hint)
         return self.set(key, namespace, max(known, hint, key=lambda each: each.rank))
 
     def forget(self, key: bytes) -> None:
-        """Give a block the default priority."""
+        """Reset a block to the default priority."""
         hint = self._hints.pop(key, None)
         if hint is None:
             return
@@ -110,26 +110,26 @@ class RetentionHints:
             self._ends.remove((hint.expires_s, key))
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
-        """Forget the blocks of all namespaces with these names, None for any."""
+        """Reset the blocks of all namespaces with these names, None for any."""
         for namespace in [each for each in self._owned if each.is_among(tenant, adapter, salt)]:
             for key in self._owned.keys_of(namespace):
                 self.forget(key)
 
     def expire(self, now_s: float) -> list[bytes]:
-        """End priorities whose time has come, 256 at most. Returns their keys."""
+        """Reset blocks whose priority has expired, at most 256. Returns their keys."""
         ended = [key for _, key in islice(self._ends.irange(maximum=(now_s, b"\xff" * 64)), _MAX_ENDED_AT_ONCE)]
         for key in ended:
             self.forget(key)
         return ended
 
     def _oldest(self, tenant: str) -> bytes:
-        """Return the key that is forgotten for one of a tenant."""
+        """Return the key that is reset when a tenant adds one at the limit."""
         largest = self._of_size[self._most]
         loser = tenant if tenant in largest else next(iter(largest))
         return next(iter(self._by_tenant[loser]))
 
     def _resize(self, tenant: str, before: int, after: int) -> None:
-        """Note that a tenant has one key more, or one less."""
+        """Note that the number of a tenant's keys has changed by one."""
         if after:
             self._of_size.setdefault(after, {})[tenant] = None
         if before:
@@ -141,12 +141,12 @@ class RetentionHints:
 
 
 class StoredRetention:
-    """Gives stored blocks the priorities that callers asked for, and takes them back when their time is up.
+    """Applies retention priorities to stored blocks, and resets them when they expire.
 
-    The blocks before one with a higher priority are of no less use than it, and get the same.
+    A block is of no use without the blocks before it, so a raised priority also applies to these.
 
     Args:
-        tier_indexes: the stores, by name. Shared ones know no priorities.
+        tier_indexes: the tiers by name. Shared ones have no priorities.
     """
 
     def __init__(self, tier_indexes: Mapping[str, TierIndex]) -> None:
@@ -188,9 +188,9 @@ class StoredRetention:
         self._give(path, start, hint, self._retentions.raise_to)
 
     def set(self, path: Sequence[KeyedBlock], start: int, hint: RetentionHint) -> None:
-        """Give the stored ones of the blocks from `start` on a priority, whatever it was before; see `note`.
+        """Set the priority of the stored blocks from `start` on; see `note`.
 
-        Others have none here: on the device they have it there, and what is nowhere may never come.
+        Blocks that are not stored keep no priority here: on the device they have it there.
         """
         for block in path[start:]:
             self._retentions.forget(block.key)
@@ -219,12 +219,12 @@ class StoredRetention:
         return sum(1 for _ in granted), len(stored)
 
     def expire(self, now_s: float) -> None:
-        """End priorities whose time has come, 256 at most."""
+        """Reset expired priorities, at most 256."""
         for key in self._retentions.expire(now_s):
             self._reorder(key)
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
-        """Forget the blocks of all namespaces with these names, None for any."""
+        """Reset the blocks of all namespaces with these names, None for any."""
         self._retentions.purge(tenant, adapter, salt)
 
     def _give(
@@ -242,7 +242,7 @@ class StoredRetention:
             self._reorder(block.key)
 
     def _reorder(self, key: bytes | None) -> None:
-        """Put a block in its place where it is, if its priority is another one now. None is no block."""
+        """Move a block in the eviction orders if its priority has changed. None is ignored."""
         if key is None:
             return
         priority = self._retentions.of(key)

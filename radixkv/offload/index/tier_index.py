@@ -14,39 +14,44 @@ from radixkv.namespace import Namespace
 from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 
+_ON_DEVICE = -1  # below every priority
+_MOST_KNOWN_BLOCKS = 1 << 18  # about 80 MB
+
 
 class StoreListener:
-    """Is told which blocks stores have. Each method does nothing; override those that matter.
+    """Is notified of the blocks that tiers hold. The methods do nothing; override those that matter.
 
     Attributes:
-        is_on: whether it wants to be told; if so, what became of a save is looked at soon, also while nothing runs.
+        is_on: whether it is to be notified. If so, the engine also checks for finished saves while it is idle.
     """
 
     is_on = False
 
     def met(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
-        """Consecutive blocks of a prompt are stored, or may be soon; only here it is told which tokens a key means.
+        """Handle consecutive blocks of a prompt that are stored, or may be stored soon.
+
+        This is the only notification with the tokens of a key.
 
         Args:
-            namespace: of the prompt, without a trunk.
-            tokens: the prompt as the cache knows it, up to the end of these blocks at least.
-            start: the place of the first of them among the prompt's blocks.
-            blocks: with their keys.
+            namespace: of the prompt, without a public prefix.
+            tokens: the prompt as the cache stores it, at least up to the end of these blocks.
+            start: index of the first of them in the prompt.
+            blocks: their keys.
         """
 
     def stored(self, store: str, key: bytes) -> None:
-        """A store has a block. It may be told again."""
+        """Handle that a tier holds a block. May be called again for the same block."""
 
     def removed(self, store: str, key: bytes) -> None:
-        """A store does not have a block any more, or never got it; or, of a shared one, nobody knows."""
+        """Handle that a tier no longer holds a block, never stored it, or, if it is shared, may not hold it."""
 
 
 class EvictionRank(NamedTuple):
-    """EvictionRank of a key among all keys of a store. The lowest goes first.
+    """Position of a key in the eviction order of a tier. The lowest is evicted first.
 
     Attributes:
-        level: keys of a lower level go before those of a higher one.
-        turn: within a level the lowest goes first. No two keys have the same.
+        level: keys of a lower level are evicted before those of a higher one.
+        turn: orders the keys of a level, lowest first. Unique.
         key: of the block.
     """
 
@@ -56,12 +61,12 @@ class EvictionRank(NamedTuple):
 
 
 class EvictionOrder:
-    """Keys by level and turn.
+    """Keys in eviction order: by level, and in LRU order within a level.
 
         level -1  [ a  b ]      level 50  [ c  d  e ]      level 90  [ f ]
-                    goes first                                        goes last
+                    evicted first                                     evicted last
 
-    All methods are O(levels) at most.
+    All methods take at most O(levels).
     """
 
     def __init__(self) -> None:
@@ -69,14 +74,14 @@ class EvictionOrder:
         self._level_of: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[EvictionRank]:
-        """Iterate from the key that goes first."""
+        """Iterate in eviction order."""
         for level in sorted(self._levels):
             for key, turn in self._levels[level].items():
                 yield EvictionRank(level, turn, key)
 
     @property
     def first(self) -> EvictionRank | None:
-        """The key that goes first, if there is any."""
+        """The key that is evicted first; None if there are no keys."""
         if not self._levels:
             return None
         level = min(self._levels)
@@ -84,22 +89,22 @@ class EvictionOrder:
         return EvictionRank(level, turn, key)
 
     def level_of(self, key: bytes) -> int:
-        """Return the level of a key that is there."""
+        """Return the level of a key, which must be present."""
         return self._level_of[key]
 
     def put_last(self, key: bytes, level: int, turn: int) -> None:
-        """Put a key behind all others of a level. `turn` is higher than theirs."""
+        """Insert or move a key behind all others of a level. `turn` must be higher than theirs."""
         self.remove(key)
         self._levels.setdefault(level, OrderedDict())[key] = turn
         self._level_of[key] = level
 
     def put_first(self, key: bytes, level: int, turn: int) -> None:
-        """Put a key before all others of a level. `turn` is lower than theirs."""
+        """Insert or move a key before all others of a level. `turn` must be lower than theirs."""
         self.put_last(key, level, turn)
         self._levels[level].move_to_end(key, last=False)
 
     def remove(self, key: bytes) -> None:
-        """Take a key out, if it is there."""
+        """Remove a key if it is present."""
         level = self._level_of.pop(key, None)
         if level is None:
             return
@@ -108,16 +113,13 @@ class EvictionOrder:
             del self._levels[level]
 
 
-_ON_DEVICE = -1  # below every priority
-
-
 class TierShares(NamedTuple):
-    """TierShares of a store's room that one tenant may rely on, or is held to, each 0 to 1.
+    """Fractions of a tier's capacity, 0 to 1, that apply to one tenant.
 
     Attributes:
-        floor: no other tenant's blocks push out what it has of these.
-        ceiling: it gets no more; None for all of it.
-        retained: no more of its blocks have a priority above the default.
+        floor: other tenants can't evict the tenant's blocks below this.
+        ceiling: the tenant can't hold more than this; None for no limit.
+        retained: at most this fraction may hold blocks of the tenant with a priority above the default.
     """
 
     floor: float = 0.0
@@ -126,29 +128,28 @@ class TierShares(NamedTuple):
 
 
 class TierIndex:
-    """Knows which blocks a store holds, without asking it.
+    """The blocks that a tier holds, in eviction order, known without asking the store.
 
-        goes first   [ on the device as well )[ priority 0 )  ...  [ priority 50 )  ...  [ priority 100 )   goes last
-                       loaded longest ago first                      left longest ago first
+        evicted first  [ also on the device )[ priority 0 ) ... [ priority 50 ) ... [ priority 100 )  evicted last
+                         least recently loaded first              least recently evicted from the device first
 
-    A block is expected from `add` until `note_stored`, and is not to be asked for.
+    A block is pending from `add` until `note_stored`, and can't be loaded in the meantime.
 
-    A block that is on the device as well is of no use here until it leaves the device. If it is still here by then,
+    A block that is also on the device is of no use here until the device evicts it. If the tier still holds it then,
     nothing has to be written.
 
     Args:
-        name: of the store, such as `host`.
-        num_blocks: blocks that it has room for.
+        name: of the tier, such as `host`.
+        num_blocks: its capacity in blocks.
+        shares_of: returns the shares of a tenant, always the same ones.
+        retained_share: fraction of the capacity that blocks with a priority above the default may take.
 
     Attributes:
-        name, num_blocks: see above.
-        owned: whose blocks are here.
-        retained: whose blocks here have a priority above the default. On the device as well they have none here.
-        shares_of: returns the shares of a tenant. Always the same for a tenant.
-        retained_share: share of the room that may have a priority above the default.
-        is_shared: whether other servers use the store as well; see `SharedTierIndex`.
-        partless: keys of blocks here that are known to lack their parts; see `radixkv/cache/parts`.
-        listener: is told which blocks are here.
+        name, num_blocks, retained_share: see above.
+        owned: all keys by namespace.
+        retained: the keys with a priority above the default by namespace. Blocks that are also on the device have none.
+        is_shared: whether other servers use the store too; see `SharedTierIndex`.
+        partless: keys of blocks that are stored without their windowed layers (`radixkv/cache/windowed_layers.md`).
     """
 
     is_shared = False
@@ -171,10 +172,12 @@ class TierIndex:
         self._listener = StoreListener()
         self._order = EvictionOrder()  # of tenants without a floor
         self._floored: dict[str, EvictionOrder] = {}
-        self._capped: dict[str, EvictionOrder] = {}  # of tenants with a ceiling; they are in one of the others as well
-        self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, the oldest first
+        self._capped: dict[
+            str, EvictionOrder
+        ] = {}  # of tenants with a ceiling, whose keys are also in one of the others
+        self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, oldest first
         self._expected: set[bytes] = set()
-        self._rewritten: set[bytes] = set()  # those expected ones of which an earlier object may be there
+        self._rewritten: set[bytes] = set()  # pending keys of which the store may hold an earlier object
         self._turns = itertools.count()
         self._early_turns = itertools.count(-1, -1)
 
@@ -193,35 +196,35 @@ class TierIndex:
         return key in self.owned and key not in self._expected
 
     def may_have(self, key: bytes) -> bool:
-        """Whether there is something of a block that is here, perhaps without the part that is on its way."""
+        """Whether the store may hold an object of a block, perhaps one without its windowed layers."""
         return self.holds(key) or key in self._rewritten
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the keys of its blocks, from the one that goes first if no floor protects it."""
-        return (place.key for place in heapq.merge(self._order, *self._floored.values()))
+        """Iterate over the keys in eviction order, regardless of floors."""
+        return (rank.key for rank in heapq.merge(self._order, *self._floored.values()))
 
     def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
-        """List the namespaces of which it holds blocks; see `NamespaceKeys.page`."""
+        """List the namespaces that have blocks in the tier; see `NamespaceKeys.page`."""
         page = self.owned.page(start, tenant, max_listed)
         retained = (self.retained.num_of(each.namespace) for each in page.namespaces)
-        told = (each._replace(num_retained_blocks=num) for each, num in zip(page.namespaces, retained, strict=True))
-        return page._replace(namespaces=tuple(told))
+        namespaces = (
+            each._replace(num_retained_blocks=num) for each, num in zip(page.namespaces, retained, strict=True)
+        )
+        return page._replace(namespaces=tuple(namespaces))
 
     def has_room_for(self, tenant: str, priority: int = DEFAULT_PRIORITY) -> bool:
-        """Whether a block may come: there is room, or one may go for it.
-
-        No block goes for one of lower priority.
-        """
+        """Whether a block can be admitted, evicting another one if needed, but none of higher priority."""
         if len(self) < self.num_blocks and not self._has_its_share(tenant):
             return True
         victim = self._victim(tenant)
         return victim is not None and victim.level <= priority
 
     def add(self, key: bytes, namespace: Namespace, priority: int = DEFAULT_PRIORITY) -> bytes | None:
-        """Take a block that left the device and is not here, if `has_room_for` it.
+        """Add a block that the device evicted. The tier must not hold it, and `has_room_for` must be true.
 
         Returns:
-            The key of the block that goes for it, one of the same tenant if that has all it may; None if there is room.
+            The key of the block that is evicted for it: one of the same tenant if that has reached its ceiling. None if
+            there is free space.
         """
         victim = None
         if len(self) >= self.num_blocks or self._has_its_share(namespace.tenant):
@@ -239,23 +242,23 @@ class TierIndex:
         return None if victim is None else victim.key
 
     def expect(self, key: bytes) -> None:
-        """Note that a block that is here is written once more, with its part."""
+        """Note that a block is written again, this time with its windowed layers."""
         self.partless.discard(key)
         self._expected.add(key)
         self._rewritten.add(key)
 
     def note_stored(self, key: bytes) -> None:
-        """Note that the store has a block."""
+        """Note that the store holds a block."""
         self._expected.discard(key)
         self._rewritten.discard(key)
         if key in self:
             self._listener.stored(self.name, key)
 
     def add_found(self, blocks: Iterable[tuple[bytes, Namespace]]) -> list[bytes]:
-        """Take blocks that an earlier process left, the one that goes last at first. They go before those here.
+        """Add blocks of an earlier process, most recently used first. They are evicted before all present blocks.
 
         Returns:
-            The keys for which there is no room, or which would be more than the share of their tenant.
+            The keys that were not added, because the tier is full or their tenant has reached its ceiling.
         """
         left_out = []
         for key, namespace in blocks:
@@ -272,10 +275,11 @@ class TierIndex:
         return left_out
 
     def note_left(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
-        """Note that a block that is here left the device, or has another priority now.
+        """Note that the device evicted a block that the tier holds, or that the priority of the block has changed.
 
-        If no more blocks may have a priority above the default, its tenant's oldest one has the default from now on: of
-        a prompt that leaves, its end first, the beginning is kept. If the tenant has none, this one has the default.
+        If the limit of retained blocks is reached, the tenant's oldest retained block falls back to the default
+        priority. Prompts are evicted from their end, so their beginning stays retained. If the tenant has no retained
+        block, this one gets the default priority.
         """
         self._forget_retained(key)
         if priority > DEFAULT_PRIORITY and not self._retain(key, priority):
@@ -283,20 +287,20 @@ class TierIndex:
         self._put_last(key, priority)
 
     def note_loaded(self, key: bytes) -> None:
-        """Note that a block that is here is on the device as well."""
+        """Note that a block of the tier is on the device, too."""
         self._forget_retained(key)
         self._put_last(key, _ON_DEVICE)
 
     def is_on_device(self, key: bytes) -> bool:
-        """Whether a block that is here is on the device as well."""
+        """Whether a block of the tier is on the device, too."""
         return self._level_of(key) == _ON_DEVICE
 
     def priority_of(self, key: bytes) -> int:
-        """Return the priority of a block that is here and not on the device."""
+        """Return the priority of a block of the tier that is not on the device."""
         return self._level_of(key)
 
     def remove(self, key: bytes) -> None:
-        """Forget a block, if it is here."""
+        """Remove a block if it is present."""
         if key not in self.owned:
             return
         tenant = self.owned[key].tenant
@@ -313,14 +317,14 @@ class TierIndex:
         self._listener.removed(self.name, key)
 
     def remove_all(self, namespace: Namespace) -> list[bytes]:
-        """Forget all blocks of a namespace. Returns their keys."""
+        """Remove all blocks of a namespace. Returns their keys."""
         keys = self.owned.keys_of(namespace)
         for key in keys:
             self.remove(key)
         return keys
 
     def _victim(self, tenant: str) -> EvictionRank | None:
-        """Return what goes for a block of a tenant. Complexity: O(tenants with a floor)."""
+        """Return the block to evict for a block of a tenant. Complexity: O(tenants with a floor)."""
         if self._has_its_share(tenant):
             return self._capped[tenant].first
         if not self._floored:
@@ -340,7 +344,7 @@ class TierIndex:
         return self._orders_of(self.owned[key].tenant)[0].level_of(key)
 
     def _retain(self, key: bytes, priority: int) -> bool:
-        """Count a key with a priority above the default. Returns whether it may have it."""
+        """Retain a key with a priority above the default. Returns whether the limits allow it."""
         tenant = self.owned[key].tenant
         own = self._retained.get(tenant, {})
         most = self._shares_of(tenant).retained * self.num_blocks
@@ -372,18 +376,15 @@ class TierIndex:
         return (main,) if capped is None else (main, capped)
 
 
-_MOST_KNOWN_BLOCKS = 1 << 18  # about 80 MB
-
-
 class SharedTierIndex(TierIndex):
-    """Knows some of the blocks that a shared store holds: those that this server stored, or has found there.
+    """The blocks that this server stored in a shared store or has found there.
 
-    The store gives up blocks by itself, and gets others from other servers. What is not known is to be asked for; what
-    is known may be gone.
+    The store evicts blocks by itself, and other servers add blocks. So the store may hold blocks that are not in the
+    index, and may have evicted blocks that are.
 
     Args:
-        name: of the store, such as `redis`.
-        num_blocks: blocks to know at most. Those that were used longest ago are forgotten, here and not in the store.
+        name: of the tier, such as `redis`.
+        num_blocks: maximum number of keys in the index. The least recently used ones are removed from the index only.
     """
 
     is_shared = True
@@ -392,10 +393,10 @@ class SharedTierIndex(TierIndex):
         super().__init__(name, num_blocks)
 
     def add(self, key: bytes, namespace: Namespace, priority: int = DEFAULT_PRIORITY) -> bytes | None:
-        """Take a block that is not known here. Returns None: the store makes room by itself."""
+        """Add a block. Returns None, since the store evicts by itself."""
         super().add(key, namespace)
         return None
 
     def note_left(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
-        """Note that a block left the device. The store knows no priorities."""
+        """Note that the device evicted a block. Shared stores have no priorities."""
         super().note_left(key)

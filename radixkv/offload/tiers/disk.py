@@ -28,6 +28,14 @@ from radixkv.offload.tiers.namespace_file import NamespaceFile
 from radixkv.offload.tiers.slot_file import Line, SlotFile, SlotSizes
 from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
 
+_VERSION = 2
+_STAT_BLOCK_BYTES = 512
+_LABEL, _LOCK = "format.json", "lock"
+_log = logging.getLogger(__name__)
+_NAMES = "namespaces"
+_BATCH_BYTES = 16 << 20  # written at a time; sealed objects take as much memory meanwhile
+_FULL_PAUSE_S = 60.0  # a full disk is asked for room again after this
+
 
 class BufferPool:
     """Buffers of one size, each at the start of a page.
@@ -70,11 +78,6 @@ class BufferPool:
 
 def _pages(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-_VERSION = 2
-_STAT_BLOCK_BYTES = 512
-_LABEL, _LOCK = "format.json", "lock"
 
 
 class DiskDirectory:
@@ -151,12 +154,6 @@ def half_of_free(path: Path) -> int:
     ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
     parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     return (shutil.disk_usage(parent).free + ours) // 2
-
-
-_log = logging.getLogger(__name__)
-_NAMES = "namespaces"
-_BATCH_BYTES = 16 << 20  # written at a time; sealed objects take as much memory meanwhile
-_FULL_PAUSE_S = 60.0  # a full disk is asked for room again after this
 
 
 class DiskStore(StoreBackend):

@@ -18,6 +18,9 @@ from radixkv.offload.block_keys import KEY_BYTES, KeyScope
 from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import BlockStore, Loan, PutResult, StoreSize
 
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 
 class Timers(Protocol):
     """Time as a guarded store sees it; tests have one that stands still."""
@@ -158,10 +161,6 @@ class CircuitBreaker:
 
     def _open(self) -> None:
         self._state, self._until_s = CircuitState.OPEN, self._clock() + self._pause_s
-
-
-_log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
