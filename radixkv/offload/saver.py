@@ -1,4 +1,4 @@
-"""EvictedCopies blocks that leave the device, and gives the copies to the stores."""
+"""Copies evicted blocks, and gives the copies to the tiers."""
 
 from __future__ import annotations
 

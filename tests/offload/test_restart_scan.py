@@ -96,7 +96,7 @@ def test_a_disk_that_fails_is_told_and_holds_nothing(caplog: pytest.LogCaptureFi
         assert set(blocks.reading()) <= {None}
     assert list(tier_index) == []
     assert blocks.has_failed
-    assert "tier disk: expected to read what it holds" in caplog.text
+    assert "tier disk: the scan failed" in caplog.text
 
 
 def test_names_are_forgotten_only_once_all_is_known(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +190,7 @@ def test_the_end_tells_what_can_not_be_taken(caplog: pytest.LogCaptureFixture) -
         blocks = refusing(FakeRecord())
         assert not blocks.finish(PATIENCE_S)
     assert not blocks.has_more
-    assert "tier disk: expected to take what it holds" in caplog.text
+    assert "tier disk: adding its blocks to the index failed" in caplog.text
 
 
 def test_what_has_no_room_is_deleted() -> None:
