@@ -73,8 +73,10 @@ class SingleFlight:
         Returns:
             Whether it waits now.
         """
+        if not self._first_blocks:
+            return False
         tokens = request.tokens
-        if not self._first_blocks or (request.namespace, tokens[: self._block_bytes]) not in self._first_blocks:
+        if (request.namespace, tokens[: self._block_bytes]) not in self._first_blocks:
             return False
         next_end = self._next_end(tokens, cached_tokens)
         leader = self._leaders.get(prefix_fingerprint(request.namespace.seed, tokens, next_end))
