@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from radixkv.cache.lease import Lease
-from radixkv.scheduling.admission import Admitter
+from radixkv.scheduling.admission import Admission, Admitter
 from radixkv.scheduling.request import Request
 from tests.offload.tiered_bench import TieredBench
 
@@ -14,14 +15,17 @@ from tests.offload.tiered_bench import TieredBench
 def test_a_preempted_request_that_waits_for_a_tier_counts_as_hit_or_miss_when_it_is_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hits, misses, start = [], [], Admitter._start
+    hits, misses, admit = [], [], Admitter.admit
 
-    def note(admitter: Admitter, request: Request, lease: Lease) -> None:
-        hits.append(lease.cached_tokens)
-        misses.append(lease.num_tokens - lease.cached_tokens)
-        start(admitter, request, lease)
+    def note(admitter: Admitter, request: Request, *args: Any, **options: Any) -> Admission:
+        admission = admit(admitter, request, *args, **options)
+        if admission is Admission.ADMITTED:
+            lease = request.open_lease
+            hits.append(lease.cached_tokens)
+            misses.append(lease.num_tokens - lease.cached_tokens)
+        return admission
 
-    monkeypatch.setattr(Admitter, "_start", note)
+    monkeypatch.setattr(Admitter, "admit", note)
     bench = TieredBench(num_blocks=8)
     for first in (0, 100):
         bench.generate(range(first, first + 9), 16)
