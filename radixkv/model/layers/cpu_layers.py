@@ -1,14 +1,15 @@
-"""Runs known parts of a model on a CPU in few calls: norms, gated MLPs, attention, and the layer around them.
+"""Fuses parts of a model on a CPU: norms, gated MLPs, attention, and the decoder layer around them.
 
-    RMS norm     weight, eps                                              C++, or row_norm
-    gated MLP    gate_proj, up_proj (joined, or one gates the other       two or three products
-                 in the library), act_fn, down_proj
-    attention    q_proj, k_proj, v_proj (joined), o_proj, perhaps norms   two products, one rotation
-    layer        input_layernorm, self_attn,                              all of the above, without a module's call
-                 post_attention_layernorm, mlp                        in one, if all is in C++ and the step allows it
+    module       children                                                 computed by
+    RMS norm     none; weight and eps                                     C++, or row_norm
+    gated MLP    gate_proj, up_proj (merged, or one gates the other       two or three matmuls
+                 within the matmul), act_fn, down_proj
+    attention    q_proj, k_proj, v_proj (merged), o_proj, perhaps norms   two matmuls, one rotary embedding
+    layer        input_layernorm, self_attn,                              all of the above without calling modules, or
+                 post_attention_layernorm, mlp                            one C++ call, if the step allows it
 
-A call of a module or of torch takes 1 to 5 us, and in exact mode as much again where torch's functions are intercepted:
-most of a decode step of a small model. Classes are not looked at: each part is compared with its replacement at load.
+A call of a module or of a PyTorch function takes 1 to 5 us, and in exact mode, where functions are intercepted, twice
+as long: most of the time of a decode step of a small model. Classes are not looked at: each part is compared with its replacement at load.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _weights(product: RowFunction) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class FusedAttention:
-    """The attention of one layer, between its products.
+    """The attention of one layer, with its projections.
 
     Attributes:
         layer: its index.
@@ -355,7 +356,7 @@ class FusedCpuLayers(ReplacedParts):
 
 
 class _Heard:
-    """A step that keeps what it is asked for, and answers with numbers that were moved."""
+    """A step for trials: it records the attention call and returns a permutation of the queries."""
 
     def __init__(self) -> None:
         self.heard: list[torch.Tensor] = []
