@@ -9,7 +9,8 @@
                  post_attention_layernorm, mlp                            one C++ call, if the step allows it
 
 A call of a module or of a PyTorch function takes 1 to 5 us, and in exact mode, where functions are intercepted, twice
-as long: most of the time of a decode step of a small model. Classes are not looked at: each part is compared with its replacement at load.
+as long: most of the time of a decode step of a small model. Classes are not looked at: each part is compared with its
+replacement at load.
 """
 
 from __future__ import annotations
