@@ -32,8 +32,8 @@ _POINTWISE = (
 # On a GPU a forward pass has a multiple of this many tokens: a single row would be taken for a vector.
 _GPU_TOKENS_MULTIPLE = 16
 
-# On a CPU torch's products, norms and sums of a row have the same bits from two rows on. Few tokens are filled up to a
-# number that products take as it is, so that not each of them has to.
+# On a CPU torch's matmuls, norms and sums of a row have the same bits from two rows on. Few tokens are filled up to a
+# number that matmuls take as it is, so that not each of them has to.
 _FEW_TOKENS = tuple(size for size in SIZES if 2 <= size <= 64)
 
 
@@ -70,7 +70,7 @@ def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> Ex
 
     Args:
         module: the model.
-        budget: of trials of products, on a CPU; None for no bound.
+        budget: of trials of matmuls, on a CPU; None for no bound.
 
     Returns:
         A context manager that must be entered during each forward pass.
@@ -82,18 +82,18 @@ def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> Ex
         module.set_experts_implementation("eager")
     if module.device.type == "cuda":
         kernels = exact_kernels(module.device)
-        products = _Products(module, kernels.tried_tiles, kernels.linear)
-        return ExactFunctions({**products.functions, **kernels.row_functions})
-    return ExactFunctions(_Products(module, _choose_plain(budget), _multiply).functions | pointwise_functions())
+        matmuls = _Matmuls(module, kernels.tried_tiles, kernels.linear)
+        return ExactFunctions({**matmuls.functions, **kernels.row_functions})
+    return ExactFunctions(_Matmuls(module, _choose_plain(budget), _multiply).functions | pointwise_functions())
 
 
-class _Products(Generic[T]):
-    """Replacements of torch's products. Each shape of weight is tried once before its first product.
+class _Matmuls(Generic[T]):
+    """Replacements of torch's matmuls. Each shape of weight is tried once before its first matmul.
 
     Args:
         module: the model, for the names of its weights.
-        attempt: tries products with a weight and a bias. A false result means that rows are not computed alike.
-        multiply: computes the product of rows, a weight and a bias, given the result of the attempt.
+        attempt: tries matmuls with a weight and a bias. A false result means that rows are not computed alike.
+        multiply: computes the matmul of rows, a weight and a bias, given the result of the attempt.
 
     Attributes:
         functions: the replacements, for `ExactFunctions`.
@@ -148,7 +148,7 @@ class _Products(Generic[T]):
 def _choose_plain(
     budget: TrialBudget | None,
 ) -> Callable[[torch.Tensor, torch.Tensor | None], GemmChoice | None]:
-    """For products of layers that are not packed: experts, and code that calls torch's functions itself."""
+    """For matmuls of layers that are not packed: experts, and code that calls torch's functions itself."""
     choices = GemmTuner(is_exact=True, budget=budget)
     return lambda weight, bias: choices.choose(weight, bias, ("plain",))
 

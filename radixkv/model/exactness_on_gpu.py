@@ -20,7 +20,7 @@ _TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 
 def require_exact_gpu(device: torch.device) -> None:
-    """Refuse a GPU that the kernels were not made for, and let float32 products of this process be whole.
+    """Refuse a GPU that the kernels were not made for, and let float32 matmuls of this process be whole.
 
     TF32 rounds what it multiplies to 10 digits: rotations of positions beyond 2,048 would depend on the library.
 
@@ -31,7 +31,7 @@ def require_exact_gpu(device: torch.device) -> None:
     if override not in ("", "0"):
         raise ConfigError(
             f"model.exactness: expected {_TF32_OVERRIDE} to be 0 or not set for exact, got {override}, which rounds "
-            'float32 products; model.exactness = "fast" serves the model so'
+            'float32 matmuls; model.exactness = "fast" serves the model so'
         )
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -45,7 +45,7 @@ def require_exact_gpu(device: torch.device) -> None:
 
 
 def row_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return replacements of torch's functions of rows, other than products. They fall back to torch's own.
+    """Return replacements of torch's functions of rows, other than matmuls. They fall back to torch's own.
 
     Functions of single numbers need no replacement on a GPU: a thread computes each number by itself.
     """

@@ -236,9 +236,9 @@ def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
         return linear(rows, weight, bias, has_large_tiles=tiles == "both sizes")
 
     def exact(module: Any, _: Any) -> exactness.ExactFunctions:
-        products = exactness._Products(module, attempt, tiled)
-        assert functional.linear in products.functions
-        return exactness.ExactFunctions(products.functions | row_functions())
+        matmuls = exactness._Matmuls(module, attempt, tiled)
+        assert functional.linear in matmuls.functions
+        return exactness.ExactFunctions(matmuls.functions | row_functions())
 
     def read(layout: Any, outputs: StepOutputs) -> StepResult:
         num_rows = len(layout.logit_rows)

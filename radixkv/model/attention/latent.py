@@ -48,7 +48,7 @@ class LatentHeads:
             `[num_tokens, num_heads, rank + rope_dim]`.
         """
         first, rotated = rows[..., : -self.rope_dim], rows[..., -self.rope_dim :]
-        with torch._C.DisableTorchFunction():  # the products are exact by themselves
+        with torch._C.DisableTorchFunction():  # the matmuls are exact by themselves
             return torch.cat((self.absorb(first), rotated), -1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class LatentParts:
     Args:
         module: the model, on its device and in evaluation mode, before its linear layers are packed.
         is_exact: whether bits of a row must not depend on other rows.
-        budget: of trials of products, in exact mode; None for no bound.
+        budget: of trials of matmuls, in exact mode; None for no bound.
 
     Raises:
         UnsupportedModel: the model has latents, but its layers do something else with them.
@@ -133,7 +133,7 @@ def _stored(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _heads(part: Any, choices: GemmTuner | None) -> LatentHeads:
-    """Make the products of one layer; exact ones if there are choices."""
+    """Make the matmuls of one layer; exact ones if there are choices."""
     name, layer = type(part).__name__, getattr(part, CHILD)
     if getattr(part, "indexer", None) is not None:
         raise UnsupportedModel(f"{name}: expected attention to all latents, got an indexer that chooses some")
@@ -162,8 +162,8 @@ def _one_by_one(weights: torch.Tensor, *, name: str, choices: GemmTuner) -> RowF
             f"{name}: expected the rows of a product to be computed alike, got others for {tuple(weights.shape[1:])} "
             f"in {weights.dtype} on this machine; {SERVE_FAST}"
         )
-    products = [Matmul([weight], None, choice) for weight in weights]
-    return lambda rows: torch.stack([each(rows[:, head]) for head, each in enumerate(products)], 1)
+    matmuls = [Matmul([weight], None, choice) for weight in weights]
+    return lambda rows: torch.stack([each(rows[:, head]) for head, each in enumerate(matmuls)], 1)
 
 
 @torch.inference_mode()
