@@ -469,7 +469,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plug_ins")
 def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> None:
-    with engine(checkpoint, "stores.tier.max_bytes=10000000") as served:
+    with engine(checkpoint, "stores.shelf.max_bytes=10000000") as served:
         for seed in range(12):
             ask(served, seed)
         settle(served)
@@ -485,7 +485,7 @@ def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> Non
         ("stores.nameless.max_bytes=10000000", "store nameless: expected `purge`, since it does not know its room"),
         ("stores.drawer.place=x", "stores.drawer: expected the name of an installed package's entry point"),
         ("stores.redis.place=x", "stores.redis: expected the name of a plug-in's entry point"),
-        ("stores.tier.max_bytes=0", "stores.tier.max_bytes: expected 1 to"),
+        ("stores.shelf.max_bytes=0", "stores.shelf.max_bytes: expected 1 to"),
     ],
 )
 def test_bad_stores_of_other_packages_are_refused(checkpoint: Path, setting: str, message: str) -> None:
