@@ -23,17 +23,17 @@ _T = TypeVar("_T")
 
 
 class Timers(Protocol):
-    """Time as a guarded store sees it; tests have one that stands still."""
+    """The clock and timers of guarded stores; tests use a fake."""
 
     def now_s(self) -> float:
         """Return the time, monotonic."""
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Callable[[], None]:
-        """Call a function after a delay. Return what cancels that."""
+        """Call a function after a delay. Returns a function that cancels the call."""
 
 
 class TimerThread:
-    """One thread that sleeps until the next call is due. A daemon: it keeps no process."""
+    """A daemon thread that sleeps until the next call is due."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -47,9 +47,9 @@ class TimerThread:
         return time.monotonic()
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Callable[[], None]:
-        """Call a function after a delay; it must be short. Return what cancels that.
+        """Call a short function after a delay. Returns a function that cancels the call.
 
-        Complexity: O(log n) of calls that are due later. A cancelled call stays among them, without its function.
+        Complexity: O(log n) for n pending calls. A cancelled call stays in the queue without its function.
         """
         serial = next(self._serials)
         holder = [function]
@@ -60,7 +60,7 @@ class TimerThread:
         return holder.clear
 
     def close(self) -> None:
-        """End the thread; what is due later is never called."""
+        """Stop the thread. Pending calls are dropped."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -77,28 +77,28 @@ class TimerThread:
 
 
 class CircuitState(enum.Enum):
-    """State of a circuit."""
+    """State of a circuit breaker."""
 
-    CLOSED = "closed"  # calls go through
-    OPEN = "open"  # no call goes through before the pause is over
-    TRYING = "trying"  # one call went through after the pause, and has not come back
+    CLOSED = "closed"  # calls are allowed
+    OPEN = "open"  # calls are refused until the pause is over
+    TRYING = "trying"  # one call was allowed after the pause and has not ended
 
 
 class CircuitBreaker:
-    """Opens after failures in a row, and lets one call through after each pause; each pause is twice the last one.
+    """Opens after consecutive failures, and allows one call after each pause. Each pause is twice the previous one.
 
         CLOSED ── failures in a row ──▶ OPEN ── pause ──▶ TRYING ── answer ──▶ CLOSED
                                           ▲── failure ──────┘
 
     Args:
         clock: seconds, monotonic.
-        max_failures: failures in a row that open it.
-        is_known: whether the store is known to work. One that is not is left alone after one failure, until it has
-            answered.
-        first_pause_s, max_pause_s: the first pause and the longest one.
+        max_failures: consecutive failures that open it.
+        is_known: whether the store is known to work. Otherwise the first failure opens the circuit, until the store has
+            answered once.
+        first_pause_s, max_pause_s: the first and the longest pause.
 
     Attributes:
-        num_opened: times that it went from closed to open.
+        num_opened: number of times that it opened.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class CircuitBreaker:
 
     @property
     def state(self) -> CircuitState:
-        """The state now."""
+        """The current state."""
         return self._state
 
     def lets_through(self) -> bool:
-        """Return whether a call may go to the store. Each that may must end with `succeed`, `fail` or `give_back`."""
+        """Return whether a call is allowed. Each allowed call must end with `succeed`, `fail` or `give_back`."""
         with self._lock:
             if self._state is CircuitState.OPEN and self._clock() >= self._until_s:
                 self._state = CircuitState.TRYING
@@ -131,16 +131,18 @@ class CircuitBreaker:
             return self._state is CircuitState.CLOSED
 
     def succeed(self) -> bool:
-        """Note an answer. Return whether it closed the circuit."""
+        """Record a success. Returns whether it closed the circuit."""
         with self._lock:
             was_closed = self._state is CircuitState.CLOSED
-            if self._state is CircuitState.OPEN:  # an answer to a call from before: it says nothing about now
+            if (
+                self._state is CircuitState.OPEN
+            ):  # of a call that began earlier: it says nothing about the current state
                 return False
             self._state, self._num_failures, self._pause_s = CircuitState.CLOSED, 0, self._first_pause_s
             return not was_closed
 
     def fail(self) -> bool:
-        """Note a failure. Return whether it opened a closed circuit."""
+        """Record a failure. Returns whether it opened a closed circuit."""
         with self._lock:
             self._num_failures += 1
             if self._state is CircuitState.TRYING:
@@ -154,7 +156,7 @@ class CircuitBreaker:
             return False
 
     def give_back(self) -> None:
-        """Note that a call ended without saying anything about the store: the caller cancelled it."""
+        """Record that a call was cancelled, which says nothing about the store."""
         with self._lock:
             if self._state is CircuitState.TRYING:
                 self._state, self._until_s = CircuitState.OPEN, self._clock()
@@ -168,14 +170,14 @@ class GuardCounts:
     """Counts since the start.
 
     Attributes:
-        answered: calls with an answer in time.
-        late: calls without one.
-        failed: calls that ended with another error.
-        busy: calls that the store's full queue refused.
-        refused: calls that did not go to the store, because its circuit is open.
-        cancelled: calls that their caller cancelled.
-        opened: times that the circuit opened.
-        state: of the circuit.
+        answered: calls that were answered in time.
+        late: calls that timed out.
+        failed: calls that failed with another error.
+        busy: calls that were refused because the store's queue was full.
+        refused: calls that were refused because the circuit was open.
+        cancelled: calls that were cancelled by their caller.
+        opened: number of times that the circuit opened.
+        state: of the circuit breaker.
     """
 
     answered: int
@@ -189,19 +191,19 @@ class GuardCounts:
 
 
 class GuardedStore:
-    """A store around another one: each call ends within a time limit, and one that fails is left alone for a while.
+    """Puts a time limit and a circuit breaker around the calls of a store.
 
-    A late answer goes nowhere: what it lends is given back. The payloads of a late put may still be read, which is why
-    they must never change. Closing and `size` go straight to the store.
+    A late answer is dropped, and its loans are released. The store may still read the payloads of a late put, which is
+    why they must never change. `close` and `size` are passed on directly.
 
     Args:
         name: for the log.
-        store: the one that is guarded.
-        timers: the time.
-        circuit: decides when the store is left alone; it has the same time.
-        limit_s: time limit of a load and of a question.
-        write_limit_s: time limit of a put and of a deletion, which nobody waits for.
-        purge_limit_s: time limit of a purge, for which a store may look at all its keys.
+        store: the store to guard.
+        timers: clock and timers.
+        circuit: the circuit breaker, with the same clock.
+        limit_s: time limit of `get` and `exists`.
+        write_limit_s: time limit of `put` and `delete`, for which no request waits.
+        purge_limit_s: time limit of `purge`, which may scan all keys.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class GuardedStore:
         return self._call(lambda: self._store.purge(scope), self._purge_limit_s)
 
     def greet(self) -> None:
-        """Ask for a block that nobody has, to learn whether the store answers; nobody waits for it."""
+        """Probe the store with a key that no block has, without waiting for the answer."""
         self._call(lambda: self._store.exists([bytes(KEY_BYTES)]), self._write_limit_s)
 
     def size(self) -> StoreSize:
@@ -258,7 +260,7 @@ class GuardedStore:
             return GuardCounts(**self._counts, opened=self._circuit.num_opened, state=self._circuit.state)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Count the end of a call, and tell the circuit."""
+        """Record the end of a call."""
         if error is None:
             self._count("answered")
             if self._circuit.succeed():
@@ -266,7 +268,7 @@ class GuardedStore:
         elif isinstance(error, CancelledError):
             self._count("cancelled")
             self._circuit.give_back()
-        elif isinstance(error, StoreBusy):  # the queue is this process's own: the store may well work
+        elif isinstance(error, StoreBusy):  # the queue is in this process, so this says nothing about the store
             self._count("busy")
             self._circuit.give_back()
         else:
@@ -289,7 +291,7 @@ class GuardedStore:
 
 
 class _GuardedCall(Generic[_T]):
-    """One call: the first of answer, time limit and cancellation ends it."""
+    """One call, which ends with an answer, a timeout or a cancellation."""
 
     def __init__(self, guard: GuardedStore, outer: Future[_T], inner: Future[_T]) -> None:
         self._guard, self._lock = guard, threading.Lock()
@@ -305,7 +307,7 @@ class _GuardedCall(Generic[_T]):
         inner.add_done_callback(self._answer)
 
     def _end(self) -> tuple[Future[_T], Future[_T]] | None:
-        """Return the futures the first time, then None: they must leave the collector no circle."""
+        """Return the futures the first time, and None afterwards, so that no reference cycle remains."""
         with self._lock:
             futures, self._futures = self._futures, None
         return futures
@@ -347,7 +349,7 @@ class _GuardedCall(Generic[_T]):
 
 
 def _give_back(answer: object) -> None:
-    """Release the loans in an answer that nobody waits for."""
+    """Release the loans in an answer that is not used."""
     for each in answer if isinstance(answer, list) else ():
         if isinstance(each, Loan):
             each.release()

@@ -34,7 +34,7 @@ def map_memory(num_bytes: int) -> memoryview:
 
 
 class HostStore(StoreBackend):
-    """Objects in host memory. A loan is the slot itself: nothing is copied to read.
+    """Objects in host memory. Reads are zero-copy: a loan is a view of the slot.
 
     Args:
         arena: the memory, such as `map_memory` returns it; its size is the bound.
@@ -45,7 +45,7 @@ class HostStore(StoreBackend):
         ConfigError: the arena has no room for one object.
     """
 
-    num_readers = 1  # it waits for nothing; more only take turns with those that copy
+    num_readers = 1  # reads do not block; more threads would only contend with writes
 
     def __init__(self, arena: memoryview, object_bytes: int, native: NativeCopies | None = None) -> None:
         self._slot_bytes = -(-object_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -54,11 +54,11 @@ class HostStore(StoreBackend):
             raise ConfigError(f"tiers.host_bytes: expected at least {self._slot_bytes} bytes, got {arena.nbytes}")
         self._arena, self._native = np.frombuffer(arena, np.uint8), native
         self._table = SlotTable(self._num_slots)
-        # A loan may end wherever the last reference to it goes, also in the middle of a call of this thread.
+        # Reentrant, since a loan may be released by garbage collection within a call of the same thread.
         self._lock = threading.RLock()
 
     def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
-        """Copy objects into slots. What is lent stays."""
+        """Copy objects into slots. Lent slots are not evicted."""
         left, outcomes, evicted = iter(give_up), [], []
         for each in objects:
             if each.num_bytes > self._slot_bytes:
@@ -78,17 +78,17 @@ class HostStore(StoreBackend):
         return PutResult(tuple(outcomes), tuple(evicted))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Lend slots; they are not given to other objects before the loans end."""
+        """Lend slots, which are not reused before their loans end."""
         with self._lock:
             return [self._lend(entry) if (entry := self._table.find(key)) else None for key in keys]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether there is an object under each key; it is no use of it."""
+        """Return whether there is an object under each key. Does not count as a use."""
         with self._lock:
             return [self._table.find(key, is_use=False) is not None for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget objects; a slot that is lent is free after its loan."""
+        """Delete objects. A lent slot is freed when its loan ends."""
         with self._lock:
             return sum(self._table.remove(key) is not None for key in keys)
 
@@ -100,7 +100,7 @@ class HostStore(StoreBackend):
             return StoreSize(len(self._table), used * self._slot_bytes, capacity, self._num_slots)
 
     def close(self) -> None:
-        """Forget all; the memory goes with the last loan."""
+        """Delete all objects. The memory is freed with the last loan."""
         with self._lock:
             self._table = SlotTable(0)
 

@@ -19,12 +19,12 @@ ENTRY_POINTS = "radixkv.stores"
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """All that a backend is told.
+    """The options of a backend.
 
     Attributes:
         block_format: format of the blocks.
         object_bytes: size of the largest object.
-        max_bytes: the bound; None where the place has its own.
+        max_bytes: capacity in bytes; None if the place has its own limit.
         place: a directory, a URL or an address; empty for none.
         native: copies in C++, for our own backends; None for none, and for those of other packages.
         map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is
@@ -52,7 +52,7 @@ def open_backend(name: str, options: StoreOptions) -> StoreBackend:
 
     Raises:
         ConfigError: there is none of this name, it lacks a package, or the options make no sense.
-        StoreUnavailable: the store can't be used now.
+        StoreUnavailable: the store can't be used at the moment.
     """
     require_backend(name)
     try:
@@ -63,7 +63,7 @@ def open_backend(name: str, options: StoreOptions) -> StoreBackend:
 
 
 def require_backend(name: str) -> None:
-    """Refuse the name of no backend, and one whose package is missing. Nothing is imported.
+    """Raise if there is no backend of this name, or its package is missing. Does not import it.
 
     Raises:
         ConfigError: the message names the key of the configuration.
@@ -79,7 +79,7 @@ def require_backend(name: str) -> None:
 
 
 def require_redis_url(url: str) -> None:
-    """Refuse a URL of no Redis, without connecting.
+    """Raise if a URL is not one of Redis. Does not connect.
 
     Raises:
         ConfigError: it is none, or the package is missing.

@@ -16,18 +16,18 @@ from radixkv.offload.tiers.block_store import Loan, PutResult, StoreBackend, Sto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_CLOSE_PATIENCE_S = 10.0  # a call that hangs longer is left behind
+_CLOSE_PATIENCE_S = 10.0  # a call that blocks longer is abandoned
 
 
 class ThreadedStore:
     """A backend behind futures: the `BlockStore` of every backend.
 
-    Loads have threads of their own, so that no write makes them wait. Writes and deletions run one after the other, in
-    the order in which they were given: a deletion also reaches the writes before it.
+    Reads have their own threads, so that they do not wait for writes. Writes and deletions run one at a time, in the
+    order of their calls, so a deletion also covers earlier writes.
 
     Args:
-        backend: what does the work, in as many calls at a time as it says. It is closed with this store.
-        max_waiting: calls that may wait for a reader, and as many for the writer.
+        backend: does the work, with `num_readers` concurrent reads. It is closed with this store.
+        max_waiting: maximum number of queued reads, and of queued writes.
         name: of the threads.
     """
 
@@ -62,7 +62,7 @@ class ThreadedStore:
         return self._backend.size()
 
     def close(self) -> None:
-        """End the store; see `BlockStore`. A call that hangs keeps its thread, and the backend open."""
+        """Close the store; see `BlockStore`. If a call blocks, its thread and the backend stay open."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -70,18 +70,18 @@ class ThreadedStore:
         if all(is_idle):
             self._backend.close()
         else:
-            _log.warning("store: a call hangs, so it is left open")
+            _log.warning("store: a call is blocked, so the backend is left open")
 
 
 class _Lane:
-    """Threads that take calls from one queue."""
+    """Threads that run calls from one queue."""
 
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_waiting, self._max_waiting = 0, max_waiting
         self._is_closed = False
-        # Daemons, so that a store that hangs does not keep the process.
+        # Daemon threads, so that a blocked store does not keep the process alive.
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True) for n in range(num_threads)
         ]
@@ -94,7 +94,7 @@ class _Lane:
         with self._lock:
             if self._is_closed:
                 future.set_exception(StoreClosed("store: expected an open one, got a closed one"))
-            elif self._num_waiting >= self._max_waiting:  # cancelled calls count until a thread has seen them
+            elif self._num_waiting >= self._max_waiting:  # cancelled calls count until a thread dequeues them
                 future.set_exception(StoreBusy(f"store: expected less than {self._max_waiting} calls in line, got all"))
             else:
                 self._num_waiting += 1
@@ -102,7 +102,7 @@ class _Lane:
         return future
 
     def close(self) -> bool:
-        """Fail what waits and end the threads. Return whether all have ended."""
+        """Fail queued calls and stop the threads. Returns whether all have stopped."""
         with self._lock:
             self._is_closed = True
         for _ in self._threads:

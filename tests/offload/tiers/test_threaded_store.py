@@ -156,7 +156,7 @@ def test_a_call_that_hangs_does_not_keep_close(
     wait_until(came(backend, "get"))
     store.close()
     assert not backend.is_closed
-    assert "a call hangs" in caplog.text
+    assert "a call is blocked" in caplog.text
 
 
 def test_an_error_of_a_store_is_the_answer(backend: GatedBackend) -> None:
