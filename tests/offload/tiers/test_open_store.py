@@ -47,7 +47,7 @@ def test_a_store_of_another_package_is_opened_by_its_entry_point(monkeypatch: py
     assert backend.put([block(1)]).outcomes == (PutOutcome.STORED,)
     with pytest.raises(
         ConfigError,
-        match=r"^stores\.drawer: expected the name of an .* radixkv\.stores \(tier_index; our own .*, got 'drawer'$",
+        match=r"^stores\.drawer: expected the name of an .* radixkv\.stores \(shelf; our own .*, got 'drawer'$",
     ):
         open_backend("drawer", StoreOptions(FORMAT, OBJECT_BYTES))
 
@@ -72,7 +72,7 @@ def test_names_and_packages_are_judged_without_opening_anything(monkeypatch: pyt
     monkeypatch.setattr(open_store, "entry_points", lambda **wanted: EntryPoints([]).select(**wanted))
     require_backend("host")
     with pytest.raises(
-        ConfigError, match=r"^stores\.tier: .* \(none; our own stores are keys of tiers\), got 'shelf'$"
+        ConfigError, match=r"^stores\.shelf: .* \(none; our own stores are keys of tiers\), got 'shelf'$"
     ):
         require_backend("shelf")
 
