@@ -1,14 +1,14 @@
-"""Measures what the service costs a call: over a model that costs nothing, beside a bare echo server.
+"""Measures the overhead of the service per call: with a model that costs nothing, compared with a bare echo server.
 
 python -m bench.rpc --json bench/results/rpc.json
 
-Each server is a process with the same Python and generated code. Both parse the same requests; the echo server answers
-each with an answer of the service. It is bare: gRPC's own windows, and bounds on messages and waiting calls alone. The
-service has what `radixkv serve` sets: windows that do not grow, bounds on connections and their calls, freed memory
-that is kept, fewer objects for the garbage collection, short turns of threads.
+Each server is a process with the same Python and generated code. Both parse the same requests; the echo server responds
+with a response of the service. The echo server uses gRPC's own flow-control windows, and limits only the size of
+messages and the number of waiting calls. The service uses the settings of `radixkv serve`: fixed windows, limits on
+connections and their calls, retained freed memory, frozen objects, and a GIL switch interval of 1 ms.
 
-One client sends bytes that were made before, in short rounds to both servers in turn. A hit is a prompt that is cached
-except its last token. Misses all differ, are published, and evict each other.
+One client sends requests that were serialized before, in short rounds to both servers in turn. A hit is a prompt that
+is cached except for its last token. Misses all differ, are published, and evict each other.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from radixkv.v1 import prefill_pb2
 SERVERS = ("service", "echo")
 _METHOD = "/radixkv.v1.PrefillService/Prefill"
 _TIMEOUT_S = 60.0
-_COUNTER_TOKENS = 32  # bits of a miss's number, so that no two misses share a block
-_VARINT_BYTES = 16  # bytes by which answers may differ, since numbers have a variable length
+_COUNTER_TOKENS = 32  # bits of the number of a miss, so that no two misses share a block
+_VARINT_BYTES = 16  # responses may differ by this number of bytes, because varints have a variable length
 
 Row = dict[str, Any]
 
@@ -73,7 +73,7 @@ class Round:
 
     Attributes:
         latencies_s: latency of each call.
-        server_cpu_s, client_cpu_s: processor time of both sides; the server's is None if the system does not tell.
+        server_cpu_s, client_cpu_s: CPU time of both sides; the server's is None if the system does not report it.
     """
 
     latencies_s: list[float]
@@ -98,14 +98,14 @@ class Requests:
         return self._bytes
 
     def miss(self) -> bytes:
-        """Return a prompt that was never sent before."""
+        """Return a prompt that differs from all earlier ones."""
         number, start = next(self._numbers), self._num_head_bytes
         counter = np.asarray([number >> bit & 1 for bit in range(_COUNTER_TOKENS)], "<u4").tobytes()
         return self._bytes[:start] + counter + self._bytes[start + len(counter) :]
 
 
 async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes], concurrency: int) -> Round:
-    """Keep `concurrency` calls under way for this many seconds."""
+    """Keep `concurrency` calls in flight for this many seconds."""
     latencies_s: list[float] = []
     server_cpu_s, client_cpu_s, start_s = endpoint.process.cpu_s, time.process_time(), time.perf_counter()
     end_s = start_s + seconds
@@ -125,10 +125,10 @@ async def send_for(seconds: float, endpoint: Endpoint, make: Callable[[], bytes]
 
 
 async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_tokens: int) -> None:
-    """Check that hits hit, misses miss, and both servers answer with equally many bytes.
+    """Check that hits hit, misses miss, and both servers send responses of equal size.
 
     Raises:
-        AssertionError: one of these is not so.
+        AssertionError: one of these does not hold.
     """
     await service.call(requests.hit(), timeout=_TIMEOUT_S)
     for make, most_cached_tokens in ((requests.hit, num_tokens - 1), (requests.miss, _COUNTER_TOKENS)):
@@ -145,7 +145,7 @@ async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_token
 async def measure(
     endpoints: dict[str, Endpoint], make: Callable[[], bytes], concurrency: int, rounds: int, seconds: float
 ) -> Row:
-    """Measure rounds in turn. Calls a second are medians of rounds, latencies percentiles of all calls."""
+    """Measure rounds in turn. Calls per second are medians over rounds, latencies are percentiles over all calls."""
     measured: dict[str, list[Round]] = {name: [] for name in SERVERS}
     for number in range(-1, rounds):  # the first one warms up
         for name in SERVERS if number % 2 else SERVERS[::-1]:
@@ -197,7 +197,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[int, str, int]]:
 async def _start(processes: ExitStack, channels: AsyncExitStack, arguments: list[str]) -> Endpoint:
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", *arguments])
     address = processes.enter_context(process)
-    options = [("grpc.enable_http_proxy", 0)]  # a proxy's latency is not what is measured
+    options = [("grpc.enable_http_proxy", 0)]  # a proxy would add its own latency
     channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=options))
     return Endpoint(channel.unary_unary(_METHOD, None, None), process)  # without serializers: bytes in, bytes out
 
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=_prompt_tokens, nargs="+", default=[128, 2048], help="prompt lengths")
     parser.add_argument("--kinds", nargs="+", choices=("hit", "miss"), default=["hit", "miss"])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="numbers of calls under way")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="numbers of concurrent calls")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds of each round; default 0.5")
     parser.add_argument("--seed", type=int, default=0)
