@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension module
 
 # What grpcio 1.84 and 1.85 name the parts of their loop. Other versions accept calls as they do by themselves.
 _PARTS = ("_MethodResolver", "_handle_rpc", "_schedule_rpc_coro")
@@ -73,7 +73,7 @@ def add_handlers(
         service: The full name of the service, such as `grpc.health.v1.Health`.
         handlers: A handler by the name of its method.
     """
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
     server.add_registered_method_handlers(service, handlers)
 
 
