@@ -48,7 +48,7 @@ class CheckedIndex(OffloadIndex):
             return []
         path = trunk + b"".join(each.tokens for each in path_to(node))
         blocks = list(self.key_blocks(namespace._replace(trunk=""), path))
-        return blocks[(len(trunk) + node.start_bytes) // (BLOCK * TOKEN_BYTES) :]
+        return blocks[node.start_bytes // (BLOCK * TOKEN_BYTES) :]
 
 
 class Seen(Listener):
