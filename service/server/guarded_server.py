@@ -213,9 +213,10 @@ class _GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gen
         return self._known[method]
 
 
-def _serialized(serialize: Callable[[Any], bytes], response: Any) -> bytes:
+def _serialized(serialize: Any, response: Any) -> bytes:
     """Serialize a message of a streamed response; a servicer may yield a large one as bytes."""
-    return response if isinstance(response, bytes) else serialize(response)
+    data: bytes = response if isinstance(response, bytes) else serialize(response)
+    return data
 
 
 async def _abort_with(error: Exception, context: Context, method: str) -> None:

@@ -31,7 +31,8 @@ def add_standard_services(server: GuardedServer, health: HealthStatus, services:
     if _is_installed(_REFLECTION):
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-        servicer = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME))
+        names = (*services, reflection.SERVICE_NAME)
+        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # not in its stubs
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
 
 
