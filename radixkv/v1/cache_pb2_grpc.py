@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix.
+    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix. In this file, a tier is a
+    store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     def __init__(self, channel):
@@ -93,7 +94,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix.
+    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix. In this file, a tier is a
+    store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     def Stats(self, request, context):
@@ -103,37 +105,39 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Retain(self, request, context):
-        """Set the priority of a cached range, whatever it was before.
+        """Set the retention priority of a cached range of tokens, replacing its previous priority.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Purge(self, request, context):
-        """Forget namespaces. Requests that arrived before go on with the blocks that they have, and publish nothing more.
+        """Remove namespaces from the cache and from all tiers. Requests that arrived earlier keep the blocks that they use,
+        and publish no further blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSegments(self, request, context):
-        """What is cached, a page at a time.
+        """List the segments (nodes of the radix trees) that are cached, one page per call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Let a name stand for an adapter (LoRA) from now on; see model.adapter_directory of the configuration. Requests that
-        came before keep what the name stood for. What was cached with other weights under the same name is never reused.
+        """Load a LoRA adapter and map a name to it; see model.adapter_directory in the configuration. Requests that arrived
+        earlier keep the adapter that the name mapped to. Tokens cached with other weights under the same name are never
+        reused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Let a name stand for nothing. Requests that came before go on; then what was cached with the adapter is freed, if no
-        other name stands for it.
+        """Remove the mapping of a name. Requests that arrived earlier finish with the adapter. Then, unless another name maps
+        to the adapter, its weights and the tokens cached with it are freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,15 +150,16 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterPublicPrefix(self, request, context):
-        """Let the prompts of all tenants use a prefix, such as a system prompt: it is computed now, once, and stays cached
-        until it is unregistered or the service ends. What tenants add to it stays theirs. Answers when it is computed.
+        """Let the prompts of all tenants reuse a prefix, such as a system prompt. It is computed once, by this call, and
+        stays cached until it is unregistered or the server exits. The tokens that tenants append to it stay private.
+        Responds after the prefix is computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnregisterPublicPrefix(self, request, context):
-        """Let no more prompts use a prefix. It is freed when the requests that use it are over.
+        """Stop new prompts from using a public prefix. Its blocks are freed when the requests that use it have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,7 +172,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """End the service as SIGTERM does: refuse new requests, let running ones finish, exit. Answers at once.
+        """Shut the server down as SIGTERM does: refuse new requests, let running requests finish, exit. Responds immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,7 +245,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix.
+    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix. In this file, a tier is a
+    store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     @staticmethod

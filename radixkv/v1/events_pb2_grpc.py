@@ -45,7 +45,8 @@ class EventServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Subscribe(self, request, context):
-        """Follow the log of what is cached. The stream ends with DATA_LOSS if the caller reads too slowly: begin again from 0.
+        """Subscribe to the log of cache events. The stream ends with DATA_LOSS if the client reads too slowly; it must then
+        subscribe again from 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

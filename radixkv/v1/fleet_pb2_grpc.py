@@ -45,8 +45,8 @@ class FleetServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Route(self, request, context):
-        """Tell which replica gets a prompt, and why, without computing anything. The fleet counts the prompt as sent there, so
-        ask once for each request. The replica answers Prefill and Generate as any server does.
+        """Return the replica that should get a prompt, and the reason, without computing anything. The fleet assumes that the
+        prompt is sent there, so call this once per request. The replica serves Prefill and Generate like any server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,8 +45,8 @@ class ModelServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetTokenizer(self, request, context):
-        """The files of the model's own tokenizer, as one zip in pieces: tokenizer.json, tokenizer_config.json, config.json and
-        others that it has, without folders. NOT_FOUND if the model has no tokenizer.
+        """Stream the files of the model's own tokenizer as one zip: tokenizer.json, tokenizer_config.json, config.json and
+        others if they exist, without directories. NOT_FOUND if the model has no tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

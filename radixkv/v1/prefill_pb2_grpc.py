@@ -70,44 +70,48 @@ class PrefillServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Match the prompt against the cache, compute the suffix, publish the new blocks, answer with the next token.
+        """Match the prompt against the cache, compute the remaining suffix, publish the new blocks, and return the next
+        token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Prefill a prompt, then continue it token by token. The first message has the usage of the prompt, the last one says
-        why the generation ended. Generated tokens are cached like a prompt, except the last one.
+        """Prefill a prompt, then generate a completion token by token. The first message of a completion has the usage of the
+        prompt, the last one the reason why generation ended. Generated tokens are cached like those of a prompt, except
+        the last one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Tell how many tokens a Prefill of this prompt would reuse now. Computes and changes nothing.
+        """Return how many tokens a Prefill of this prompt would reuse now. Nothing is computed, and the cache does not
+        change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Give back a lease that a Prefill with `hold_lease` handed out.
+        """Release a lease that a Prefill with `hold_lease` returned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Keep a held lease for its whole time again.
+        """Extend a held lease by its full duration, starting now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchKV(self, request, context):
-        """Send the K/V of a held lease: what is published of its prompt, in whole blocks. The first message has the format,
-        the others have the blocks in order. The lease stays held. Ends with NOT_FOUND if the lease ends meanwhile.
+        """Stream the K/V of a held lease: the published blocks of its prompt, whole blocks only. The first message has the
+        format, the others have the blocks in order. The lease stays held. The stream ends with NOT_FOUND if the lease ends
+        meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
