@@ -128,7 +128,7 @@ def test_what_a_store_was_not_given_is_not_deleted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_stores_have_what_the_books_say_whatever_fails(seed: int) -> None:
+def test_the_index_agrees_with_the_stores_whatever_fails(seed: int) -> None:
     rng = random.Random(seed)
     num_parts = rng.choice([0, rng.randint(7, 12)])
     num_blocks, max_bytes = rng.choice([12, 16, 24]), rng.choice([2, 8, 256]) * PAYLOAD_BYTES
