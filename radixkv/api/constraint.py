@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens may come next, decided outside the engine."""
+"""Constrained decoding: the protocols by which a grammar decides which tokens may come next."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy.typing as npt
 class Matcher(Protocol):
     """The state of the constraint of one completion. To be used by one thread at a time.
 
-    What it raises against its promise, as what a constraint does, fails its request alone.
+    If a matcher or a constraint raises an exception that is not documented here, only its own request fails.
     """
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return which tokens may come next, bool `[vocab_size]`, at least one. The caller must not change the array.
 
         Raises:
-            RequestError: none may come, or it takes too long to find out. The message names the field.
+            RequestError: no token may come next, or the computation takes too long. The message names the field.
         """
         ...
 
@@ -40,7 +40,7 @@ class Constraint(Protocol):
         """Return the state for a new completion.
 
         Args:
-            stop_token_ids: tokens that end the answer. Those of them that have no text, as a model's own end of
-                sequence, may come where the answer may end, and nowhere else.
+            stop_token_ids: tokens that end the completion. Those without text, such as the model's end-of-sequence
+                token, are allowed exactly where the completion may end.
         """
         ...

@@ -28,7 +28,7 @@ def longest_sequence(pool_tokens: int, max_model_tokens: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of an engine, which do not change while it runs. Rejects requests that it could never serve.
+    """The limits of an engine, which do not change while it runs. Validates requests against them.
 
     Attributes:
         model: name of the model.
@@ -37,7 +37,7 @@ class Limits:
         max_prompt_tokens: the longest prompt of a prefill.
         max_sequence_tokens: maximum length of a generation, prompt included.
         block_size: tokens per block.
-        epoch: random number of this block pool. Block ids are only valid in their epoch.
+        epoch: random number of this block pool. Block ids are valid only together with the epoch of their pool.
         ceiling_tokens: maximum number of tokens of a tenant, by tenant; None for no bound.
         default_ceiling_tokens: the same for all other tenants.
         pool_tokens: tokens that fit into the block pool.
@@ -96,7 +96,8 @@ class Limits:
             block_size=block_size,
             epoch=secrets.randbits(63),
             ceiling_tokens={
-                tenant: None if most is None else most * block_size for tenant, most in ceiling_blocks.items()
+                tenant: None if num_blocks is None else num_blocks * block_size
+                for tenant, num_blocks in ceiling_blocks.items()
             },
             default_ceiling_tokens=None if default_ceiling_blocks is None else default_ceiling_blocks * block_size,
             pool_tokens=num_blocks * block_size,
@@ -134,11 +135,11 @@ class Limits:
                 f"{field}[{index}]: expected an id below the vocabulary size {self.vocab_size}, got more"
             )
 
-    def most_new_tokens(self, num_tokens: int, tenant: str) -> int:
-        """Return the length of the longest generation after a prompt; less than 1 if there is room for none."""
-        most = self._ceiling_tokens(tenant)
+    def max_new_tokens(self, num_tokens: int, tenant: str) -> int:
+        """Return the length of the longest generation after a prompt; less than 1 if no token fits."""
+        ceiling = self._ceiling_tokens(tenant)
         # The last token needs no block.
-        return min(self.max_sequence_tokens, self.max_sequence_tokens if most is None else most + 1) - num_tokens
+        return min(self.max_sequence_tokens, self.max_sequence_tokens if ceiling is None else ceiling + 1) - num_tokens
 
     def require_prefill(self, params: PrefillParams) -> None:
         """Reject a prefill that is invalid or could never be served.
@@ -147,14 +148,14 @@ class Limits:
             InvalidRequest, PromptTooLong, BeyondCeiling: the message names the field.
         """
         self._require_params(params)
-        most = self._ceiling_tokens(params.caller.tenant)
-        if most is not None and params.num_tokens > most:
+        ceiling = self._ceiling_tokens(params.caller.tenant)
+        if ceiling is not None and params.num_tokens > ceiling:
             raise BeyondCeiling(
-                f"token_ids: expected at most {most} tokens, this tenant's ceiling, got {params.num_tokens}"
+                f"token_ids: expected at most {ceiling} tokens, this tenant's ceiling, got {params.num_tokens}"
             )
 
     def require_generation(self, params: PrefillParams, sampling: Sampling) -> None:
-        """Refuse a generation that is wrong, or could never be served.
+        """Reject a generation that is invalid or could never be served.
 
         Raises:
             InvalidRequest, PromptTooLong, BeyondCeiling, SwitchedOff: the message names the field.
@@ -171,39 +172,39 @@ class Limits:
                 f"prefill.token_ids, max_new_tokens: expected at most {self.max_sequence_tokens} tokens together, got "
                 f"{num_tokens} and {max_new_tokens}"
             )
-        most = self._ceiling_tokens(params.caller.tenant)
-        if most is not None and num_tokens + max_new_tokens - 1 > most:  # the last token needs no block
+        ceiling = self._ceiling_tokens(params.caller.tenant)
+        if ceiling is not None and num_tokens + max_new_tokens - 1 > ceiling:  # the last token needs no block
             raise BeyondCeiling(
-                f"prefill.token_ids, max_new_tokens: expected at most {most + 1} tokens together, by this tenant's "
+                f"prefill.token_ids, max_new_tokens: expected at most {ceiling + 1} tokens together, by this tenant's "
                 f"ceiling, got {num_tokens} and {max_new_tokens}"
             )
 
     def _require_compressed(self, params: PrefillParams, max_new_tokens: int, compression: Compression) -> None:
-        """Reject a generation whose prompt and private blocks never fit together, or that exceeds all positions."""
+        """Reject a generation whose prompt and private blocks never fit together, or that is too long for the model."""
         if self.compression_refusal:
             raise SwitchedOff(f"compression: expected a model that allows it, got {self.compression_refusal}")
-        num_tokens, most = params.num_tokens, self.max_model_tokens
-        if most is not None and num_tokens + max_new_tokens > most:
+        num_tokens, max_tokens = params.num_tokens, self.max_model_tokens
+        if max_tokens is not None and num_tokens + max_new_tokens > max_tokens:
             raise PromptTooLong(
-                f"prefill.token_ids, max_new_tokens: expected at most {most} tokens together, got {num_tokens} and "
-                f"{max_new_tokens}"
+                f"prefill.token_ids, max_new_tokens: expected at most {max_tokens} tokens together, got {num_tokens} "
+                f"and {max_new_tokens}"
             )
         num_entries = compression.most_entries(num_tokens, max_new_tokens)
         needed = sum(-(-count // self.block_size) * self.block_size for count in (num_tokens, num_entries))
         if needed > self.pool_tokens:
             raise PromptTooLong(
-                f"prefill.token_ids, compression.max_tokens: expected at most {self.pool_tokens} tokens of K/V beside "
-                f"each other, in whole blocks, got {num_tokens} and {num_entries}"
+                f"prefill.token_ids, compression.max_tokens: expected at most {self.pool_tokens} tokens of K/V "
+                f"together, each in whole blocks, got {num_tokens} and {num_entries}"
             )
         ceiling = self._ceiling_tokens(params.caller.tenant)
         if ceiling is not None and needed > ceiling:
             raise BeyondCeiling(
-                f"prefill.token_ids, compression.max_tokens: expected at most {ceiling} tokens of K/V beside each "
-                f"other, in whole blocks, by this tenant's ceiling, got {num_tokens} and {num_entries}"
+                f"prefill.token_ids, compression.max_tokens: expected at most {ceiling} tokens of K/V together, "
+                f"each in whole blocks, by this tenant's ceiling, got {num_tokens} and {num_entries}"
             )
 
     def _require_params(self, params: PrefillParams, field: str = "token_ids") -> None:
-        """Refuse a wrong prompt or wrong options; `field` is the prompt's name in messages."""
+        """Reject an invalid prompt or invalid options; `field` is the name of the prompt in messages."""
         self.require_tokens(params.tokens, field)
         if params.retention is not None:
             params.retention.range_in(params.num_tokens)

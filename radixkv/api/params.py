@@ -19,7 +19,7 @@ class PrefillParams:
 
     Attributes:
         tokens: the prompt, token ids as little-endian uint32 bytes.
-        caller: the owner of the data.
+        caller: the tenant, adapter and salt of the request.
         request_id: returned in the response.
         read_cache: whether to reuse cached tokens.
         write_cache: whether to publish computed tokens.
@@ -28,8 +28,8 @@ class PrefillParams:
             of the same tenant with 50 that arrived up to 10 s earlier. The protocol calls it `priority`.
         top_logprobs: number of most likely next tokens to report.
         return_logits: whether to return the whole row of logits.
-        hold_lease: whether to keep the prompt's blocks after the response.
-        traceparent: the caller's span in the format of W3C Trace Context; empty for none.
+        hold_lease: whether the lease on the prompt's blocks is held after the response.
+        traceparent: the caller's span as a W3C Trace Context header; empty for none.
         deadline_s: `time.monotonic()` after which the caller no longer waits; None for no deadline.
     """
 

@@ -1,4 +1,4 @@
-"""The default eviction policy: tries three orders on a sample of the traffic, and follows the best one."""
+"""The default eviction policy: simulates three orders on a sample of the blocks, and uses the best one."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ReuseCounts:
 
     def __init__(self, num_kinds: int) -> None:
         self.hits = np.zeros((num_kinds, _NUM_AGES))  # blocks used again, by age
-        self.waits = np.zeros((num_kinds, _NUM_AGES))  # block seconds until the reuse
+        self.waits = np.zeros((num_kinds, _NUM_AGES))  # block seconds until the reuse, by age
         self.stays = np.zeros(num_kinds)  # blocks that started to wait for their next use
         self.seconds = 0.0
 
     def hit(self, kind: int, num_blocks: int, age_s: float) -> None:
-        """Count blocks that were used again. Complexity: O(1)."""
+        """Record that blocks were used again, at this age. Complexity: O(1)."""
         index = _age_index(age_s)
         self.hits[kind, index] += num_blocks
         self.waits[kind, index] += num_blocks * age_s
@@ -59,7 +59,7 @@ class ReuseCounts:
         self.seconds *= kept
 
     def plan(self, num_blocks: int) -> tuple[list[tuple[float, float]], float]:
-        """Choose the lifetimes with the most hits with which all blocks just fit.
+        """Choose the lifetimes that give the most hits while all blocks just fit into the pool.
 
         Args:
             num_blocks: blocks of the cache's pool.
@@ -80,7 +80,7 @@ class ReuseCounts:
 
 
 class _Lifetimes:
-    """The hits and the room of each kind at each lifetime.
+    """The hits and the occupied block seconds (room) of each kind at each lifetime.
 
     Args:
         hits: `[num_kinds, num_ages]`, blocks used again, by age.
@@ -95,7 +95,7 @@ class _Lifetimes:
         self.room = waited + (num_stays[:, None] - self.hits) * _LIFETIMES_S  # [num_kinds, num_lifetimes]
 
     def plan(self, budget: float) -> tuple[Indices, Indices, float]:
-        """Find lifetimes that fit the budget, longer ones that do not, and the share of these that fills it."""
+        """Find lifetimes within the budget, longer ones beyond it, and the share of nodes with these that fills it."""
         low, high = -60.0, 60.0  # log2 of the price of a block second
         for _ in range(40):
             price = (low + high) / 2
@@ -115,7 +115,7 @@ class _Lifetimes:
 
 
 def _smoothed(hits: Weights, weight: float) -> Weights:
-    """Draw each kind's ages toward those of all kinds, as if `weight` more blocks had been seen. Sums stay."""
+    """Blend each kind's distribution of ages with that of all kinds, weighted as `weight` blocks. Keeps the sums."""
     sums = hits.sum(axis=1, keepdims=True)  # [num_kinds, 1]
     ages = hits.sum(axis=0) / max(1.0, hits.sum())  # [num_ages]
     smoothed: Weights = sums * (hits + weight * ages) / (sums + weight)
@@ -136,11 +136,11 @@ class Sample(NamedTuple):
     """A block of a node that the shadow caches follow.
 
     Attributes:
-        place: index of the block in the node.
+        block_index: index of the block in the node.
         digest: hash of the namespace and all tokens up to the block's end.
     """
 
-    place: int
+    block_index: int
     digest: int
 
 
@@ -174,7 +174,9 @@ class BlockSampler:
             digest.update(ancestor.tokens)
         samples = []
         hashed_bytes = 0
-        first = -(1 + sum(ancestor.num_blocks for ancestor in above)) % stride  # blocks that end a stride of the path
+        first = (
+            -(1 + sum(ancestor.num_blocks for ancestor in above)) % stride
+        )  # the first block that ends a stride of the path
         for index in range(first, len(node.tokens) // block_bytes, stride):
             end = (index + 1) * block_bytes
             digest.update(node.tokens[hashed_bytes:end])
@@ -185,11 +187,11 @@ class BlockSampler:
 
 
 class ShadowCache:
-    """The digests of the sampled blocks that a cache would have if it evicted the smallest key first."""
+    """The digests of the sampled blocks that a cache would contain if it evicted the smallest key first."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[float, int, int]] = {}  # by digest: key, use and digest
-        self._line: list[tuple[float, int, int]] = []  # a heap of the entries, outdated ones included
+        self._heap: list[tuple[float, int, int]] = []  # the entries, including outdated ones
         self._num_uses = 0
 
     def __len__(self) -> int:
@@ -203,31 +205,31 @@ class ShadowCache:
 
         Args:
             digests: the blocks, in the order of their use.
-            new_key: the key of a block that was not held before.
-            held_key: the key of a block that was held before.
-            capacity: blocks that may be held.
+            new_key: the key of a block that is not in the cache yet.
+            held_key: the key of a block that already is.
+            capacity: the number of blocks that fit.
 
         Returns:
-            For each block, whether it was held before.
+            For each block, whether it was in the cache already.
 
-        Complexity: O(log capacity) a block, amortized.
+        Complexity: O(log capacity) per block, amortized.
         """
-        entries, line, num_uses = self._entries, self._line, self._num_uses
+        entries, heap, num_uses = self._entries, self._heap, self._num_uses
         held = []
         for digest in digests:
             is_held = digest in entries
             held.append(is_held)
             num_uses += 1
             entry = entries[digest] = (held_key if is_held else new_key, num_uses, digest)
-            heapq.heappush(line, entry)
+            heapq.heappush(heap, entry)
             while len(entries) > capacity:
-                first = heapq.heappop(line)
+                first = heapq.heappop(heap)
                 if entries.get(first[2]) is first:
                     del entries[first[2]]
         self._num_uses = num_uses
-        if len(line) > 4 * capacity + len(digests):
-            self._line = list(entries.values())
-            heapq.heapify(self._line)
+        if len(heap) > 4 * capacity + len(digests):
+            self._heap = list(entries.values())
+            heapq.heapify(self._heap)
         return held
 
 
@@ -245,9 +247,9 @@ def _ancestors(node: Node) -> list[Node]:
     return above[::-1]
 
 
-# One turn is as many inserted blocks as the cache has. A change of order gives all leaves new keys, so the orders are
-# compared every tenth of a turn; lifetimes have four turns to be learned. Another order must lead by twice the standard
-# deviation. docs/LOG.md compares other values.
+# One turn is the insertion of as many blocks as the cache has. The orders are compared only every tenth of a turn,
+# because a change gives all leaves new keys. Lifetimes are learned for four turns before the first comparison counts. A
+# new order must lead by twice the standard deviation. docs/LOG.md compares other values.
 _TURNS_PER_COMPARISON = 0.1
 _TURNS_TO_LEARN = 4.0
 _TURNS_TO_HALVE = 2.0
@@ -266,8 +268,8 @@ class Order(IntEnum):
 class OrderTrial:
     """Simulates each order with a sample of the blocks in a shadow cache, and selects the order with the most hits.
 
-    Two orders are compared on the blocks that only one of them had. The current order is replaced by one that leads by
-    more than chance would explain.
+    Two orders are compared by the uses that only one of them would have hit. The current order is replaced by one whose
+    lead is larger than chance explains.
 
     Args:
         num_blocks: blocks of the cache's pool.
@@ -281,19 +283,21 @@ class OrderTrial:
         self._num_blocks = num_blocks
         self._sampler = BlockSampler(num_blocks)
         self._shadows = [ShadowCache() for _ in Order]
-        self._wins = [[0.0] * len(Order) for _ in Order]  # recently sampled blocks that only one of two orders had
-        self._num_new_blocks = 0  # since the last verdict
+        self._wins = [
+            [0.0] * len(Order) for _ in Order
+        ]  # decayed counts of uses that only the first of two orders would have hit
+        self._num_new_blocks = 0  # since the last comparison
         self._num_turns = 0.0
 
     def sample(self, node: Node, start: int) -> tuple[Sample, ...]:
-        """Return the blocks of a node from block `start` on that are followed. Complexity: O(tokens of the path)."""
+        """Return the sampled blocks of a node from block `start` on. Complexity: O(tokens of the path)."""
         return self._sampler.sample(node, start)
 
     def use(self, block_size: int, samples: tuple[Sample, ...], now_s: float, end_s: float) -> None:
         """Record a use of sampled blocks of a node in each shadow cache, the deepest first, since it is evicted first.
 
         Args:
-            block_size: tokens a block.
+            block_size: tokens per block.
             samples: the blocks.
             now_s: time of this use.
             end_s: end of their learned lifetime.
@@ -304,15 +308,15 @@ class OrderTrial:
             return
         capacity = self._sampler.capacity(block_size)
         digests = [digest for _, digest in reversed(samples)]
-        # By order: the key of blocks that were not present, and of those that were.
+        # By order: the keys of blocks that are not in the shadow cache yet, and of those that are.
         keys = ((now_s, now_s), (now_s, now_s + FOREVER_S), (end_s, end_s))
         held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
         if not held[0] == held[1] == held[2]:
             for winner, loser in itertools.permutations(Order, 2):
                 self._wins[winner][loser] += sum(map(operator.gt, held[winner], held[loser]))
 
-    def filled(self, num_blocks: int) -> bool:
-        """Note that `num_blocks` more blocks were inserted, and select the order again after enough of them.
+    def count_inserted(self, num_blocks: int) -> bool:
+        """Record the insertion of `num_blocks` blocks, and select the order again after enough of them.
 
         Returns:
             Whether the order has changed.
@@ -342,7 +346,8 @@ class OrderTrial:
 _LENGTHS_TOKENS = (1024, 8192)
 _NUM_KINDS = 13
 # Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times as many make no difference on the
-# conversation trace. In a small cache blocks are reused sooner, so there it is half the number of blocks.
+# conversation trace. In a small cache blocks are reused sooner, so a
+# plan is made after half its number of blocks there.
 _EVENTS_PER_PLAN = 256
 _LEAST_EVENTS_PER_PLAN = 16
 _KEPT_PER_EVENT = 0.99 ** (1 / 256)  # counts are halved within 18,000 events
@@ -350,7 +355,7 @@ _LEAST_GHOSTS = 4096  # for a cache of a few blocks
 
 
 class _Stay(NamedTuple):
-    """A node's state when it was last used.
+    """The time that a node waits for its next use: its state when it was last used.
 
     Attributes:
         kind: the kind of node, 0 to 12.
@@ -394,7 +399,8 @@ class AdaptivePolicy(EvictionPolicy):
                                at the price for which all room together is num_blocks * seconds
 
     Of the two plans on either side of that price, a fixed share of the nodes follows the one with longer lifetimes. So
-    a part of a loop that is larger than the cache stays. If all lifetimes are equal, the order is that of last use.
+    if prompts recur in a loop that is larger than the cache, a part of the loop stays cached. If all lifetimes are
+    equal, the order is that of last use.
 
     Memory: as many evicted leaves as the cache has blocks, and about a thousand sampled blocks for each order.
 
@@ -422,7 +428,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._trial = OrderTrial(num_blocks)
 
     def key(self, node: Node) -> float:
-        """Return the time at which the lifetime of a node ends in the current order."""
+        """Return the key of a node in the current order: the time at which its lifetime ends."""
         if self._trial.order == Order.LIFETIMES:
             return node.last_used_s + self._learned_lifetime_s(node)
         is_kept = self._trial.order == Order.REUSED_LAST and node.num_uses > 0
@@ -440,13 +446,13 @@ class AdaptivePolicy(EvictionPolicy):
         return above.kind == below.kind
 
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Learn from the nodes of the path that were found completely; see `used_nodes`."""
+        """Record a use of the nodes of the path that were matched completely; see `used_nodes`."""
         for used in used_nodes(node, num_bytes):
             self._use(used, used.last_used_s, now_s)
         self._tick(now_s)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Learn from the use of the upper half. The lower half still waits for its next use."""
+        """Record a use of the upper half. The lower half still waits for its next use."""
         self.cut(lower)
         upper, stay = lower.parent, lower.policy_note
         assert upper is not None
@@ -456,13 +462,13 @@ class AdaptivePolicy(EvictionPolicy):
         self._counts.stays[lower.policy_note.kind] += stay.num_blocks
 
     def cut(self, lower: Node) -> None:
-        """Divide the note between both halves."""
+        """Divide the policy's note between both halves."""
         upper = lower.parent
         assert upper is not None
         cut = upper.num_blocks
         stay: _Stay = lower.policy_note
         upper.policy_note = _Stay(
-            stay.kind, cut, stay.num_uses, tuple(each for each in stay.samples if each.place < cut)
+            stay.kind, cut, stay.num_uses, tuple(each for each in stay.samples if each.block_index < cut)
         )
         lower.policy_note = _Stay(
             stay.kind,
@@ -473,21 +479,21 @@ class AdaptivePolicy(EvictionPolicy):
         )
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Join their notes."""
+        """Join the policy's notes of the nodes."""
         stay: _Stay = lower.policy_note
         samples: list[Sample] = []
         num_blocks = 0
         for upper in uppers:
-            samples += (Sample(place + num_blocks, digest) for place, digest in upper.policy_note.samples)
+            samples += (Sample(index + num_blocks, digest) for index, digest in upper.policy_note.samples)
             num_blocks += upper.num_blocks
-        samples += (Sample(place + num_blocks, digest) for place, digest in stay.samples)
+        samples += (Sample(index + num_blocks, digest) for index, digest in stay.samples)
         marks = tuple((index + num_blocks, digest) for index, digest in stay.marks)
         lower.policy_note = stay._replace(
             num_blocks=stay.num_blocks + num_blocks, samples=tuple(samples), marks=marks, ghost=None
         )
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """Wait for the next use of a leaf. If it was evicted before, learn how long it should have stayed."""
+        """Start to wait for the next use of a leaf. If it was evicted before, record the age of this use."""
         num_uses = num_blocks = 0
         ghost = self._ghosts.pop(leaf.fingerprint, None)
         if ghost is not None:
@@ -498,15 +504,15 @@ class AdaptivePolicy(EvictionPolicy):
         self._wait(leaf, num_uses, self._trial.sample(leaf, 0))
         stay: _Stay = leaf.policy_note
         leaf.policy_note = stay._replace(ghost=ghost, num_returned_blocks=num_blocks)
-        self._try(leaf, stay.samples, now_s)
+        self._simulate_use(leaf, stay.samples, now_s)
         self._tick(now_s)
-        self._filled(leaf.num_blocks)
+        self._count_inserted(leaf.num_blocks)
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """Wait for the next use of the new blocks as well. If they were evicted before, learn from that."""
+        """Start to wait for the next use of the new blocks. If they were evicted before, record the age of this use."""
         stay: _Stay = leaf.policy_note
-        num_new_blocks = max(0, leaf.num_blocks - stay.num_blocks)  # others were evicted since `stay` and are back
-        samples = self._trial.sample(leaf, stay.samples[-1].place + 1 if stay.samples else 0)
+        num_new_blocks = max(0, leaf.num_blocks - stay.num_blocks)  # the others had been evicted and are cached again
+        samples = self._trial.sample(leaf, stay.samples[-1].block_index + 1 if stay.samples else 0)
         stay = stay._replace(num_blocks=stay.num_blocks + num_new_blocks, samples=stay.samples + samples)
         if stay.ghost is not None:
             num_blocks = max(stay.num_returned_blocks, _num_equal_blocks(leaf, stay.ghost.stay))
@@ -515,8 +521,8 @@ class AdaptivePolicy(EvictionPolicy):
             stay = stay._replace(num_returned_blocks=num_blocks)
         leaf.policy_note = stay
         self._counts.stays[stay.kind] += num_new_blocks
-        self._try(leaf, samples, now_s)
-        self._filled(num_new_blocks)
+        self._simulate_use(leaf, samples, now_s)
+        self._count_inserted(num_new_blocks)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Record hashes of some blocks, and remember the leaf when all of it is evicted."""
@@ -533,7 +539,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._counts.hit(stay.kind, stay.num_blocks, now_s - last_used_s)
         node.num_uses += 1
         self._wait(node, stay.num_uses + 1, stay.samples)
-        self._try(node, stay.samples, now_s)
+        self._simulate_use(node, stay.samples, now_s)
 
     def _wait(self, node: Node, num_uses: int, samples: tuple[Sample, ...]) -> None:
         stay = node.policy_note = _Stay(_kind(node, num_uses), node.num_blocks, num_uses, samples)
@@ -551,11 +557,11 @@ class AdaptivePolicy(EvictionPolicy):
         if is_due:
             self._counts.forget(_KEPT_PER_EVENT**self._events_per_plan)
 
-    def _try(self, node: Node, samples: tuple[Sample, ...], now_s: float) -> None:
+    def _simulate_use(self, node: Node, samples: tuple[Sample, ...], now_s: float) -> None:
         self._trial.use(node.owner.block_size, samples, now_s, now_s + self._learned_lifetime_s(node))
 
-    def _filled(self, num_blocks: int) -> None:
-        if self._trial.filled(num_blocks):
+    def _count_inserted(self, num_blocks: int) -> None:
+        if self._trial.count_inserted(num_blocks):
             self.generation += 1
 
 

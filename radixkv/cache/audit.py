@@ -34,40 +34,40 @@ def audit(state: CacheState, leases: Iterable[Lease]) -> None:
     queue = state.queue
     retained = state.retained
     leases_of: Counter[Node] = Counter()  # by the node that their path ends in
-    kept_of: Counter[Node] = Counter()  # the same, of kept leases
+    held_leases_of: Counter[Node] = Counter()  # the same, of held leases only
     leased, published = [], []  # packed block ids
     leases = list(leases)
-    held: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in tenants.items()}
+    blocks_of: dict[str, Counter[str]] = {tenant: Counter() for tenant, _ in tenants.items()}
     for lease in leases:
         leased.append(lease.owned_block_ids.tobytes())
-        held[lease.namespace.tenant]["leased"] += lease.owned_block_ids.size
-        held[lease.namespace.tenant]["kept"] += lease.block_ids.size if lease.is_held else 0
+        blocks_of[lease.namespace.tenant]["leased"] += lease.owned_block_ids.size
+        blocks_of[lease.namespace.tenant]["held"] += lease.block_ids.size if lease.is_held else 0
         if lease.node is not None:
             leases_of[lease.node] += 1
-            kept_of[lease.node] += lease.is_held
-    held_nodes = {above for node in leases_of for above in path_to(node)}
-    kept_nodes = {above for node in +kept_of for above in path_to(node)}
+            held_leases_of[lease.node] += lease.is_held
+    pinned_nodes = {above for node in leases_of for above in path_to(node)}
+    held_nodes = {above for node in +held_leases_of for above in path_to(node)}
     num_evictable = num_expiring = 0
     for tree in state.trees.values():
         check_tree(tree)
         _require(not tree.root.is_leaf, "an empty tree is kept")
-        blocks = held[tree.owner.namespace.tenant]
+        blocks = blocks_of[tree.owner.namespace.tenant]
         for node in tree.nodes():
             published.append(node.block_ids)
             leased.append(node.retired_block_ids)
             _require(node.ref_count > 0 or not node.retired_block_ids, "an unpinned node keeps a retired block")
-            num_held_children = sum(child in held_nodes for child in (node.children or {}).values())
-            ref_count = leases_of.pop(node, 0) + num_held_children
+            num_pinned_children = sum(child in pinned_nodes for child in (node.children or {}).values())
+            ref_count = leases_of.pop(node, 0) + num_pinned_children
             _require(node.ref_count == ref_count, "references are miscounted")
             _require((node in queue) == node.is_evictable, "the eviction queue does not hold exactly the unused leaves")
             _require(_num_retained_children(node) == node.num_retained_children, "retained children are miscounted")
             blocks["retained"] += node.num_blocks if is_retained(node) else 0
-            num_kept_children = sum(child in kept_nodes for child in (node.children or {}).values())
+            num_held_children = sum(child in held_nodes for child in (node.children or {}).values())
             _require(
-                node.held_ref_count == kept_of[node] + num_kept_children,
+                node.held_ref_count == held_leases_of[node] + num_held_children,
                 "held references are miscounted",
             )
-            blocks["kept"] += node.num_blocks if node.held_ref_count else 0
+            blocks["held"] += node.num_blocks if node.held_ref_count else 0
             blocks["cached"] += node.num_blocks
             blocks["pinned"] += node.num_blocks if node.ref_count else 0
             blocks["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
@@ -76,24 +76,24 @@ def audit(state: CacheState, leases: Iterable[Lease]) -> None:
             blocks["probation"] += num_probation_blocks
             num_evictable += node.is_evictable
             num_expiring += node.expiry_entry is not None
-        held_nodes.difference_update(tree.nodes())
-    for node in held_nodes:
+        pinned_nodes.difference_update(tree.nodes())
+    for node in pinned_nodes:
         _require(node.ref_count > 0 and not node.block_ids, "a lease pins a node outside every tree")
         leased.append(node.retired_block_ids)
-        held[node.owner.namespace.tenant]["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
-        held[node.owner.namespace.tenant]["kept"] += state.held.num_purged_blocks(node)
-    totals = sum(held.values(), Counter())
+        blocks_of[node.owner.namespace.tenant]["leased"] += len(node.retired_block_ids) // BLOCK_ID_BYTES
+        blocks_of[node.owner.namespace.tenant]["held"] += state.held.num_purged_blocks(node)
+    totals = sum(blocks_of.values(), Counter())
     _require(state.pins.num_pinned_blocks == totals["pinned"], "the number of pinned blocks drifted")
     _require(retained.num_blocks == totals["retained"], "the number of retained blocks drifted")
     _require(retained.num_blocks <= retained.max_blocks, "more blocks are retained than allowed")
     _require(retained.num_expiring == num_expiring, "the expiry index holds a node outside every tree")
     _require(queue.num_probation_blocks == totals["probation"], "the number of blocks on probation drifted")
     _require(len(queue) == num_evictable, "the eviction queue holds a node outside every tree")
-    _require(state.held.num_blocks == totals["kept"], "the number of held blocks drifted")
+    _require(state.held.num_blocks == totals["held"], "the number of held blocks drifted")
     _require(state.held.num_blocks <= state.held.max_blocks, "more blocks are held than allowed")
     for tenant, usage in tenants.items():
-        blocks = held[tenant]
-        _require(usage.num_held_blocks == blocks["kept"], "a tenant's number of held blocks drifted")
+        blocks = blocks_of[tenant]
+        _require(usage.num_held_blocks == blocks["held"], "a tenant's number of held blocks drifted")
         _require(usage.num_cached_blocks == blocks["cached"], "a tenant's number of cached blocks drifted")
         _require(usage.num_pinned_blocks == blocks["pinned"], "a tenant's number of pinned blocks drifted")
         _require(usage.num_leased_blocks == blocks["leased"], "a tenant's number of leased blocks drifted")
@@ -115,9 +115,11 @@ def check_tree(tree: RadixTree) -> None:
     block_bytes = tree.owner.block_size * TOKEN_BYTES
     for node in (tree.root, *tree.nodes()):
         pairs = itertools.pairwise(sorted(node.children or ()))
-        _require_of_tree(not any(after.startswith(before) for before, after in pairs), "a leaf begins its sibling")
+        _require_of_tree(
+            not any(after.startswith(before) for before, after in pairs), "a leaf is a prefix of its sibling"
+        )
         is_in_order = node.children is None or node.children.is_in_order()
-        _require_of_tree(is_in_order, "the sorted keys are not the children's")
+        _require_of_tree(is_in_order, "the sorted keys differ from the children")
     for node in tree.nodes():
         parent, num_bytes = node.parent, len(node.tokens)
         _require_of_tree(parent is not None and parent.children is not None, "a node has no parent")
@@ -126,7 +128,9 @@ def check_tree(tree: RadixTree) -> None:
         is_filed = parent.children.get(node.tokens[:block_bytes]) is node
         _require_of_tree(is_filed, "a node is not filed under its first block")
         _require_of_tree(node.owner is tree.owner, "a node belongs to another tree")
-        _require_of_tree(node.start_bytes == parent.start_bytes + len(parent.tokens), "a node begins elsewhere")
+        _require_of_tree(
+            node.start_bytes == parent.start_bytes + len(parent.tokens), "a node does not begin where its parent ends"
+        )
         _require_of_tree(num_bytes > 0 and num_bytes % TOKEN_BYTES == 0, "a run is not whole tokens")
         _require_of_tree(node.num_blocks == -(-num_bytes // block_bytes), "blocks do not cover the run")
         _require_of_tree(node.is_leaf or num_bytes % block_bytes == 0, "an inner node ends inside a block")

@@ -21,7 +21,7 @@ class BlockState(enum.IntEnum):
 
 
 class BlockPool:
-    """Hands out block ids and keeps their states. It holds no K/V memory itself.
+    """Allocates block ids and keeps their states. It holds no K/V memory itself.
 
               acquire              publish
         free ──────────▶ leased ────────────▶ published
@@ -32,26 +32,28 @@ class BlockPool:
     are counted per node (`Node.ref_count`), not per block, so a hit does no work per block. At all times
     `num_free + num_leased + num_published == num_blocks`.
 
-    Ids that are allocated together are ascending and form few runs, because adjacent blocks can be read in place:
+    Ids that are allocated together are ascending and form few runs of adjacent blocks, because kernels can read a run
+    in place. The pool leaves a gap after each lease, its room, into which the lease can grow:
 
         | a lease |... its room ...| the next lease |... its room ...|  a run of free blocks
-                                                                     └ the next one begins here
+                                                                     └ the next allocation begins here
 
-    An acquire continues where the previous one ended, as long as it fits into that run, and then turns to the largest
-    run that is known. If even that one is too short, it takes several, the longest first. Room is only left, not
-    reserved: it is given away when no other run is as large.
+    An allocation continues where the previous one ended, as long as it fits into that run, and otherwise moves to the
+    longest known run. If even that one is too short, it combines several runs, the longest first. Room is not reserved:
+    it is allocated to others when no other run is long enough.
 
-    The states are the truth, and the known runs are hints: those of the last look at the states, less what acquires
-    took from their fronts. Blocks that came back since are found by the next look, as parts of longer runs. It is made
-    when the known runs do not suffice, or do not fit and a sixteenth of the free blocks is new.
+    The states are authoritative. The known runs are only hints: the runs of free blocks that the last scan of the
+    states found, without what was allocated from their fronts since. Blocks that were released since are not in them.
+    The pool scans again when the known runs have too few blocks, or when none is long enough and at least a sixteenth
+    of the free blocks is outside them.
 
     Every method takes or returns int32 arrays of distinct ids, costs O(len) and has no Python loop over blocks. Only a
-    look costs more: O(free log free) where few blocks are free, otherwise a pass over the states (0.16 to 0.7 ms for a
+    scan costs more: O(free log free) if few blocks are free, otherwise a pass over the states (0.16 to 0.7 ms for a
     million). A method that raises has changed nothing.
 
     Args:
         num_blocks: all blocks.
-        on_release: called with the ids of blocks that are free now.
+        on_release: called with the ids of blocks that were released and are free now.
 
     Attributes:
         num_blocks: all blocks.
@@ -73,35 +75,35 @@ class BlockPool:
         self._on_release = on_release
         self.num_free = num_blocks
         self.num_published = 0
-        self._bytes = bytearray(num_blocks)  # the states once more, for comparisons: numpy's take 0.9 us, these 0.2
+        self._bytes = bytearray(num_blocks)  # the memory of the states, for comparisons: numpy's take 0.9 us, these 0.2
         self._states = np.frombuffer(self._bytes, dtype=np.uint8)
         self._starts = np.zeros(1, dtype=np.intp)  # of the known runs, ascending
         self._lengths = np.full(1, num_blocks, dtype=np.intp)
-        self._current = 0  # the run that is being used; its bounds are out of date in the two arrays above
+        self._current = 0  # the run that allocations use now; its bounds in the two arrays above are outdated
         self._start = 0
         self._end = num_blocks
-        self._num_unknown = 0  # free blocks outside the known runs; those that were taken again are still counted
-        # The free blocks of the last look and those that came back since; None if they are too many to be noted, which
-        # is when sorting them would take longer than a pass over all states.
-        self._noted: array[int] | None = None
-        self._max_noted = max(num_blocks // 16, 64)
+        self._num_outside_runs = 0  # at most this many free blocks are outside the known runs
+        # The free blocks of the last scan and those released since; None if they are so many that sorting them would
+        # take longer than a pass over all states.
+        self._free_list: array[int] | None = None
+        self._max_listed = max(num_blocks // 16, 64)
 
     @property
     def num_leased(self) -> int:
-        """Blocks that leases own, retired ones that left a tree while leases could use them included."""
+        """Blocks that leases own, including retired blocks: removed from a tree while leases were using them."""
         return self.num_blocks - self.num_free - self.num_published
 
     def states(self) -> bytes:
-        """Copy the `BlockState` of each block, a byte each."""
+        """Return a copy of the states, one byte per block."""
         return bytes(self._bytes)
 
     def acquire(self, num_blocks: int, *, after: int | None = None, room: int = 0) -> BlockIds:
-        """Take free blocks. They are the caller's to write, and their ids are ascending.
+        """Allocate free blocks, with ascending ids. The caller owns them and may write them.
 
         Args:
-            num_blocks: blocks to take.
-            after: take the blocks right after this one, if they are free.
-            room: blocks that the caller will probably want right after these.
+            num_blocks: blocks to allocate.
+            after: allocate the blocks right after this one, if they are free.
+            room: number of blocks after these that the caller will probably allocate later.
 
         Raises:
             OutOfBlocks: fewer are free.
@@ -113,9 +115,9 @@ class BlockPool:
         if after is not None and self._bytes.startswith(bytes(num_blocks), after + 1):
             start: int | None = after + 1
         elif num_blocks == self.num_free:  # a full cache evicts what it needs, no more
-            return self._take_all()
+            return self._allocate_all()
         else:
-            start = self._place(num_blocks, room)
+            start = self._find_run(num_blocks, room)
         if start is None:
             block_ids = self._gather(num_blocks)
             self._states[block_ids] = BlockState.LEASED
@@ -125,53 +127,53 @@ class BlockPool:
         self.num_free -= num_blocks
         return block_ids
 
-    def _take_all(self) -> BlockIds:
+    def _allocate_all(self) -> BlockIds:
         block_ids = self._find_free()
         self._states[block_ids] = BlockState.LEASED
         self.num_free = 0
-        self._num_unknown = 0
+        self._num_outside_runs = 0
         self._current = 0
         self._start = 0
         self._end = 0
         if self._starts.size > 1:
             self._starts = np.zeros(1, dtype=np.intp)
             self._lengths = np.zeros(1, dtype=np.intp)
-        self._noted = array("i")
+        self._free_list = array("i")
         return block_ids
 
-    def _place(self, num_blocks: int, room: int) -> int | None:
+    def _find_run(self, num_blocks: int, room: int) -> int | None:
         """Find adjacent free blocks. Returns the first one's id; None if no known run is that long."""
         if self._end - self._start < num_blocks + room:
-            self._turn(num_blocks, room)
+            self._switch_run(num_blocks, room)
         while (spare := self._end - self._start - num_blocks) >= 0:
             start = self._start
             if self._bytes.startswith(bytes(num_blocks), start):
                 left = min(room, spare)
                 self._start = start + num_blocks + left
-                self._num_unknown += left
+                self._num_outside_runs += left
                 return start
             # Another lease has grown into the front of the run.
             self._start = start + 1 + int(np.flatnonzero(self._states[start : start + num_blocks])[-1])
             if self._end - self._start < num_blocks + room:
-                self._turn(num_blocks, room)
+                self._switch_run(num_blocks, room)
         return None
 
-    def _turn(self, num_blocks: int, room: int) -> None:
-        """Turn to the largest run that is known, and if it is too short and many blocks came back, look for more."""
-        self._leave()
-        largest = self._lengths.argmax()
-        if self._lengths[largest] < num_blocks + room and self._num_unknown * 16 >= self.num_free:
-            self._know(self._find_free())
-            largest = self._lengths.argmax()
-        self._enter(int(largest))
-        # The run may be room that was left for another lease, so a caller that asks for room leaves half of it.
+    def _switch_run(self, num_blocks: int, room: int) -> None:
+        """Move to the longest known run. Scan first if it is too short and many free blocks are outside the runs."""
+        self._save_current_run()
+        longest = self._lengths.argmax()
+        if self._lengths[longest] < num_blocks + room and self._num_outside_runs * 16 >= self.num_free:
+            self._set_known_runs(self._find_free())
+            longest = self._lengths.argmax()
+        self._use_run(int(longest))
+        # The run may be the room of another lease, so a caller that wants room itself leaves half of it.
         skipped = max(0, min(room, (self._end - self._start - num_blocks) // 2))
         self._start += skipped
-        self._num_unknown += skipped
+        self._num_outside_runs += skipped
 
     def _gather(self, num_blocks: int) -> BlockIds:
         """Collect blocks of several runs, the longest first."""
-        self._leave()
+        self._save_current_run()
         order = np.argsort(-self._lengths, kind="stable")
         ends = np.cumsum(self._lengths[order])
         num_runs = int(np.searchsorted(ends, num_blocks)) + 1
@@ -185,40 +187,40 @@ class BlockPool:
             if not self._states[block_ids].any():
                 self._starts[runs] += taken
                 self._lengths[runs] -= taken
-                self._enter(self._current)
+                self._use_run(self._current)
                 return block_ids.astype(np.int32)
-        self._know(self._find_free())  # now nothing is missing, and nothing was taken meanwhile
+        self._set_known_runs(self._find_free())  # now the known runs have all free blocks, and no others
         return self._gather(num_blocks)
 
-    def _leave(self) -> None:
+    def _save_current_run(self) -> None:
         self._starts[self._current], self._lengths[self._current] = self._start, self._end - self._start
 
-    def _enter(self, run: int) -> None:
+    def _use_run(self, run: int) -> None:
         self._current = run
         self._start = int(self._starts[run])
         self._end = self._start + int(self._lengths[run])
 
     def _find_free(self) -> BlockIds:
-        """Look for all free blocks. Returns them in ascending order."""
-        if self._noted is None:
+        """Scan for all free blocks. Returns them in ascending order."""
+        if self._free_list is None:
             return np.flatnonzero(self._states == BlockState.FREE).astype(np.int32)
-        block_ids = np.array(self._noted, dtype=np.int32)
+        block_ids = np.array(self._free_list, dtype=np.int32)
         block_ids.sort()
-        if block_ids.size > self.num_free:  # some were taken since they were noted, and perhaps came back
+        if block_ids.size > self.num_free:  # some were allocated since they were listed, and perhaps released again
             block_ids = np.unique(block_ids[self._states[block_ids] == BlockState.FREE])
         return block_ids
 
-    def _know(self, block_ids: BlockIds) -> None:
-        """Know the runs of all free blocks, at least one, and nothing else."""
+    def _set_known_runs(self, block_ids: BlockIds) -> None:
+        """Replace the known runs by those of all free blocks, of which there is at least one."""
         bounds = np.concatenate(((0,), np.flatnonzero(block_ids[1:] - block_ids[:-1] != 1) + 1, (block_ids.size,)))
         self._starts = block_ids[bounds[:-1]].astype(np.intp)
         self._lengths = bounds[1:] - bounds[:-1]
-        self._enter(0)
-        self._num_unknown = 0
-        self._noted = array("i", block_ids.tobytes()) if block_ids.size <= self._max_noted else None
+        self._use_run(0)
+        self._num_outside_runs = 0
+        self._free_list = array("i", block_ids.tobytes()) if block_ids.size <= self._max_listed else None
 
     def release(self, block_ids: BlockIds) -> None:
-        """Give leased blocks back.
+        """Release leased blocks.
 
         Raises:
             DoubleRelease: one of them is not leased.
@@ -226,16 +228,16 @@ class BlockPool:
         if not self._move(block_ids, BlockState.LEASED, BlockState.FREE):
             raise DoubleRelease("block pool: a block was released that is not leased")
         self.num_free += block_ids.size
-        self._num_unknown += block_ids.size
-        if self._noted is not None:
-            self._noted.frombytes(block_ids.tobytes())
-            if len(self._noted) > self._max_noted:
-                self._noted = None
+        self._num_outside_runs += block_ids.size
+        if self._free_list is not None:
+            self._free_list.frombytes(block_ids.tobytes())
+            if len(self._free_list) > self._max_listed:
+                self._free_list = None
         if self._on_release is not None:
             self._on_release(block_ids)
 
     def publish(self, block_ids: BlockIds) -> None:
-        """Hand leased blocks to a tree.
+        """Transfer leased blocks to a tree.
 
         Raises:
             InvariantViolation: one of them is not leased.
@@ -245,7 +247,7 @@ class BlockPool:
         self.num_published += block_ids.size
 
     def unpublish(self, block_ids: BlockIds) -> None:
-        """Take blocks back from a tree. They are leased to the caller.
+        """Transfer blocks from a tree to the caller, as leased blocks.
 
         Raises:
             InvariantViolation: one of them is not published.
@@ -256,7 +258,7 @@ class BlockPool:
 
     def _move(self, block_ids: BlockIds, before: BlockState, after: BlockState) -> bool:
         """Change the state of all blocks if it is `before` for each. Returns whether it was."""
-        # numpy converts an int32 index at each use, and slowly: 845 ids take 2.8 us this way and 7 us without.
+        # numpy converts an int32 index slowly, at each use: with one conversion 845 ids take 2.8 us, without 7 us.
         index = block_ids.astype(np.intp)
         if self._states[index].tobytes().count(before) != index.size:
             return False
@@ -271,7 +273,7 @@ class BlockPool:
             published: ids that the trees hold, in any order.
 
         Raises:
-            InvariantViolation: the message says what does not agree.
+            InvariantViolation: the message says what differs.
         """
         for state, owned in (BlockState.LEASED, leased), (BlockState.PUBLISHED, published):
             if not np.array_equal(np.flatnonzero(self._states == state), np.sort(owned)):
@@ -279,9 +281,10 @@ class BlockPool:
         for name, counted in ("num_published", published.size), ("num_free", self._bytes.count(BlockState.FREE)):
             if getattr(self, name) != counted:
                 raise InvariantViolation(f"block pool: {name} is {getattr(self, name)}, counted {counted}")
-        if self._noted is not None and np.setdiff1d(np.flatnonzero(self._states == BlockState.FREE), self._noted).size:
-            raise InvariantViolation("block pool: a look would not find all free blocks")
-        self._leave()
+        free = np.flatnonzero(self._states == BlockState.FREE)
+        if self._free_list is not None and np.setdiff1d(free, self._free_list).size:
+            raise InvariantViolation("block pool: a scan would not find all free blocks")
+        self._save_current_run()
         bounds = np.stack((self._starts, self._starts + self._lengths), axis=1).ravel()  # [start, end, start, end ...]
         if bounds[0] < 0 or bounds[-1] > self.num_blocks or (np.diff(bounds) < 0).any():
             raise InvariantViolation("block pool: the known runs overlap or lie outside the pool")

@@ -27,7 +27,7 @@ from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 MAX_PATH_NODES = 512
 _MAX_THINNED_AT_ONCE = 64
 # Branches per node, and nodes per branch, that are examined to thin a path.
-_MAX_LOOKS = 8
+_MAX_EXAMINED = 8
 
 
 class Evictor:
@@ -277,9 +277,9 @@ def _leaves_beside(end: Node) -> Iterator[Node]:
     """
     below, node = end, end.parent
     while node is not None and node.parent is not None and node.children is not None:
-        for leaf in islice(node.children.values(), _MAX_LOOKS):
+        for leaf in islice(node.children.values(), _MAX_EXAMINED):
             if leaf is not below:
-                for _ in range(_MAX_LOOKS):
+                for _ in range(_MAX_EXAMINED):
                     if leaf.children:
                         leaf = next(iter(leaf.children.values()))
                 if leaf.is_evictable and leaf.priority <= DEFAULT_PRIORITY:

@@ -1,4 +1,4 @@
-"""Purges whole namespaces, and what an invoked adapter computed."""
+"""Purges namespaces, and cached tokens that were computed with an invoked adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixkv.namespace import Namespace
 
 # Work of one slice on the engine's thread: examining 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes that
 # leases use are purged at once, per namespace.
-_MAX_LOOKS = 1024
+_MAX_EXAMINED = 1024
 _MAX_PURGED = 128
 
 _T = TypeVar("_T")
@@ -37,7 +37,7 @@ class Purged(NamedTuple):
 
 
 def purge(
-    forest: NamespaceTrees,
+    trees: NamespaceTrees,
     leases: OpenLeases,
     evictor: Evictor,
     segments: SegmentIndex,
@@ -47,11 +47,12 @@ def purge(
 ) -> Generator[None, None, Purged]:
     """Purge the namespaces with these names, None for any, in slices of bounded work. Each slice ends with a `yield`.
 
-    For an invoked adapter, these are the base model's namespaces in which anything is cached with it.
+    If the adapter was invoked in the middle of prompts, the namespaces of the base model that contain tokens computed
+    with it are purged as well.
 
     After the last slice, nothing that was cached before the first one can be matched. The cache may be used between
-    slices. A lease that was opened before the first slice publishes nothing more, and neither does a later one that
-    uses nodes which are purged.
+    slices. A lease that was opened before the first slice can publish no more blocks, nor can a later lease that
+    uses purged nodes.
 
     Complexity: O(open leases of the tenant + namespaces of the tenant + nodes purged * log leaves); without a tenant,
     all leases and namespaces.
@@ -60,23 +61,23 @@ def purge(
     invoking: set[Namespace] = set()
     if adapter:
         invoking = yield from segments.namespaces_invoking(adapter)
-    freed_blocks = pinned_blocks = num_looks = num_purged = 0
-    for tree, namespace in forest.of(tenant):
-        if num_looks >= _MAX_LOOKS or num_purged >= _MAX_PURGED:
-            num_looks = num_purged = 0
+    freed_blocks = pinned_blocks = num_examined = num_purged = 0
+    for tree, namespace in trees.of(tenant):
+        if num_examined >= _MAX_EXAMINED or num_purged >= _MAX_PURGED:
+            num_examined = num_purged = 0
             yield
-        num_looks += 1
+        num_examined += 1
         if not namespace.is_among(tenant, None if namespace in invoking else adapter, salt):
             continue
-        while forest.get(namespace) is tree:
+        while trees.get(namespace) is tree:
             num_nodes, freed = evictor.purge_leaves(tree, _MAX_PURGED - num_purged)
             num_purged += num_nodes
             freed_blocks += freed
             if num_purged < _MAX_PURGED:
                 break
-            num_looks = num_purged = 0
+            num_examined = num_purged = 0
             yield
-        if forest.get(namespace) is tree:
+        if trees.get(namespace) is tree:
             num_nodes, pinned = evictor.purge(tree)
             num_purged += num_nodes
             pinned_blocks += pinned
@@ -88,9 +89,9 @@ def purge(
 def sweep(
     segments: SegmentIndex, evictor: Evictor, marks: InvocationMarks, digest: str
 ) -> Generator[None, None, Purged]:
-    """Purge what an invoked adapter computed and no lease uses, in slices that end with a `yield`.
+    """Purge unused blocks that were computed with an invoked adapter, in slices that end with a `yield`.
 
-    No request may use the adapter any more. Blocks that held leases use stay until they are evicted.
+    The caller ensures that no request uses the adapter any more. Blocks of held leases remain until they are evicted.
 
     Complexity: O(nodes of the cache), and O(log leaves) for each node that is purged.
     """

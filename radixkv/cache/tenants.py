@@ -1,4 +1,4 @@
-"""The bounds on each tenant's blocks, and how many it has."""
+"""Quotas of tenants, and the blocks that each tenant has."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _V = TypeVar("_V")
 class RecentTenants(OrderedDict[str, _V]):
     """Values by tenant, the most recent last. Forgets idle tenants beyond `MAX_IDLE_TENANTS`.
 
-    Clients name tenants, so their number is not bounded by itself. Two are examined for each new one, so that their
-    number falls again after a period in which very many were busy:
+    Clients choose the names of tenants, so without this bound their number could grow without limit. Two tenants are
+    examined for each new one, so that their number falls again after a period in which very many were busy:
 
         oldest [ idle | busy | ...... ] newest     ── forget_idle ──▶     [ ...... | busy ]
 
@@ -63,7 +63,7 @@ class Quota:
         ceiling_blocks: maximum number of blocks, cached and leased together; None for the whole pool.
         max_retained_blocks: maximum number of blocks with a priority above the default; None for the bound of all
             tenants.
-        max_held_blocks: maximum number of blocks that held leases keep; None for half of the bound of all tenants.
+        max_held_blocks: maximum number of blocks in held leases; None for half of the bound of all tenants.
         uses_public_prefixes: whether the tenant's prompts use the blocks of public prefixes.
     """
 
@@ -122,23 +122,23 @@ class TenantUsage:
 
     @property
     def num_blocks_for_others(self) -> int:
-        """Evictable blocks above the floor, which other tenants may take."""
+        """Evictable blocks above the floor, which may be evicted for other tenants."""
         return min(self.num_evictable_blocks, max(0, self.num_cached_blocks - self.quota.floor_blocks))
 
     @property
     def num_blocks_to_ceiling(self) -> int | None:
-        """Blocks that the tenant may still take if all its evictable ones are evicted; None without a ceiling."""
+        """Blocks that the tenant may still allocate if all its evictable ones are evicted; None without a ceiling."""
         if self.quota.ceiling_blocks is None:
             return None
         return self.quota.ceiling_blocks - self.num_leased_blocks - self.num_pinned_blocks
 
 
 class Tenants:
-    """Usage by tenant. A tenant without a quota is forgotten when it has no blocks and many others were used after it.
+    """Usage by tenant. A tenant without a quota is forgotten if it has no blocks and many others were used since.
 
     Args:
         quotas: by tenant.
-        default_quota: the bounds of each other tenant, without a floor. They do not apply to the engine's own requests.
+        default_quota: the bounds of every other tenant, without a floor. Not applied to the engine's own requests.
     """
 
     def __init__(self, quotas: Mapping[str, Quota], default_quota: Quota | None = None) -> None:
@@ -152,7 +152,7 @@ class Tenants:
         return len(self.with_quota) + len(self._others)
 
     def __getitem__(self, tenant: str) -> TenantUsage:
-        """Return the usage of a tenant that is about to take blocks. Complexity: O(1)."""
+        """Return the usage of a tenant that is about to allocate blocks. Complexity: O(1)."""
         usage = self.with_quota.get(tenant)
         if usage is not None:
             return usage
@@ -193,7 +193,7 @@ class Tenants:
         return compared[: min(num_tenants, _MAX_LISTED)]
 
     def num_blocks_kept_from(self, tenant: str) -> int:
-        """Count the evictable blocks that this tenant cannot take because the floors of other tenants protect them.
+        """Count the evictable blocks that this tenant cannot evict, because the floors of other tenants protect them.
 
         Complexity: O(tenants with a quota).
         """

@@ -23,17 +23,17 @@ from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.state_pool import StatePool
 from radixkv.tokens import TOKEN_BYTES
 
-# Calling the last layer twice costs more than it saves if fewer rows are left out.
-_FEWEST_ROWS_SPARED = 8
+# Below this number of skipped rows, splitting the last layer into two calls costs more than it saves.
+_MIN_SKIPPED_ROWS = 8
 
 
 class ChunkState(NamedTuple):
-    """The states that a chunk of a model with states reads and leaves.
+    """The recurrent states that a chunk reads and writes, for models that have them.
 
     Attributes:
         source: the slot of the state before its first token; None for the beginning of a sequence.
-        writes: positions, after the chunk's start and up to its end, and the slots that keep the states there. A
-            source may be written, since it is read first.
+        writes: pairs of a position, after the chunk's start and up to its end, and the slot that the state after this
+            position is written to. This may be `source`, which is read first.
     """
 
     source: int | None
@@ -42,7 +42,7 @@ class ChunkState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part `[start, end)` of one request's tokens, to be computed in one step. K/V of all tokens before it exist.
+    """The part `[start, end)` of one request's tokens, to be computed in one step. All tokens before it have K/V.
 
     >>> chunk = Chunk(bytes(40), 4, 10, np.array([3], dtype=np.int32), None, wants_logits=True)
     >>> chunk.num_tokens
@@ -52,18 +52,18 @@ class Chunk:
         tokens: all tokens of the request so far, little-endian uint32 bytes. The chunk's own tokens may come later,
             when a prepared step is started.
         block_ids: int32, the blocks of these tokens.
-        copy: a block copy to make first.
+        copy: a block copy to make before the chunk is computed (copy-on-write).
         wants_logits: whether the logits after the chunk's last token are returned.
         wants_all_logits: whether those after each of its tokens are returned, whatever `wants_logits` says.
         adapter: digest of the adapter; empty for the base model.
-        adapter_from: position from which on tokens are computed with the adapter; those before are the base model's.
-        num_dropped: tokens before the chunk whose K/V are not in the blocks any more: these hold those of the others.
+        adapter_from: position of the first token that is computed with the adapter; earlier ones use the base model.
+        num_dropped: tokens before the chunk whose K/V were dropped; the blocks contain the K/V of the others, packed.
         watcher: observes the chunk's queries; None for no observer.
-        part_ids: int32, the parts of these blocks, which windowed layers store; any before their reach. None if all
-            layers are in one pool.
+        part_ids: int32, for each block its part, the block of the pool of windowed layers; arbitrary where no window
+            reaches. None if all layers are in one pool.
         part_copy: a copy of a part to make first.
-        state: the states that it reads and leaves; None for the beginning of a sequence that leaves none, and for a
-            model without states.
+        state: the recurrent states that it reads and writes; None for the beginning of a sequence that writes none,
+            and for a model without states.
     """
 
     tokens: bytes | bytearray
@@ -88,24 +88,24 @@ class Chunk:
 
     @property
     def num_logit_rows(self) -> int:
-        """Rows of logits that are returned: of this number of last tokens."""
+        """Number of logit rows that are returned, those of the last tokens."""
         return self.num_tokens if self.wants_all_logits else int(self.wants_logits)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Positions of the packed tokens of several requests. Laid out on the host, read on the model's device.
+    """The layout of a step: positions and slots of the packed tokens of several requests. Built on the host.
 
     Attributes:
         positions: int64 `[num_tokens]`, the position of each token in its own sequence.
         logit_rows: int64 `[n]`, the rows whose logits are returned.
-        batch: the requests of the tokens, and the places of their K/V.
+        batch: the requests of the tokens, and the block tables and slots of their K/V.
         adapters: the rows that are computed with an adapter.
         watched: the rows whose queries are observed.
-        states: the states before and after rows; None for a model without states.
-        parts: like `batch`, but the places of windowed layers; None if all layers are in one pool.
-        answers: like `batch`, but of the rows that are computed to the end: those of logits, or the last one if there
-            are none; None if all rows are.
+        states: the recurrent states that rows read and write; None for a model without states.
+        parts: like `batch`, but for the pool of windowed layers; None if all layers are in one pool.
+        answers: like `batch`, but only of the rows that the last layer computes: those of logits, or the last row if
+            there are none; None if it computes all rows.
     """
 
     positions: torch.Tensor
@@ -139,8 +139,8 @@ def lay_out(
     Args:
         chunks: at least one chunk.
         block_size: tokens per block.
-        states: the states that the chunks name slots of; None for a model without states.
-        has_short_end: whether the model's last layer can compute the rows of answers alone.
+        states: the pool of the recurrent states; None for a model without states.
+        has_short_end: whether the model's last layer can compute only the rows that are needed.
     """
     batch = PagedBatch.build(
         query_lens=[chunk.num_tokens for chunk in chunks],
@@ -152,7 +152,7 @@ def lay_out(
     logit_rows = [
         row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logit_rows, end)
     ]
-    positions = batch.positions  # among what is in the blocks
+    positions = batch.positions  # of the entries that the blocks contain
     if any(chunk.num_dropped for chunk in chunks):
         positions += np.repeat([chunk.num_dropped for chunk in chunks], batch.query_lens)
     adapters, parts = _adapter_ranges(chunks, batch.query_starts), _part_batch(chunks, block_size)
@@ -174,38 +174,40 @@ def lay_out(
 
 
 def _part_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
-    """Lay out the places of windowed layers, if chunks name them."""
+    """Lay out the pool of windowed layers, if the chunks have parts."""
     tables = [chunk.part_ids for chunk in chunks if chunk.part_ids is not None]
     if not tables:
         return None
-    require_invariant("parts", len(tables) == len(chunks), "one chunk names its parts, and another one does not")
+    require_invariant("parts", len(tables) == len(chunks), "some chunks have parts, and others do not")
     lens = [chunk.num_tokens for chunk in chunks]
     return PagedBatch.build(lens, [chunk.end for chunk in chunks], tables, block_size)
 
 
 def _answer_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
-    """Lay out the rows of answers, or the last row if there are none; None if they are most rows."""
+    """Lay out the rows of logits, or the last row if there are none; None if these are almost all rows."""
     answered = [(chunk, chunk.num_logit_rows) for chunk in chunks if chunk.num_logit_rows] or [(chunks[-1], 1)]
     lens = [num_rows for _, num_rows in answered]
-    if sum(chunk.num_tokens for chunk in chunks) - sum(lens) < _FEWEST_ROWS_SPARED:
+    if sum(chunk.num_tokens for chunk in chunks) - sum(lens) < _MIN_SKIPPED_ROWS:
         return None
     kv_lens = [chunk.end - chunk.num_dropped for chunk, _ in answered]
     return PagedBatch.build(lens, kv_lens, [chunk.block_ids for chunk, _ in answered], block_size)
 
 
 def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePool) -> StateRows:
-    """Lay out the states of some chunks.
+    """Lay out the recurrent states of the chunks.
 
     Raises:
-        InvariantViolation: a chunk goes on after tokens whose state it does not name.
+        InvariantViolation: a chunk that continues a sequence has no state.
     """
     sources, writes = [], []
     for index, chunk in enumerate(chunks):
         source, kept = chunk.state or ChunkState(None, ())
-        require_invariant("states", source is not None or not chunk.start, "a chunk goes on without a state")
+        require_invariant(
+            "states", source is not None or not chunk.start, "a chunk continues a sequence without a state"
+        )
         sources.append(states.start if source is None else source)
         for position, slot in kept:
-            require_invariant("states", chunk.start < position <= chunk.end, "a state is kept outside a chunk")
+            require_invariant("states", chunk.start < position <= chunk.end, "a state is written outside a chunk")
             writes.append((index, position - chunk.start, slot))
     return StateRows.build(starts, sources, writes, states.shape.num_inputs)
 
@@ -227,7 +229,7 @@ def pack_tokens(chunks: Sequence[Chunk]) -> torch.Tensor:
 
 
 NO_TOKEN = -1
-"""In place of the most likely token of a row of logits with a NaN or an infinity, or of nothing but -inf."""
+"""Returned instead of the most likely token if a row of logits contains NaN or +inf, or only -inf."""
 
 
 class StepOutputs(NamedTuple):
@@ -252,15 +254,15 @@ def compute_step(
     layout: StepLayout,
     states: StatePool | None = None,
 ) -> StepOutputs:
-    """Compute all tokens and write their K/V, and then the states that they leave. Does not wait for the device.
+    """Compute all tokens, and write their K/V and recurrent states. Does not wait for the device.
 
     Args:
         model: the weights.
         storage: the K/V memory.
-        kernels: the operations on it.
+        kernels: the attention kernels.
         input_ids: int64 `[num_tokens]` on the model's device.
         layout: the layout of these tokens, on the model's device.
-        states: the states of a model that keeps some.
+        states: the pool of the recurrent states; None for a model without states.
     """
     state_step = None if states is None or layout.states is None else StateStep(states, layout.states)
     step = _step_over(storage, kernels, layout.batch, layout.parts, layout.watched, state_step)
@@ -277,8 +279,8 @@ def compute_step(
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, int64 `[n]`, or `NO_TOKEN` if the row has no distribution.
 
-    The largest logit decides: it is NaN if any logit is, since torch takes NaN for the largest; infinite if any is; and
-    -inf if all are. A model may rule out single tokens by -inf.
+    Only the largest logit is checked: it is NaN if any logit is, since torch orders NaN above all numbers; +inf if any
+    is; and -inf if all are. A model may exclude single tokens by -inf.
     """
     most_likely = logits.argmax(dim=-1, keepdim=True)
     largest = logits.gather(1, most_likely)
@@ -293,9 +295,9 @@ def _step_over(
     watched: Sequence[WatchedRows] = (),
     states: StateStep | None = None,
 ) -> PagedStep | GroupedStep:
-    """Return a step over all pools, given the places of K/V in blocks and in parts."""
-    require_invariant("parts", parts is not None or not storage.part_pools, "a chunk names none")
-    require_invariant("parts", parts is None or bool(storage.part_pools), "chunks name parts, and the pool has none")
+    """Return a step over all pools, given the layouts of blocks and of parts."""
+    require_invariant("parts", parts is not None or not storage.part_pools, "the chunks have none, and the pool has")
+    require_invariant("parts", parts is None or bool(storage.part_pools), "the chunks have some, and the pool has none")
     steps = [PagedStep(pool, batch, kernels, watched, states=states) for pool in storage.pools]
     if parts is not None:
         steps += [PagedStep(pool, parts, kernels) for pool in storage.part_pools]

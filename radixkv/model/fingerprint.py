@@ -1,6 +1,6 @@
-"""Fingerprints of what K and V depend on, for namespaces and for whatever leaves this process.
+"""Fingerprints of everything that K/V depend on, for namespaces and for K/V that other processes read.
 
-model       configuration with its RoPE settings, all weights and buffers, dtype, weights of 8 bits, exactness
+model       configuration with its RoPE settings, all weights and buffers, dtype, whether weights are int8, exact mode
 cached      the model, the dtype of K and V in the pool, tokens per block
 """
 
@@ -21,16 +21,17 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 
 
 def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) -> str:
-    """Digest a model: all bytes of its weights, once, at load. Logs how long it took.
+    """Digest a model, including all bytes of its weights. Called once, at load. Logs how long it took.
 
-    Equal for equal models, wherever they were read from. 128 bits distinguish models that were not built to collide.
+    Equal models have equal digests, whatever directory they were read from. XXH3 is not cryptographic: models that were
+    constructed to collide may have equal digests, too.
 
     Complexity: it reads memory at 5 to 20 GB/s, so a model of 16 GB takes 1 to 3 s.
 
     Args:
-        module: the model, before its weights are laid out otherwise and before it is moved to a GPU.
+        module: the model, before its weights are repacked and before it is moved to a GPU.
         weights: see `ModelConfig`.
-        is_exact: whether it will run in exact mode, which gives other last bits.
+        is_exact: whether it will run in exact mode, in which the last bits of K/V differ.
     """
     start_s, num_bytes = time.perf_counter(), 0
     config = {key: value for key, value in module.config.to_dict().items() if key not in _WITHOUT_EFFECT}

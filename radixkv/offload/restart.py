@@ -48,7 +48,7 @@ class DiskScan:
     ) -> None:
         self.has_failed = False
         self._record = record
-        self._shelf = tier_index
+        self._tier_index = tier_index
         self._retention = retention
         self._delete = delete
         self._wake = wake
@@ -79,7 +79,7 @@ class DiskScan:
             if is_over:
                 self._slices = None
         elif is_read and not self.has_failed:
-            self._record.tidy(self._shelf.owned)
+            self._record.tidy(self._tier_index.owned)
 
     def reading(self) -> Iterator[None]:
         """Yield until the scan is finished and all results are taken."""
@@ -105,11 +105,11 @@ class DiskScan:
     def _taking(self, found: FoundOnDisk) -> Iterator[None]:
         blocks, hints = reversed(found.blocks), iter(found.hints)
         while some := list(islice(blocks, _TAKEN_AT_ONCE)):
-            if left_out := self._shelf.add_found(some):
+            if left_out := self._tier_index.add_found(some):
                 self._delete(left_out)
             yield
-        while some_wishes := list(islice(hints, _TAKEN_AT_ONCE)):
-            self._retention.restore(self._shelf, some_wishes)
+        while some_hints := list(islice(hints, _TAKEN_AT_ONCE)):
+            self._retention.restore(self._tier_index, some_hints)
             yield
 
     def _read(self) -> None:

@@ -69,10 +69,12 @@ from radixkv.v1.prefill_pb2 import (
 
 
 class AsyncClient:
-    """The calls of `Client`, awaited, with the same arguments and errors. Create it inside the event loop that uses it.
+    """The asyncio version of `Client`: its calls are coroutines with the same arguments and errors.
+
+    Create it inside the event loop that uses it.
 
     Attributes:
-        public: calls about public prefixes, which the prompts of all tenants share.
+        public: the calls about public prefixes, which all tenants share.
     """
 
     def __init__(
@@ -299,7 +301,7 @@ class AsyncClient:
     def _generate_text(
         self, encode: Callable[[Tokenizer], list[int]], timeout_s: float | None, options: GenerateOptions
     ) -> AsyncTextAnswer:
-        request = generate_request([], options)  # so that a wrong option raises here, as it does for token ids
+        request = generate_request([], options)  # validates the options now, as for token ids
 
         async def start() -> tuple[AsyncGenerator[GenerateResponse], Callable[[], AnswerText]]:
             tokenizer = await self._served.get(timeout_s)
@@ -338,7 +340,7 @@ class AsyncClient:
 
 
 class AsyncPublicPrefixClient:
-    """The calls about public prefixes, awaited; see `PublicPrefixClient`. `AsyncClient.public` is one."""
+    """The asyncio version of `PublicPrefixClient`, which `AsyncClient.public` returns."""
 
     def __init__(self, call: Callable[[Call[Any, Any], Any], Awaitable[Any]], served: AsyncServedTokenizer) -> None:
         self._call = call

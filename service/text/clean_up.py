@@ -6,8 +6,8 @@ from __future__ import annotations
 _REPLACED = tuple(
     (old, old.replace(" ", "")) for old in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 )
-# An incomplete match ends in one of these characters. Only spaces are ever removed, so after any other character, later
-# text does not affect the text before.
+# A text that ends in any other character cannot end in the beginning of a match. Since only spaces are removed, later
+# text cannot change what comes before such a character.
 _UNDECIDED = " 'nvr"
 
 

@@ -34,7 +34,7 @@ def test_the_pool_and_the_model_bound_what_is_served(max_model_tokens: int | Non
 def test_ceilings_are_told_in_tokens() -> None:
     given = limits(ceiling_blocks={"a": 3, "b": None}, default_ceiling_blocks=2)
     assert (given.ceiling_tokens, given.default_ceiling_tokens) == ({"a": 48, "b": None}, 32)
-    assert [given.most_new_tokens(16, tenant) for tenant in ("a", "b", "c")] == [33, 128, 17]
+    assert [given.max_new_tokens(16, tenant) for tenant in ("a", "b", "c")] == [33, 128, 17]
 
 
 def test_every_pool_has_an_epoch_of_its_own() -> None:
@@ -50,7 +50,7 @@ def test_a_compressed_generation_is_bounded_by_what_it_keeps() -> None:
     budget = Compression(CompressionPolicy.STREAMING_LLM, 32)
     limits().require_generation(*asked(128, 1_000_000, budget))  # 8 blocks and 2
     for num_tokens, max_new_tokens, compression, message in (
-        (129, 5, budget, "token_ids, compression.max_tokens: expected at most 160 tokens of K/V beside each other"),
+        (129, 5, budget, "token_ids, compression.max_tokens: expected at most 160 tokens of K/V together"),
         (128, 34, Compression(CompressionPolicy.SNAPKV, 2), "token_ids, compression.max_tokens: expected at most 160"),
     ):
         with pytest.raises(PromptTooLong, match=message):

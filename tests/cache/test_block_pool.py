@@ -158,8 +158,8 @@ def test_check_notices_a_free_block_that_no_look_would_find() -> None:
     pool = BlockPool(3)
     pool.release(pool.acquire(3)[:2])
     pool.check(ids(2), ids())
-    assert pool._noted is not None
-    pool._noted.pop()
+    assert pool._free_list is not None
+    pool._free_list.pop()
     with pytest.raises(InvariantViolation, match="not find all free blocks"):
         pool.check(ids(2), ids())
 

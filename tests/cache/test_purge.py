@@ -229,8 +229,8 @@ def test_a_large_tree_is_taken_in_slices_and_what_is_in_use_last(monkeypatch: py
     assert cache.pool.num_free == 128
 
 
-def test_looks_at_namespaces_are_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.cache.purge._MAX_LOOKS", 3)
+def test_examining_namespaces_is_done_in_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.cache.purge._MAX_EXAMINED", 3)
     purging = make_cache().purging(salt="nobody's")
     next(purging)
     with pytest.raises(StopIteration):

@@ -365,5 +365,5 @@ def test_check_notices_a_leaf_that_begins_its_sibling() -> None:
     assert root.children is not None
     short = planter.tree._fingerprint(spell("ab"), 0)
     root.children[spell("ab")] = Node(planter.tree.owner, root, 0, spell("ab"), packed(9), short)
-    with pytest.raises(InvariantViolation, match="a leaf begins its sibling"):
+    with pytest.raises(InvariantViolation, match="a leaf is a prefix of its sibling"):
         check_tree(planter.tree)

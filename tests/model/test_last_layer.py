@@ -141,7 +141,7 @@ def test_layers_that_are_in_no_list_compute_all_rows() -> None:
 
 def test_few_rows_are_computed_to_the_end() -> None:
     table = np.arange(7, dtype=np.int32)
-    most = forward._FEWEST_ROWS_SPARED
+    most = forward._MIN_SKIPPED_ROWS
     for num_tokens, is_short in ((1, False), (most, False), (most + 1, True)):
         chunk = Chunk(TOKENS, 20, 20 + num_tokens, table, None, wants_logits=True)
         layout = lay_out([chunk], BLOCK_SIZE, has_short_end=True)

@@ -73,7 +73,7 @@ def read_generation(
     )
     if options.n > MAX_ANSWERS:
         raise InvalidRequest(f"n: expected at most {MAX_ANSWERS}, got {options.n}")
-    max_new_tokens_left = max(1, limits.most_new_tokens(params.num_tokens, tenant))
+    max_new_tokens_left = max(1, limits.max_new_tokens(params.num_tokens, tenant))
     sampling = _read_sampling(options, max_new_tokens_left)
     return GatewayGeneration(
         params, sampling, options.n or 1, tuple(options.stop), _read_grammar(options), request.stream
