@@ -41,8 +41,8 @@ class KVPool:
         scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one for each stored vector; None if
             the dtype is not quantized. In a latent pool dim 2 has size 1.
         is_by_layer: whether the memory is ordered by layer.
-        is_rotated: whether vectors are rotated before they are stored, see `reference.rotate`; int4 is. Whoever reads
-            and writes vectors rotates them; kernels know nothing of it.
+        is_rotated: whether `reference.hadamard_transform` is applied to vectors before they are stored, as for int4.
+            The callers of kernels apply it; attention kernels read and write stored vectors as they are.
     """
 
     dtype: torch.dtype

@@ -103,10 +103,10 @@ def dequantize(
     return values.float().mul_(scales[..., None]).to(dtype)
 
 
-def rotated_part(head_dim: int) -> int:
-    """Return the length of the parts of a vector that are rotated, each by itself: the largest power of two that fits.
+def hadamard_size(head_dim: int) -> int:
+    """Return the block size of the Hadamard transform: the largest power of two that divides `head_dim`.
 
-    >>> [rotated_part(head_dim) for head_dim in (64, 80, 96, 576)]
+    >>> [hadamard_size(head_dim) for head_dim in (64, 80, 96, 576)]
     [64, 16, 32, 64]
     """
     return head_dim & -head_dim

@@ -8,7 +8,7 @@ from torch.nn import functional
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.norm_style import TORCH, NormStyle
-from radixkv.kernels.quantization import dequantize, quantize, rotated_part
+from radixkv.kernels.quantization import dequantize, hadamard_size, quantize
 from radixkv.kernels.scoring import Scoring
 
 
@@ -47,15 +47,15 @@ def write_kv(
         pool.values[block_ids, layer, k_or_v, :, offsets] = stored
 
 
-def rotate(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply vectors by a Hadamard matrix, scaled so that their lengths and products stay, part by part.
+def hadamard_transform(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Apply the orthonormal Hadamard transform to each block of `hadamard_size` elements of each vector.
 
-    What is large in one number of a vector is spread over all of its part, so a scale for the vector costs the others
-    less. Rotating twice undoes it.
+    It preserves norms and dot products, and is its own inverse. An outlier in one element is spread over all elements
+    of its block, so that one scale for the vector loses less precision in the other elements.
 
     Source: the fast Walsh-Hadamard transform; before quantizing: QuaRot, https://arxiv.org/abs/2404.00456.
 
-    >>> rotate(torch.tensor([[[8.0, 0.0, 0.0, 0.0]]]), torch.float32)
+    >>> hadamard_transform(torch.tensor([[[8.0, 0.0, 0.0, 0.0]]]), torch.float32)
     tensor([[[4., 4., 4., 4.]]])
 
     Args:
@@ -65,7 +65,7 @@ def rotate(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Returns:
         A new tensor like `vectors`. A vector's bits depend on it alone.
     """
-    part = rotated_part(vectors.shape[-1])
+    part = hadamard_size(vectors.shape[-1])
     factor: float = part**-0.5
     numbers, half = vectors.float(), 1
     while half < part:

@@ -4,7 +4,8 @@ product   9 minutes  real servers over gRPC: bits, tiers, TTFT, decoding, out of
 look      2 minutes  the machine, and whether the warp-specialized kernel runs at all
 prefill   9 minutes  time to first token: fast mode, 64 tokens after 8,192, then the rest; exact mode; its bits
 kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; recorded steps
-peers     9 minutes  attention of torch, cuDNN and SGLang; the cost of exact mode; bookkeeping; flex and FlashInfer last
+peers     9 minutes  attention of torch, cuDNN, FlashAttention 3 and SGLang; the cost of exact mode; bookkeeping; flex and
+                     FlashInfer last
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _SERVER_IMPORTS = (*ENGINE_IMPORTS, "google.protobuf", "grpc")
 # modules that only some stages need, or that no stage needs
 OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "grpc_health", "grpc_reflection", "pytest", "xdist")
 
-_PEERS = "sdpa_flash sdpa_cudnn cudnn_merged sglang"
+# Peers of `bench.attention_peers` that take no compiler. One whose package is missing, such as the wheel of fa3_fwd, is
+# reported with the reason.
+_PEERS = "sdpa_flash sdpa_cudnn cudnn_merged fa3_fwd sglang"
 
 # Each kernel has its own process, since an illegal access ends all work of a process on a GPU. A first process warms
 # the machine up, and a trial that is late is repeated alone: 85 seconds in all, so that each gets its verdict.

@@ -1,4 +1,4 @@
-"""Rotates vectors on a GPU, before they are stored in 4 bits."""
+"""The Hadamard transform on a GPU, applied to vectors before they are stored in 4 bits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from radixkv.kernels.quantization import rotated_part
+from radixkv.kernels.quantization import hadamard_size
 
-# Numbers a program: 16 KiB of float32.
+# Elements per program: 16 KiB of float32.
 _TILE_NUMBERS = 4096
 
 
-def rotate(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute `reference.rotate` in one launch, with the same bits.
+def hadamard_transform(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute `reference.hadamard_transform` in one launch, with the same bits.
 
     Args:
         vectors: `[num_tokens, num_heads, head_dim]` with a contiguous last dimension.
@@ -26,10 +26,10 @@ def rotate(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError("vectors: expected a contiguous last dimension, got a strided one")
     num_tokens, num_heads, head_dim = vectors.shape
     rotated = torch.empty(vectors.shape, dtype=dtype, device=vectors.device)
-    part = rotated_part(head_dim)
+    part = hadamard_size(head_dim)
     num_parts = num_tokens * num_heads * (head_dim // part)
     tile = max(1, _TILE_NUMBERS // part)
-    _rotate_tile[(triton.cdiv(num_parts, tile),)](
+    _hadamard_tile[(triton.cdiv(num_parts, tile),)](
         vectors,
         rotated,
         num_parts,
@@ -48,7 +48,7 @@ def rotate(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
-def _rotate_tile(  # type: ignore[no-untyped-def]
+def _hadamard_tile(  # type: ignore[no-untyped-def]
     vectors,
     rotated,
     num_parts,
@@ -61,7 +61,7 @@ def _rotate_tile(  # type: ignore[no-untyped-def]
     FACTOR: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rotate some parts of vectors."""
+    """Transform `TILE` blocks of vectors."""
     parts = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     heads = parts // PARTS
     starts = heads // num_heads * token_stride + heads % num_heads * head_stride + parts % PARTS * PART

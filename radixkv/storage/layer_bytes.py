@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from radixkv.errors import InvalidRequest
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.quantization import rotated_part
+from radixkv.kernels.quantization import hadamard_size
 
 
 class Layers(NamedTuple):
@@ -100,4 +100,4 @@ def _layout_of(pool: KVPool, *, is_only: bool) -> str:
     layout = f"values [layers, {vectors}, dim], then scales [layers, {vectors}]"
     if not is_only:
         layout += f" of {pool.num_layers} layers of {pool.num_kv_heads} heads of {pool.head_dim}"
-    return f"{layout}; vectors rotated in parts of {rotated_part(pool.head_dim)}" if pool.is_rotated else layout
+    return f"{layout}; vectors rotated in parts of {hadamard_size(pool.head_dim)}" if pool.is_rotated else layout

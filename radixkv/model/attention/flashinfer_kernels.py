@@ -49,7 +49,7 @@ class FlashInferKernels:
 
     write_kv = staticmethod(TritonKernels.write_kv)
     copy_blocks = staticmethod(TritonKernels.copy_blocks)
-    rotate = staticmethod(TritonKernels.rotate)
+    hadamard_transform = staticmethod(TritonKernels.hadamard_transform)
 
     def __init__(self, ours: TritonKernels, backend: str) -> None:
         self._ours = ours

@@ -116,8 +116,8 @@ class AttentionKernels(Protocol):
         """Write K and V of new tokens into their slots, and update `largest` with their magnitudes."""
         ...
 
-    def rotate(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rotate vectors of a pool whose vectors are."""
+    def hadamard_transform(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Apply the Hadamard transform, for a pool with `is_rotated`; see `reference.hadamard_transform`."""
         ...
 
     def paged_attention(

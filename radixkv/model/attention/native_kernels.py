@@ -32,7 +32,7 @@ class NativeKernels:
     name = NATIVE
     wants_pool_by_layer = TorchKernels.wants_pool_by_layer
     copy_blocks = staticmethod(TorchKernels.copy_blocks)
-    rotate = staticmethod(TorchKernels.rotate)
+    hadamard_transform = staticmethod(TorchKernels.hadamard_transform)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -80,13 +80,13 @@ class PagedStep:
         return found
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Write K and V of a layer, rotated where the pool stores rotated vectors; shapes as in `attend`."""
+        """Write K and V of a layer, after the Hadamard transform if the pool needs it; shapes as in `attend`."""
         largest = self._largest_of(key, *key.shape[:2])
         if self._is_reading:
             return
         if self._pool.is_rotated:
-            key = self._kernels.rotate(key, torch.float32)
-            value = None if value is None else self._kernels.rotate(value, torch.float32)
+            key = self._kernels.hadamard_transform(key, torch.float32)
+            value = None if value is None else self._kernels.hadamard_transform(value, torch.float32)
         self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, largest)
 
     def _largest_of(self, like: torch.Tensor, num_tokens: int, num_kv_heads: int) -> torch.Tensor:
@@ -97,13 +97,13 @@ class PagedStep:
     def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Attend over K and V that are written; arguments and result as in `attend`.
 
-        Over a pool of rotated vectors queries are rotated like keys, which leaves their scores as they are, and what is
-        attended is rotated back.
+        If the pool holds transformed vectors, queries are transformed like keys, which preserves the scores, and the
+        output is transformed back.
         """
         if not self._pool.is_rotated:
             return self._read(layer, query, scoring)
-        rotate, dtype = self._kernels.rotate, query.dtype
-        return rotate(self._read(layer, rotate(query, dtype), scoring), dtype)
+        transform, dtype = self._kernels.hadamard_transform, query.dtype
+        return transform(self._read(layer, transform(query, dtype), scoring), dtype)
 
     def _read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         for start, end, watcher in self._watched:

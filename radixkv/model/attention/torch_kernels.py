@@ -28,7 +28,7 @@ class TorchKernels:
 
     write_kv = staticmethod(reference.write_kv)
     copy_blocks = staticmethod(reference.copy_blocks)
-    rotate = staticmethod(reference.rotate)
+    hadamard_transform = staticmethod(reference.hadamard_transform)
 
     def __init__(self) -> None:
         self._plans: deque[tuple[PagedBatch, dict[Demand, list[Group]]]] = deque(maxlen=MAX_BATCHES)

@@ -48,7 +48,7 @@ class TritonKernels:
 
     write_kv = staticmethod(write_kv.write_kv)
     copy_blocks = staticmethod(copy_blocks.copy_blocks)
-    rotate = staticmethod(hadamard.rotate)
+    hadamard_transform = staticmethod(hadamard.hadamard_transform)
 
     def __init__(
         self,

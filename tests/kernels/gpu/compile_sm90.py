@@ -35,7 +35,7 @@ from radixkv.kernels.gpu.attention import paged_attention
 from radixkv.kernels.gpu.attention_plan import plan_attention
 from radixkv.kernels.gpu.copy_blocks import copy_blocks
 from radixkv.kernels.gpu.dequantize_blocks import dequantize_blocks
-from radixkv.kernels.gpu.hadamard import rotate
+from radixkv.kernels.gpu.hadamard import hadamard_transform
 from radixkv.kernels.gpu.linear import linear
 from radixkv.kernels.gpu.low_rank import RANKS, LowRankStep, add_low_rank
 from radixkv.kernels.gpu.norm import add_rms_norm, rms_norm, row_mean
@@ -319,8 +319,8 @@ def _launch_copy(dtype: torch.dtype) -> None:
     copy_blocks(KVPool.allocate(4, 2, 8, 64, 128, dtype=dtype), torch.tensor([0, 1]), torch.tensor([2, 3]))
 
 
-def _launch_rotate(dtype: torch.dtype, result: torch.dtype, head_dim: int) -> None:
-    rotate(torch.empty(40, 8, head_dim, dtype=dtype), result)
+def _launch_hadamard(dtype: torch.dtype, result: torch.dtype, head_dim: int) -> None:
+    hadamard_transform(torch.empty(40, 8, head_dim, dtype=dtype), result)
 
 
 def _launch_dequantize(kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
@@ -337,7 +337,7 @@ def cases(attention_cases: list[AttentionCase]) -> Iterator[tuple[str, Callable[
             yield f"{str(dtype)[6:]} D{head_dim}", partial(_launch_write, dtype, head_dim)
     for dtype, result, head_dim in ((bf16, fp32, 128), (bf16, bf16, 80), (fp32, fp32, 256), (bf16, fp32, 576)):
         name = f"{str(dtype)[6:]} to {str(result)[6:]} D{head_dim}"
-        yield name, partial(_launch_rotate, dtype, result, head_dim)
+        yield name, partial(_launch_hadamard, dtype, result, head_dim)
     yield "bfloat16", partial(_launch_copy, bf16)
     for kv_dtype, dtype, head_dim, block_size in DEQUANTIZE_CASES:
         name = f"{str(kv_dtype)[6:]} to {str(dtype)[6:]} D{head_dim} block{block_size}"

@@ -42,7 +42,7 @@ def compiled() -> list[dict[str, Any]]:
 @pytest.mark.long
 def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
     attention = {"_attend_tile", "_attend_tile_specialized", "_merge_partials", "_write_tile", "_copy_span"}
-    attention |= {"_pack_rows", "_rotate_tile"}
+    attention |= {"_pack_rows", "_hadamard_tile"}
     exact = {"_multiply_tiles", "_mean_row", "_norm_row"}
     fused = {"_norm_row", "_gate_piece"}
     assert {row["kernel"] for row in compiled} == attention | exact | fused | {"_dequantize_tile", "_add_tile"}

@@ -27,7 +27,7 @@ def test_a_key_that_no_query_notices_is_still_not_finite(bad: float, dtype: torc
     assert step.is_finite.tolist() == [True, False, True]
 
 
-def test_vectors_of_four_bits_are_rotated_on_their_way() -> None:
+def test_vectors_are_hadamard_transformed_before_int4_quantization() -> None:
     """Numbers that are large in a few places of each key and value cost the others less than without a rotation."""
     num_tokens = 24
     batch = PagedBatch.build([num_tokens], [num_tokens], [np.arange(2, dtype=np.int32)], 16)
