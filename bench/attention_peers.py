@@ -26,7 +26,7 @@ NAMES = ("sdpa_flash", "sdpa_cudnn", "cudnn_merged", "fa3_fwd", "flex", "sglang"
 _FLASHINFER_WORKSPACE_BYTES = 1 << 28
 
 
-class Unavailable(Exception):
+class PeerUnavailable(Exception):
     """A peer is not available on this machine; the message says why."""
 
 
@@ -115,7 +115,7 @@ def _cudnn_merged(inputs: AttentionInputs) -> Calls:
     _require_gpu(inputs)
     prefix = inputs.case.prefix_tokens
     if not prefix:
-        raise Unavailable("expected a cached prefix to join with, got none")
+        raise PeerUnavailable("expected a cached prefix to join with, got none")
 
     def part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
         attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -168,7 +168,7 @@ def _flex(inputs: AttentionInputs) -> Calls:
 
 def _sglang(inputs: AttentionInputs, wheel: Path | None) -> Calls:
     if wheel is None:
-        raise Unavailable("--sglang: expected the folder of an unpacked wheel, got none")
+        raise PeerUnavailable("--sglang: expected the folder of an unpacked wheel, got none")
     attend, case, device = load_extend_attention(wheel), inputs.case, inputs.queries[0].device
     blocks = inputs.batch.block_tables[0].long()
     offsets = torch.arange(inputs.heads.block_size, device=device)
@@ -217,4 +217,4 @@ def _flashinfer(inputs: AttentionInputs, backend: str) -> Calls:
 
 def _require_gpu(inputs: AttentionInputs) -> None:
     if inputs.queries[0].device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
+        raise PeerUnavailable("needs a CUDA device")

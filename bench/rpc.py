@@ -47,7 +47,7 @@ _VARINT_BYTES = 16  # responses may differ by this number of bytes, because vari
 Row = dict[str, Any]
 
 
-class Call(Protocol):
+class SendCall(Protocol):
     """Sends one request's bytes."""
 
     def __call__(self, request: bytes, /, *, timeout: float) -> Awaitable[bytes]:
@@ -63,7 +63,7 @@ class Endpoint:
         process: the server's process.
     """
 
-    call: Call
+    call: SendCall
     process: ServerProcess
 
 

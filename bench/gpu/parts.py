@@ -4,8 +4,8 @@ product   9 minutes  real servers over gRPC: bits, tiers, TTFT, decoding, out of
 look      2 minutes  the machine, and whether the warp-specialized kernel runs at all
 prefill   9 minutes  time to first token: fast mode, 64 tokens after 8,192, then the rest; exact mode; its bits
 kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; recorded steps
-peers     9 minutes  attention of torch, cuDNN, FlashAttention 3 and SGLang; the cost of exact mode; bookkeeping; flex and
-                     FlashInfer last
+peers     9 minutes  attention of torch, cuDNN, FlashAttention 3 and SGLang; the cost of exact mode; bookkeeping; flex
+                     and FlashInfer last
 """
 
 from __future__ import annotations

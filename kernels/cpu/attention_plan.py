@@ -166,7 +166,7 @@ _KEPT_MASK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _QueryTile:
     """A request's query tokens at positions `[start, end)`, in the tile that begins at `tile_start`."""
 
     request: int
@@ -187,7 +187,7 @@ class _Members(NamedTuple):
         first_rows: the first row of each tile in the group, and the number of rows, `[num_tiles + 1]`.
     """
 
-    tiles: Sequence[_Tile]
+    tiles: Sequence[_QueryTile]
     tables: npt.NDArray[np.int32]
     num_parts: npt.NDArray[np.int64]
     same_parts: npt.NDArray[np.int64]
@@ -216,19 +216,19 @@ def plan_cpu_attention(batch: PagedBatch, demand: Demand) -> list[Group]:
     return groups
 
 
-def _tiles(batch: PagedBatch, demand: Demand) -> Iterator[_Tile]:
+def _tiles(batch: PagedBatch, demand: Demand) -> Iterator[_QueryTile]:
     for i, kv_len in enumerate(batch.kv_lens):
         first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
         prefix_len = kv_len - (end_token - first_token)
         for tile_start in range(prefix_len // TILE_TOKENS * TILE_TOKENS, kv_len, TILE_TOKENS):
             start, tile_end = max(tile_start, prefix_len), min(tile_start + TILE_TOKENS, kv_len)
-            whole = _Tile(i, tile_start, start, tile_end, first_token + start - prefix_len)
+            whole = _QueryTile(i, tile_start, start, tile_end, first_token + start - prefix_len)
             step = max(1, _GROUP_NUMBERS // (_numbers_a_row(whole, demand) * demand.group_size))
             for at in range(start, tile_end, step):
-                yield _Tile(i, tile_start, at, min(at + step, tile_end), first_token + at - prefix_len)
+                yield _QueryTile(i, tile_start, at, min(at + step, tile_end), first_token + at - prefix_len)
 
 
-def _num_parts(tile: _Tile, demand: Demand) -> int:
+def _num_parts(tile: _QueryTile, demand: Demand) -> int:
     """Return how many parts a tile sees as a whole, or in units."""
     return 0 if demand.is_whole else tile.tile_start // PART_TOKENS
 
@@ -238,13 +238,13 @@ def _num_pieces(num_parts: int) -> int:
     return num_parts // _PARTS_A_UNIT + num_parts % _PARTS_A_UNIT
 
 
-def _numbers_a_row(tile: _Tile, demand: Demand) -> int:
+def _numbers_a_row(tile: _QueryTile, demand: Demand) -> int:
     """Return the numbers in the pieces of a row or in its mask, whichever are more."""
     pieces = _num_pieces(_num_parts(tile, demand)) + 1
     return max(pieces * demand.row_numbers, _num_keys(tile, demand))
 
 
-def _cut_into_groups(tiles: Sequence[_Tile], demand: Demand) -> Iterator[tuple[int, int]]:
+def _cut_into_groups(tiles: Sequence[_QueryTile], demand: Demand) -> Iterator[tuple[int, int]]:
     """Cut tiles in order into groups of bounded size, `[first, end)`."""
     first, rows, most = 0, 0, 0
     for i, tile in enumerate(tiles):
@@ -341,12 +341,12 @@ def _tails(batch: PagedBatch, demand: Demand, members: _Members) -> tuple[tuple[
     return tuple(tails), None if are_rows else torch.from_numpy(tail_rows)
 
 
-def _num_keys(tile: _Tile, demand: Demand) -> int:
+def _num_keys(tile: _QueryTile, demand: Demand) -> int:
     """Return the number of keys of a tile's own sums."""
     return tile.tile_start + TILE_TOKENS - _first_key(tile, demand)
 
 
-def _first_key(tile: _Tile, demand: Demand) -> int:
+def _first_key(tile: _QueryTile, demand: Demand) -> int:
     """Return the first key of a tile's own sums."""
     if not demand.is_whole:
         return tile.tile_start // PART_TOKENS * PART_TOKENS

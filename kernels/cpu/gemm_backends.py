@@ -1,4 +1,4 @@
-"""GEMM backends for linear layers on a CPU: several libraries, each with the weight prepacked in its own layout.
+"""GEMM backends for linear layers on a CPU: several libraries, each with the weight packed in its own layout.
 
     native         packed for our own C++ kernels, where they are compiled
     packed         packed by MKL, in float32
@@ -6,11 +6,11 @@
     convolution    packed by oneDNN for 1x1 convolutions, whose pixels are the rows
     plain          the weight as it is: MKL in float32, oneDNN in half precision
     float32        float16 only: converted once, so that machines without float16 arithmetic multiply in float32
-    int8           weights and rows rounded to 8 bits: other results, so only if configured
+    int8           weights and rows quantized to 8 bits: results differ, so only if configured
 
-MKL's packed GEMM sums a row in the same order for every number of rows that was tried; its plain one does not. A
-convolution sums the channels of a pixel in the same order for any number of pixels. On a CPU with AMX, rows therefore
-have the same bits in bfloat16, where oneDNN's matmul changes its order from 33 rows on.
+MKL's packed GEMM adds up a row in the same order for every row count that was tried; its plain GEMM does not. A
+convolution adds up the channels of a pixel in the same order for any number of pixels, so it is batch-invariant in
+bfloat16 on CPUs with AMX, where oneDNN's matmul changes the order from 33 rows on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from radixkv.kernels.cpu.int8_linear import int8_linear, pack_int8
 from radixkv.kernels.native import gemm
 
-ALIGNMENT_BYTES = 64  # of rows: where a row starts must not decide which vectors are loaded
+ALIGNMENT_BYTES = 64  # of rows: vector loads must not depend on where a row starts
 _MKL: Any = torch.ops.mkl
 _MKLDNN: Any = torch.ops.mkldnn
 
-# Rows for which a weight is laid out. oneDNN reads the same layout as fast for others. MKL does not: laid out for 16
-# rows, 64 take 1.8 times as long; laid out for 512, those take 0.85 times what they take laid out for 64, and few rows
-# the same.
+# Row count that a weight is packed for. oneDNN is as fast with other row counts. MKL is not: if packed for 16 rows, 64
+# rows take 1.8 times as long; if packed for 512 rows, they take 0.85 times as long as if packed for 64, and few rows
+# take the same time.
 _HINTED_ROWS = 64
 _HINTED_ROWS_OF_MKL = 512
 
@@ -41,18 +41,16 @@ Gate = Callable[[torch.Tensor, Any, torch.Tensor | None, Any, torch.Tensor | Non
 
 
 class GemmBackend(NamedTuple):
-    """One way to compute `torch.nn.functional.linear`.
+    """An implementation of `torch.nn.functional.linear`.
 
     Attributes:
-        pack: lays out weights `[features, in_features]` as one, the first one's features first. Only `multiply`
-            understands the result.
+        pack: packs weights `[features, in_features]`, concatenated by features, in an opaque format for `multiply`.
         multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
             None. Returns `[num_rows, out_features]` in the rows' dtype.
-        dtypes: of the weights that it takes.
-        gate: takes rows, a packed weight and its bias, another one and its bias. Returns SiLU of the first product
-            times the second, rounded once each: nothing between the two is written to memory and read again. None
-            where the library can't.
-        rows_are_alike: whether its code computes each row by itself, so that no number of rows needs to be tried.
+        dtypes: dtypes of weights that it supports.
+        gate: fused SwiGLU. Takes rows, the packed weight and bias of the gate, and those of up. Returns
+            `silu(gate) * up`, where each of the two matmuls rounds its result once. None if the library has none.
+        rows_are_alike: whether its code is batch-invariant by construction, so that no row count has to be checked.
     """
 
     pack: Callable[..., Any]
@@ -63,7 +61,7 @@ class GemmBackend(NamedTuple):
 
 
 def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the backends that compute the same numbers on this machine, with a weight like this one."""
+    """Return the backends for a weight like this one on this machine, except those with other results, such as int8."""
     dtype = weight.dtype
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     excluded = {"int8"} if has_mkl else {"int8", "packed"}
@@ -74,7 +72,7 @@ def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
 
 
 def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows as a contiguous matrix `[num_rows, in_features]` that starts where an allocation would.
+    """Return rows as a contiguous matrix `[num_rows, in_features]` that is aligned to `ALIGNMENT_BYTES`.
 
     >>> aligned_rows(torch.zeros(2, 3, 5)).shape
     torch.Size([6, 5])
@@ -93,12 +91,12 @@ def _onednn_computes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def _matrix_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _plain_matmul(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-def _joined(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
-    """Join weights before they are laid out."""
+def _concat(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    """Concatenate weights before packing."""
     return lambda *weights: pack(weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
@@ -108,15 +106,15 @@ def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
 
 def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     packed: torch.Tensor = _MKL._mkl_reorder_linear_weight(weight.contiguous(), _HINTED_ROWS_OF_MKL)
-    return packed, weight.new_empty(1).expand(weight.shape)  # the product asks the weight for its shape alone
+    return packed, weight.new_empty(1).expand(weight.shape)  # the matmul only reads the shape of the weight
 
 
-def _packed_product(
+def _packed_matmul(
     rows: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    # Given another number of rows, MKL would use the original weight, which we do not keep.
-    product: torch.Tensor = _MKL._mkl_linear(rows, *packed, bias, rows.shape[0])
-    return product
+    # Given another row count, MKL would use the original weight, which we do not keep.
+    output: torch.Tensor = _MKL._mkl_linear(rows, *packed, bias, rows.shape[0])
+    return output
 
 
 def _blocked(weight: torch.Tensor) -> torch.Tensor:
@@ -124,9 +122,9 @@ def _blocked(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _blocked_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product: torch.Tensor = _MKLDNN._linear_pointwise(rows, packed, bias, "none", [], "")
-    return product
+def _blocked_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    output: torch.Tensor = _MKLDNN._linear_pointwise(rows, packed, bias, "none", [], "")
+    return output
 
 
 def _blocked_gate(
@@ -148,9 +146,9 @@ def _for_convolution(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _convolution_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product = _MKLDNN._convolution_pointwise(_pixels(rows), packed, bias, *_ONE_PIXEL, "none", [], "")
-    return _rows(product)
+def _convolution_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    output = _MKLDNN._convolution_pointwise(_pixels(rows), packed, bias, *_ONE_PIXEL, "none", [], "")
+    return _rows(output)
 
 
 def _convolution_gate(
@@ -167,7 +165,7 @@ def _convolution_gate(
 
 
 def _pixels(rows: torch.Tensor) -> torch.Tensor:
-    """View rows `[num_rows, width]` as an image of one line: `[1, width, 1, num_rows]`, channels last."""
+    """View rows `[num_rows, width]` as an image of height 1: `[1, width, 1, num_rows]`, channels last."""
     num_rows, width = rows.shape
     return rows.as_strided((1, width, 1, num_rows), (num_rows * width, 1, num_rows * width, width))
 
@@ -180,22 +178,22 @@ def _blocked_float32(weight: torch.Tensor) -> torch.Tensor:
     return _blocked(weight.float())
 
 
-def _float32_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _blocked_product(rows.float(), packed, None if bias is None else bias.float()).to(rows.dtype)
+def _float32_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _blocked_matmul(rows.float(), packed, None if bias is None else bias.float()).to(rows.dtype)
 
 
-# Backends of oneDNN, and the dtype that each multiplies in; None for the weight's own.
+# Backends of oneDNN, with the dtype that each computes in; None for the dtype of the weight.
 _ONEDNN: dict[str, torch.dtype | None] = {"blocked": None, "convolution": None, "float32": torch.float32}
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# Those that are likely to be fast come first: others are soon given up.
+# Likely fast backends come first, so that slower ones are dropped early.
 GEMM_BACKENDS = {
     "native": GemmBackend(gemm.Panels, gemm.multiply, gemm.DTYPES, gemm.gate, rows_are_alike=True),
-    "blocked": GemmBackend(_joined(_blocked), _blocked_product, _FLOATS, _blocked_gate),
-    "packed": GemmBackend(_joined(_packed), _packed_product, (torch.float32,)),
-    "convolution": GemmBackend(_joined(_for_convolution), _convolution_product, (torch.bfloat16,), _convolution_gate),
-    "plain": GemmBackend(_joined(_as_it_is), _matrix_product, _FLOATS),
-    "float32": GemmBackend(_joined(_blocked_float32), _float32_product, (torch.float16,)),
-    "int8": GemmBackend(_joined(pack_int8), int8_linear, _FLOATS),
+    "blocked": GemmBackend(_concat(_blocked), _blocked_matmul, _FLOATS, _blocked_gate),
+    "packed": GemmBackend(_concat(_packed), _packed_matmul, (torch.float32,)),
+    "convolution": GemmBackend(_concat(_for_convolution), _convolution_matmul, (torch.bfloat16,), _convolution_gate),
+    "plain": GemmBackend(_concat(_as_it_is), _plain_matmul, _FLOATS),
+    "float32": GemmBackend(_concat(_blocked_float32), _float32_matmul, (torch.float16,)),
+    "int8": GemmBackend(_concat(pack_int8), int8_linear, _FLOATS),
 }

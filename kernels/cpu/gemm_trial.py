@@ -1,11 +1,11 @@
-"""Compares GEMM backends for one weight: which is fastest, and for which numbers of rows the bits of a row agree.
+"""Autotunes the GEMM backend for one weight: which is fastest, and for which row counts it is batch-invariant.
 
-The order in which a library sums does not depend on the values, so the cancellation-sensitive inputs of
-`sensitive_linear` reveal it. Every number of rows that is used later is tried, with rows at the beginning, at the end,
-and in another order.
+The order in which a library adds up terms does not depend on the values, so the cancellation-sensitive inputs of
+`sensitive_linear` reveal it. Every row count that is used later is checked, with rows at the start, at the end, and in
+another order.
 
-A trial may have a time limit. It cuts what is timed, and never what is checked: a library is used with those numbers of
-rows alone whose bits were seen to agree, with the whole weight.
+A trial may have a time limit, which shortens the timing but never skips a check: a library is only called with row
+counts that gave bitwise identical results with the whole weight.
 """
 
 from __future__ import annotations
@@ -24,51 +24,52 @@ from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, aligned_rows
 from radixkv.kernels.cpu.row_tiles import SIZES, RowTiles, in_tiles
 from radixkv.kernels.cpu.stopwatch import Call, Stopwatch
 
-# Numbers of rows whose times are weighed: decoding alone, decoding together, a short suffix and a long one.
+# Row counts that the score is computed from: decode of one request, batched decode, a short suffix and a long one.
 _WEIGHED = (1, 8, 64, 512)
 
-# Weights of a model come from memory, not from a cache: calls read copies in turn, which together have this many times
-# the cache's bytes. With one copy of 35 MB MKL looked twice as fast for 16 rows as it was in a model.
+# The weights of a model are read from memory, not from a cache. So calls cycle through copies of the weight, which
+# together are this many times as large as the cache. With a single copy of 35 MB, MKL appeared twice as fast for 16
+# rows as it was in a model.
 _COLD = 2
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-_CACHE_BYTES = 128 * 2**20  # where the machine does not tell
+_CACHE_BYTES = 128 * 2**20  # if the system does not report it
 _MOST_COPIES = 32
 
-# Places of rows at which bits are compared: the beginning, the end, and another order.
+# Positions of rows at which results are compared: the start, the end, and another order.
 _NUM_PLACES = 3
 
-# Numbers of rows that are checked where there is no time for all: they cost a quarter, a 20th and a 150th of that.
-# Rows between are filled up, and more rows take several calls: with calls of 8 rows only, a long prompt is slow.
+# Row counts that are checked if there is no time for all: they take 1/4, 1/20 and 1/150 of the time. Other row counts
+# are padded, and larger ones take several calls: with calls of 8 rows only, a long prompt is slow.
 _SELECTIONS = ((1, 4, 16, 64, 256), (1, 8, 64), (1, 8))
 
-# Fewer rows than these can't begin a set of numbers that agree: to compute all rows by them takes too long.
+# Smaller row counts can't start a set of agreeing ones: computing all rows in such calls takes too long.
 _FEWEST_TO_BEGIN = 8
 
-# Weights with more numbers are timed by their first features. One of 640 by 262,144 has twenty times as many: with all
-# of them, a trial took 24 s.
+# Larger weights are timed with their first features only. A weight of 640 by 262,144 is 20 times as large: with all of
+# it, a trial took 24 s.
 _MAX_TIMED_NUMBERS = 2**23
 
-# A backend whose calls with a part of the weight take this many times the fastest one's is dropped at once. Without the
-# instructions for it, a convolution in bfloat16 to more than 256 features takes 150 times as long.
+# A backend that is this many times slower than the fastest one with a part of the weight is dropped at once. Without
+# hardware support, a convolution in bfloat16 to more than 256 features takes 150 times as long.
 _HOPELESS = 8.0
 _PART = 512  # features, in and out
 
-# A backend that is behind is not expected to be this many times as fast as the first one for any other number of rows.
+# A slower backend is assumed to be at most this many times as fast as the leader for any row count not yet timed.
 _CATCHING_UP = 1.5
 
-# A backend whose rows are alike may take this much longer than the fastest other one: no rows are filled up for it, a
-# layer all of whose products are such runs in one call, and a trial on a busy machine is off by as much.
+# A batch-invariant backend may take this much longer than the fastest other one: it needs no padding, a layer whose
+# matmuls are all batch-invariant runs in one call, and timings on a busy machine are off by as much.
 LEAD = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class GemmChoice:
-    """The way to compute products with weights of one shape.
+    """The GEMM backend for weights of one shape.
 
     Attributes:
-        backend: a name of `GEMM_BACKENDS`.
-        costs: number of rows of a call and what it took, in seconds: numbers whose rows have equal bits. Empty: any
-            number will do, since all rows are alike or may differ.
+        backend: a name in `GEMM_BACKENDS`.
+        costs: pairs of a row count and the seconds of a call with it, for the row counts that give bitwise identical
+            results. Empty if any row count is allowed: the backend is batch-invariant, or it need not be.
     """
 
     backend: str
@@ -87,24 +88,24 @@ def choose_gemm(
 ) -> GemmChoice | None:
     """Choose the fastest backend for weights of this shape, dtype and strides.
 
-    While the machine has other work that is not known, and one whose rows are alike is chosen, if it is among them.
+    On a busy machine, timings are unreliable: a batch-invariant backend is then chosen, if there is a candidate.
 
-    Backends whose rows are alike are timed first, then the others in the order of `backends`. When the time limit is
-    reached, the fastest of those that were timed is chosen; with no time at all, the first one. A backend whose rows
-    are not alike is called only with numbers of rows whose bits were seen to agree. Half of the time is kept for these
-    checks; with less time fewer numbers of rows are checked, at least 1 and 8.
+    Batch-invariant backends are timed first, then the others in the order of `backends`. At the time limit, the fastest
+    of those that were timed is chosen; without any time, the first one. A backend that is not batch-invariant is only
+    called with row counts that gave bitwise identical results. Half of the time is reserved for these checks; with less
+    time fewer row counts are checked, at least 1 and 8.
 
     Args:
         weight: `[out_features, in_features]`.
         bias: `[out_features]`, or None.
         backends: names of candidates.
-        is_exact: whether only numbers of rows with equal bits may be used.
-        most_rows: rows of a call at most.
+        is_exact: whether only row counts with bitwise identical results may be used.
+        most_rows: maximum rows per call.
         limit_s: seconds after which nothing more is timed. Checks may take longer.
-        clock: seconds; None for those of `Stopwatch.here`.
+        clock: returns seconds; None for the clock of `Stopwatch.here`.
 
     Returns:
-        The choice; None if no candidate treats rows alike, whatever the limit.
+        The choice; None if no candidate is batch-invariant for any row count, which does not depend on the limit.
     """
     watch = Stopwatch.here() if clock is None else Stopwatch(clock)
     end_s = watch.now() + limit_s
@@ -133,21 +134,21 @@ def choose_gemm(
         if not GEMM_BACKENDS[entrants[0].name].rows_are_alike:  # or it is chosen without a check
             whole = sensitive_linear(weight, bias, sizes[-1])
     best = _fastest_exact(entrants, whole, sizes, weighed, watch, left_s)
-    if best is None and limit_s < math.inf:  # bits may agree for larger numbers of rows than there was time for
+    if best is None and limit_s < math.inf:  # larger row counts, for which there was no time, may agree
         best = _fastest_exact(entrants, whole, sizes, weighed, watch, lambda: math.inf)
     return best
 
 
 @dataclass(slots=True, eq=False)
 class _Entrant:
-    """A backend that is timed.
+    """A candidate in the race.
 
     Attributes:
-        name: of the backend.
-        calls: products with copies of the weight, in turn, while it is in front.
-        known: what numbers of rows cost, in seconds.
-        costs: the same, and what the numbers that were not timed are expected to cost.
-        score: of the costs. Where it gave up, the best that it might have reached; infinite if it was not timed.
+        name: name of the backend.
+        calls: matmuls with the copies of the weight, in turn, while it leads.
+        known: measured seconds per call, by row count.
+        costs: the same, with estimates for row counts that were not timed.
+        score: score of the costs. If it was dropped early, its best possible score; infinite if it was not timed.
     """
 
     name: str
@@ -157,7 +158,7 @@ class _Entrant:
     score: float = math.inf
 
     def scale(self, factor: float) -> None:
-        """Turn what was timed with a part of a weight into what the whole one is expected to take."""
+        """Extrapolate times with a part of a weight to the whole weight."""
         self.calls = None
         self.known = {num_rows: factor * cost_s for num_rows, cost_s in self.known.items()}
         self.score += len(_WEIGHED) * math.log(factor)
@@ -170,7 +171,7 @@ def _hopeful(
     bias: torch.Tensor | None,
     watch: Stopwatch,
 ) -> list[str]:
-    """Return the names of backends that are not slower by far with the first features of a weight."""
+    """Return the backends that are not far slower than the fastest one with the first features of a weight."""
     if len(names) == 1:
         return list(names)
     part, part_bias = weight[:_PART, :_PART], None if bias is None else bias[:_PART]
@@ -190,10 +191,10 @@ def _race(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> list[_Entrant]:
-    """Time backends one after the other. One that is too far behind the first gives up.
+    """Time backends one after the other. A backend that can't catch up with the leader is dropped early.
 
     Returns:
-        All of them, the fastest first; those that the time did not suffice for at the end.
+        All of them, the fastest first, and those that were not timed last.
     """
     entrants = [_Entrant(name) for name in sorted(names, key=lambda name: not GEMM_BACKENDS[name].rows_are_alike)]
     first: _Entrant | None = None
@@ -202,7 +203,7 @@ def _race(
             break
         entrant.calls = cold_calls(entrant.name, weight, bias)
         lead = LEAD if GEMM_BACKENDS[entrant.name].rows_are_alike else 1.0
-        # What it has not tried yet is as fast as it could be.
+        # Optimistic estimates for the row counts that are not timed yet.
         costs = {} if first is None else {num_rows: cost_s / _CATCHING_UP for num_rows, cost_s in first.costs.items()}
         for num_rows in dict.fromkeys(weighed):
             expected_s = 0.0 if num_rows <= _FEWEST_TO_BEGIN else _expected_s(entrant.known, num_rows)
@@ -217,7 +218,7 @@ def _race(
         if first is None or entrant.score < first.score:
             first, behind = entrant, first or entrant
         if behind is not first:
-            behind.calls = None  # it is packed again in the rare case that it is needed
+            behind.calls = None  # free its weights; they are packed again in the rare case that they are needed
     ranked = sorted(entrants, key=lambda entrant: entrant.score)
     _confirm(ranked, rows, weight, bias, weighed, watch, left_s)
     return sorted(ranked, key=lambda entrant: entrant.score)
@@ -232,11 +233,11 @@ def _confirm(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> None:
-    """Time a leader whose rows are not alike once more, in turn with the fastest backend whose rows are.
+    """If the leader is not batch-invariant, time it again, alternating with the fastest batch-invariant backend.
 
-    It keeps its lead only if it has it with the slower of its own times and the faster ones of the other: what
-    disturbed the machine during one of them rarely does so twice. A wrong leader costs a model more than a right one
-    gains, since the layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms instead of 3.6.
+    It keeps the lead only if the slower of its own times beat the faster ones of the other, since a disturbance of the
+    machine rarely affects both measurements. A wrong leader costs a model more than a right one gains, because the
+    layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms instead of 3.6 ms.
     """
     leader = ranked[0]
     steady = next((each for each in ranked if GEMM_BACKENDS[each.name].rows_are_alike and each.score < math.inf), None)
@@ -263,25 +264,25 @@ def _fastest_exact(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> GemmChoice | None:
-    """Choose the fastest backend with numbers of rows that give equal bits.
+    """Choose the fastest backend, with row counts that give bitwise identical results.
 
     Args:
         entrants: backends, the fastest first.
         whole: rows, weight and bias of the checks.
-        sizes: numbers of rows, in ascending order.
-        weighed: numbers of rows whose costs count.
+        sizes: row counts, in ascending order.
+        weighed: row counts that the score is computed from.
         watch: times calls.
         left_s: returns the seconds that are left.
 
     Returns:
-        The choice; None if no backend has equal bits for any of the numbers of rows that there was time to check.
+        The choice; None if no backend is batch-invariant for any of the row counts that there was time to check.
     """
     rows, weight, bias = whole
     best: GemmChoice | None = None
     best_score = math.inf
     for entrant in entrants:
         if best is not None and (entrant.score >= best_score or left_s() <= 0):
-            break  # where it may be called with some numbers of rows only, it hardly gets faster
+            break  # restricting the row counts does not make a backend faster
         if GEMM_BACKENDS[entrant.name].rows_are_alike:
             best_score, best = entrant.score, GemmChoice(entrant.name)
             continue
@@ -295,7 +296,7 @@ def _fastest_exact(
 
 
 def cold_calls(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Call]:
-    """Yield products with the copies of `cold_copies` in turn, for ever. A copy is made when it is first needed."""
+    """Cycle through matmuls with the copies of `cold_copies`, without end. A copy is made when it is first needed."""
     made: list[Call] = []
     for index in range(_num_copies(weight)):
         made.append(_packed(name, weight if not index else weight.clone(), bias))
@@ -304,15 +305,15 @@ def cold_calls(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> It
 
 
 def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Call]:
-    """Lay out a weight as often as it takes to fill more than the cache.
+    """Pack as many copies of a weight as it takes to exceed the cache.
 
     Args:
-        name: of the backend.
+        name: name of the backend.
         weight: `[out_features, in_features]`.
         bias: `[out_features]`, or None.
 
     Returns:
-        The product with each copy: a function of rows `[num_rows, in_features]`.
+        The matmul with each copy: a function of rows `[num_rows, in_features]`.
     """
     return list(itertools.islice(cold_calls(name, weight, bias), _num_copies(weight)))
 
@@ -324,7 +325,7 @@ def _num_copies(weight: torch.Tensor) -> int:
 
 @cache
 def _cache_bytes() -> int:
-    """The size of the processor's last cache."""
+    """Size of the processor's last-level cache."""
     try:
         return int(_CACHE_SIZE.read_text(encoding="ascii").strip().removesuffix("K")) * 1024
     except (OSError, ValueError):
@@ -332,14 +333,14 @@ def _cache_bytes() -> int:
 
 
 def _packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
-    """Lay out a weight. Returns its product."""
+    """Pack a weight. Returns the matmul with it."""
     backend = GEMM_BACKENDS[name]
     packed = backend.pack(weight)
     return lambda rows: backend.multiply(rows, packed, bias)
 
 
 def _score(times: Sequence[float]) -> float:
-    """The smaller the better: twice as fast counts the same for few rows and for many."""
+    """Sum the logarithms of times: lower is better, and a speedup counts the same for few rows as for many."""
     return sum(math.log(max(each, 1e-9)) for each in times)
 
 
@@ -351,13 +352,13 @@ def _affordable(
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> tuple[int, ...]:
-    """Return the numbers of rows that there is time to check: all of them, or those of one of `_SELECTIONS`.
+    """Return the row counts that there is time to check: all of them, or one of `_SELECTIONS`.
 
     Args:
-        sizes: numbers of rows, in ascending order.
-        calls: products with the weight.
-        rows: to multiply.
-        known: what some numbers cost.
+        sizes: row counts, in ascending order.
+        calls: matmuls with the weight.
+        rows: input rows.
+        known: measured costs of some row counts.
         watch: times the calls whose costs are not known.
         left_s: returns the seconds that are left.
     """
@@ -374,7 +375,7 @@ def _affordable(
 
 
 def _expected_s(costs: Mapping[int, float], num_rows: int) -> float:
-    """Estimate the cost of a number of rows on the line through the costs of few rows."""
+    """Extrapolate the cost of a row count linearly from the costs of small ones."""
     few, more = min(costs), max(size for size in costs if size <= _FEWEST_TO_BEGIN)
     row_s = max(0.0, costs[more] - costs[few]) / max(1, more - few)
     return costs[few] + (num_rows - few) * row_s
@@ -387,14 +388,14 @@ def _agreeing(
     known: Mapping[int, float],
     watch: Stopwatch,
 ) -> list[dict[int, float]]:
-    """Sort numbers of rows into sets whose rows have equal bits. Returns what a call with each number costs.
+    """Partition row counts into sets that give bitwise identical results. Returns the cost of each row count.
 
     Args:
-        known: what some numbers cost.
+        known: measured costs of some row counts.
     """
     rows = rows[: sizes[-1]]
     order = torch.randperm(sizes[-1], generator=torch.Generator().manual_seed(0))
-    sets: list[tuple[torch.Tensor, dict[int, float]]] = []  # what all rows give, and costs
+    sets: list[tuple[torch.Tensor, dict[int, float]]] = []  # result for all rows, costs
     for size in reversed(sizes):
         places: list[slice | torch.Tensor] = [slice(-size, None), order[:size]]
         if size < sizes[-1]:

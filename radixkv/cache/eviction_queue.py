@@ -75,8 +75,8 @@ class EvictionQueue(Listener):
         self._probation_share = probation_share
         self._max_probation_blocks = int(probation_share * num_pool_blocks)
         self._num_pool_blocks = num_pool_blocks
-        self._reused = TenantQueues(policy, tenants, arrivals)
-        self._on_probation = TenantQueues(policy, tenants, arrivals)
+        self._reused = TenantEvictionQueues(policy, tenants, arrivals)
+        self._on_probation = TenantEvictionQueues(policy, tenants, arrivals)
         self._num_evicted_blocks = 0
         self._evicted: OrderedDict[int, int] = OrderedDict()  # by a leaf's fingerprint: blocks evicted until then
 
@@ -220,7 +220,7 @@ def _first(on_probation: Entry | None, reused: Entry | None, *, is_over: bool) -
     return min(on_probation, reused)[-1]
 
 
-class TenantQueues:
+class TenantEvictionQueues:
     """A sorted queue for each tenant with a quota, and one for all others, or for each of them.
 
     If each of many tenants has its own queue, a heap holds their first leaves. It may have entries that are no longer

@@ -38,10 +38,10 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
     kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
     others = ", ".join(sorted(kinds - _LAYER_TYPES))
     if model_class._is_stateful or kinds & _STATE_LAYERS:
-        layers = f" in layers of {others}" if others else ""
-        raise UnsupportedModel(f"{name}: keeps a state for each sequence{layers}, which a cache of K/V does not hold")
+        layers = f" in {others} layers" if others else ""
+        raise UnsupportedModel(f"{name}: keeps a per-sequence state{layers}, which the K/V cache does not store")
     if others:
-        raise UnsupportedModel(f"{name}: expected layers of full or sliding attention, got {others}")
+        raise UnsupportedModel(f"{name}: expected full or sliding attention in each layer, got {others}")
     if _SHORT_CONV in kinds and device.type != "cpu":
         raise UnsupportedModel(
             f"{name}: short convolutions (layers of {_SHORT_CONV}): expected model.device to be cpu, got {device}, "
@@ -55,10 +55,10 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
         )
     for key in _OTHER_MASKS:
         if getattr(text, key, None):
-            raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not do")
+            raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not support")
     if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
         raise UnsupportedModel(
-            f"{name}: its attention does not go through transformers' attention interface, so it would ignore the cache"
+            f"{name}: its attention does not use transformers' attention interface, so it would bypass the K/V cache"
         )
 
 

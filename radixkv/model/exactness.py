@@ -92,7 +92,7 @@ class _Matmuls(Generic[T]):
 
     Args:
         module: the model, for the names of its weights.
-        attempt: tries matmuls with a weight and a bias. A false result means that rows are not computed alike.
+        attempt: checks matmuls with a weight and a bias. A false result means that they are not batch-invariant.
         multiply: computes the matmul of rows, a weight and a bias, given the result of the attempt.
 
     Attributes:
@@ -135,8 +135,8 @@ class _Matmuls(Generic[T]):
             self._attempts[key] = self._attempt(weight, bias)
         if not self._attempts[key]:
             raise UnsupportedModel(
-                f"{self._name_of(weight)}: expected the rows of a product to be computed alike, got others for "
-                f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
+                f"{self._name_of(weight)}: no batch-invariant matmul for a weight of shape {tuple(weight.shape)} in "
+                f"{weight.dtype} on this machine; {SERVE_FAST}"
             )
         return self._attempts[key]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from radixkv.errors import UnknownAdapter, UnsupportedModel
-from radixkv.model.adapters.adapted_layers import AdaptedLayers, Products
+from radixkv.model.adapters.adapted_layers import AdaptedLayers, LowRankBackend
 from radixkv.model.adapters.adapter_files import AdapterFiles
 from radixkv.model.adapters.adapter_set import AdapterRange
 from radixkv.model.adapters.low_rank_matmuls import LowRankMatmuls
@@ -50,7 +50,7 @@ class Model:
         is_fused: whether linear layers are merged and known parts run as fused Triton kernels; None does so on a GPU,
             and on a CPU uses fused layers in C++.
         weights: `auto`, or `int8` on a CPU; see `ModelConfig`.
-        max_adapters: adapters that may be loaded; 0 lets none be, which is faster where a library gates products.
+        max_adapters: adapters that may be loaded; 0 disables adapters, which is faster if a library fuses SwiGLU.
         adapter_bytes: bytes that they may take on the device.
         fingerprint: given for models of benchmarks, whose K/V is never stored; None digests all weights.
 
@@ -110,8 +110,8 @@ class Model:
         if is_packed:
             pack_linears(module, choices, may_gate=not max_adapters)
         if max_adapters:
-            products = _low_rank_matmuls(device, is_exact=is_exact)
-            self.adapted = AdaptedLayers(module, products, max_adapters, adapter_bytes)
+            backend = _low_rank_backend(device, is_exact=is_exact)
+            self.adapted = AdaptedLayers(module, backend, max_adapters, adapter_bytes)
         self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone, short_convs.undone]
         self._pads_rows = is_exact
         if is_fused if is_fused is not None else device.type == "cuda":
@@ -227,10 +227,10 @@ class Model:
         )
 
     def try_adapter(self, files: AdapterFiles) -> None:
-        """Try the products of an adapter that was read, so that the engine's thread does not; on any thread.
+        """Check the matmuls of an adapter that was read, off the engine's thread. May be called on any thread.
 
         Raises:
-            InvalidAdapter: their rows are not computed alike on this machine.
+            InvalidAdapter: they are not batch-invariant on this machine.
         """
         if self.adapted is not None:
             self.adapted.try_out(files)
@@ -255,7 +255,7 @@ class Model:
         self._hidden_states = getattr(output, "last_hidden_state", self._hidden_states)
 
 
-def _low_rank_matmuls(device: torch.device, *, is_exact: bool) -> Products[Any]:
+def _low_rank_backend(device: torch.device, *, is_exact: bool) -> LowRankBackend[Any]:
     if device.type == "cuda":
         return low_rank_kernels(device, is_exact=is_exact)
     return LowRankMatmuls(GemmTuner(is_exact=is_exact))

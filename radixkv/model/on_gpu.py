@@ -70,7 +70,7 @@ def fuse_layers(module: nn.Module, *, is_exact: bool) -> Callable[[], AbstractCo
 
 
 def low_rank_kernels(device: torch.device, *, is_exact: bool) -> LowRankKernels:
-    """Return what computes low-rank products of adapters; see `LowRankKernels`."""
+    """Return the backend that applies adapters; see `LowRankKernels`."""
     from radixkv.model.adapters.low_rank_kernels import LowRankKernels
 
     return LowRankKernels(device, is_exact=is_exact)

@@ -62,13 +62,13 @@ def when_deleted(begun: Future[PendingPurge]) -> Future[Purged]:
         elif (error := begun.exception()) is not None:
             done.set_exception(error)
         else:
-            _Wait(done, begun.result()).begin()
+            _PurgeWaiter(done, begun.result()).begin()
 
     begun.add_done_callback(wait_for_stores)
     return done
 
 
-class _Wait:
+class _PurgeWaiter:
     """Waits for the last tier."""
 
     def __init__(self, done: Future[Purged], begun: PendingPurge) -> None:

@@ -51,7 +51,7 @@ def add_arguments(top: argparse.ArgumentParser) -> None:
     top.set_defaults(command=_top)
 
 
-class Sample(NamedTuple):
+class StatsSample(NamedTuple):
     """The state of a service at one moment.
 
     Attributes:
@@ -63,7 +63,9 @@ class Sample(NamedTuple):
     hottest: ListSegmentsResponse
 
 
-def screen(now: Sample, before: Sample | None, num_columns: int = 120, num_lines: int | None = None) -> list[str]:
+def screen(
+    now: StatsSample, before: StatsSample | None, num_columns: int = 120, num_lines: int | None = None
+) -> list[str]:
     """Return the lines of a screen. A tenant may not see global rates, requests and blocks, so its screen has none.
 
     Args:
@@ -89,7 +91,7 @@ def screen(now: Sample, before: Sample | None, num_columns: int = 120, num_lines
 def _top(arguments: argparse.Namespace) -> None:
     is_drawn = sys.stdout.isatty() and not arguments.json and not arguments.once
     with client_of(arguments) as client, _alternate_screen(is_drawn):
-        before: Sample | None = None
+        before: StatsSample | None = None
         try:
             while True:
                 now = _read(client, arguments.tenant)
@@ -111,12 +113,12 @@ def _top(arguments: argparse.Namespace) -> None:
             return
 
 
-def _read(client: Client, tenant: str | None) -> Sample:
+def _read(client: Client, tenant: str | None) -> StatsSample:
     stats = client.stats(max_tenants=_MAX_TENANTS)
-    return Sample(stats, client.segments(tenant=tenant, page_size=_MAX_SEGMENTS, hottest_first=True))
+    return StatsSample(stats, client.segments(tenant=tenant, page_size=_MAX_SEGMENTS, hottest_first=True))
 
 
-def _json(sample: Sample) -> str:
+def _json(sample: StatsSample) -> str:
     parts = {"stats": sample.stats, "hottest": sample.hottest}
     return json.dumps({name: json.loads(json_of(message)) for name, message in parts.items()})
 

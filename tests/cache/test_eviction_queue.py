@@ -8,7 +8,7 @@ import random
 import pytest
 
 from radixkv.cache.eviction_policy import EvictionPolicy
-from radixkv.cache.eviction_queue import EvictionQueue, LeafQueue, TenantQueues
+from radixkv.cache.eviction_queue import EvictionQueue, LeafQueue, TenantEvictionQueues
 from radixkv.cache.node import Node, Owner
 from radixkv.cache.policies import LeastRecentlyUsed
 from radixkv.cache.radix_tree import RadixTree
@@ -24,10 +24,10 @@ class EitherWay(EvictionPolicy):
         return node.last_used_s if self.generation % 2 == 0 else -node.last_used_s
 
 
-def make_queues(policy: EvictionPolicy | None = None) -> TenantQueues:
+def make_queues(policy: EvictionPolicy | None = None) -> TenantEvictionQueues:
     """Make queues of tenants that each have their own."""
     tenants = Tenants({}, Quota(ceiling_blocks=1000))
-    return TenantQueues(policy or LeastRecentlyUsed(), tenants, itertools.count())
+    return TenantEvictionQueues(policy or LeastRecentlyUsed(), tenants, itertools.count())
 
 
 def leaf_of(tenant: str, last_used_s: float) -> Node:
@@ -37,7 +37,7 @@ def leaf_of(tenant: str, last_used_s: float) -> Node:
     return node
 
 
-def first_of(queues: TenantQueues) -> Node | None:
+def first_of(queues: TenantEvictionQueues) -> Node | None:
     entry = queues.first(())
     return None if entry is None else entry[-1]
 

@@ -30,11 +30,14 @@ def refusal(config: PretrainedConfig, directory: Path) -> str:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("bloom", "BloomForCausalLM: its attention does not go through transformers' attention interface"),
-        ("mamba", "MambaForCausalLM: keeps a state for each sequence in layers of linear_attention"),
-        ("deepseek_v32", "DeepseekV32ForCausalLM: expected layers of full or sliding attention, got indexed_attention"),
-        ("llama4_text", "Llama4ForCausalLM: expected layers of full or sliding attention, got chunked_attention"),
-        ("hrm_text", "HrmTextForCausalLM: expected each layer to attend once a token"),
+        ("bloom", "BloomForCausalLM: its attention does not use transformers' attention interface"),
+        ("mamba", "MambaForCausalLM: keeps a per-sequence state in linear_attention layers"),
+        (
+            "deepseek_v32",
+            "DeepseekV32ForCausalLM: expected full or sliding attention in each layer, got indexed_attention",
+        ),
+        ("llama4_text", "Llama4ForCausalLM: expected full or sliding attention in each layer, got chunked_attention"),
+        ("hrm_text", "HrmTextForCausalLM: expected one attention call per layer and token"),
     ],
 )
 def test_a_kind_of_model_that_is_not_served_is_refused_by_name(model_type: str, reason: str, tmp_path: Path) -> None:

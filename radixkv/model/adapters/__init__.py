@@ -1,4 +1,4 @@
-"""Adapters of a model (LoRA, as peft writes it): read from directories, held within limits, applied to rows of a step.
+"""LoRA adapters in peft's format: read from directories, kept within limits, applied to the rows of a step.
 
 Public API: `AdapterFiles`, `AdapterSet`, `read_adapter`.
 """

@@ -1,4 +1,4 @@
-"""The linear layers of one model, with what the adapters of a step add to their rows."""
+"""Adds the low-rank updates of a step's adapters to the outputs of a model's linear layers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 P = TypeVar("P")
 
 
-class Products(Protocol[P]):
-    """Computes what adapters add, on one kind of device. See `LowRankMatmuls`."""
+class LowRankBackend(Protocol[P]):
+    """Computes low-rank updates on one kind of device: `LowRankMatmuls` on a CPU, `LowRankKernels` on a GPU."""
 
     def place(self, sites: Mapping[int, Sequence[Part]]) -> P:
-        """Lay out an adapter, given its parts by site."""
+        """Pack an adapter for the device, given its parts by site."""
         ...
 
     def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
-        """Bytes that an adapter takes once it is laid out."""
+        """Bytes of an adapter after `place`."""
         ...
 
     def begin(self, groups: Sequence[tuple[Ranges, P]]) -> None:
@@ -35,12 +35,12 @@ class Products(Protocol[P]):
         ...
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Add to a site's product with all rows of the forward pass, in place."""
+        """Add the updates to the output of a site's matmul for all rows of the forward pass, in place."""
         ...
 
 
 class _Place(NamedTuple):
-    """The columns of a site that are a layer's."""
+    """The output columns of a site that belong to one layer."""
 
     site: int
     start: int
@@ -48,50 +48,50 @@ class _Place(NamedTuple):
 
 
 class AdaptedLayers(Generic[P]):
-    """Lets adapters add to the products of a model. Without adapters in a step, products are as they were.
+    """Hooks adapters into the linear layers of a model. A step without adapters computes the base model.
 
     Args:
-        module: the model, in evaluation mode, after its layers were packed and before known parts are joined.
-        products: computes what is added.
+        module: the model, in evaluation mode, after its layers were packed and before known parts are fused.
+        backend: computes the low-rank updates.
         max_adapters, max_bytes: see `AdapterSet`.
 
     Attributes:
-        adapters: those that are loaded.
+        adapters: the loaded adapters.
     """
 
-    def __init__(self, module: PreTrainedModel, products: Products[P], max_adapters: int, max_bytes: int) -> None:
-        self._products = products
+    def __init__(self, module: PreTrainedModel, backend: LowRankBackend[P], max_adapters: int, max_bytes: int) -> None:
+        self._backend = backend
         self.adapters: AdapterSet[P] = AdapterSet(
-            self._place, max_adapters, max_bytes, lambda files: products.num_bytes(self._sites(files))
+            self._place, max_adapters, max_bytes, lambda files: backend.num_bytes(self._sites(files))
         )
         self._places: dict[str, _Place] = {}
-        sites: dict[int, int] = {}  # by identity of what multiplies
+        sites: dict[int, int] = {}  # by identity of the matmul
         parts = dict(module.named_modules())
         for name in adaptable_layers(module):
             part: Any = parts[name]
-            multiplier, start, end = _multiplier_of(part)
-            site = sites.setdefault(id(multiplier), len(sites))
-            add = partial(products.add, site)
-            if isinstance(multiplier, nn.Module):
-                vars(multiplier)["forward"] = partial(_added, multiplier, add=add)
+            matmul, start, end = _matmul_of(part)
+            site = sites.setdefault(id(matmul), len(sites))
+            add = partial(backend.add, site)
+            if isinstance(matmul, nn.Module):
+                vars(matmul)["forward"] = partial(_forward_with_adapters, matmul, add=add)
             else:
-                multiplier.addition = add
+                matmul.addition = add
             self._places[name] = _Place(site, start, end)
 
     def try_out(self, files: AdapterFiles) -> None:
-        """Lay out an adapter once, and forget it: products of new shapes are tried. May be called on any thread.
+        """Pack an adapter and discard the result, which checks matmuls of new shapes. May be called on any thread.
 
         Raises:
-            InvalidAdapter: rows of its products are not computed alike on this machine.
+            InvalidAdapter: its matmuls are not batch-invariant on this machine.
         """
         self._place(files)
 
     @contextlib.contextmanager
     def applied(self, ranges: Sequence[AdapterRange]) -> Iterator[None]:
-        """Add the adapters of some rows, inside the `with` block.
+        """Apply adapters to some rows, inside the `with` block.
 
         Args:
-            ranges: rows of the forward pass, each at most once.
+            ranges: disjoint ranges of rows of the forward pass, with their adapters.
 
         Raises:
             UnknownAdapter: one of the adapters is not loaded.
@@ -103,17 +103,17 @@ class AdaptedLayers(Generic[P]):
             if known and known[-1][1] == start:
                 start, _ = known.pop()
             known.append((start, end))
-        self._products.begin([(each, placed[digest]) for digest, each in rows.items()])
+        self._backend.begin([(each, placed[digest]) for digest, each in rows.items()])
         try:
             yield
         finally:
-            self._products.begin(())
+            self._backend.begin(())
 
     def _place(self, files: AdapterFiles) -> P:
-        return self._products.place(self._sites(files))
+        return self._backend.place(self._sites(files))
 
     def _sites(self, files: AdapterFiles) -> dict[int, list[Part]]:
-        """Sort the parts of an adapter by site, and there by column."""
+        """Group the parts of an adapter by site, in the order of their columns."""
         sites: dict[int, list[Part]] = {}
         for name, low_rank in files.layers.items():
             site, start, end = self._places[name]
@@ -121,8 +121,8 @@ class AdaptedLayers(Generic[P]):
         return {site: sorted(parts, key=lambda part: part.start) for site, parts in sites.items()}
 
 
-def _multiplier_of(part: Any) -> tuple[Any, int, int]:
-    """Find what multiplies for a layer, and the columns there that are the layer's."""
+def _matmul_of(part: Any) -> tuple[Any, int, int]:
+    """Return the matmul that computes a layer, and the range of its output columns that belongs to the layer."""
     if isinstance(part, PackedSlice):
         return part.joined.matmul, part.start, part.end
     if isinstance(part, PackedLinear):
@@ -130,7 +130,7 @@ def _multiplier_of(part: Any) -> tuple[Any, int, int]:
     return part, 0, part.weight.shape[0] if isinstance(part, nn.Linear) else part.weight.shape[1]
 
 
-def _added(layer: Any, rows: torch.Tensor, *, add: Any) -> torch.Tensor:
+def _forward_with_adapters(layer: Any, rows: torch.Tensor, *, add: Any) -> torch.Tensor:
     out: torch.Tensor = type(layer).forward(layer, rows)
     add(rows, out)
     return out

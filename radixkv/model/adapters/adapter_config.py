@@ -1,4 +1,4 @@
-"""Reads adapter_config.json, and refuses by name what would change answers in a way that we do not compute."""
+"""Reads adapter_config.json, and rejects by name every option that would change outputs and is not supported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_FILE = 2**20  # bytes
 
-# Fields that say how an adapter was made, trained or named. Tensors show which layers it adapts.
+# Fields about training or naming, which do not change outputs. The tensors show which layers are adapted.
 _WITHOUT_EFFECT = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "task_type"),
@@ -34,20 +34,21 @@ _READ = frozenset(
     }
 )
 
-# Ways to begin the training of an adapter that leave the base model as it is. Others subtract from its weights.
-_PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+# Initializations of an adapter that do not change the base model. Other ones subtract from its weights.
+_PLAIN_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFields:
-    """The fields of adapter_config.json that change answers.
+    """The fields of adapter_config.json that change outputs.
 
     Attributes:
-        rank: inner dimension of the low-rank products.
-        alpha: numerator of their scale.
-        is_rank_stabilized: whether the scale is divided by the root of the rank, not by the rank.
-        ranks, alphas: of layers whose names match a regular expression at their end, instead of the above.
-        invocation_token_ids: tokens from whose last occurrence on a prompt is the adapter's; None: all of it.
+        rank: rank of the low-rank matrices.
+        alpha: numerator of the scale.
+        is_rank_stabilized: whether the scale is alpha / sqrt(rank) (rsLoRA) instead of alpha / rank.
+        ranks, alphas: overrides for layers, by a regular expression that matches the end of the layer's name.
+        invocation_token_ids: the adapter applies from the last occurrence of these tokens in the prompt; None if it
+            applies to the whole prompt.
     """
 
     rank: int
@@ -58,11 +59,11 @@ class LoraFields:
     invocation_token_ids: tuple[int, ...] | None
 
     def rank_of(self, layer: str) -> int:
-        """Return the rank of a layer's products, given the layer's name."""
+        """Return the rank of a layer, given its name."""
         return _matching(self.ranks, layer, self.rank)
 
     def scale_of(self, layer: str) -> float:
-        """Return the factor of a layer's products, given the layer's name."""
+        """Return the scale of a layer, given its name."""
         rank = self.rank_of(layer)
         divisor = math.sqrt(rank) if self.is_rank_stabilized else rank
         return _matching(self.alphas, layer, self.alpha) / divisor
@@ -72,22 +73,22 @@ def read_config(directory: Path, vocab_size: int) -> LoraFields:
     """Read and check adapter_config.json.
 
     Args:
-        directory: of the adapter.
+        directory: directory of the adapter.
         vocab_size: token ids of the model are below this.
 
     Raises:
-        InvalidAdapter: the file is not there, can't be read, or asks for something that is not served.
+        InvalidAdapter: the file is missing, can't be read, or requires something that is not supported.
     """
     tree = _read_tree(directory / CONFIG_FILE)
     _require(tree, "peft_type", tree.get("peft_type") == "LORA", "LORA")
     task = tree.get("task_type")
     _require(tree, "task_type", task is None or task == "CAUSAL_LM", "CAUSAL_LM")
     _require(tree, "bias", tree.get("bias", "none") == "none", "none")
-    beginning = tree.get("init_lora_weights", True)
-    is_plain = any(beginning is each or (isinstance(each, str) and beginning == each) for each in _PLAIN_BEGINNINGS)
+    init = tree.get("init_lora_weights", True)
+    is_plain = any(init is each or (isinstance(each, str) and init == each) for each in _PLAIN_INITIALIZATIONS)
     _require(tree, "init_lora_weights", is_plain, "true, false, gaussian, eva or orthogonal")
     for name in sorted(tree.keys() - _READ - _WITHOUT_EFFECT):
-        _require(tree, name, not tree[name], "none, since it is not served")
+        _require(tree, name, not tree[name], "none, since it is not supported")
     rslora = tree.get("use_rslora", False)
     _require(tree, "use_rslora", isinstance(rslora, bool), "true or false")
     rank, alpha = tree.get("r", 8), tree.get("lora_alpha", 8)
@@ -104,10 +105,10 @@ def read_config(directory: Path, vocab_size: int) -> LoraFields:
 
 
 def require_files(directory: Path) -> None:
-    """Refuse a directory without the files of an adapter, whatever is in them.
+    """Check that a directory has the files of an adapter, without reading them.
 
     Raises:
-        InvalidAdapter: one is missing.
+        InvalidAdapter: a file is missing.
     """
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():
@@ -115,7 +116,7 @@ def require_files(directory: Path) -> None:
 
 
 def absent(name: str) -> InvalidAdapter:
-    """Return the error of a file that is not there."""
+    """Return the error for a missing file."""
     return InvalidAdapter(f"{name}: expected a file in the adapter's directory, got none")
 
 
@@ -160,7 +161,7 @@ def _patterns(tree: Mapping[str, Any], name: str, *, is_count: bool) -> dict[str
     patterns = tree.get(name) or {}
     is_value = _is_count if is_count else _is_number
     holds = isinstance(patterns, dict) and all(map(is_value, patterns.values()))
-    _require(tree, name, holds, f"{'positive integers' if is_count else 'numbers'} by regular expressions")
+    _require(tree, name, holds, f"{'positive integers' if is_count else 'numbers'} keyed by regular expressions")
     try:
         for pattern in patterns:
             re.compile(pattern)

@@ -1,4 +1,4 @@
-"""Reads an adapter's directory as peft writes it: adapter_config.json and adapter_model.safetensors."""
+"""Reads an adapter directory in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class LayerShape(NamedTuple):
 
 
 def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
-    """Find the linear layers of a model, packed or not, by the names that transformers gives them.
+    """Return the linear layers of a model that adapters may change, packed or not, by their names in transformers.
 
-    The head is not among them: it makes logits of few rows. Nor are experts, which see some of the rows, and the layers
-    of `absorbed_layers`.
+    The LM head is excluded, since it runs only on the rows that need logits; so are experts, which see a part of the
+    rows, and the layers of `absorbed_layers`.
     """
     left_out = {id(module.get_output_embeddings()), *map(id, absorbed_layers(module))}
     return {
@@ -60,7 +60,7 @@ _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB]
 
 
 class AdaptableModel(Protocol):
-    """The model that adapters must fit: `radixkv.model.model.Model` is one.
+    """The model that adapters must fit, such as `radixkv.model.model.Model`.
 
     Attributes:
         module: the transformers model.
@@ -71,16 +71,16 @@ class AdaptableModel(Protocol):
     vocab_size: int
 
     def try_adapter(self, files: AdapterFiles) -> None:
-        """Try the products of an adapter. Raises InvalidAdapter if their rows are not computed alike here."""
+        """Check the matmuls of an adapter. Raises InvalidAdapter if they are not batch-invariant on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An addition to each row of a linear layer: `up @ (down @ row)`.
+    """The low-rank update of a linear layer, which adds `up @ (down @ row)` to the output of each row.
 
     Attributes:
         down: `[rank, in_features]` on the host, in the model's dtype.
-        up: `[out_features, rank]` like it, times the adapter's scale.
+        up: `[out_features, rank]`, likewise, multiplied by the adapter's scale.
     """
 
     down: torch.Tensor
@@ -88,7 +88,7 @@ class LowRank:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of both matrices."""
         return self.down.nbytes + self.up.nbytes
 
 
@@ -97,12 +97,12 @@ class AdapterFiles:
     """An adapter that was read and fits the model.
 
     Attributes:
-        digest: hexadecimal, of what changes answers: names, scales and tensors as they are in the file, and the
-            invocation tokens. Adapters with equal digests give equal answers.
-        rank: the largest of its layers.
+        digest: hexadecimal digest of everything that changes outputs: names, scales and tensors as they are in the
+            file, and the invocation tokens. Adapters with equal digests give equal outputs.
+        rank: the largest rank of its layers.
         num_bytes: bytes of its tensors in the model's dtype.
-        invocation_token_ids: tokens from whose last occurrence on a prompt is the adapter's; None: all of it.
-        layers: by the names of the adapted layers.
+        invocation_token_ids: see `LoraFields`.
+        layers: the updates, by the names of the adapted layers.
     """
 
     digest: str
@@ -112,17 +112,17 @@ class AdapterFiles:
     layers: Mapping[str, LowRank]
 
     def own_from(self, tokens: bytes) -> int | None:
-        """Return the position from which on a prompt is computed with the adapter. Before it, it is the base model's.
+        """Return the position from which the adapter applies to a prompt. Earlier tokens use the base model.
 
         >>> AdapterFiles("", 8, 0, (7, 8), {}).own_from(np.array([7, 8, 1, 7, 8, 2], dtype="<u4").tobytes())
         3
 
         Args:
-            tokens: the whole prompt, little-endian uint32 bytes. What is generated after it does not count.
+            tokens: the whole prompt, little-endian uint32 bytes. Generated tokens are not searched.
 
         Returns:
-            0 for an adapter without invocation tokens. Otherwise the start of their last occurrence, or None: then the
-            prompt and what is generated after it are the base model's throughout, as with peft.
+            0 for an adapter without invocation tokens. Otherwise the start of their last occurrence; None if they do
+            not occur: prompt and generated tokens then use the base model only, as with peft.
         """
         if self.invocation_token_ids is None:
             return 0
@@ -131,22 +131,23 @@ class AdapterFiles:
         while (start := tokens.rfind(invocation, 0, end)) >= 0:
             if start % TOKEN_BYTES == 0:
                 return start // TOKEN_BYTES
-            end = start + len(invocation) - 1  # it began inside a token
+            end = start + len(invocation) - 1  # the match started inside a token
         return None
 
 
 def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None = None) -> AdapterFiles:
-    """Read and check an adapter, and try products of its shapes. May be called on any thread.
+    """Read an adapter, and check it and matmuls of its shapes. May be called on any thread.
 
-    It takes as long as the disk does, and a twentieth of a second for each shape that this machine has not tried yet.
+    It takes as long as reading the files, and 50 ms for each shape that this process has not checked yet.
 
     Args:
-        path: its directory.
+        path: directory of the adapter.
         model: the model that it must fit.
-        max_bytes: of adapter_model.safetensors at most; None for any size.
+        max_bytes: maximum size of adapter_model.safetensors; None for no limit.
 
     Raises:
-        InvalidAdapter: a file is missing or can't be read, it asks for something that is not served, or does not fit.
+        InvalidAdapter: a file is missing or can't be read, the adapter requires something that is not supported, or
+            it does not fit the model.
     """
     directory = Path(path)
     config = read_config(directory, model.vocab_size)
@@ -173,7 +174,7 @@ def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None 
 
 
 def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Tensor]:
-    """Read all bytes once, so that what is digested is what is used, even if the file is being written."""
+    """Read the file once, so that the digest is of the bytes in use, even if the file is being written."""
     file = directory / TENSOR_FILE
     try:
         size = file.stat().st_size
@@ -185,11 +186,11 @@ def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Ten
     except OSError as error:
         raise InvalidAdapter(f"{TENSOR_FILE}: expected a readable file, got: {error.strerror or 'an error'}") from error
     except (ValueError, KeyError, SafetensorError) as error:
-        raise InvalidAdapter(f"{TENSOR_FILE}: expected safetensors, got another or a broken format") from error
+        raise InvalidAdapter(f"{TENSOR_FILE}: expected safetensors, got another format or a damaged file") from error
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Sort tensors by layer. Refuses those that are no part of a low-rank product."""
+    """Group tensors by layer. Rejects tensors other than the two matrices of a low-rank update."""
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
@@ -205,12 +206,12 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor,
 
 
 def _expected_layer(model: AdaptableModel, layer: str) -> str:
-    """Say what is wrong with the name of a layer."""
+    """Describe the problem with the name of a layer."""
     parts = dict(model.module.named_modules())
     if layer not in parts:
-        return "a layer of the model, got none of this name"
+        return "a layer of the model, got none of that name"
     if any(parts[layer] is each for each in absorbed_layers(model.module)):
-        return f"a layer that sees the rows of a step, got {layer.rpartition('.')[2]} of latent attention"
+        return f"a layer that can be adapted, got {layer.rpartition('.')[2]} of latent attention, which is absorbed"
     return f"a linear layer of attention or of an MLP, got {type(parts[layer]).__name__}"
 
 
@@ -227,12 +228,12 @@ def _low_rank(layer: str, down: torch.Tensor, up: torch.Tensor, scale: float, dt
     each = LowRank(down.to(dtype), (up.float() * scale).to(dtype))
     if not (bool(each.down.isfinite().all()) and bool(each.up.isfinite().all())):
         name = str(dtype).removeprefix("torch.")
-        raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected numbers that are finite in {name}, got others")
+        raise InvalidAdapter(f"{TENSOR_FILE} {layer}: contains values that are not finite in {name}")
     return each
 
 
 def _digest(config: LoraFields, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
-    """Digest what changes answers. Each piece is preceded by its length, so pieces never run together."""
+    """Digest everything that changes outputs. Each piece is preceded by its length, so that the encoding is unique."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(piece: bytes) -> None:

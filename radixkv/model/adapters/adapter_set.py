@@ -1,4 +1,4 @@
-"""The adapters that are loaded: all of them on the host, those used last on the device."""
+"""The loaded adapters: all of them in host memory, the most recently used ones on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.model.adapters.adapter_files import AdapterFiles
 
 
 class AdapterRange(NamedTuple):
-    """Rows `[start, end)` of a step, and the digest of the adapter that they are computed with."""
+    """Rows `[start, end)` of a step, and the digest of their adapter."""
 
     digest: str
     start: int
@@ -25,16 +25,17 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterSet(Generic[T]):
-    """Holds adapters by digest, and brings them to the device when a step needs them. For the engine's thread alone.
+    """Keeps adapters by digest, and copies them to the device when a step needs them. Only the engine's thread uses it.
 
-    Those that were used least recently leave the device when others need the bytes. A step has all its adapters, also
-    where they take more bytes than allowed together: then the others have left, and these leave after the next step.
+    The least recently used adapters are evicted from the device when others need the memory. All adapters of a step
+    are on the device, even if they exceed `max_bytes` together: all others are then evicted, and these are evicted
+    when later steps need other adapters.
 
     Args:
-        place: brings an adapter to the device, laid out for products. The result is freed to leave it again.
-        max_adapters: adapters that may be held.
-        max_bytes: bytes that they may take on the device.
-        size: says how many bytes an adapter takes there.
+        place: packs an adapter in device memory. Dropping the result frees the memory.
+        max_adapters: maximum number of adapters.
+        max_bytes: maximum bytes of adapters on the device.
+        size: returns the bytes that an adapter takes on the device.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class AdapterSet(Generic[T]):
         self.max_bytes = max_bytes
         self._files: dict[str, AdapterFiles] = {}
         self._sizes: dict[str, int] = {}
-        self._placed: OrderedDict[str, T] = OrderedDict()  # the one used last comes last
+        self._placed: OrderedDict[str, T] = OrderedDict()  # in LRU order, the most recently used one last
 
     def __len__(self) -> int:
-        """Return the number of adapters that are held."""
+        """Return the number of loaded adapters."""
         return len(self._files)
 
     @property
@@ -62,7 +63,7 @@ class AdapterSet(Generic[T]):
         return sum(self._sizes[digest] for digest in self._placed)
 
     def holds(self, digest: str) -> bool:
-        """Whether an adapter is held, on the device or on the host. O(1)."""
+        """Whether an adapter is loaded, on the device or on the host. O(1)."""
         return digest in self._files
 
     def is_on_device(self, digest: str) -> bool:
@@ -70,11 +71,11 @@ class AdapterSet(Generic[T]):
         return digest in self._placed
 
     def add(self, files: AdapterFiles) -> None:
-        """Hold an adapter from now on. Does nothing if one of its digest is held. It stays on the host until needed.
+        """Add an adapter in host memory; a step that needs it copies it to the device. No-op if its digest is loaded.
 
         Raises:
-            TooManyAdapters: as many are held as may be.
-            InvalidAdapter: it takes more bytes than all may take on the device.
+            TooManyAdapters: `max_adapters` are loaded.
+            InvalidAdapter: it alone takes more than `max_bytes` on the device.
         """
         if files.digest in self._files:
             return
@@ -88,7 +89,7 @@ class AdapterSet(Generic[T]):
         self._files[files.digest], self._sizes[files.digest] = files, num_bytes
 
     def remove(self, digest: str) -> None:
-        """Forget an adapter; does nothing if it is not held. No step may need it any more."""
+        """Remove an adapter, which no step may need any more. No-op if it is not loaded."""
         self._files.pop(digest, None)
         self._sizes.pop(digest, None)
         self._placed.pop(digest, None)
@@ -97,7 +98,7 @@ class AdapterSet(Generic[T]):
         """Return the adapters of a step, by digest, on the device.
 
         Raises:
-            UnknownAdapter: one of them is not held.
+            UnknownAdapter: one of them is not loaded.
         """
         needed = dict.fromkeys(digests)
         missing = [digest for digest in needed if digest not in self._files]
@@ -113,7 +114,7 @@ class AdapterSet(Generic[T]):
         return {digest: self._placed[digest] for digest in needed}
 
     def _make_room(self, needed: Iterable[str]) -> None:
-        """Let the least recently used adapters leave the device that a step does not need, until the others fit."""
+        """Evict the least recently used adapters that the step does not need, until its adapters fit."""
         wanted = set(needed)
         num_bytes = self.device_bytes + sum(self._sizes[digest] for digest in wanted - self._placed.keys())
         for digest in [each for each in self._placed if each not in wanted]:
@@ -121,4 +122,4 @@ class AdapterSet(Generic[T]):
                 break
             del self._placed[digest]
             num_bytes -= self._sizes[digest]
-            _log.debug("adapter %s leaves the device", digest)
+            _log.debug("adapter %s evicted from the device", digest)

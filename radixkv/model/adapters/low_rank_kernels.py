@@ -1,4 +1,4 @@
-"""Computes on a GPU what adapters add to rows: one kernel a layer, for all adapters of a step."""
+"""Applies adapters on a GPU: one kernel launch per layer, for all adapters of a step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Placed(NamedTuple):
     """An adapter on the device.
 
     Attributes:
-        rank: that its weights are filled up to.
+        rank: the rank that its weights are padded to.
         weights: `down` and `up` by site; `addresses` point into them.
-        addresses: int64 `[last site + 1, 2]`, 0 where it adds nothing.
+        addresses: int64 `[last site + 1, 2]`, 0 for a site that it does not change.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Placed(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """The adapters of a step that are filled up to the same rank, and the sites to which any of them adds."""
+    """The adapters of a step that are padded to the same rank, and the sites that any of them changes."""
 
     rank: int
     step: LowRankStep
@@ -38,11 +38,11 @@ class _Launch(NamedTuple):
 
 
 class LowRankKernels:
-    """Brings adapters to a GPU, and adds them to rows.
+    """Copies adapters to a GPU, and applies them to rows.
 
     Args:
         device: device of the model.
-        is_exact: whether a row's bits must not depend on other rows.
+        is_exact: whether results must be batch-invariant.
     """
 
     def __init__(self, device: torch.device, *, is_exact: bool) -> None:
@@ -52,13 +52,13 @@ class LowRankKernels:
         self._launches: list[_Launch] = []
 
     def place(self, sites: Mapping[int, Sequence[Part]]) -> Placed:
-        """Bring an adapter to the device. Kernels of new shapes are compiled and tried.
+        """Copy an adapter to the device. Kernels for new shapes are compiled and checked.
 
         Args:
-            sites: its parts by site: layers are not joined here, so there is one for each.
+            sites: its parts by site: layers are not merged on a GPU, so each site has one part.
 
         Raises:
-            InvalidAdapter: its rank is too large, or rows are not computed alike on this GPU.
+            InvalidAdapter: its rank is too large, or the kernel is not batch-invariant on this GPU.
         """
         rank = _rank(sites)
         weights = {}
@@ -92,7 +92,7 @@ class LowRankKernels:
             self._launches.append(_Launch(rank, step, sites))
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Add what the adapters of the forward pass add at a site; see `LowRankMatmuls.add`."""
+        """Add the updates of the forward pass's adapters at a site; see `LowRankMatmuls.add`."""
         for rank, step, sites in self._launches:
             if site in sites:
                 with torch._C.DisableTorchFunction():  # the kernel is exact by itself
@@ -105,20 +105,20 @@ class LowRankKernels:
         return wide_down.to(self._device), wide_up.to(self._device)
 
     def _try(self, down: torch.Tensor, up: torch.Tensor) -> None:
-        """Launch the kernel for new shapes once, which compiles it, and in exact mode compare rows."""
+        """Launch the kernel once for new shapes, which compiles it, and check batch invariance in exact mode."""
         shape = (*down.shape, *up.shape)
         if shape in self._tried:
             return
         if not low_rank_rows_agree(down, up) and self._is_exact:
             raise InvalidAdapter(
-                f"adapter: expected rows to be computed alike, got others for {tuple(down.shape)} and "
-                f"{tuple(up.shape)} in {down.dtype} on this GPU; {SERVE_FAST}"
+                f"adapter: the kernel for shapes {tuple(down.shape)} and {tuple(up.shape)} in {down.dtype} is not "
+                f"batch-invariant on this GPU; {SERVE_FAST}"
             )
         self._tried.add(shape)
 
 
 def _rank(sites: Mapping[int, Sequence[Part]]) -> int:
-    """The rank that all weights of an adapter are filled up to."""
+    """The rank that all weights of an adapter are padded to."""
     largest = max(part.low_rank.down.shape[0] for parts in sites.values() for part in parts)
     rank = padded_rank(largest)
     if rank is None:

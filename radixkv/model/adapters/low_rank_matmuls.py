@@ -1,8 +1,8 @@
-"""Computes on a CPU what adapters add to rows: two products for each adapter and site, each over that adapter's rows.
+"""Applies adapters on a CPU: two matmuls per adapter and site, each over the rows of that adapter.
 
-site                 one product of the model: a linear layer, or several joined ones
-qkv of rank 4        down [12, in_features]: those of q, k and v, one after the other
-                     up   [q | k | v, 12]: each from its own ranks, zeros elsewhere
+site                 one matmul of the model: a linear layer, or several merged ones
+qkv of rank 4        down [12, in_features]: q, k and v stacked
+                     up   [q | k | v, 12]: block diagonal
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from radixkv.model.layers.gemm_tuner import GemmTuner
 from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.refusals import SERVE_FAST
 
-# Ranks are filled up with zeros to a multiple of this, so that few shapes have to be tried.
+# Ranks are padded with zeros to a multiple of this, so that few shapes have to be checked.
 _RANKS = 8
 
 
@@ -28,7 +28,7 @@ Ranges = Sequence[tuple[int, int]]  # rows of a step, half-open
 
 
 class Part(NamedTuple):
-    """Additions of an adapter to the columns `[start, end)` of a site."""
+    """The update of an adapter to the columns `[start, end)` of a site."""
 
     start: int
     end: int
@@ -36,12 +36,13 @@ class Part(NamedTuple):
 
 
 class _Addition(NamedTuple):
-    """Additions of an adapter to a site: to the columns `[start, end)`.
+    """The packed updates of an adapter to a site.
 
     Attributes:
-        start, end: columns.
-        down, up: the products.
-        tiles: numbers of rows that both products have calls for; None where any will do, or each needs its own.
+        start, end: the columns of the site that change.
+        down, up: the matmuls.
+        tiles: the row counts that both matmuls can be called with; None if any row count is allowed, or if they have
+            none in common.
     """
 
     start: int
@@ -51,15 +52,15 @@ class _Addition(NamedTuple):
     tiles: RowTiles | None
 
 
-# An adapter laid out for products, by site.
+# An adapter packed for matmuls, by site.
 Placed = Mapping[int, _Addition]
 
 
 class LowRankMatmuls:
-    """Lays out adapters, and adds them to rows.
+    """Packs adapters, and applies them to rows.
 
     Args:
-        choices: how products are computed; in exact mode so that a row's bits do not depend on other rows.
+        choices: chooses the GEMM backend of each shape; in exact mode, one that is batch-invariant.
     """
 
     def __init__(self, choices: GemmTuner) -> None:
@@ -67,18 +68,18 @@ class LowRankMatmuls:
         self._groups: list[tuple[slice | torch.Tensor, Placed]] = []
 
     def place(self, sites: Mapping[int, Sequence[Part]]) -> Placed:
-        """Lay out an adapter. Shapes that were not tried before are tried, which takes a twentieth of a second each.
+        """Pack an adapter. Shapes that were not checked before are checked, which takes 50 ms each.
 
         Args:
             sites: its parts by site, in the order of their columns.
 
         Raises:
-            InvalidAdapter: rows of its products are not computed alike on this machine.
+            InvalidAdapter: its matmuls are not batch-invariant on this machine.
         """
-        return {site: self._joined(parts) for site, parts in sites.items()}
+        return {site: self._merged(parts) for site, parts in sites.items()}
 
     def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
-        """Bytes that an adapter takes once it is laid out."""
+        """Bytes of an adapter after `place`."""
         return sum(
             sum(_ranks(parts)) * (each.down.shape[1] + parts[-1].end - parts[0].start) * each.down.element_size()
             for parts in sites.values()
@@ -90,17 +91,17 @@ class LowRankMatmuls:
         self._groups = [(_chosen(ranges), placed) for ranges, placed in groups]
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Add what the adapters of the forward pass add at a site.
+        """Add the updates of the forward pass's adapters at a site.
 
         Args:
-            site: an index.
+            site: index of the site.
             rows: `[..., in_features]`, all rows of the forward pass.
-            out: contiguous `[..., out_features]`, the model's product with them; changed in place.
+            out: contiguous `[..., out_features]`, the output of the base model's matmul; changed in place.
         """
         if not self._groups:
             return
         flat, whole = aligned_rows(rows), out.view(-1, out.shape[-1])
-        with torch._C.DisableTorchFunction():  # these products are exact by themselves
+        with torch._C.DisableTorchFunction():  # these matmuls are exact by themselves
             for chosen, placed in self._groups:
                 addition = placed.get(site)
                 if addition is None:
@@ -113,7 +114,7 @@ class LowRankMatmuls:
                     _add(addition, flat[chosen], added, 0, len(chosen))
                     columns.index_add_(0, chosen, added)
 
-    def _joined(self, parts: Sequence[Part]) -> _Addition:
+    def _merged(self, parts: Sequence[Part]) -> _Addition:
         start, end = parts[0].start, parts[-1].end
         ranks = _ranks(parts)
         like = parts[0].low_rank.down
@@ -124,30 +125,30 @@ class LowRankMatmuls:
             down[first:last] = part.low_rank.down
             up[part.start - start : part.end - start, first:last] = part.low_rank.up
             first += rank
-        products = self._product(down), self._product(up)
-        return _Addition(start, end, *products, _tiles(*products))
+        matmuls = self._matmul(down), self._matmul(up)
+        return _Addition(start, end, *matmuls, _tiles(*matmuls))
 
-    def _product(self, weight: torch.Tensor) -> Matmul:
-        # The first that will do. Weights as they are: with 8 to 48 output features they were the fastest, and packed
-        # ones took up to 4 times as long. A trial of all takes twice as long.
+    def _matmul(self, weight: torch.Tensor) -> Matmul:
+        # The first suitable backend, unpacked weights first: with 8 to 48 output features they were the fastest, and
+        # packed ones took up to 4 times as long. Timing all backends takes twice as long.
         backends = sorted(gemm_backends(weight), key=lambda name: name != "plain")
         tried = (self._choices.choose(weight, None, (backend,)) for backend in backends)
         choice = next((each for each in tried if each is not None), None)
         if choice is None:
             raise InvalidAdapter(
-                "adapter: expected the rows of a product to be computed alike, got others for "
-                f"{tuple(weight.shape)} in {weight.dtype} on this machine; {SERVE_FAST}"
+                f"adapter: no batch-invariant matmul for a weight of shape {tuple(weight.shape)} in {weight.dtype} on "
+                f"this machine; {SERVE_FAST}"
             )
         return Matmul([weight], None, choice)
 
 
 def _ranks(parts: Sequence[Part]) -> list[int]:
-    """Ranks of some parts, filled up."""
+    """Padded ranks of some parts."""
     return [-(-each.low_rank.down.shape[0] // _RANKS) * _RANKS for each in parts]
 
 
 def _chosen(ranges: Ranges) -> slice | torch.Tensor:
-    """Choose rows by a slice if they follow each other, else by indices."""
+    """Select rows by a slice if they are contiguous, otherwise by indices."""
     if len(ranges) == 1:
         return slice(*ranges[0])
     return torch.cat([torch.arange(start, end) for start, end in ranges])
@@ -159,9 +160,9 @@ def _tiles(down: Matmul, up: Matmul) -> RowTiles | None:
 
 
 def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: int, end: int) -> None:
-    """Add to the columns of the rows `[start, end)` of a matrix as `aligned_rows` lays it out.
+    """Add the update to `columns` for the rows `[start, end)` of a matrix that `aligned_rows` returned.
 
-    A call has a known number of rows. Where an adapter has fewer, neighbouring rows fill up the call, and their results
+    A call needs a supported row count. If an adapter has fewer rows, neighbouring rows pad the call, and their results
     are dropped:
 
         rows      [ 0 ... start )[ start .. end )[ .... )
@@ -170,7 +171,7 @@ def _add(addition: _Addition, rows: torch.Tensor, columns: torch.Tensor, start: 
     """
     down, up, tiles = addition.down, addition.up, addition.tiles
     num_rows = rows.shape[0]
-    is_aligned = rows.stride(0) * rows.element_size() % ALIGNMENT_BYTES == 0  # and so is every row of them
+    is_aligned = rows.stride(0) * rows.element_size() % ALIGNMENT_BYTES == 0  # then every row is aligned
     if tiles is None:
         columns[start:end].add_(up(down(rows[start:end])))
         return

@@ -24,13 +24,13 @@ ATTRIBUTE, CHILD = "latent_heads", "kv_b_proj"
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Products of one layer, a weight for each head.
+    """The matmuls of latent attention in one layer, with a weight per head.
 
     Attributes:
-        rank: numbers in a latent.
-        absorb: makes `[num_tokens, num_heads, rank]` of the first parts of queries, `[num_tokens, num_heads, n]`.
-        expand: makes values `[num_tokens, num_heads, value_dim]` of latents `[num_tokens, num_heads, rank]`.
-        rope_dim: numbers in a rotated key.
+        rank: dimension of a latent.
+        absorb: maps the part of queries without RoPE, `[num_tokens, num_heads, n]`, to `[num_tokens, num_heads, rank]`.
+        expand: maps latents `[num_tokens, num_heads, rank]` to values `[num_tokens, num_heads, value_dim]`.
+        rope_dim: dimension of the part of a key with RoPE.
     """
 
     rank: int
@@ -159,8 +159,8 @@ def _one_by_one(weights: torch.Tensor, *, name: str, choices: GemmTuner) -> RowF
     choice = choices.choose(weights[0], None)
     if choice is None:
         raise UnsupportedModel(
-            f"{name}: expected the rows of a product to be computed alike, got others for {tuple(weights.shape[1:])} "
-            f"in {weights.dtype} on this machine; {SERVE_FAST}"
+            f"{name}: no batch-invariant matmul for a weight of shape {tuple(weights.shape[1:])} in {weights.dtype} on "
+            f"this machine; {SERVE_FAST}"
         )
     matmuls = [Matmul([weight], None, choice) for weight in weights]
     return lambda rows: torch.stack([each(rows[:, head]) for head, each in enumerate(matmuls)], 1)

@@ -64,7 +64,7 @@ def probe_attention(
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     forward(ids, torch.arange(2, device=device), probe, torch.ones(1, dtype=torch.int64, device=device))
     if probe.is_repeated:
-        raise UnsupportedModel(f"{name}: expected each layer to attend once a token, got layers that attend again")
+        raise UnsupportedModel(f"{name}: expected one attention call per layer and token, got layers that attend again")
     num_layers -= probe.num_convolutions
     if sorted(probe.shapes) != list(range(num_layers)) or not probe.shapes:
         raise UnsupportedModel(

@@ -1,7 +1,7 @@
-"""Computes a gated MLP on a CPU in two matmuls, or in three where the library gates within a matmul.
+"""Computes a gated MLP on a CPU in two matmuls, or in three if the library fuses the activation into the matmul.
 
 merged     gate and up in one matmul; activation and multiplication; down       any library and activation
-gated      gate with SiLU; up, multiplied by it within the matmul; down         oneDNN in bfloat16
+fused      gate with SiLU; up, multiplied by it within the matmul; down         oneDNN in bfloat16
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from radixkv.model.layers.replaced_parts import Refused, agree, require, with_st
 
 MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
 
-# Activations of single numbers, which exact mode may compute row by row.
+# Elementwise activations, which exact mode may compute row by row.
 _ACTIVATIONS = (
     *(*SILU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, activations.GELUActivation, activations.GELUTanh),
     *(activations.NewGELUActivation, activations.QuickGELUActivation, activations.ReLUSquaredActivation),
 )
 
-# A trial of a gate: rows where any number will do, and a tolerance relative to a row's largest number. The library
-# rounds once where the module rounds after the product, after SiLU and after the multiplication.
+# Checks of a fused gate: the row count if any is allowed, and a tolerance relative to the largest element
+# of a row. The library rounds once, while the module rounds after the matmul, after SiLU and after the multiplication.
 _GATED_ROWS = 64
 _ROUNDINGS = 4
 
@@ -38,10 +38,10 @@ class GatedMLP:
     """A gated MLP as a function of rows.
 
     Attributes:
-        gate: the product of the gate; also of what it gates, if there is no `up`.
-        up: the product that `gate` gates in the library.
-        gate_rows: takes both halves of a joined product's rows, and returns the gated ones.
-        down: the product of the output.
+        gate: the matmul of the gate projection, merged with the up projection if `up` is None.
+        up: the matmul of the up projection, if the library fuses it with the gate.
+        gate_rows: takes rows of the merged output, and returns `act(gate) * up`.
+        down: the matmul of the down projection.
     """
 
     gate: Matmul
@@ -50,19 +50,19 @@ class GatedMLP:
     down: Matmul
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP makes of rows."""
+        """Apply the MLP to rows."""
         return self.down(self.gate_rows(self.gate(rows)) if self.up is None else self.gate.gate(rows, self.up))
 
 
 def is_joined(*layers: nn.Module, last: nn.Module) -> bool:
-    """Whether layers are the parts of one product, in this order, and another one is packed."""
+    """Whether layers are the parts of one merged matmul, and the layer `last` is packed."""
     if not isinstance(last, PackedLinear) or not all(isinstance(layer, PackedSlice) for layer in layers):
         return False
     return len({id(layer.joined) for layer in layers}) == 1
 
 
 def is_gated(mlp: Any) -> bool:
-    """Whether a library computes SiLU of an MLP's gate with the one product, and multiplies by it with the other."""
+    """Whether a library fuses SiLU into the gate's matmul, and the multiplication into the up projection's matmul."""
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     return (
         type(mlp.act_fn) in SILU
@@ -80,20 +80,20 @@ def tried_mlp(
     gates: set[tuple[int, int]],
     native_gate: RowFunction | None = None,
 ) -> GatedMLP:
-    """Return a faster function of rows for an MLP that `is_joined` or `is_gated`.
+    """Return a fused function of rows for an MLP that `is_joined` or `is_gated`, after checking it.
 
     Args:
         mlp: the module.
-        dtype: of its rows.
-        is_exact: whether bits of a row must not depend on other rows.
-        gates: features in and out of gates that were tried already. The MLP's is added.
+        dtype: dtype of its rows.
+        is_exact: whether results must be batch-invariant.
+        gates: `(in_features, out_features)` of the fused gates that were checked before. The MLP's is added.
         native_gate: SiLU of the first half of a row times the second half, in C++; None if there is none.
 
     Raises:
-        Refused: the MLP computes something else, or the function does.
+        Refused: the results of the function and of the module differ.
     """
     if type(mlp.act_fn) not in _ACTIVATIONS:
-        raise Refused(f"it gates with {type(mlp.act_fn).__name__}")
+        raise Refused(f"its activation is {type(mlp.act_fn).__name__}")
     act = partial(in_row_pieces, mlp.act_fn.forward) if is_exact else mlp.act_fn.forward
     played = with_stand_ins(
         mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
@@ -115,7 +115,7 @@ def tried_mlp(
 
 
 def _try_gate(gate: Matmul, up: Matmul) -> None:
-    """Refuse two products that give other numbers, or rows unlike others, when one gates the other."""
+    """Raise `Refused` unless the fused gate is accurate, and bitwise identical for all allowed row counts."""
     counts = gate.row_counts or (1, _GATED_ROWS)
     rows = torch.randn(max(counts), gate.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     whole = gate.gate(rows, up)

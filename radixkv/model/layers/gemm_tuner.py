@@ -127,7 +127,7 @@ class GemmTuner:
             share: the part of the model's weights that have this shape, 0 to 1.
 
         Returns:
-            The choice; None if rows are not computed alike.
+            The choice; None if no backend is batch-invariant.
         """
         if backends is None:
             backends = ("int8",) if self._weights == "int8" else gemm_backends(weight)

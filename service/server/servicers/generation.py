@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 Response = prefill_pb2.GenerateResponse | bytes
 
 
-class Generation:
+class GenerateCall:
     """Runs the completions of one prompt and yields their responses.
 
         start ─▶ one request of the engine per completion ─▶ TokenStream ─▶ responses: chunks, then a last one each

@@ -21,7 +21,7 @@ from radixkv.service.server.calls import Context, when_over
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.server.servicers.engine_calls import Deadlines, authorization_of, result_of, traceparent_of
-from radixkv.service.server.servicers.generation import Generation
+from radixkv.service.server.servicers.generation import GenerateCall
 from radixkv.service.server.servicers.kv_fetcher import KVFetcher
 from radixkv.service.server.servicers.kv_sender import KVSender
 from radixkv.service.server.servicers.kv_sources import KVSources
@@ -102,7 +102,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         key = QuotaKey.of_tenant(params.caller.tenant)
         sampling = await self._shared.grammars.constrain(read_sampling(request), read_grammar(request), key)
         stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_completions)
-        generation = Generation(self._engine, self._mailbox, self._writer, self._shared.held, params, stops)
+        generation = GenerateCall(self._engine, self._mailbox, self._writer, self._shared.held, params, stops)
         try:
             fetched = None
             if request.HasField("kv_source"):

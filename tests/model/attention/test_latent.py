@@ -113,9 +113,11 @@ def test_a_version_of_transformers_that_expands_elsewhere_is_refused(monkeypatch
         LatentParts(module, is_exact=False)
 
 
-def test_products_of_a_head_that_are_not_exact_here_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_of_a_head_that_are_not_batch_invariant_are_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GemmTuner, "choose", lambda *_: None)
-    with pytest.raises(UnsupportedModel, match=r"^DeepseekV3Attention\.kv_b_proj: expected the rows of a product"):
+    with pytest.raises(
+        UnsupportedModel, match=r"^DeepseekV3Attention\.kv_b_proj: no batch-invariant matmul for a weight of shape"
+    ):
         LatentParts(module_of(), is_exact=True)
 
 
@@ -124,13 +126,13 @@ HEADS = LatentHeads(
 )
 
 
-def test_a_query_is_absorbed_but_for_its_rotated_part() -> None:
+def test_queries_are_absorbed_except_for_the_rope_part() -> None:
     rows = torch.randn(7, 4, 3 + 2)
     queries = HEADS.queries(rows)
     assert torch.equal(queries, torch.cat((rows[..., [0, 1, 2, 0, 1]], rows[..., 3:]), -1))
 
 
-def test_values_are_made_of_the_latent_alone() -> None:
+def test_values_are_expanded_from_the_latent_only() -> None:
     attended = torch.randn(7, 4, 5 + 2)
     assert torch.equal(HEADS.values(attended), attended[..., :4])
 

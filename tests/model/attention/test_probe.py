@@ -46,7 +46,7 @@ def test_shape_and_kinds_are_those_of_the_layers() -> None:
     [
         ([(0, 16, torch.float32, SCORING)], "Some: expected 2 layers to call attention, got 1"),
         ([], "Some: expected 2 layers to call attention, got 0"),
-        ([(0, 16, torch.float32, SCORING)] * 2, "Some: expected each layer to attend once a token"),
+        ([(0, 16, torch.float32, SCORING)] * 2, "Some: expected one attention call per layer and token"),
         ([(layer, 16, torch.float64, SCORING) for layer in range(2)], "Some: expected K/V of float32"),
         (
             [(layer, 8, torch.float32, SCORING) for layer in range(2)],

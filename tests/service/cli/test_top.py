@@ -18,7 +18,7 @@ import pytest
 
 from radixkv.namespace import Namespace
 from radixkv.service.cli.main import main
-from radixkv.service.cli.top import Sample, screen
+from radixkv.service.cli.top import StatsSample, screen
 from radixkv.v1.cache_pb2 import (
     BlockStats,
     ListSegmentsResponse,
@@ -138,7 +138,7 @@ def read_until(terminal: int, is_enough) -> str:
 
 def sample(
     uptime_s: float, prompt: int, cached: int, first_tokens: tuple[int, int, int] = (0, 0, 0), epoch: int = 1
-) -> Sample:
+) -> StatsSample:
     stats = StatsResponse(
         model="tiny",
         device="cpu",
@@ -156,7 +156,7 @@ def sample(
         total_segments=9,
         compared_segments=9,
     )
-    return Sample(stats, hottest)
+    return StatsSample(stats, hottest)
 
 
 def line_of(lines: list[str], name: str) -> list[str]:
