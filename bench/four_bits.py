@@ -27,7 +27,7 @@ from bench.kv_dtype import Row, Text, build_model, compare, texts_for
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.kernels.quantization import INT4, dequantize, quantize
-from radixkv.kernels.reference import rotate
+from radixkv.kernels.reference import hadamard_transform
 
 _NUM_KEYS, _NUM_QUERIES, _GROUP_TOKENS, _LARGE_CHANNELS = 1024, 256, 64, 4
 
@@ -41,7 +41,7 @@ def stored(vectors: torch.Tensor) -> torch.Tensor:
 
 def rotated(vectors: torch.Tensor) -> torch.Tensor:
     """Rotate vectors `[n, dim]`."""
-    return rotate(vectors[:, None], torch.float32)[:, 0]
+    return hadamard_transform(vectors[:, None], torch.float32)[:, 0]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
