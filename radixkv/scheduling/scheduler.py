@@ -71,7 +71,7 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        """Whether all places are taken, at least one by each tenant, so that no request is admitted until one ends."""
+        """Whether no request can be admitted until one ends: the maximum runs, and each waiting tenant has one."""
         return len(self.running) >= self._max_running_requests and not any(queue.is_left_out for queue in self._queues)
 
     @property
@@ -124,7 +124,7 @@ class Scheduler:
         self._queues.close_if_empty(queue)
 
     def request_to_preempt(self) -> Request | None:
-        """Choose the request to preempt so that a waiting tenant without running requests gets a place, if needed."""
+        """Choose the request to preempt so that a waiting tenant without running requests can run one, if needed."""
         if len(self.running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
             return None
         preemptible = {queue: [each for each in queue.running if each.compression is None] for queue in self._queues}
