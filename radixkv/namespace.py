@@ -27,15 +27,15 @@ class Namespace(NamedTuple):
         adapter: digest of the adapter's content, empty for the base model. An adapter with other weights has another
             digest. Tokens that an invoked adapter computes are in the base model's namespace; see `Invocation`.
         salt: a name that isolates further, chosen by the client.
-        trunk: the public prefix below which the tree of this namespace is rooted, and the position, as `SERIAL:TOKENS`;
-            empty for none.
+        public_prefix: the public prefix below which the tree of this namespace is rooted, and the position in it, as
+            `SERIAL:TOKENS`; empty for none.
     """
 
     model: str
     tenant: str = ""
     adapter: str = ""
     salt: str = ""
-    trunk: str = ""
+    public_prefix: str = ""
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
         """Whether the namespace has these names; None matches any. The namespace of a public prefix never matches."""
@@ -47,9 +47,9 @@ class Namespace(NamedTuple):
         )
 
     @property
-    def trunk_tokens(self) -> int:
+    def public_prefix_tokens(self) -> int:
         """Tokens of the public prefix above the tree; 0 without one."""
-        return int(self.trunk.rpartition(":")[2] or 0)
+        return int(self.public_prefix.rpartition(":")[2] or 0)
 
     @property
     def seed(self) -> int:
@@ -72,8 +72,8 @@ class PromptKey(NamedTuple):
 @lru_cache(maxsize=1024)  # called two or three times per request, and hashing takes 0.7 us
 def _seed(namespace: Namespace) -> int:
     digest = xxhash.xxh3_64()
-    # An empty trunk is left out, so that seeds do not depend on the field.
-    for field in namespace if namespace.trunk else namespace[:-1]:
+    # An empty public prefix is left out, so that seeds do not depend on the field.
+    for field in namespace if namespace.public_prefix else namespace[:-1]:
         data = field.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

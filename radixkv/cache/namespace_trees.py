@@ -72,16 +72,16 @@ class NamespaceTrees(dict[Namespace, RadixTree]):
         """
         tree = self[namespace] = RadixTree(Owner(namespace, usage, self._block_size), root_run)
         self._index.add(namespace, tree)
-        if namespace.trunk:
-            self._below.setdefault(_prefix_of(namespace), {})[namespace.trunk] = tree
+        if namespace.public_prefix:
+            self._below.setdefault(_prefix_of(namespace), {})[namespace.public_prefix] = tree
         return tree
 
     def __delitem__(self, namespace: Namespace) -> None:
         self._index.remove(namespace, self[namespace])
         super().__delitem__(namespace)
-        if namespace.trunk:
+        if namespace.public_prefix:
             below = self._below[_prefix_of(namespace)]
-            del below[namespace.trunk]
+            del below[namespace.public_prefix]
             if not below:
                 del self._below[_prefix_of(namespace)]
 
@@ -96,4 +96,4 @@ class NamespaceTrees(dict[Namespace, RadixTree]):
 
 def _prefix_of(namespace: Namespace) -> tuple[Namespace, str]:
     """Return the namespace of the prompts, and the serial of the public prefix above their tree."""
-    return namespace._replace(trunk=""), namespace.trunk.partition(":")[0]
+    return namespace._replace(public_prefix=""), namespace.public_prefix.partition(":")[0]

@@ -310,7 +310,7 @@ class PublicPrefixes:
         num_more_tokens: int = 0,
         next_block: bytes = b"",
     ) -> PublicRoot:
-        rooted = namespace._replace(trunk=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")
+        rooted = namespace._replace(public_prefix=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")
         return PublicRoot(prefix, rooted, prefix.root_run(num_blocks, self._block_bytes), num_more_tokens, next_block)
 
     def enter(self, prefix: PublicPrefix) -> None:
@@ -324,17 +324,17 @@ class PublicPrefixes:
         if prefix in self._leaving and not prefix.num_users:
             self._free(prefix)
 
-    def trunk_of(self, namespace: Namespace) -> bytes | None:
+    def tokens_of(self, namespace: Namespace) -> bytes | None:
         """Return the tokens of the public prefix above a namespace's tree; None if the prefix is gone.
 
         Complexity: O(public prefixes) below one of them.
         """
-        if not namespace.trunk:
+        if not namespace.public_prefix:
             return b""
-        serial, _, _ = namespace.trunk.partition(":")
+        serial, _, _ = namespace.public_prefix.partition(":")
         for prefix in (*self._by_name.values(), *self._leaving):
             if prefix.namespace.salt == serial:
-                return prefix.tokens[: namespace.trunk_tokens * TOKEN_BYTES]
+                return prefix.tokens[: namespace.public_prefix_tokens * TOKEN_BYTES]
         return None
 
     def unregister_all(self, adapter: str) -> None:
@@ -352,7 +352,7 @@ class PublicPrefixes:
         computed = [each for prefixes in self._computed.values() for each in prefixes]
         for prefix in (*self._by_name.values(), *self._leaving):
             place = f"{prefix.namespace.salt}:"
-            num_users = sum(lease.namespace.trunk.startswith(place) for lease in self._leases)
+            num_users = sum(lease.namespace.public_prefix.startswith(place) for lease in self._leases)
             require_invariant("public prefix", prefix.num_users == num_users, "its users are not the open leases")
             is_found = prefix.lease is not None and prefix not in self._leaving
             require_invariant("public prefix", (prefix in computed) == is_found, "the index is not what is computed")

@@ -108,23 +108,24 @@ class BlockKeys:
         self._fingerprint = block_format.fingerprint
         self._tag = lru_cache(maxsize=4096)(self._new_tag)
 
-    def root(self, namespace: Namespace, trunk: bytes = b"") -> bytes:
+    def root(self, namespace: Namespace, prefix_tokens: bytes = b"") -> bytes:
         """Return the key that a namespace's first blocks have as their parent.
 
-        The serial of a public prefix means another one after a restart, so its tokens stand in its place.
+        The serial of a public prefix may identify another one after a restart, so its tokens take its place.
 
         Args:
             namespace: whose blocks they are.
-            trunk: the tokens that come before the tree, `namespace.trunk_tokens` of them.
+            prefix_tokens: the tokens of the public prefix above the tree, `namespace.public_prefix_tokens` of them.
 
         Raises:
-            InvariantViolation: the trunk has another length.
+            InvariantViolation: the number of these tokens is wrong.
         """
-        is_whole = len(trunk) == namespace.trunk_tokens * TOKEN_BYTES
-        require_invariant("trunk", is_whole, f"expected {namespace.trunk_tokens} tokens, got {len(trunk)} bytes")
+        num_tokens = namespace.public_prefix_tokens
+        is_whole = len(prefix_tokens) == num_tokens * TOKEN_BYTES
+        require_invariant("public prefix", is_whole, f"expected {num_tokens} tokens, got {len(prefix_tokens)} bytes")
         salt = "" if namespace.tenant == PUBLIC_TENANT else namespace.salt  # there it is the serial
         names = (namespace.model, namespace.tenant, namespace.adapter, salt)
-        return self._tags_of(namespace) + self._digest(_ROOT, _joined(self._fingerprint, *names), trunk)
+        return self._tags_of(namespace) + self._digest(_ROOT, _joined(self._fingerprint, *names), prefix_tokens)
 
     def child(self, parent: bytes, tokens: bytes) -> bytes:
         """Return the key of a block.
@@ -203,7 +204,7 @@ class PromptKeys:
         """Iterate over the whole blocks of a prompt.
 
         Args:
-            namespace: of the prompt, without a trunk.
+            namespace: of the prompt, without a public prefix.
             tokens: the prompt as the cache knows it, or what follows some of its blocks.
             parent: key of the last one of these; None if there are none.
 

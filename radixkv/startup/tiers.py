@@ -106,7 +106,7 @@ class Stores:
         Returns:
             The tiers, and what transfers of K/V between servers need; None if transfers are off.
         """
-        self.index.read_public_prefixes(cache.public.trunk_of)
+        self.index.read_public_prefixes(cache.public.tokens_of)
         timers = TimerThread()
         tiers = {name: self._tier(name, backend, timers) for name, backend in self.backends.items()}
         disk = self.backends.get("disk")

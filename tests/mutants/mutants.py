@@ -114,7 +114,7 @@ CACHE_MUTANTS = (
     Mutant("cache/prefix_cache.py", "cached_tokens if has_copied_public else root_tokens", "cached_tokens"),
     Mutant(
         "cache/public_prefixes.py",
-        'namespace._replace(trunk=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")',
+        'namespace._replace(public_prefix=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")',
         "namespace",
     ),
     Mutant("invocation.py", "ids[self.start :] +=", "ids[self.start + 1 :] +="),
@@ -148,7 +148,7 @@ CACHE_MUTANTS = (
     Mutant("cache/public_prefixes.py", "        if not self.is_registered(prefix):\n", "        if False:\n"),
     Mutant("namespace.py", "self.tenant != PUBLIC_TENANT", "True"),
     Mutant("cache/tenants.py", "Quota() if tenant == TRIAL_TENANT else self.default_quota", "self.default_quota"),
-    Mutant("namespace.py", "namespace if namespace.trunk else namespace[:-1]", "namespace[:-1]"),
+    Mutant("namespace.py", "namespace if namespace.public_prefix else namespace[:-1]", "namespace[:-1]"),
     Mutant("namespace.py", '        digest.update(len(data).to_bytes(8, "little"))\n', ""),
     Mutant("namespace.py", '"utf-8", "surrogatepass"', '"ascii", "replace"'),
     Mutant(
@@ -652,7 +652,7 @@ OFFLOAD_MUTANTS = (
     Mutant(
         "engine/transfer/lease_exporter.py",
         'np.frombuffer(b"".join((run.block_ids, *(node.block_ids for node in path))), np.int32)',
-        'self._cache.match(lease.namespace._replace(trunk=""), tokens + bytes(TOKEN_BYTES)).block_ids',
+        'self._cache.match(lease.namespace._replace(public_prefix=""), tokens + bytes(TOKEN_BYTES)).block_ids',
     ),
     Mutant(
         "engine/transfer/lease_exporter.py",
@@ -721,7 +721,7 @@ OFFLOAD_MUTANTS = (
         "",
     ),
     Mutant("offload/index/node_keys.py", "        if not keys:\n", "        if True:\n"),
-    Mutant("offload/index/node_keys.py", "        if not trunk:\n", "        if True:\n"),
+    Mutant("offload/index/node_keys.py", "        if not prefix_tokens:\n", "        if True:\n"),
     Mutant(
         "offload/index/node_keys.py",
         "        for above in path_to(node.parent):\n",
@@ -819,8 +819,8 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/restart.py", "            if knows_disk:\n", "            if True:\n"),
     Mutant(
         "offload/index/offload_index.py",
-        "None if namespace.tenant == PUBLIC_TENANT else self._trunk_of(namespace)",
-        "self.trunk_of(namespace)",
+        "None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)",
+        "self._tokens_of_prefix(namespace)",
     ),
     Mutant("offload/index/tier_index.py", "        self._expected.add(key)\n        return", "        return"),
     Mutant(

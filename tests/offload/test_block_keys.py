@@ -78,15 +78,15 @@ def test_keys_are_the_same_tomorrow() -> None:
 
 def test_a_public_prefix_is_known_by_its_tokens_and_not_by_its_serial() -> None:
     trunk = tokens_of(1)
-    first, again = NAMESPACE._replace(trunk="1:16"), NAMESPACE._replace(trunk="7:16")
+    first, again = NAMESPACE._replace(public_prefix="1:16"), NAMESPACE._replace(public_prefix="7:16")
     assert KEYS.root(first, trunk) == KEYS.root(again, trunk) != KEYS.root(first, tokens_of(2))
     assert KEYS.root(first, trunk) != KEYS.root(NAMESPACE)
     assert KEYS.root(Namespace("m", PUBLIC_TENANT, salt="1")) == KEYS.root(Namespace("m", PUBLIC_TENANT, salt="7"))
 
 
-def test_a_trunk_of_another_length_is_refused() -> None:
-    with pytest.raises(InvariantViolation, match="trunk: expected 16 tokens, got 60 bytes"):
-        KEYS.root(NAMESPACE._replace(trunk="1:16"), tokens_of(1)[:-4])
+def test_a_public_prefix_of_another_length_is_refused() -> None:
+    with pytest.raises(InvariantViolation, match="public prefix: expected 16 tokens, got 60 bytes"):
+        KEYS.root(NAMESPACE._replace(public_prefix="1:16"), tokens_of(1)[:-4])
 
 
 def test_a_long_secret_is_refused() -> None:

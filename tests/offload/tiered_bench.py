@@ -171,7 +171,7 @@ class TieredBench(Bench):
             listeners=[self.index],
             windows=WindowedLayers(pools),
         )
-        self.index.read_public_prefixes(self.cache.public.trunk_of)
+        self.index.read_public_prefixes(self.cache.public.tokens_of)
         sizes = (PAYLOAD_BYTES, BYTES_WITHOUT_PART) if num_parts else (PAYLOAD_BYTES,)
         tiers = [Tier(name, store, sizes) for name, store in self.stores.items()]
         self.choice = LoadOrCompute(BLOCK_SIZE)

@@ -71,7 +71,7 @@ class LeaseExporter:
         run = lease.root_run
         cached = b"".join((run.tokens, *(node.tokens for node in path)))
         tokens = cached[: num_tokens * TOKEN_BYTES]  # a leaf may have grown since
-        blocks = tuple(self._key_blocks(lease.namespace._replace(trunk=""), tokens))
+        blocks = tuple(self._key_blocks(lease.namespace._replace(public_prefix=""), tokens))
         block_ids = np.frombuffer(b"".join((run.block_ids, *(node.block_ids for node in path))), np.int32)
         return LeaseBlocks(blocks, block_ids[: len(blocks)].tolist())
 

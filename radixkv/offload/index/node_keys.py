@@ -30,17 +30,17 @@ class NodeKeys:
         self._key_blocks = key_blocks
         self._block_bytes = block_size * TOKEN_BYTES
 
-    def blocks(self, node: Node, start: int, end: int, trunk: bytes) -> list[KeyedBlock]:
+    def blocks(self, node: Node, start: int, end: int, prefix_tokens: bytes) -> list[KeyedBlock]:
         """Key the blocks of a node from `start` to before `end`, but for a last one that is filled in part.
 
         Args:
             node: in a tree.
             start, end: of its blocks.
-            trunk: tokens of the public prefix that the tree hangs below.
+            prefix_tokens: tokens of the public prefix above the tree; empty without one.
 
         Complexity: O(depth), and a hash of these tokens and of those before them whose keys were not made yet.
         """
-        parent = self._end_of(trunk, node)
+        parent = self._key_of_prefix(prefix_tokens, node)
         for above in path_to(node.parent):
             parent = self._key_after(above, above.num_blocks, parent)
         parent = self._key_after(node, start, parent)
@@ -65,16 +65,16 @@ class NodeKeys:
         if leaf.keys is not None:
             del leaf.keys[num_blocks:]
 
-    def _end_of(self, trunk: bytes, node: Node) -> bytes | None:
-        """Return the key of a trunk's last block, which the root keeps; None without a trunk."""
-        if not trunk:
+    def _key_of_prefix(self, prefix_tokens: bytes, node: Node) -> bytes | None:
+        """Return the key of the last block of the public prefix, which the root keeps; None without one."""
+        if not prefix_tokens:
             return None
         root = node
         while root.parent is not None:
             root = root.parent
         keys = _keys_of(root)
         if not keys:
-            *_, last = self._key_blocks(node.owner.namespace._replace(trunk=""), trunk)
+            *_, last = self._key_blocks(node.owner.namespace._replace(public_prefix=""), prefix_tokens)
             keys.append(last.key)
         return keys[0]
 
@@ -88,7 +88,7 @@ class NodeKeys:
 
     def _keyed(self, node: Node, start: int, end: int, parent: bytes | None) -> list[KeyedBlock]:
         tokens = node.tokens[start * self._block_bytes : end * self._block_bytes]
-        return list(self._key_blocks(node.owner.namespace._replace(trunk=""), tokens, parent))
+        return list(self._key_blocks(node.owner.namespace._replace(public_prefix=""), tokens, parent))
 
 
 def _keys_of(node: Node) -> list[bytes]:

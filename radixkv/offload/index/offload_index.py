@@ -74,7 +74,9 @@ class OffloadIndex(Listener):
         self.key_blocks = key_blocks
         self._shared = [tier_index.name for tier_index in tiers if tier_index.is_shared]
         self._part_of = part_of
-        self._trunk_of: Callable[[Namespace], bytes | None] = lambda namespace: None if namespace.trunk else b""
+        self._tokens_of_prefix: Callable[[Namespace], bytes | None] = lambda namespace: (
+            None if namespace.public_prefix else b""
+        )
         self._chains = NodeKeys(key_blocks, block_size)
         self._block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
@@ -87,14 +89,14 @@ class OffloadIndex(Listener):
         for tier_index in self.tiers.values():
             tier_index.subscribe(listener)
 
-    def read_public_prefixes(self, trunk_of: Callable[[Namespace], bytes | None]) -> None:
+    def read_public_prefixes(self, tokens_of: Callable[[Namespace], bytes | None]) -> None:
         """Read the tokens of public prefixes with a function of the cache, which is built after its listeners.
 
         Args:
-            trunk_of: returns the tokens of the public prefix before a namespace's own; None if it is not registered
-                any more.
+            tokens_of: returns the tokens of the public prefix above a namespace's tree; None if it is no longer
+                registered.
         """
-        self._trunk_of = trunk_of
+        self._tokens_of_prefix = tokens_of
 
     @property
     def is_empty(self) -> bool:
@@ -144,15 +146,15 @@ class OffloadIndex(Listener):
         hash of all tokens up to `end`.
         """
         namespace = node.owner.namespace
-        trunk = None if namespace.tenant == PUBLIC_TENANT else self._trunk_of(namespace)
-        if trunk is None:
+        prefix_tokens = None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)
+        if prefix_tokens is None:
             return []
-        namespace = namespace._replace(trunk="")
-        blocks = self._chains.blocks(node, start, end, trunk)
+        namespace = namespace._replace(public_prefix="")
+        blocks = self._chains.blocks(node, start, end, prefix_tokens)
         first = node.start_bytes // self._block_bytes + start
         tokens = b""
         if node.priority != DEFAULT_PRIORITY or self.listener.is_on:
-            tokens = b"".join((trunk, *(each.tokens for each in path_to(node))))
+            tokens = b"".join((prefix_tokens, *(each.tokens for each in path_to(node))))
         if node.priority != DEFAULT_PRIORITY:
             hint = RetentionHint(node.priority, None if node.expiry_entry is None else node.expiry_entry[0])
             self.retention.note_leaving(blocks, hint, first, self.key_blocks(namespace, tokens))

@@ -308,7 +308,7 @@ class CollisionWalk:
 
     def _num_tokens(self, namespace: Namespace) -> int:
         """Count what is cached for a namespace, in its tree and in those that hang below public prefixes."""
-        trees = [tree for each, tree in self.cache._trees.items() if each._replace(trunk="") == namespace]
+        trees = [tree for each, tree in self.cache._trees.items() if each._replace(public_prefix="") == namespace]
         return sum(len(node.tokens) // 4 for tree in trees for node in tree.nodes())
 
     def _read(self, block_ids: np.ndarray, num_tokens: int) -> np.ndarray:

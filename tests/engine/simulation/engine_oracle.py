@@ -193,7 +193,7 @@ class EngineOracle(Observer):
             for node in tree.nodes():
                 tokens = tree.path_tokens(node)
                 namespace = tree.owner.namespace
-                assert tokens.startswith(self.public.trunk_of(namespace))
+                assert tokens.startswith(self.public.tokens_of(namespace))
                 expected = content_of(namespace, path_in_tree(tokens, self._cache.marks))[-(len(node.tokens) // 4) :]
                 held = self._runner.read(np.frombuffer(node.block_ids, dtype=np.int32), expected.size)
                 assert np.array_equal(held, expected), "a published block holds another prefix's K/V"
@@ -206,7 +206,7 @@ class EngineOracle(Observer):
                 assert np.array_equal(held, expected), "a held block was written"
                 own = self.core.held_leases._held[asked.held.lease_id].lease
                 self._runner.verify_writers(asked.held.block_table, expected.size, own.namespace)
-                self.events["leases held below public prefixes"] += bool(own.namespace.trunk)
+                self.events["leases held below public prefixes"] += bool(own.namespace.public_prefix)
 
     def _verify_requests(self) -> None:
         """Check that exactly the running requests have leases, and that followers wait for tokens being computed."""
@@ -237,10 +237,10 @@ class EngineOracle(Observer):
         if isinstance(error, OutOfMemory):
             return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
         tenant, block_size = request.tenant, self._world.block_size
-        trunk_tokens = 0
+        root_tokens = 0
         if request.params.read_cache:
-            trunk_tokens = self.public.reuse(request.namespace, request.tokens).trunk_tokens
-        num_blocks = -(-request.num_tokens // block_size) - trunk_tokens // block_size
+            root_tokens = self.public.reuse(request.namespace, request.tokens).root_tokens
+        num_blocks = -(-request.num_tokens // block_size) - root_tokens // block_size
         if str(error).startswith("hold_lease: expected at most"):
             bound = self._cache.held.max_blocks
             is_over = self._num_kept(tenant) + num_blocks > bound // 2 or self._num_kept(None) + num_blocks > bound

@@ -19,7 +19,7 @@ class Reuse(NamedTuple):
 
     cached_tokens: int
     public_tokens: int
-    trunk_tokens: int
+    root_tokens: int
 
 
 @dataclass(eq=False)
@@ -106,9 +106,9 @@ class PublicOracle:
                 self._events["public prefixes gone with an adapter"] += 1
                 self.unregistered(each)
 
-    def trunk_of(self, namespace: Namespace) -> bytes:
+    def tokens_of(self, namespace: Namespace) -> bytes:
         """Return the tokens before all those of a namespace's tree."""
-        serial, _, num_tokens = namespace.trunk.partition(":")
+        serial, _, num_tokens = namespace.public_prefix.partition(":")
         return self._known[serial].tokens[: int(num_tokens) * TOKEN_BYTES] if serial else b""
 
     def reuse(self, namespace: Namespace, tokens: bytes) -> Reuse:
@@ -118,13 +118,13 @@ class PublicOracle:
         for prefix in self._usable(namespace):
             shared = min(shared_bytes(prefix.tokens, tokens, 0), most)
             for end in range(self._block_bytes, shared + 1, self._block_bytes):
-                own = namespace._replace(trunk=f"{prefix.serial}:{end // TOKEN_BYTES}")
+                own = namespace._replace(public_prefix=f"{prefix.serial}:{end // TOKEN_BYTES}")
                 num_own = max(0, self._in_tree(own, tokens, most) - end // TOKEN_BYTES)
                 num_more = min(shared - end, self._block_bytes) // TOKEN_BYTES
-                num_trunk = end // TOKEN_BYTES
-                num_public = num_trunk + (num_more if num_more > num_own else 0)
-                found.append(Reuse(num_trunk + max(num_own, num_more), num_public, num_trunk))
-        return max(found, key=lambda each: (each.cached_tokens, each.trunk_tokens))
+                num_root = end // TOKEN_BYTES
+                num_public = num_root + (num_more if num_more > num_own else 0)
+                found.append(Reuse(num_root + max(num_own, num_more), num_public, num_root))
+        return max(found, key=lambda each: (each.cached_tokens, each.root_tokens))
 
     def lease(self, take: Callable[..., Lease], namespace: Namespace, tokens: bytes, **options: Any) -> Lease:
         """Take a lease, and assert that it reuses exactly what it can, and says how much of that is public."""
@@ -138,7 +138,7 @@ class PublicOracle:
             usage, spared = self._cache.tenants[namespace.tenant], options.get("num_spared_blocks", 0)
             takeable = self._cache._evictor.num_takeable_blocks(namespace.tenant, usage, spared)
             assert takeable <= 0, "cached tokens were dropped although there were enough blocks"
-            assert public in (0, expected.trunk_tokens)
+            assert public in (0, expected.root_tokens)
             return lease
         assert public == expected.public_tokens, f"{expected.public_tokens} tokens are public, {public} were counted"
         self._events["opted out of public prefixes"] += namespace.tenant in self._opted_out and any(
@@ -163,7 +163,7 @@ class PublicOracle:
         usage = self._cache.tenants[PUBLIC_TENANT]
         assert usage.num_cached_blocks + usage.num_leased_blocks <= self._max_blocks, "too many blocks are public"
         for namespace, tree in self._cache._trees.items():
-            self._events["hung trees"] += bool(namespace.trunk)
+            self._events["trees below public prefixes"] += bool(namespace.public_prefix)
             if namespace.tenant == PUBLIC_TENANT:
                 known = self._known[namespace.salt]
                 assert known.is_registered or not known.is_over or users[known.serial], "an unused prefix is kept"
@@ -182,10 +182,10 @@ class PublicOracle:
         return min(longest, most) // TOKEN_BYTES
 
     def _used(self) -> Iterator[str]:
-        """Yield the serial of the trunk of each open lease."""
+        """Yield the serial of the public prefix of each open lease."""
         for lease in self._cache.leases:
-            if lease.namespace.trunk:
-                yield lease.namespace.trunk.partition(":")[0]
+            if lease.namespace.public_prefix:
+                yield lease.namespace.public_prefix.partition(":")[0]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.block_size)

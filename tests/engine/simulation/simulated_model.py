@@ -71,7 +71,7 @@ def first_digest(namespace: Namespace) -> int:
 
 def writer_of(namespace: Namespace) -> int:
     """Return a number for the writers of a namespace, without the cache's own comparison of namespaces."""
-    return xxh3_64_intdigest(repr(tuple(namespace._replace(trunk=""))).encode())
+    return xxh3_64_intdigest(repr(tuple(namespace._replace(public_prefix=""))).encode())
 
 
 def logits_of(content: Content) -> npt.NDArray[np.float32]:
@@ -291,18 +291,20 @@ class SimulatedRunner:
                 self._scribble(chunk)
 
     def verify_writers(self, block_ids: npt.NDArray[np.int32], num_tokens: int, namespace: Namespace) -> None:
-        """Assert who wrote what a request in a namespace reuses: itself, and before its trunk's end the operator.
+        """Assert who wrote what a request reuses: its namespace, and the operator before the end of its public prefix.
 
-        trunk [ whole blocks .... | the beginning of another block ]
-        own                       [ which may be copied ............ | ... ]
+        public prefix [ whole blocks .... | the beginning of another block ]
+        own                               [ which may be copied .......... | ... ]
         """
-        own, serial, trunk_tokens = writer_of(namespace), namespace.trunk.partition(":")[0], namespace.trunk_tokens
-        public = writer_of(namespace._replace(tenant=PUBLIC_TENANT, salt=serial)) if trunk_tokens else own
+        own = writer_of(namespace)
+        serial, _, _ = namespace.public_prefix.partition(":")
+        root_tokens = namespace.public_prefix_tokens
+        public = writer_of(namespace._replace(tenant=PUBLIC_TENANT, salt=serial)) if root_tokens else own
         written = self.writers[self._first_blocks(block_ids, num_tokens)].ravel()[:num_tokens]
-        copied_end = trunk_tokens + self._cache.block_size
+        copied_end = root_tokens + self._cache.block_size
         is_right = (
-            bool((written[:trunk_tokens] == public).all())
-            and set(written[trunk_tokens:copied_end].tolist()) <= {own, public}
+            bool((written[:root_tokens] == public).all())
+            and set(written[root_tokens:copied_end].tolist()) <= {own, public}
             and bool((written[copied_end:] == own).all())
         )
         if not is_right:

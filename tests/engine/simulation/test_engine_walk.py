@@ -34,7 +34,7 @@ INTERESTING = {
     "failed with OutOfBlocks",
     "failed with StepFailed",
     "finished early",
-    "hung trees",
+    "trees below public prefixes",
     "leases held below public prefixes",
     "opted out of public prefixes",
     "own tokens below public ones",

@@ -30,29 +30,29 @@ LONG = 200  # blocks
 
 
 class CheckedIndex(OffloadIndex):
-    """Compares all keys that it is asked for with those that a prompt has from its start."""
+    """Compares all keys that it makes with those that are computed from the start of the prompt."""
 
     def leave(self, node: Node, start: int, end: int, tier_indexes: Iterable[str]) -> list[bytes]:
-        num_departures = len(self._evicted_blocks)
+        num_before = len(self._evicted_blocks)
         keys = super().leave(node, start, end, tier_indexes)
         expected = self.from_the_start(node)[start:end]
         assert keys == [each.key for each in expected]
-        assert all(each.block in expected for each in self._evicted_blocks[num_departures:])
+        assert all(each.block in expected for each in self._evicted_blocks[num_before:])
         return keys
 
     def from_the_start(self, node: Node) -> list[KeyedBlock]:
-        """Key the blocks of a node; none of public ones, and of those below a public prefix that is gone."""
+        """Key the blocks of a node; none of a public prefix, and none below a prefix that is no longer registered."""
         namespace = node.owner.namespace
-        trunk = None if namespace.tenant == PUBLIC_TENANT else self._trunk_of(namespace)
-        if trunk is None:
+        prefix_tokens = None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)
+        if prefix_tokens is None:
             return []
-        path = trunk + b"".join(each.tokens for each in path_to(node))
-        blocks = list(self.key_blocks(namespace._replace(trunk=""), path))
+        path = prefix_tokens + b"".join(each.tokens for each in path_to(node))
+        blocks = list(self.key_blocks(namespace._replace(public_prefix=""), path))
         return blocks[node.start_bytes // (BLOCK * TOKEN_BYTES) :]
 
 
 class Seen(Listener):
-    """Counts what befalls nodes that have keys. It is told before `OffloadIndex`."""
+    """Counts what happens to nodes that have keys. It is notified before `OffloadIndex`."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
@@ -72,7 +72,7 @@ class Seen(Listener):
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         self.events["shortened"] += bool(leaf.keys) and num_blocks < leaf.num_blocks
         self.events["gone"] += bool(leaf.keys) and num_blocks == leaf.num_blocks
-        self.events["gone below a public prefix"] += bool(leaf.owner.namespace.trunk)
+        self.events["gone below a public prefix"] += bool(leaf.owner.namespace.public_prefix)
 
     def purged(self, node: Node) -> None:
         self.events["purged"] += bool(node.keys)
@@ -85,7 +85,7 @@ class KeyWalk(CollisionWalk):
         marks, self.seen = InvocationMarks(), Seen()
         self.index = CheckedIndex(tier_indexes, PromptKeys(KEYS, marks).blocks, BLOCK)
         super().__init__(seed, 12, listeners=(self.seen, self.index), marks=marks)
-        self.index.read_public_prefixes(self.cache.public.trunk_of)
+        self.index.read_public_prefixes(self.cache.public.tokens_of)
 
     def walk(self, num_operations: int) -> Counter[str]:
         for _ in range(num_operations // 10):
@@ -125,7 +125,7 @@ class Counted:
         self.cache = PrefixCache(
             num_blocks, BLOCK, listeners=[self.index], max_retained_blocks=num_blocks, clock=FakeClock()
         )
-        self.index.read_public_prefixes(self.cache.public.trunk_of)
+        self.index.read_public_prefixes(self.cache.public.tokens_of)
 
     def put(self, ids: range, namespace: Namespace = ACME) -> None:
         with self.cache.lease(namespace, tokens(ids)) as lease:
