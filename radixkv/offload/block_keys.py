@@ -25,7 +25,10 @@ KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
 _TAG_BYTES = {"format": 2, "tenant": 3, "adapter": 2, "salt": 3}
 _TAGS_BYTES = sum(_TAG_BYTES.values())
-_ROOT, _BLOCK, _FORMAT, _TAG = b"radixkv root 2", b"radixkv block 2", b"radixkv format 2", b"radixkv tag 2"
+_ROOT = b"radixkv root 2"
+_BLOCK = b"radixkv block 2"
+_FORMAT = b"radixkv format 2"
+_TAG = b"radixkv tag 2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +225,7 @@ class PromptKeys:
                 content = own + num_plain.to_bytes(4, "little") + digest.encode()
                 key = self._keys.child(self._keys.of_owner(parent, owner), content)
             else:
-                key, owner = self._keys.child(parent, own), namespace
+                key = self._keys.child(parent, own)
+                owner = namespace
             yield KeyedBlock(key, parent, own, owner)
             parent = key

@@ -167,7 +167,8 @@ class BlockMover:
             for block_id, payload in zip(ids, payloads, strict=True):
                 pairs += zip(_blocks_at(pools, block_id), _split(_tensor_of(payload), pools), strict=True)
             return self._gpu.stream.copy(pairs, list(payloads))
-        start_s, start = time.perf_counter(), 0
+        start_s = time.perf_counter()
+        start = 0
         for blocks in pools:
             end = start + _bytes_of(blocks)
             self._fill_one(blocks, ids, [payload[start:end] for payload in payloads])

@@ -122,7 +122,7 @@ class DiskRecord:
 
     def note(self, namespace: Namespace) -> None:
         """Note that blocks of a namespace are stored. The store writes it before them."""
-        self._disk.names.add(self._keys.root(namespace), namespace)
+        self._disk.namespaces.add(self._keys.root(namespace), namespace)
 
     def tidy(self, stored: NamespaceKeys) -> None:
         """Forget namespaces without blocks if most of those known have none: how many come is up to callers.
@@ -132,12 +132,12 @@ class DiskRecord:
 
         Complexity: O(namespaces), once in as many.
         """
-        if len(self._disk.names) > 2 * stored.num_namespaces + _FEW:
-            self._disk.names.keep({self._keys.root(namespace) for namespace in stored})
+        if len(self._disk.namespaces) > 2 * stored.num_namespaces + _FEW:
+            self._disk.namespaces.keep({self._keys.root(namespace) for namespace in stored})
 
-    def arrange(self, keys: Sequence[bytes]) -> None:
+    def persist_order(self, keys: Sequence[bytes]) -> None:
         """Note the order in which blocks go, the one that goes first at first; see `DiskStore.arrange`."""
-        self._disk.arrange(keys)
+        self._disk.persist_order(keys)
 
     def keep(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
         """Note the priorities of blocks, the one that goes first at first. A disk that fails has none then."""
@@ -167,12 +167,14 @@ class DiskRecord:
             self._disk.delete(useless)
         except StoreError as error:
             _log.error("tier disk: expected to delete %d blocks that nobody can purge, got: %s", len(useless), error)
-        num_found, took_s = len(found) - len(useless), time.perf_counter() - start_s
+        num_found = len(found) - len(useless)
+        took_s = time.perf_counter() - start_s
         _log.info("found %d blocks on disk in %.2f s, and deleted %d", num_found, took_s, len(useless))
         return FoundOnDisk([(key, owner) for key, owner in found if owner is not None], self._hints())
 
     def _hints(self) -> list[tuple[bytes, RetentionHint]]:
-        start_s, now_s = self._time_of_day() - self._clock(), self._clock()
+        start_s = self._time_of_day() - self._clock()
+        now_s = self._clock()
         try:
             kept = self._priorities.take()
         except OSError as error:
@@ -191,7 +193,7 @@ class DiskRecord:
     def _owners(self) -> dict[bytes, Namespace | None]:
         """Return the namespace of each tag; None where it is not the only one."""
         owners: dict[bytes, Namespace | None] = {}
-        for namespace in self._disk.names.known().values():
+        for namespace in self._disk.namespaces.by_root().values():
             tags = self._keys.tags_of(self._keys.root(namespace))
             owners[tags] = namespace if owners.get(tags, namespace) == namespace else None
         return owners

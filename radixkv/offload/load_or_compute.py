@@ -49,7 +49,8 @@ class LoadOrCompute:
         token_s = seconds / sum(end - start for start, end in parts)
         for start, end in parts:
             if end - start > 1:
-                bucket, weight = _bucket(start), (1 - _FORGET) ** ((end - start) / _FIRST_BUCKET_TOKENS)
+                bucket = _bucket(start)
+                weight = (1 - _FORGET) ** ((end - start) / _FIRST_BUCKET_TOKENS)
                 self._token_s[bucket] = token_s + weight * (self._token_s.get(bucket, token_s) - token_s)
 
     def note_start(self, store: str, num_blocks: int) -> None:
@@ -73,7 +74,8 @@ class LoadOrCompute:
 
     def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
         """Whether computing these tokens takes longer than a lookup of their blocks in a shared store."""
-        answer_s, token_s = self._answers_s.get(store), self._seconds_per_token(start_token)
+        answer_s = self._answers_s.get(store)
+        token_s = self._seconds_per_token(start_token)
         return answer_s is None or token_s is None or answer_s <= token_s * num_tokens
 
     def doubt(self, stores: Iterable[str]) -> None:
@@ -94,7 +96,8 @@ class LoadOrCompute:
 
         Complexity: O(blocks).
         """
-        best, best_gain_s = LoadDecision(0, None, None), 0.0
+        best = LoadDecision(0, None, None)
+        best_gain_s = 0.0
         counts: dict[str, int] = {}
         compute_s: float | None = 0.0
         for index, store in enumerate(stores):
@@ -105,7 +108,8 @@ class LoadOrCompute:
             if compute_s is None or load_s is None:
                 best = LoadDecision(index + 1, load_s, compute_s)
             elif compute_s - load_s >= best_gain_s:
-                best, best_gain_s = LoadDecision(index + 1, load_s, compute_s), compute_s - load_s
+                best = LoadDecision(index + 1, load_s, compute_s)
+                best_gain_s = compute_s - load_s
         return best
 
     def _seconds_per_token(self, position: int) -> float | None:

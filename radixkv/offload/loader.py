@@ -214,7 +214,8 @@ class Loader:
             The index of the first one, and the blocks. The index is below `first_block` if the last blocks on the
             device lack their windowed layers.
         """
-        offload_index, cache = self._index, self._cache
+        offload_index = self._index
+        cache = self._cache
         run = self._usable(namespace, tokens, first_block, offload_index.find(namespace, tokens, first_block))
         if run or not cache.windows.pools:
             return first_block, run
@@ -269,7 +270,8 @@ class Loader:
         Returns:
             Tokens at the start of the prompt whose K and V exist for the steps after this.
         """
-        start, size = lease.cached_tokens, self._cache.block_size
+        start = lease.cached_tokens
+        size = self._cache.block_size
         pending = self._pending[request]
         before = self._blocks_before(request, lease, pending.first_block)
         first = before.size

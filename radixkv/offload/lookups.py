@@ -76,7 +76,8 @@ class Lookups:
             return False
         blocks = self._index.unknown(request.namespace, request.prompt_tokens, first_block)
         stores = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
-        start, num_tokens = first_block * self._block_size, len(blocks) * self._block_size
+        start = first_block * self._block_size
+        num_tokens = len(blocks) * self._block_size
         asked = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
         if not blocks or not asked:
             self._choice.doubt(stores if blocks else ())

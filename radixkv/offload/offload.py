@@ -82,7 +82,10 @@ class Offload:
     ) -> None:
         self.index = offload_index
         self.tiers = {tier.name: tier for tier in tiers}
-        self._cache, self._clock, self._choice, self._on_close = cache, clock, choice, on_close
+        self._cache = cache
+        self._clock = clock
+        self._choice = choice
+        self._on_close = on_close
         self._closed = [stats_of_closed(name) for name in closed]
         self._deleter = Deleter(offload_index, self.tiers, wake)
         self._saver = Saver(offload_index, self.tiers, self._deleter, mover, max_bytes, record)
@@ -96,7 +99,8 @@ class Offload:
         self._resuming: set[Request] = set()  # preempted requests for which `begin_again` was called
         self._earlier = None
         if record is not None:
-            tier_index, delete = offload_index.tiers["disk"], partial(self._deleter.delete, "disk")
+            tier_index = offload_index.tiers["disk"]
+            delete = partial(self._deleter.delete, "disk")
             self._earlier = DiskScan(record, tier_index, offload_index.retention, delete, wake)
         self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
 
@@ -112,7 +116,8 @@ class Offload:
 
     def stats(self) -> list[TierStats]:
         """Return the statistics of the tiers, the fastest first, then those that could not be opened. Thread-safe."""
-        computed, dropped = self._loader.num_computed_blocks, self._saver.num_dropped_blocks
+        computed = self._loader.num_computed_blocks
+        dropped = self._saver.num_dropped_blocks
         return [*(stats_of(tier, computed[name], dropped[name]) for name, tier in self.tiers.items()), *self._closed]
 
     def begin(self, request: Request) -> bool:
@@ -162,7 +167,8 @@ class Offload:
             What was granted in total.
         """
         self._take_news()
-        size, now_s = self._cache.block_size, self._clock()
+        size = self._cache.block_size
+        now_s = self._clock()
         return grant_stored(self.index, size, namespace, tokens, retention, on_device, now_s)
 
     def stored(self, name: str, start: int, tenant: str | None, max_listed: int) -> StoredPage:
@@ -294,7 +300,8 @@ def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> T
         num_computed_blocks: blocks that it held and that were recomputed because that was faster.
         num_dropped_blocks: blocks that were dropped because too many copies waited.
     """
-    size, counts = tier.size(), tier.counts()
+    size = tier.size()
+    counts = tier.counts()
     refused = sum(counts.saved.get(outcome, 0) for outcome in (PutOutcome.NO_ROOM, PutOutcome.TOO_LARGE))
     return TierStats(
         tier=tier.name,

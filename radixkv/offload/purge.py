@@ -94,7 +94,8 @@ def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
     """Add up the deleted blocks of each tier; None if one of its calls failed."""
     sums: dict[str, int | None] = {}
     for store, deleted in deletions:
-        known, number = sums.get(store, 0), None if deleted.cancelled() else deleted.result()
+        known = sums.get(store, 0)
+        number = None if deleted.cancelled() else deleted.result()
         sums[store] = None if known is None or number is None else known + number
     return sums
 
@@ -123,12 +124,13 @@ class LocalPurger:
 
         Complexity: O(namespaces + their blocks + keys of saves and deletions in flight).
         """
-        found, scope = self._index.purge(tenant, adapter, salt), self._keys.scope(tenant, adapter, salt)
+        found = self._index.purge(tenant, adapter, salt)
+        scope = self._keys.scope(tenant, adapter, salt)
         deletions: list[Deletion] = []
         for name, keys in found.items():
             if not self._index.tiers[name].is_shared:
-                leaving = filter(scope.has, (*self._saver.given_up(name), *self._deleter.unanswered(name)))
-                keys = list(dict.fromkeys((*keys, *self._index.drop_given_up(name, scope.has), *leaving)))
+                leaving = filter(scope.has, (*self._saver.victims(name), *self._deleter.unanswered(name)))
+                keys = list(dict.fromkeys((*keys, *self._index.drop_victims(name, scope.has), *leaving)))
                 deletions.append(Deletion(name, self._deleter.delete(name, keys)))
         return deletions
 

@@ -162,7 +162,7 @@ class ShutdownSave:
         for keys in reversed(saved):
             self._index.left("disk", keys)
         if self._record is not None:
-            self._record.arrange(list(tier_index))
+            self._record.persist_order(list(tier_index))
             if knows_disk:
                 self._record.keep(self._index.retention.hints(tier_index))
         return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks

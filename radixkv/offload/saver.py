@@ -26,7 +26,7 @@ class _Save(NamedTuple):
 
     name: str
     keys: Sequence[bytes]
-    given_up: Sequence[bytes]
+    victims: Sequence[bytes]
 
 
 class EvictedCopies(NamedTuple):
@@ -34,12 +34,12 @@ class EvictedCopies(NamedTuple):
 
     Attributes:
         blocks: the evicted blocks, each with its copy.
-        given_up: the keys that each tier evicts for them, in order.
+        victims: the keys that each tier evicts for them, in order.
         wait: blocks until the copies are complete.
     """
 
     blocks: Sequence[tuple[EvictedBlock, memoryview]]
-    given_up: Mapping[str, Sequence[bytes]]
+    victims: Mapping[str, Sequence[bytes]]
     wait: Callable[[], None] = lambda: None
 
 
@@ -86,9 +86,9 @@ class Saver:
         """Whether saves are in flight, or their results were not processed yet."""
         return bool(self._open)
 
-    def given_up(self, name: str) -> list[bytes]:
+    def victims(self, name: str) -> list[bytes]:
         """List the keys that a tier was asked to evict in saves that are in flight. Complexity: O(these keys)."""
-        return [key for save in self._open.values() if save.name == name for key in save.given_up]
+        return [key for save in self._open.values() if save.name == name for key in save.victims]
 
     def flush(self) -> None:
         """Copy and save evicted blocks."""
@@ -100,10 +100,10 @@ class Saver:
         On a GPU this only launches the copies, in order with the steps. The threads of the stores wait for them.
         """
         self.note_ended()
-        left, given_up = self._index.take_evicted_blocks()
+        left, victims = self._index.take_evicted_blocks()
         evicted_blocks = self._within_bound(left)
         if not evicted_blocks:
-            return EvictedCopies([], given_up)
+            return EvictedCopies([], victims)
         try:
             read = self._mover.read(
                 [each.block_id for each in evicted_blocks], [each.part_id for each in evicted_blocks]
@@ -113,23 +113,23 @@ class Saver:
                 "no memory to copy %d evicted blocks for the stores, so they are lost: %s", len(evicted_blocks), error
             )
             self._drop(evicted_blocks)
-            return EvictedCopies([], given_up)
-        return EvictedCopies(list(zip(evicted_blocks, read.payloads, strict=True)), given_up, read.copy.wait)
+            return EvictedCopies([], victims)
+        return EvictedCopies(list(zip(evicted_blocks, read.payloads, strict=True)), victims, read.copy.wait)
 
     def save(self, copies: EvictedCopies) -> None:
         """Give copies to the tiers, without waiting for them."""
         for name, tier in self._tiers.items():
-            given_up = copies.given_up[name]
+            victims = copies.victims[name]
             wanted = [(each, payload) for each, payload in copies.blocks if name in each.tiers]
-            if not wanted and not given_up:
+            if not wanted and not victims:
                 continue
             if name == "disk" and self._record is not None:
                 for namespace in {each.block.namespace for each, _ in wanted}:
                     self._record.note(namespace)
             objects = [_object(each, payload, tier, copies.wait) for each, payload in wanted]
             self._num_free_blocks -= len(objects)
-            saved = tier.save(objects, given_up)
-            self._open[saved] = _Save(name, [each.key for each in objects], given_up)
+            saved = tier.save(objects, victims)
+            self._open[saved] = _Save(name, [each.key for each in objects], victims)
             saved.add_done_callback(self._ended.put)
 
     def note_ended(self) -> None:
@@ -149,7 +149,8 @@ class Saver:
 
     def _within_bound(self, evicted_blocks: Sequence[EvictedBlock]) -> Sequence[EvictedBlock]:
         """Drop the blocks that exceed the bound: those evicted first, since prompts are evicted from their end."""
-        num_free_blocks, first = self._num_free_blocks, len(evicted_blocks)
+        num_free_blocks = self._num_free_blocks
+        first = len(evicted_blocks)
         while first and len(evicted_blocks[first - 1].tiers) <= num_free_blocks:
             first -= 1
             num_free_blocks -= len(evicted_blocks[first].tiers)
@@ -165,12 +166,12 @@ class Saver:
             self._delete(name, older)
 
     def _note_end(self, saved: Future[PutResult | None]) -> None:
-        name, keys, given_up = self._open.pop(saved)
+        name, keys, victims = self._open.pop(saved)
         result = None if saved.cancelled() else saved.result()
         self._num_free_blocks += len(keys)
         if result is None:  # the call may still store them later
             self._index.lost(name, keys)
-            self._delete(name, (*keys, *given_up))
+            self._delete(name, (*keys, *victims))
             return
         outcomes = list(zip(keys, result.outcomes, strict=True))
         there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
@@ -182,7 +183,7 @@ class Saver:
         left = filter(self._index.tiers[name].holds, result.evicted)
         self._index.lost(name, [*refused, *left])
         gone = {*refused, *result.evicted} - set(keys) | absent  # others were passed without need, or purged
-        self._delete(name, [key for key in (*keys, *given_up) if key not in gone])
+        self._delete(name, [key for key in (*keys, *victims) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:
         """Delete blocks that a tier should not hold. A shared store may keep what it stored late."""

@@ -190,7 +190,8 @@ def open_stores(
     """
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
-    model, storage = runner.model, runner.storage
+    model = runner.model
+    storage = runner.storage
     if transfer is not None and model.kv_shape.heads:
         raise UnsupportedModel(
             f"{model.name}: layers with K/V of different shapes: expected neither transfer.serve nor kv_sources, since "
@@ -211,7 +212,8 @@ def open_stores(
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
     )
-    keys, ciphers = BlockKeys(block_format, secret_of(config)), ciphers_of(config)
+    keys = BlockKeys(block_format, secret_of(config))
+    ciphers = ciphers_of(config)
     backends: dict[str, StoreBackend] = {}
     closed: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
@@ -324,14 +326,16 @@ def _computed_by(runner: Runner, mover: BlockMover) -> str:
     Libraries, kernels and numbers of threads that are chosen at load give other last bits, so a prompt is computed, and
     the digest of its K and V is part of the name.
     """
-    storage, device = runner.storage, runner.model.device
+    storage = runner.storage
+    device = runner.model.device
     num_blocks = min(_TRIED_BLOCKS, storage.num_blocks)
     num_tokens = num_blocks * storage.block_size
     tokens = (np.arange(num_tokens) * _STRIDE % runner.model.vocab_size).astype("<u4").tobytes()
     block_ids = np.arange(num_blocks, dtype=np.int32)
     part_ids = block_ids if storage.part_pools else None  # there are as many parts
     runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True, part_ids=part_ids)])
-    digest, ids = blake2b(digest_size=16), block_ids.tolist()
+    digest = blake2b(digest_size=16)
+    ids = block_ids.tolist()
     read = mover.read(ids, None if part_ids is None else ids)
     read.copy.wait()
     for payload in read.payloads:

@@ -105,7 +105,8 @@ class HeadKV:
         # Rank r reads KV heads [r * heads / ranks, (r + 1) * heads / ranks), a fraction of a head being stored whole.
         # In lowest terms, the worst start is (ranks - 1) / ranks into a head.
         common = math.gcd(self.num_kv_heads, tensor_parallel)
-        heads, ranks = self.num_kv_heads // common, tensor_parallel // common
+        heads = self.num_kv_heads // common
+        ranks = tensor_parallel // common
         return -(-(heads + ranks - 1) // ranks)
 
     def _bytes_of_heads(self, num_kv_heads: int, kv_format: KVFormat) -> int:

@@ -70,7 +70,8 @@ class LayerBytes:
         Returns:
             The payload itself if all layers are asked for; else a copy, which keeps none of the others in memory.
         """
-        first, end = layers.first, layers.first + layers.num
+        first = layers.first
+        end = layers.first + layers.num
         if layers.num == self.num_layers:
             return payload
         values = payload[first * self.value_bytes : end * self.value_bytes]

@@ -46,7 +46,8 @@ def test_a_part_of_a_block_has_a_key_of_its_own() -> None:
 
 def test_keys_begin_with_the_names_of_their_namespace() -> None:
     def is_among(namespace: Namespace, *names: str | None) -> bool:
-        key, scope = KEYS.child(KEYS.root(namespace), tokens_of(1)), KEYS.scope(*names)
+        key = KEYS.child(KEYS.root(namespace), tokens_of(1))
+        scope = KEYS.scope(*names)
         is_matched = re.match(scope.hex_pattern("."), key.hex()) is not None
         assert scope.has(key) is is_matched
         return is_matched
@@ -59,7 +60,8 @@ def test_keys_begin_with_the_names_of_their_namespace() -> None:
 
 
 def test_what_an_invoked_adapter_computes_begins_with_its_name() -> None:
-    base, invoked = NAMESPACE._replace(adapter=""), NAMESPACE
+    base = NAMESPACE._replace(adapter="")
+    invoked = NAMESPACE
     parent = KEYS.child(KEYS.root(base), tokens_of(1))
     key = KEYS.child(KEYS.of_owner(parent, invoked), tokens_of(2))
     assert key[:10] == KEYS.root(invoked)[:10] != parent[:10]
@@ -78,7 +80,8 @@ def test_keys_are_the_same_tomorrow() -> None:
 
 def test_a_public_prefix_is_known_by_its_tokens_and_not_by_its_serial() -> None:
     trunk = tokens_of(1)
-    first, again = NAMESPACE._replace(public_prefix="1:16"), NAMESPACE._replace(public_prefix="7:16")
+    first = NAMESPACE._replace(public_prefix="1:16")
+    again = NAMESPACE._replace(public_prefix="7:16")
     assert KEYS.root(first, trunk) == KEYS.root(again, trunk) != KEYS.root(first, tokens_of(2))
     assert KEYS.root(first, trunk) != KEYS.root(NAMESPACE)
     assert KEYS.root(Namespace("m", PUBLIC_TENANT, salt="1")) == KEYS.root(Namespace("m", PUBLIC_TENANT, salt="7"))

@@ -45,7 +45,8 @@ def test_copies_in_cpp_fill_the_same_bytes(
     monkeypatch.setattr(copies, "LEAST_FILLED_BYTES", 0)
     pool = KVPool.allocate(5, 2, 3, 3, head_dim, dtype=dtype, is_by_layer=is_by_layer)
     pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
-    before, filled = pool.blocks.clone(), pool.blocks.clone()
+    before = pool.blocks.clone()
+    filled = pool.blocks.clone()
     BlockMover([pool], native=native).write([1, 4], BlockMover([pool]).read([3, 1]).payloads)
     filled[1], filled[4] = before[3], before[1]
     assert torch.equal(pool.blocks, filled)
@@ -60,7 +61,8 @@ def test_a_payload_is_a_copy() -> None:
 
 
 def test_both_orders_of_a_pool_make_the_same_payload() -> None:
-    by_block, by_layer = pool_of(torch.float32), pool_of(torch.float32, is_by_layer=True)
+    by_block = pool_of(torch.float32)
+    by_layer = pool_of(torch.float32, is_by_layer=True)
     by_layer.values.copy_(by_block.values)
     assert [bytes(each) for each in BlockMover([by_block]).read([0, 4]).payloads] == [
         bytes(each) for each in BlockMover([by_layer]).read([0, 4]).payloads
@@ -80,7 +82,8 @@ def test_a_block_comes_back_with_its_part_or_without(dtype: torch.dtype, is_by_l
     parts = pool_of(dtype, is_by_layer=is_by_layer)
     pool = pool_of(dtype, is_by_layer=is_by_layer, num_layers=num_whole)
     mover = BlockMover([pool], [parts])
-    before, parts_before = pool.blocks.clone(), parts.blocks.clone()
+    before = pool.blocks.clone()
+    parts_before = parts.blocks.clone()
     first, second = mover.read([3, 1], [None, 2]).payloads
     assert (first.nbytes, second.nbytes) == (mover.block_bytes, mover.payload_bytes) == mover.sizes[::-1]
     assert (mover.has_part(first), mover.has_part(second)) == (False, True)
@@ -94,7 +97,8 @@ def test_a_block_comes_back_with_its_part_or_without(dtype: torch.dtype, is_by_l
 
 
 def test_a_payload_with_parts_has_another_layout() -> None:
-    pool, parts = pool_of(torch.float32), pool_of(torch.float32)
+    pool = pool_of(torch.float32)
+    parts = pool_of(torch.float32)
     assert (
         payload_layout([pool], [parts])
         == f"{payload_layout([pool])}; then the same of 2 windowed layers, if they have it"
@@ -105,7 +109,8 @@ def test_a_payload_with_parts_has_another_layout() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_payload_has_the_bytes_of_pools_of_different_shapes(dtype: torch.dtype) -> None:
-    pools, parts = [pool_of(dtype), pool_of(dtype, num_layers=3)], [pool_of(dtype), pool_of(dtype, num_layers=1)]
+    pools = [pool_of(dtype), pool_of(dtype, num_layers=3)]
+    parts = [pool_of(dtype), pool_of(dtype, num_layers=1)]
     mover = BlockMover(pools, parts)
     assert mover.block_bytes == sum(pool.blocks[0].nbytes for pool in pools)
     before = [pool.blocks.clone() for pool in (*pools, *parts)]

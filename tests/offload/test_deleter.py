@@ -21,7 +21,8 @@ class Store:
 
 
 def test_what_could_not_be_asked_is_asked_again() -> None:
-    store, tier_index = Store(), TierIndex("disk", 10)
+    store = Store()
+    tier_index = TierIndex("disk", 10)
     deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
     deleter.delete("disk", [b"a", b"b"])
     deleter.delete("disk", [b"c", b"a"])
@@ -41,7 +42,8 @@ def test_what_could_not_be_asked_is_asked_again() -> None:
 
 
 def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_does_not_take_it() -> None:
-    store, tier_index = Store(), TierIndex("disk", 10)
+    store = Store()
+    tier_index = TierIndex("disk", 10)
     deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
     deleter.delete("disk", [b"a", b"b"]).set_result(None)
     for key in (b"a", b"b"):
@@ -56,7 +58,8 @@ def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_d
 
 
 def test_of_what_a_store_should_not_have_nothing_is_deleted_that_it_has_again() -> None:
-    store, tier_index = Store(), TierIndex("disk", 10)
+    store = Store()
+    tier_index = TierIndex("disk", 10)
     deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
     for key in (b"a", b"b"):
         tier_index.add(key, Namespace("model"))
@@ -69,7 +72,9 @@ def test_of_what_a_store_should_not_have_nothing_is_deleted_that_it_has_again() 
 
 
 def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
-    store, tier_index, woken = Store(), TierIndex("disk", 10), list[bool]()
+    store = Store()
+    tier_index = TierIndex("disk", 10)
+    woken = list[bool]()
     offload_index = SimpleNamespace(tiers={"disk": tier_index})
     deleter = Deleter(offload_index, {"disk": store}, lambda: woken.append(deleter.has_failed))  # type: ignore[arg-type, dict-item]
     deleter.delete("disk", [b"a"]).set_result(1)
@@ -79,7 +84,8 @@ def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
 
 
 def test_the_end_waits_for_what_is_not_deleted_yet() -> None:
-    store, tier_index = Store(), TierIndex("disk", 10)
+    store = Store()
+    tier_index = TierIndex("disk", 10)
     deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
     assert deleter.finish(0.0)
     deleter.delete("disk", [b"a"]).set_result(None)

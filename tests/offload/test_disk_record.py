@@ -24,7 +24,8 @@ from tests.patience import PATIENCE_S
 from .tiered_bench import FORMAT, OBJECT_BYTES, PAYLOAD_BYTES, TieredBench
 
 KEYS = BlockKeys(FORMAT)
-ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other", salt="s")
+ACME = Namespace("model", "acme")
+OTHER = Namespace("model", "other", salt="s")
 
 
 def disk_at(path: Path) -> DiskStore:
@@ -32,7 +33,9 @@ def disk_at(path: Path) -> DiskStore:
 
 
 def blocks_of(namespace: Namespace, ids: range) -> list[BlockObject]:
-    prompt, parent, blocks = tokens(ids), KEYS.root(namespace), []
+    prompt = tokens(ids)
+    parent = KEYS.root(namespace)
+    blocks = []
     for index, key in enumerate(KEYS.chain(parent, prompt)):
         own = prompt[16 * index : 16 * index + 16]
         blocks.append(BlockObject(key, parent, 0, own, memoryview(bytes(PAYLOAD_BYTES))))
@@ -59,7 +62,8 @@ def read(path: Path) -> tuple[Sequence[tuple[bytes, Namespace]], int | None]:
 
 
 def test_blocks_are_found_with_their_owners_in_the_order_in_which_they_go(tmp_path: Path) -> None:
-    ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
+    ours = blocks_of(ACME, range(12))
+    theirs = blocks_of(OTHER, range(8))
     written = [ours[2], theirs[1], theirs[0], ours[1], ours[0]]
     store(tmp_path, written, [ACME, OTHER])
     owners = {each.key: ACME for each in ours} | {each.key: OTHER for each in theirs}
@@ -68,7 +72,8 @@ def test_blocks_are_found_with_their_owners_in_the_order_in_which_they_go(tmp_pa
 
 def test_what_nobody_can_purge_is_deleted(tmp_path: Path) -> None:
     """Its owner is not known."""
-    ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
+    ours = blocks_of(ACME, range(12))
+    theirs = blocks_of(OTHER, range(8))
     store(tmp_path, [*ours, *theirs], [ACME])
     assert read(tmp_path) == ([(each.key, ACME) for each in ours], 3)
 
@@ -109,7 +114,7 @@ def test_the_next_process_finds_blocks_in_the_order_that_was_noted(tmp_path: Pat
     record = DiskRecord(disk, KEYS)
     record.note(ACME)
     disk.put([first, second, third])
-    record.arrange([second.key, first.key])
+    record.persist_order([second.key, first.key])
     disk.close()
     assert [key for key, _ in read(tmp_path)[0]] == [third.key, second.key, first.key]
 
@@ -163,7 +168,8 @@ def test_without_names_nothing_is_found(noted: list[Namespace], tmp_path: Path) 
 def test_blocks_are_found_although_others_can_not_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours, theirs = blocks_of(ACME, range(12)), blocks_of(OTHER, range(8))
+    ours = blocks_of(ACME, range(12))
+    theirs = blocks_of(OTHER, range(8))
     store(tmp_path, [*ours, *theirs], [ACME])
     disk = disk_at(tmp_path)
     monkeypatch.setattr(disk, "delete", _fail)
@@ -180,7 +186,8 @@ def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_record, "_FEW", 10)
-    disk, owned = disk_at(tmp_path), NamespaceKeys()
+    disk = disk_at(tmp_path)
+    owned = NamespaceKeys()
     record = DiskRecord(disk, KEYS)
     for number in range(100):
         record.note(ACME._replace(salt=str(number)))
@@ -188,13 +195,13 @@ def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
         if number > 4:
             owned.remove(bytes([number - 1]) * 32)
         record.tidy(owned)
-        assert len(disk.names) <= 2 * 5 + 10
+        assert len(disk.namespaces) <= 2 * 5 + 10
     kept = {KEYS.root(each): each for each in owned}
-    assert kept.items() <= disk.names.known().items()
+    assert kept.items() <= disk.namespaces.by_root().items()
     disk.put([])
     disk.close()
     again = disk_at(tmp_path)
-    assert again.names.known().keys() >= kept.keys()
+    assert again.namespaces.by_root().keys() >= kept.keys()
     again.close()
 
 
@@ -203,22 +210,24 @@ def test_what_is_stored_while_a_disk_is_read_is_no_block_of_an_earlier_process(
 ) -> None:
     store(tmp_path, blocks_of(ACME, range(8)), [ACME])
     disk = disk_at(tmp_path)
-    record, real_known = DiskRecord(disk, KEYS), disk.names.known
+    record = DiskRecord(disk, KEYS)
+    real_by_root = disk.namespaces.by_root
 
-    def known() -> dict[bytes, Namespace]:
-        found = real_known()
+    def by_root() -> dict[bytes, Namespace]:
+        found = real_by_root()
         record.note(OTHER)
         disk.put(blocks_of(OTHER, range(8)))
         return found
 
-    monkeypatch.setattr(disk.names, "known", known)
+    monkeypatch.setattr(disk.namespaces, "by_root", by_root)
     assert len(record.read().blocks) == 2
     assert disk.size().num_objects == 4
     disk.close()
 
 
 def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tmp_path: Path) -> None:
-    ours, may_list = blocks_of(ACME, range(12)), threading.Event()
+    ours = blocks_of(ACME, range(12))
+    may_list = threading.Event()
     store(tmp_path, ours, [ACME])
     disk = disk_at(tmp_path)
     DiskRecord(disk, KEYS).keep([(each.key, RetentionHint(90, None)) for each in ours])
@@ -230,8 +239,10 @@ def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tm
             return super().read()
 
     disk = disk_at(tmp_path)
-    record, bench = SlowRecord(disk, KEYS), TieredBench(disk=8)
-    offload, tier_index = bench.offload, bench.index.tiers["disk"]
+    record = SlowRecord(disk, KEYS)
+    bench = TieredBench(disk=8)
+    offload = bench.offload
+    tier_index = bench.index.tiers["disk"]
     offload._earlier = DiskScan(record, tier_index, bench.index.retention, lambda keys: None)
     offload._last_save = ShutdownSave(bench.cache, bench.index, offload._saver, record)
     threading.Timer(0.05, may_list.set).start()

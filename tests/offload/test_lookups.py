@@ -16,7 +16,8 @@ from tests.fake_runner import next_token, tokens
 from .tiered_bench import SteppedStore, TieredBench
 
 NAMESPACE = Namespace("fake")
-PROMPT, FLOOD = range(13), range(100, 115)  # three whole blocks and a token; all four blocks of the device
+PROMPT = range(13)  # three whole blocks and a token
+FLOOD = range(100, 115)  # all four blocks of the device
 
 
 def remote(result: PrefillResult) -> int:
@@ -105,7 +106,8 @@ def test_what_is_cached_or_may_not_be_read_is_not_asked_for() -> None:
 
 def test_others_go_on_while_a_request_waits_for_an_answer() -> None:
     bench = TieredBench(8, redis=SteppedStore(100))
-    waiting, short = bench.submit(PROMPT), bench.submit(range(3))
+    waiting = bench.submit(PROMPT)
+    short = bench.submit(range(3))
     bench.core.step()
     assert short.done()
     assert not waiting.done()
@@ -141,7 +143,8 @@ def test_a_request_that_was_purged_publishes_nothing_of_what_others_computed_sin
 
 def test_who_is_cancelled_or_late_waits_for_no_answer() -> None:
     bench = TieredBench(redis=SteppedStore(100))
-    late, cancelled = bench.submit(PROMPT, deadline_s=5.0), bench.submit(FLOOD)
+    late = bench.submit(PROMPT, deadline_s=5.0)
+    cancelled = bench.submit(FLOOD)
     cancelled.cancel()
     bench.clock.now = 6.0
     bench.core.step()

@@ -35,7 +35,8 @@ from .tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, FakeMover, SteppedStore, Ti
 
 NAMESPACE = Namespace("fake")
 WITHOUT_LOADS = (5, 10)  # seeds of small stores
-PROMPT, FLOOD = range(13), range(100, 115)  # three whole blocks and a token; all four blocks of the device
+PROMPT = range(13)  # three whole blocks and a token
+FLOOD = range(100, 115)  # all four blocks of the device
 
 
 def loaded(result: PrefillResult) -> tuple[int, int, int]:
@@ -183,8 +184,11 @@ def test_blocks_that_come_with_a_request_are_not_computed_and_stay() -> None:
 
 def test_fetched_blocks_are_there_until_the_engine_copied_them() -> None:
     """Whoever fetched them counts their bytes as long."""
-    bench, fetched = TieredBench(num_blocks=4), fetched_from(TieredBench())
-    busy, future, kept = bench.generate(range(100, 106), 9), Future(), weakref.ref(fetched)
+    bench = TieredBench(num_blocks=4)
+    fetched = fetched_from(TieredBench())
+    busy = bench.generate(range(100, 106), 9)
+    future = Future()
+    kept = weakref.ref(fetched)
     bench.core.step()
     bench.core.submit(Request(PrefillParams(tokens(PROMPT)), NAMESPACE, future, 0.0, fetched=fetched))
     del fetched
@@ -522,8 +526,10 @@ class SlowCopy(CompleteCopy):
 
 
 def test_what_a_store_lent_is_kept_until_the_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, copy = emptied(TieredBench(host=3)), SlowCopy(seconds=7.0)
-    write, memory = bench.mover.write, bench.stores["host"].memory
+    bench = emptied(TieredBench(host=3))
+    copy = SlowCopy(seconds=7.0)
+    write = bench.mover.write
+    memory = bench.stores["host"].memory
     monkeypatch.setattr(bench.mover, "write", lambda *arguments: (write(*arguments), copy)[1])
     future = bench.submit(PROMPT)
     while not future.done():
@@ -621,7 +627,8 @@ def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytes
     monkeypatch.setattr(offload, "_RETRY_PERIOD_S", 0.0)
     rng = random.Random(seed)
     bench = TieredBench(num_blocks=rng.choice([4, 6, 9]), host=rng.choice([1, 3, 8]), disk=rng.choice([8, 20]))
-    futures, generations = [], []
+    futures = []
+    generations = []
     num_loaded = 0
     for _ in range(200):
         for store in bench.stores.values():

@@ -46,7 +46,8 @@ def test_memory_that_is_not_there_is_refused() -> None:
 
 def test_a_slot_is_free_again_when_its_last_view_goes() -> None:
     slots = StagingSlots(map_memory(2 * staging_stride(5000)), 5000)
-    first, second = slots.take(), slots.take()
+    first = slots.take()
+    second = slots.take()
     assert first is not None
     assert second is not None
     assert (first.nbytes, slots.num_free, slots.take()) == (5000, 0, None)

@@ -71,9 +71,11 @@ def test_from_an_invocation_on_keys_hold_the_content_of_the_adapter_and_its_plac
 
 def test_keys_are_the_same_whatever_mark_an_adapter_has() -> None:
     """Marks are given in the order in which adapters come, which differs between processes."""
-    first, second = InvocationMarks(), InvocationMarks()
+    first = InvocationMarks()
+    second = InvocationMarks()
     second.add("another")
-    ours, theirs = invoked(first, "law", 6), invoked(second, "law", 6)
+    ours = invoked(first, "law", 6)
+    theirs = invoked(second, "law", 6)
     assert ours != theirs
     assert keys_of(ours, marks=first) == keys_of(theirs, marks=second)
 

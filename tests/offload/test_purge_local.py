@@ -16,7 +16,7 @@ def num_of(store: SteppedStore, tenant: str) -> int:
     return len(store._keys_of(BlockKeys(FORMAT).scope(tenant, None, None)))
 
 
-def giving_up() -> tuple[TieredBench, SteppedStore]:
+def keeping_its_victim() -> tuple[TieredBench, SteppedStore]:
     """A bench whose store is full of B's blocks, three of which are to go for three of A's that have left."""
     bench = TieredBench(num_blocks=8, host=4)
     store = bench.stores["host"]
@@ -52,21 +52,21 @@ def purge(bench: TieredBench, store: SteppedStore) -> int | None:
 
 
 def test_a_store_that_was_not_told_yet_deletes_all_at_once() -> None:
-    bench, store = giving_up()
+    bench, store = keeping_its_victim()
     assert purge(bench, store) == 4
     assert num_of(store, "B") == 0
     bench.run()
     assert num_of(store, "A") == 3
 
 
-def test_what_a_store_was_told_to_give_up_counts_until_it_has() -> None:
-    bench, store = giving_up()
+def test_what_a_store_was_told_to_victims_counts_until_it_has() -> None:
+    bench, store = keeping_its_victim()
     bench.offload._saver.flush()
     assert purge(bench, store) == 1, "the others had gone before"
     assert (num_of(store, "A"), num_of(store, "B")) == (3, 0)
 
 
-def test_what_a_store_had_no_reason_to_give_up_is_deleted_before_the_purge_is_answered() -> None:
+def test_what_a_store_had_no_reason_to_victims_is_deleted_before_the_purge_is_answered() -> None:
     bench, store = keeping()
     assert bench.core.seconds_to_rest() == 1.0, "also if no request comes"
     assert purge(bench, store) == 3
@@ -77,7 +77,7 @@ def test_what_a_store_had_no_reason_to_give_up_is_deleted_before_the_purge_is_an
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_a_store_failed_to_delete_is_told_by_the_next_purge(is_late: bool) -> None:
-    bench, store = giving_up()
+    bench, store = keeping_its_victim()
     bench.offload._saver.flush()
     store.error = StoreUnavailable("gone")
     store.run()
@@ -87,13 +87,14 @@ def test_what_a_store_failed_to_delete_is_told_by_the_next_purge(is_late: bool) 
     (deletion,) = bench.offload.purge("B", None, None)
     told, store.calls = store.calls, store.calls[:-1]
     store.run()
-    store.error, store.calls = None, told[-1:]
+    store.error = None
+    store.calls = told[-1:]
     store.run()
     assert deletion.num_deleted.result(0) == 4
     assert num_of(store, "B") == 0
 
 
-def test_blocks_of_others_that_are_given_up_are_none_of_its_own() -> None:
+def test_blocks_of_others_that_are_victims_are_none_of_its_own() -> None:
     bench, store = keeping()
     (deletion,) = bench.offload.purge("C", None, None)
     store.run()

@@ -79,7 +79,8 @@ def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
 
 def test_what_an_invoked_adapter_computed_is_neither_asked_for_nor_believed_before_the_store_has_purged_it() -> None:
     bench, _, store = two_servers()
-    marks, lookups = bench.cache.marks, bench.offload._lookups
+    marks = bench.cache.marks
+    lookups = bench.offload._lookups
     marks.add("law")
     invocation = marks.invocation("law", 6)  # in the second block
     older, newer = (
@@ -105,7 +106,8 @@ def test_what_an_invoked_adapter_computed_is_neither_asked_for_nor_believed_befo
 
 
 def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
-    store, woken = SteppedStore(100), list[bool]()
+    store = SteppedStore(100)
+    woken = list[bool]()
     first = TieredBench(redis=store, wake=lambda: woken.append(first.offload.purger.has_failed))
     purge_at_once(first.core, tenant="acme")
     store.run()

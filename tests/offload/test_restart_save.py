@@ -44,7 +44,7 @@ class FakeRecord:
     def note(self, namespace: Namespace) -> None:
         pass
 
-    def arrange(self, keys: Sequence[bytes]) -> None:
+    def persist_order(self, keys: Sequence[bytes]) -> None:
         self.keys = list(keys)
 
     def keep(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:

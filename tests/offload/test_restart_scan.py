@@ -217,7 +217,9 @@ def test_blocks_and_priorities_are_taken_one_after_the_other(monkeypatch: pytest
 
 
 def test_the_engine_is_woken_when_there_is_something_to_take() -> None:
-    record, woken, tier_index = FakeRecord(), threading.Event(), TierIndex("disk", 10)
+    record = FakeRecord()
+    woken = threading.Event()
+    tier_index = TierIndex("disk", 10)
     retention = StoredRetention({"disk": tier_index})
     blocks = DiskScan(record, tier_index, retention, record.deleted.extend, woken.set)  # type: ignore[arg-type]
     record.may_answer.set()

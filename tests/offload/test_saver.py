@@ -104,11 +104,11 @@ def test_a_store_keeps_nothing_of_a_block_whose_call_never_reached_it() -> None:
     assert num_stored(bench) == 0
 
 
-def test_nor_of_one_that_was_given_up_and_came_back_before_the_store_was_told() -> None:
+def test_nor_of_one_that_was_victims_and_came_back_before_the_store_was_told() -> None:
     bench = stored_without_parts(room_blocks=3)
     (store,) = bench.stores.values()
     bench.cache.evict(1)
-    assert bench.index._given_up["host"]
+    assert bench.index._victims["host"]
     store.error = StorePaused("paused")
     bench.evict(4)
     store.error = None
@@ -131,7 +131,8 @@ def test_what_a_store_was_not_given_is_not_deleted() -> None:
 def test_the_index_agrees_with_the_stores_whatever_fails(seed: int) -> None:
     rng = random.Random(seed)
     num_parts = rng.choice([0, rng.randint(7, 12)])
-    num_blocks, max_bytes = rng.choice([12, 16, 24]), rng.choice([2, 8, 256]) * PAYLOAD_BYTES
+    num_blocks = rng.choice([12, 16, 24])
+    max_bytes = rng.choice([2, 8, 256]) * PAYLOAD_BYTES
     bench = TieredBench(num_blocks, max_bytes, num_parts, host=rng.choice([3, 8, 40]), disk=rng.choice([6, 60]))
     bench.runner.is_asynchronous = False
     prompts = [[rng.randrange(200) for _ in range(30)] for _ in range(3)]

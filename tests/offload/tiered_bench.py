@@ -28,8 +28,10 @@ from radixkv.offload.tiers.tier import Tier
 from tests.core_bench import BLOCK_SIZE, Bench, Clock
 from tests.fake_runner import FakeRunner
 
-PAYLOAD_BYTES, BYTES_WITHOUT_PART = 4096, 4032
-WINDOW, STEP_TOKENS = 7, 8  # of a bench with parts
+PAYLOAD_BYTES = 4096
+BYTES_WITHOUT_PART = 4032
+WINDOW = 7  # of a bench with parts
+STEP_TOKENS = 8
 SHARED = ("redis", "mooncake")
 FORMAT = BlockFormat("fake", "float32", "fp32", "fake", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
 OBJECT_BYTES = object_bytes(BLOCK_SIZE, PAYLOAD_BYTES)
@@ -100,8 +102,8 @@ class SteppedStore:
             else:
                 future.set_result(call())
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult]:
-        return self._later(lambda: self.memory.put(objects, give_up))
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
+        return self._later(lambda: self.memory.put(objects, victims))
 
     def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
         return self._later(lambda: self.memory.get(keys))

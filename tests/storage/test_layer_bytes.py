@@ -17,7 +17,8 @@ from tests.offload.test_block_mover import pool_of
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4])
 def test_layers_of_a_payload_are_those_of_the_pool(dtype: torch.dtype, is_latent: bool) -> None:
     pool = pool_of(dtype, is_latent=is_latent)
-    layers, (payload,) = LayerBytes.of(pool), BlockMover([pool]).read([3]).payloads
+    layers = LayerBytes.of(pool)
+    (payload,) = BlockMover([pool]).read([3]).payloads
     assert layers.size_of(pool.num_layers) == len(payload)
     for layer in range(pool.num_layers):
         expected = bytes(pool.values[3, layer].contiguous().view(torch.uint8).numpy())

@@ -46,7 +46,8 @@ def test_layers_count_by_themselves_in_each_pool() -> None:
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_each_shape_has_a_pool_among_blocks_and_among_parts(dtype: torch.dtype, is_by_layer: bool) -> None:
-    small, large = KVHeads(2, 8), KVHeads(1, 24)
+    small = KVHeads(2, 8)
+    large = KVHeads(1, 24)
     shape = KVShape.of_layers([small, large, small, large, large], dtype)
     groups = LayerGroups.of((8, None, None, 8, None), None)
     cpu = torch.device("cpu")

@@ -81,7 +81,7 @@ class OffloadIndex(Listener):
         self._block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
         self._evicted_blocks: list[EvictedBlock] = []
-        self._given_up: dict[str, dict[bytes, None]] = {name: {} for name in self.tiers}
+        self._victims: dict[str, dict[bytes, None]] = {name: {} for name in self.tiers}
 
     def subscribe(self, listener: StoreListener) -> None:
         """Notify a listener of the blocks that tiers hold from now on."""
@@ -201,8 +201,8 @@ class OffloadIndex(Listener):
     def take_evicted_blocks(self) -> tuple[list[EvictedBlock], dict[str, list[bytes]]]:
         """Return the blocks to store since the last call, and for each tier the keys it evicts for them, in order."""
         evicted_blocks, self._evicted_blocks = self._evicted_blocks, []
-        given_up, self._given_up = self._given_up, {name: {} for name in self.tiers}
-        return evicted_blocks, {name: list(keys) for name, keys in given_up.items()}
+        victims, self._victims = self._victims, {name: {} for name in self.tiers}
+        return evicted_blocks, {name: list(keys) for name, keys in victims.items()}
 
     def find(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[StoredBlock]:
         """List the stored blocks that follow the cached ones of a prompt, up to the first that no tier holds.
@@ -279,11 +279,11 @@ class OffloadIndex(Listener):
             keys[name] = [key for namespace in gone for key in tier_index.remove_all(namespace)]
         return keys
 
-    def drop_given_up(self, name: str, is_chosen: Callable[[bytes], bool]) -> list[bytes]:
+    def drop_victims(self, name: str, is_chosen: Callable[[bytes], bool]) -> list[bytes]:
         """Return the chosen keys of those that a tier evicts but was not asked to delete yet, and forget them."""
-        chosen = [key for key in self._given_up[name] if is_chosen(key)]
+        chosen = [key for key in self._victims[name] if is_chosen(key)]
         for key in chosen:
-            del self._given_up[name][key]
+            del self._victims[name][key]
         return chosen
 
     def _wants(self, tier_index: TierIndex, block: KeyedBlock, part_id: int | None) -> bool:
@@ -298,14 +298,15 @@ class OffloadIndex(Listener):
             return False
         if not tier_index.has_room_for(block.namespace.tenant, priority):
             return False
-        victim, given_up = tier_index.add(block.key, block.namespace, priority), self._given_up[tier_index.name]
+        victim = tier_index.add(block.key, block.namespace, priority)
+        victims = self._victims[tier_index.name]
         if victim is not None:
-            given_up[victim] = None
+            victims[victim] = None
         if part_id == NO_PART:
             tier_index.partless.add(block.key)
-        if block.key not in given_up:
+        if block.key not in victims:
             return True
-        del given_up[
+        del victims[
             block.key
         ]  # the store was not asked to delete it, and still holds it, perhaps without its windowed layers
         if has_part:
@@ -341,7 +342,9 @@ def grant_stored(
     cached = end - on_device.uncached_tokens
     end_kept = start + on_device.granted_tokens if on_device.refused_tokens else end  # no use behind a gap
     expires_s = None if retention.ttl_s is None else now_s + retention.ttl_s
-    first, last, num_cached_blocks = start // block_size, -(-end_kept // block_size), cached // block_size
+    first = start // block_size
+    last = -(-end_kept // block_size)
+    num_cached_blocks = cached // block_size
     hint = RetentionHint(retention.priority, expires_s)
     num_granted, num_stored = offload_index.retain(namespace, tokens, first, last, num_cached_blocks, hint)
     first = max(first, num_cached_blocks)

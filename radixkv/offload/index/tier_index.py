@@ -372,7 +372,8 @@ class TierIndex:
             order.put_last(key, level, turn)
 
     def _orders_of(self, tenant: str) -> tuple[EvictionOrder, ...]:
-        main, capped = self._floored.get(tenant, self._order), self._capped.get(tenant)
+        main = self._floored.get(tenant, self._order)
+        capped = self._capped.get(tenant)
         return (main,) if capped is None else (main, capped)
 
 

@@ -26,7 +26,9 @@ from radixkv.offload.tiers.sealing import SALT_BYTES, TAG_BYTES, BlockCipher, No
 from radixkv.tokens import TOKEN_BYTES
 
 CHECKSUM_BYTES = 16
-_MAGIC, _VERSION, _IS_SEALED = b"RKVBLOCK", 1, 1
+_MAGIC = b"RKVBLOCK"
+_VERSION = 1
+_IS_SEALED = 1
 _HEAD = Struct(f"<8sHHIQQ{KEY_BYTES}s{KEY_BYTES}s{SALT_BYTES}s8x")
 _ALIGNMENT = 64
 _PIECE_BYTES = 1 << 20  # fits into any third-level cache; smaller ones are copied more slowly
@@ -223,14 +225,16 @@ def open_object(
 def _opened(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | ObjectFault:
     token_bytes = len(wanted.tokens)
     if wanted.cipher is None:
-        body, start = data, HEAD_BYTES
+        body = data
+        start = HEAD_BYTES
         payload = data[start + token_bytes + _padding(head.num_tokens) : -CHECKSUM_BYTES]
     else:
         try:
             opened = wanted.cipher.open(head.salt, data[:HEAD_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES])
         except NotSealedByUs:
             return ObjectFault.UNSEALED
-        body, start = memoryview(opened), 0
+        body = memoryview(opened)
+        start = 0
         payload = body[token_bytes:]
     if body[start : start + token_bytes].tobytes() != wanted.tokens:  # views would be compared number by number
         return ObjectFault.OTHER_TOKENS

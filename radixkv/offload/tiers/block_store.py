@@ -100,12 +100,12 @@ class BlockStore(Protocol):
     reachable, closed. Objects are what `BlockObject` makes; a store neither reads nor checks them.
     """
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult]:
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
         """Store objects.
 
         Args:
             objects: theirs are the payloads from now on: they must never change again.
-            give_up: keys to evict, in this order, if room is needed, but none that is being read: then there is no
+            victims: keys to evict, in this order, if room is needed, but none that is being read: then there is no
                 room. After them goes what was not used for longest.
         """
 
@@ -140,7 +140,7 @@ class StoreBackend(ABC):
     num_readers = 2
 
     @abstractmethod
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         """Store objects."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Store on a local disk. It survives the process, at whatever moment that dies."""
+"""Store on a local disk. Its contents survive the process, even if that is killed at any moment."""
 
 from __future__ import annotations
 
@@ -30,49 +30,51 @@ from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
 
 _VERSION = 2
 _STAT_BLOCK_BYTES = 512
-_LABEL, _LOCK = "format.json", "lock"
+_LABEL = "format.json"
+_LOCK = "lock"
 _log = logging.getLogger(__name__)
-_NAMES = "namespaces"
-_BATCH_BYTES = 16 << 20  # written at a time; sealed objects take as much memory meanwhile
-_FULL_PAUSE_S = 60.0  # a full disk is asked for room again after this
+_NAMESPACES = "namespaces"
+_BATCH_BYTES = 16 << 20  # per write; encrypted objects take as much memory during it
+_FULL_PAUSE_S = 60.0  # between attempts to grow on a full disk
 
 
 class BufferPool:
-    """Buffers of one size, each at the start of a page.
+    """A pool of page-aligned buffers of one size.
 
-    Both matter: new memory is filled with zeros first, and into memory that begins 16 bytes after a page, as an
-    allocator gives it, an EPYC copies from the page cache at a quarter of the speed. Those that are kept are in one
-    allocation, which takes room once it is written to; with huge pages a read and its checksum take 4 % less time.
+    Reuse and alignment both matter: the kernel zeroes new memory first, and into memory that begins 16 bytes after a
+    page boundary, as allocators return it, an EPYC copies from the page cache at a quarter of the speed. Pooled buffers
+    are in one mapping, whose pages take memory when they are first written; with huge pages a read and its checksum
+    take 4 % less time.
 
-    Safe for threads: a list's append and pop are whole, and so is a count's next.
+    Thread-safe: `list.append`, `list.pop` and `next` of a count are atomic.
 
     Args:
-        buffer_bytes: size of each, whole pages.
-        max_idle_bytes: bytes of buffers that are kept while nobody uses them.
+        buffer_bytes: size of each, a multiple of the page size.
+        max_idle_bytes: maximum size of the buffers that stay in the pool.
     """
 
     def __init__(self, buffer_bytes: int, max_idle_bytes: int = 256 << 20) -> None:
         self._buffer_bytes = buffer_bytes
-        self._num_kept = max_idle_bytes // buffer_bytes
-        self._kept = _pages(max(1, self._num_kept) * buffer_bytes)
+        self._num_pooled = max_idle_bytes // buffer_bytes
+        self._pooled = _pages(max(1, self._num_pooled) * buffer_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._kept.madvise(mmap.MADV_HUGEPAGE)
+            self._pooled.madvise(mmap.MADV_HUGEPAGE)
         self._numbers = itertools.count()
         self._idle: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """Return a buffer, whatever is in it."""
+        """Return a buffer with arbitrary contents."""
         try:
             return self._idle.pop()
         except IndexError:
             number = next(self._numbers)
-        if number >= self._num_kept:
+        if number >= self._num_pooled:
             return memoryview(_pages(self._buffer_bytes))
-        return memoryview(self._kept)[number * self._buffer_bytes : (number + 1) * self._buffer_bytes]
+        return memoryview(self._pooled)[number * self._buffer_bytes : (number + 1) * self._buffer_bytes]
 
     def give_back(self, buffer: memoryview) -> None:
-        """Take a buffer back. Nobody may use it after this."""
-        if buffer.obj is self._kept:
+        """Return a buffer to the pool. The caller must not use it afterwards."""
+        if buffer.obj is self._pooled:
             self._idle.append(buffer)
 
 
@@ -81,16 +83,16 @@ def _pages(num_bytes: int) -> mmap.mmap:
 
 
 class DiskDirectory:
-    """A directory below the configured one, named by a format's fingerprint; readable by this user alone.
+    """The directory of one block format below the configured one, named by the fingerprint of the format.
 
-    Its lock is the process's, so a process that is killed leaves none behind.
+    Only the current user can read it. The process locks it; the kernel releases the lock if the process is killed.
 
     Args:
-        parent: the configured directory; made if there is none.
+        parent: the configured directory; created if it does not exist.
         block_format: format of the blocks.
 
     Raises:
-        StoreUnavailable: it can't be written, another process has it, or it is of another format.
+        StoreUnavailable: the directory is not writable, is locked by another process, or has another format.
     """
 
     def __init__(self, parent: Path, block_format: BlockFormat) -> None:
@@ -112,14 +114,14 @@ class DiskDirectory:
         return StoreUnavailable(f"tiers.disk_path: expected a directory to write to, got {reason}")
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock."""
         os.close(self._lock)
 
     def _claim(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise StoreUnavailable(f"{self.path}: expected to be alone, got another process that uses it") from error
+            raise StoreUnavailable(f"{self.path}: another process uses this directory") from error
         label = self.path / _LABEL
         try:
             if not label.exists():
@@ -132,7 +134,7 @@ class DiskDirectory:
             raise self._not_writable(error) from error
 
     def _write(self, label: Path) -> None:
-        """Write the label: the old one or the whole new one is there, also after a power failure."""
+        """Write the label atomically, also with respect to a power failure."""
         partial = label.with_suffix(".partial")
         with partial.open("w", encoding="utf-8") as file:
             json.dump(self._label, file, indent=2)
@@ -147,9 +149,9 @@ class DiskDirectory:
 
 
 def half_of_free(path: Path) -> int:
-    """Return half of the bytes that are free for blocks at a path, those that blocks of earlier starts take too.
+    """Return half of the free bytes at a path, where blocks of earlier processes count as free.
 
-    The path need not exist yet.
+    The path need not exist.
     """
     ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
     parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
@@ -157,27 +159,29 @@ def half_of_free(path: Path) -> int:
 
 
 class DiskStore(StoreBackend):
-    """Objects on a disk, in slots of whole pages. One process has a directory; another one is refused.
+    """Objects on a disk, in slots of whole pages. Only one process can open a directory.
 
     Args:
         path: `tiers.disk_path`. Each format has a directory of its own below it.
         block_format: format of the blocks.
         object_bytes: size of the largest object.
-        max_bytes: the bound, `tiers.disk_bytes`; None for half of what is free, blocks of earlier starts too.
+        max_bytes: capacity, `tiers.disk_bytes`; None for half of the free space, see `half_of_free`.
         clock: seconds, monotonic.
         native: see `SlotFile`.
 
     Attributes:
         path: directory of this format.
-        names: of the namespaces whose blocks are here, as far as anybody has told.
+        namespaces: the known namespaces of the blocks on the disk.
 
     Raises:
-        StoreUnavailable: the directory can't be used, or the bound has no room for one object.
+        StoreUnavailable: the directory can't be used, or the capacity is less than one object.
 
-    Complexity: starting reads 64 bytes a slot and takes about 2 us for each object that is there.
+    Complexity: opening reads 64 bytes per slot and takes about 2 us per stored object.
     """
 
-    num_readers = 1  # two that take turns look random to the system, which then does not read ahead
+    num_readers = (
+        1  # reads of two threads interleave, so the kernel takes them for random access and does not read ahead
+    )
 
     def __init__(
         self,
@@ -192,32 +196,36 @@ class DiskStore(StoreBackend):
         self._max_slots = (half_of_free(path) if max_bytes is None else max_bytes) // self._sizes.slot_bytes
         if not self._max_slots:
             raise StoreUnavailable(_no_room(path, self._sizes.slot_bytes, max_bytes))
-        self._clock, self._next_growth_s = clock, clock()
-        self._lock, self._growth = threading.RLock(), threading.Lock()  # of the books; of who takes more room
+        self._clock = clock
+        self._next_growth_s = clock()
+        self._lock = threading.RLock()  # guards the slot table
+        self._growth = threading.Lock()  # only one thread grows the files
         self._is_closed = False
-        self._last: Sequence[bytes] = ()
+        self._last_order: Sequence[bytes] = ()
         self._buffers = BufferPool(self._sizes.buffer_bytes)
         self._directory = DiskDirectory(path, block_format)
         self.path = self._directory.path
-        with contextlib.ExitStack() as ends, _failures(self.path):
-            ends.callback(self._directory.close)
+        with contextlib.ExitStack() as opened, _failures(self.path):
+            opened.callback(self._directory.close)
             self._file = SlotFile(self.path, self._sizes, self._max_slots, native)
-            ends.callback(self._file.close)
-            self._table, self._serial = self._found()
-            self.names = NamespaceFile(self.path / _NAMES)
-            ends.pop_all()  # all is open
+            opened.callback(self._file.close)
+            self._table, self._serial = self._read_index()
+            self.namespaces = NamespaceFile(self.path / _NAMESPACES)
+            opened.pop_all()  # everything is open
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
-        """Write objects. They are there for the next process once this returns, and after a power failure perhaps."""
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
+        """Write objects. After this returns, they survive the process, but not necessarily a power failure."""
         with _failures(self.path):
-            self.names.write()  # without the names of their namespaces blocks are of no use
-        left, outcomes, evicted = iter(give_up), list[PutOutcome](), list[bytes]()
+            self.namespaces.write()  # first, since blocks of unknown namespaces are useless
+        left = iter(victims)
+        outcomes = list[PutOutcome]()
+        evicted = list[bytes]()
         for batch in self._batches(objects):
             self._grow(len(batch))
             claimed: list[tuple[int, BlockObject]] = []
             try:
                 with self._lock, _failures(self.path):
-                    fates, gone = self._claim(batch, left, claimed)
+                    batch_outcomes, batch_evicted = self._claim(batch, left, claimed)
                 with _failures(self.path):
                     self._file.write_objects(claimed)
             except BaseException:
@@ -226,12 +234,12 @@ class DiskStore(StoreBackend):
                         self._table.abandon(each.key, slot)
                 raise
             self._publish(claimed)
-            outcomes += fates
-            evicted += gone
+            outcomes += batch_outcomes
+            evicted += batch_evicted
         return PutResult(tuple(outcomes), tuple(evicted))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Read objects into buffers, which are used again after the loans."""
+        """Read objects into buffers, which are reused after their loans are released."""
         with self._lock:
             entries = [self._table.find(key) for key in keys]
             there = [entry for entry in entries if entry is not None]
@@ -255,14 +263,14 @@ class DiskStore(StoreBackend):
         return [None if entry is None else next(loans) for entry in entries]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether there is an object under each key; it is no use of it."""
+        """Return whether there is an object under each key. Does not count as a use."""
         with self._lock:
             return [self._table.find(key, is_use=False) is not None for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget objects, and whatever left before: none of them is back after a power failure.
+        """Delete objects durably: neither they nor previously evicted objects reappear after a power failure.
 
-        Their bytes stay on the disk until others are written there.
+        Their bytes stay on the disk until they are overwritten.
         """
         with self._lock, _failures(self.path):
             gone = [entry for key in keys if (entry := self._table.remove(key)) is not None]
@@ -272,41 +280,41 @@ class DiskStore(StoreBackend):
         return len(gone)
 
     def size(self) -> StoreSize:
-        """Return slots and their bytes."""
+        """Return the number of objects, and the slots in bytes."""
         with self._lock:
             used = self._file.num_slots - self._table.num_free
             capacity = self._max_slots * self._sizes.slot_bytes
             return StoreSize(len(self._table), used * self._sizes.slot_bytes, capacity, self._max_slots)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the keys of what is here now, the one that goes first at first."""
+        """Iterate over a snapshot of the keys in eviction order."""
         with self._lock:
             return iter([key for key, _ in self._table])
 
-    def arrange(self, keys: Sequence[bytes]) -> None:
-        """Let the next process find objects in this order behind all others. It is written at the end; nobody waits."""
-        self._last = keys
+    def persist_order(self, keys: Sequence[bytes]) -> None:
+        """Move objects to the end of the eviction order, in this order. `close` writes the order to the disk."""
+        self._last_order = keys
 
     def close(self) -> None:
-        """Write everything to the disk, and in which order objects go, and let another process have the directory."""
+        """Write everything to the disk, including the eviction order, and release the directory."""
         if self._is_closed:
             return
         self._is_closed = True
-        with _failures(self.path), contextlib.ExitStack() as ends:  # whatever fails
-            for each in (self._directory, self._file, self.names):
-                ends.callback(each.close)
-            self._table.put_last(self._last)
+        with _failures(self.path), contextlib.ExitStack() as closing:  # closes all three whatever fails
+            for each in (self._directory, self._file, self.namespaces):
+                closing.callback(each.close)
+            self._table.put_last(self._last_order)
             self._file.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
 
     def _batches(self, objects: Sequence[BlockObject]) -> Iterator[list[BlockObject]]:
-        """Divide objects into those that are written together: different ones, that need not evict each other.
+        """Divide objects into batches without duplicate keys, small enough that no batch evicts its own objects.
 
-        Each write leaves little in the caches of what Python needs, so it is asked for more at a time.
+        Batches are large because each write evicts the interpreter's working set from the CPU caches.
         """
         batch: dict[bytes, BlockObject] = {}
         for each in objects:
-            most = min(_BATCH_BYTES // self._sizes.slot_bytes, self._file.num_slots // 2)
-            if batch and (len(batch) >= most or each.key in batch):
+            max_objects = min(_BATCH_BYTES // self._sizes.slot_bytes, self._file.num_slots // 2)
+            if batch and (len(batch) >= max_objects or each.key in batch):
                 yield list(batch.values())
                 batch.clear()
             batch[each.key] = each
@@ -314,19 +322,23 @@ class DiskStore(StoreBackend):
             yield list(batch.values())
 
     def _claim(
-        self, batch: Sequence[BlockObject], give_up: Iterator[bytes], claimed: list[tuple[int, BlockObject]]
+        self, batch: Sequence[BlockObject], victims: Iterator[bytes], claimed: list[tuple[int, BlockObject]]
     ) -> tuple[list[PutOutcome], list[bytes]]:
-        """Claim slots. Lines of what leaves go first, so that nothing deleted comes back with the next process.
+        """Claim slots for objects, and clear the index lines of objects that are replaced or evicted.
+
+        The lines are cleared before the slots are overwritten, so that no deleted object reappears in the next process.
 
         Args:
             batch: objects with different keys.
-            give_up: as in `SlotTable.claim`.
-            claimed: gets the slots, each with its object, also if this fails.
+            victims: as in `SlotTable.claim`.
+            claimed: the claimed slots are appended, each with its object, even if this raises.
 
         Returns:
-            What becomes of each object, and the keys that were evicted.
+            The outcome of each object, and the evicted keys.
         """
-        outcomes, evicted, useless = list[PutOutcome](), list[bytes](), set[int]()
+        outcomes = list[PutOutcome]()
+        evicted = list[bytes]()
+        useless = set[int]()
         for each in batch:
             if each.num_bytes not in self._sizes.object_bytes:
                 outcomes.append(PutOutcome.TOO_LARGE)
@@ -335,7 +347,7 @@ class DiskStore(StoreBackend):
                 outcomes.append(PutOutcome.ALREADY_THERE)
                 continue
             older = self._table.find(each.key)
-            slot, gone = self._table.claim(each.key, give_up)
+            slot, gone = self._table.claim(each.key, victims)
             evicted += gone
             if older is not None:
                 useless.add(older.slot)
@@ -350,7 +362,7 @@ class DiskStore(StoreBackend):
         return outcomes, evicted
 
     def _publish(self, written: Sequence[tuple[int, BlockObject]]) -> None:
-        """Make objects known, but not those that somebody deleted meanwhile."""
+        """Publish written objects, except those that were deleted during the write."""
         with self._lock, _failures(self.path):
             lines: list[Line] = []
             for slot, each in written:
@@ -361,7 +373,10 @@ class DiskStore(StoreBackend):
             self._file.write_lines(lines)
 
     def _grow(self, num_slots: int) -> None:
-        """Take more room if less is free, the bound allows it and the disk was not just full. Loads do not wait."""
+        """Grow the files if too few slots are free, unless the capacity is reached or the disk was full recently.
+
+        Loads do not wait for this.
+        """
         with self._growth, _failures(self.path):
             if (
                 self._table.num_free >= num_slots
@@ -375,14 +390,18 @@ class DiskStore(StoreBackend):
             if not new:
                 self._next_growth_s = self._clock() + _FULL_PAUSE_S
                 size = self._file.num_slots * self._sizes.slot_bytes
-                _log.warning("tiers.disk_path: the disk is full; going on with %d bytes of %s", size, self.path)
+                _log.warning("tiers.disk_path: the disk is full; continuing with %d bytes of %s", size, self.path)
 
-    def _found(self) -> tuple[SlotTable, int]:
-        """Read the index: of two lines with one key the later one counts. Lines that do not count are cleared."""
+    def _read_index(self) -> tuple[SlotTable, int]:
+        """Read the index, and clear its invalid lines. Of two lines with the same key, the one written last is valid.
+
+        Returns:
+            The table of the stored objects, and the largest serial of their lines.
+        """
         lines = self._file.lines()
         sizes = self._sizes.object_bytes
-        is_there = (lines["serial"] > 0) & (lines["bytes"] >= sizes.start) & (lines["bytes"] < sizes.stop)
-        slots = np.flatnonzero(is_there)
+        is_valid = (lines["serial"] > 0) & (lines["bytes"] >= sizes.start) & (lines["bytes"] < sizes.stop)
+        slots = np.flatnonzero(is_valid)
         slots = slots[np.argsort(lines["serial"][slots], kind="stable")]
         found = lines[slots]
         columns = (found[name].tolist() for name in ("key", "generation", "bytes"))
@@ -391,23 +410,23 @@ class DiskStore(StoreBackend):
         table.add_objects(((key, SlotEntry(slot, *rest)) for slot, key, *rest in rows), self._file.num_slots)
         is_useless = lines["serial"] > 0
         is_useless[[entry.slot for _, entry in table]] = False
-        self._file.clear_lines(np.flatnonzero(is_useless).tolist())  # or they count once the later ones are deleted
+        # Otherwise they would become valid when the later ones are deleted.
+        self._file.clear_lines(np.flatnonzero(is_useless).tolist())
         return table, int(found["serial"][-1]) if len(found) else 0
 
 
 def _no_room(path: Path, slot_bytes: int, max_bytes: int | None) -> str:
     if max_bytes is not None:
         return f"tiers.disk_bytes: expected at least {slot_bytes}, got {max_bytes}"
-    return (
-        f"tiers.disk_path: expected a disk with {2 * slot_bytes} bytes free, half of them for blocks, got less: {path}"
-    )
+    min_bytes = 2 * slot_bytes
+    return f"tiers.disk_path: expected at least {min_bytes} free bytes, half of them for blocks, got less: {path}"
 
 
 @contextlib.contextmanager
 def _failures(path: Path) -> Iterator[None]:
-    """Raise what the system says of the disk as an error of the store."""
+    """Convert an OSError into StoreUnavailable."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise StoreUnavailable(f"tiers.disk_path: expected a disk that works, got {path}: {reason}") from error
+        raise StoreUnavailable(f"tiers.disk_path: access to {path} failed: {reason}") from error

@@ -110,11 +110,15 @@ class CircuitBreaker:
         first_pause_s: float = 1.0,
         max_pause_s: float = 60.0,
     ) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock = clock
+        self._lock = threading.Lock()
         self._max_failures = max_failures
-        self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
-        self._state, self._num_failures = CircuitState.CLOSED, 0 if is_known else max_failures - 1
-        self._pause_s, self._until_s = first_pause_s, 0.0
+        self._first_pause_s = first_pause_s
+        self._max_pause_s = max_pause_s
+        self._state = CircuitState.CLOSED
+        self._num_failures = 0 if is_known else max_failures - 1
+        self._pause_s = first_pause_s
+        self._until_s = 0.0
         self.num_opened = 0
 
     @property
@@ -138,7 +142,9 @@ class CircuitBreaker:
                 self._state is CircuitState.OPEN
             ):  # of a call that began earlier: it says nothing about the current state
                 return False
-            self._state, self._num_failures, self._pause_s = CircuitState.CLOSED, 0, self._first_pause_s
+            self._state = CircuitState.CLOSED
+            self._num_failures = 0
+            self._pause_s = self._first_pause_s
             return not was_closed
 
     def fail(self) -> bool:
@@ -159,10 +165,12 @@ class CircuitBreaker:
         """Record that a call was cancelled, which says nothing about the store."""
         with self._lock:
             if self._state is CircuitState.TRYING:
-                self._state, self._until_s = CircuitState.OPEN, self._clock()
+                self._state = CircuitState.OPEN
+                self._until_s = self._clock()
 
     def _open(self) -> None:
-        self._state, self._until_s = CircuitState.OPEN, self._clock() + self._pause_s
+        self._state = CircuitState.OPEN
+        self._until_s = self._clock() + self._pause_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +225,19 @@ class GuardedStore:
         write_limit_s: float = 10.0,
         purge_limit_s: float = 60.0,
     ) -> None:
-        self._name, self._store, self._timers, self._circuit = name, store, timers, circuit
-        self._limit_s, self._write_limit_s, self._purge_limit_s = limit_s, write_limit_s, purge_limit_s
+        self._name = name
+        self._store = store
+        self._timers = timers
+        self._circuit = circuit
+        self._limit_s = limit_s
+        self._write_limit_s = write_limit_s
+        self._purge_limit_s = purge_limit_s
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("answered", "late", "failed", "busy", "refused", "cancelled"), 0)
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult]:
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
         """Store objects; see `BlockStore`."""
-        return self._call(lambda: self._store.put(objects, give_up), self._write_limit_s)
+        return self._call(lambda: self._store.put(objects, victims), self._write_limit_s)
 
     def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
         """Return the object under each key, or None."""
@@ -294,7 +307,8 @@ class _GuardedCall(Generic[_T]):
     """One call, which ends with an answer, a timeout or a cancellation."""
 
     def __init__(self, guard: GuardedStore, outer: Future[_T], inner: Future[_T]) -> None:
-        self._guard, self._lock = guard, threading.Lock()
+        self._guard = guard
+        self._lock = threading.Lock()
         self._futures: tuple[Future[_T], Future[_T]] | None = (outer, inner)
         self._cancel_alarm: Callable[[], None] = lambda: None
 
@@ -302,7 +316,7 @@ class _GuardedCall(Generic[_T]):
         """Start to wait."""
         assert self._futures is not None
         outer, inner = self._futures
-        self._cancel_alarm = timers.call_later(limit_s, lambda: self._give_up(limit_s))
+        self._cancel_alarm = timers.call_later(limit_s, lambda: self._time_out(limit_s))
         outer.add_done_callback(self._see_cancelled)
         inner.add_done_callback(self._answer)
 
@@ -330,7 +344,7 @@ class _GuardedCall(Generic[_T]):
         else:
             outer.set_exception(error)
 
-    def _give_up(self, limit_s: float) -> None:
+    def _time_out(self, limit_s: float) -> None:
         if (futures := self._end()) is None:
             return
         outer, inner = futures

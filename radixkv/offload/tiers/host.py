@@ -52,14 +52,17 @@ class HostStore(StoreBackend):
         self._num_slots = arena.nbytes // self._slot_bytes
         if not self._num_slots:
             raise ConfigError(f"tiers.host_bytes: expected at least {self._slot_bytes} bytes, got {arena.nbytes}")
-        self._arena, self._native = np.frombuffer(arena, np.uint8), native
+        self._arena = np.frombuffer(arena, np.uint8)
+        self._native = native
         self._table = SlotTable(self._num_slots)
         # Reentrant, since a loan may be released by garbage collection within a call of the same thread.
         self._lock = threading.RLock()
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         """Copy objects into slots. Lent slots are not evicted."""
-        left, outcomes, evicted = iter(give_up), [], []
+        left = iter(victims)
+        outcomes = []
+        evicted = []
         for each in objects:
             if each.num_bytes > self._slot_bytes:
                 outcomes.append(PutOutcome.TOO_LARGE)

@@ -1,4 +1,4 @@
-"""Store in Mooncake: a master, and memory that the servers of one model lend each other."""
+"""Store in Mooncake: a master, and memory that servers of the same model lend each other."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 
 _PREFIX = "radixkv-1-"
-_NO_ROOM, _NOT_FOUND, _NOT_READY = -200, -704, -703  # Mooncake's ErrorCode
+# Values of Mooncake's ErrorCode.
+_NO_ROOM = -200
+_NOT_FOUND = -704
+_NOT_READY = -703
 _PROBE_S = 2.0
 
 
 class MooncakeStore(StoreBackend):
-    """Objects in the memory of all servers, over TCP. The master evicts; this process lends it memory.
+    """Objects in the memory of all servers, over TCP. The master evicts; this process contributes memory.
 
-    Nothing is connected before the first call. While the master is away the client waits in its own time, some
-    seconds a call, so this store belongs behind a `GuardedStore`.
+    The client connects at the first call. While the master is unavailable, each call waits for some seconds, whatever
+    our time limit is, so this store must be used through a `GuardedStore`.
 
     Args:
         master: `HOST:PORT` of the master.
         object_bytes: size of the largest object.
-        lent_bytes: memory that this process lends; 0 for none.
-        buffer_bytes: memory through which objects come and go; a batch takes half of it at most.
+        lent_bytes: memory that this process contributes; 0 for none.
+        buffer_bytes: memory for transfers; a batch takes at most half of it.
 
     Raises:
-        ConfigError: the master's address is not one.
+        ConfigError: the address of the master is invalid.
     """
 
     def __init__(
@@ -41,20 +44,21 @@ class MooncakeStore(StoreBackend):
     ) -> None:
         self._master = host_and_port("tiers.mooncake_master", master)
         self._object_bytes = object_bytes
-        self._lent_bytes, self._buffer_bytes = lent_bytes, max(buffer_bytes, 4 * object_bytes)
+        self._lent_bytes = lent_bytes
+        self._buffer_bytes = max(buffer_bytes, 4 * object_bytes)
         self._batch = self._buffer_bytes // 2 // object_bytes
         self._lock = threading.Lock()
         self._connected: Any = None
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
-        """Store objects; one of the first generation that is there is not sent. The master evicts by itself."""
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
+        """Store objects, except stored ones of the first generation. The master evicts, and ignores `victims`."""
         client = self._client()
         are_there = self.exists([each.key for each in objects])
         pairs = zip(objects, are_there, strict=True)
         return PutResult(tuple(self._put(client, each, is_there) for each, is_there in pairs))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Return objects, in memory of their own."""
+        """Return objects, each in its own memory."""
         client = self._client()
         found: list[Loan | None] = [None] * len(keys)
         there = [number for number, is_there in enumerate(self.exists(keys)) if is_there]
@@ -70,23 +74,23 @@ class MooncakeStore(StoreBackend):
         return [_required(code, 0, 1) == 1 for code in codes]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget objects, for all servers."""
+        """Delete objects, for all servers."""
         codes = self._client().batch_remove([_name(key) for key in keys], True) if keys else []
         return sum(_required(code, 0, _NOT_FOUND, _NOT_READY) == 0 for code in codes)
 
     def purge(self, scope: KeyScope) -> int:
-        """Forget the objects that have such keys, for all servers."""
+        """Delete all objects whose keys are in a scope, for all servers."""
         number: int = self._client().remove_by_regex(f"^{_PREFIX}{scope.hex_pattern('.')}", True)
         if number < 0:
             raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got Mooncake's code {number}")
         return number
 
     def size(self) -> StoreSize:
-        """Return nothing: only the master knows."""
+        """Return unknown sizes: only the master knows them."""
         return StoreSize(None, None, None)
 
     def close(self) -> None:
-        """Take the lent memory back, and with it the objects in it."""
+        """Withdraw the contributed memory, and the objects in it."""
         with self._lock:
             client, self._connected = self._connected, None
         if client is not None:
@@ -95,7 +99,7 @@ class MooncakeStore(StoreBackend):
     def _put(self, client: Any, each: BlockObject, is_there: bool) -> PutOutcome:
         if each.num_bytes > self._object_bytes:
             return PutOutcome.TOO_LARGE
-        if is_there and not each.generation:  # its generation is not known without reading it
+        if is_there and not each.generation:  # finding out its generation would require reading it
             return PutOutcome.ALREADY_THERE
         code = _required(client.upsert_parts(_name(each.key), *each.pieces()), 0, _NO_ROOM)
         return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM
@@ -107,7 +111,7 @@ class MooncakeStore(StoreBackend):
             return self._connected
 
     def _connect(self) -> Any:
-        try:  # the client would try for a minute and a half
+        try:  # without this probe, the client would retry for 90 s
             with socket.create_connection(self._master, _PROBE_S) as probe:
                 host = probe.getsockname()[0]
         except OSError as error:

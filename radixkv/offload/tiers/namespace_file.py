@@ -1,4 +1,4 @@
-"""The names of the namespaces whose blocks are on a disk, for the process after this one."""
+"""The namespaces whose blocks are on a disk, for the next process."""
 
 from __future__ import annotations
 
@@ -15,62 +15,63 @@ _log = logging.getLogger(__name__)
 
 
 class NamespaceFile:
-    """A file with a line for each namespace: the key that its first blocks have as their parent, and its names.
+    """A file with a line per namespace: its root key, which is the parent of its first blocks, and its names.
 
-    A line that is cut or not ours is left out: blocks of a namespace that nobody knows are of no use. Lines are
-    appended without waiting for the disk.
+    Truncated and invalid lines are skipped; blocks of an unknown namespace are useless. Lines are appended without
+    syncing.
 
-    Any thread may add and forget names, and waits for nothing. The thread that writes blocks writes names before them.
+    Any thread may add and remove namespaces, which does not wait for the disk. The thread that writes blocks calls
+    `write` before it writes them.
 
     Args:
-        path: of the file; made if there is none.
+        path: of the file, which is created if it does not exist.
 
     Raises:
-        OSError: it can't be read or written.
+        OSError: the file can't be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()  # of the names; no write is waited for with it
-        self._names: dict[bytes, Namespace] = {}
+        self._lock = threading.Lock()  # guards the dictionaries; not held during writes
+        self._by_root: dict[bytes, Namespace] = {}
         self._unwritten: dict[bytes, Namespace] = {}
-        self._file = _opened(path)
+        self._file = _open(path)
         self._file.seek(0)
         data = self._file.read() or b""
-        self._is_cut = bool(data) and not data.endswith(b"\n")  # the last line
+        self._is_cut = bool(data) and not data.endswith(b"\n")  # whether the last line is incomplete
         lines = list(filter(None, data.splitlines()))
         for line in lines:
             try:
                 root, *names = json.loads(line)
                 model, tenant, adapter, salt = (str(name) for name in names)
-                self._names[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
+                self._by_root[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
             except (ValueError, TypeError):
-                _log.warning("%s: expected the names of a namespace in each line, got something else", path)
-        self._num_useless = len(lines) - len(self._names)  # lines of the file
+                _log.warning("%s: expected the names of a namespace on each line, got something else", path)
+        self._num_useless = len(lines) - len(self._by_root)  # lines of no namespace, or of one that was removed
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._by_root)
 
-    def known(self) -> dict[bytes, Namespace]:
-        """Return all namespaces by their key."""
+    def by_root(self) -> dict[bytes, Namespace]:
+        """Return all namespaces by their root key."""
         with self._lock:
-            return dict(self._names)
+            return dict(self._by_root)
 
     def add(self, root: bytes, namespace: Namespace) -> None:
-        """Add a namespace, unless it is there. It is written by the next `write`."""
+        """Add a namespace if it is new. The next `write` writes it."""
         with self._lock:
-            if root not in self._names:
-                self._names[root] = self._unwritten[root] = namespace
+            if root not in self._by_root:
+                self._by_root[root] = self._unwritten[root] = namespace
 
     def write(self) -> None:
-        """Write what was added since the last time. The file is written anew where most of its lines are of no use.
+        """Append the namespaces that were added since the last call. If most lines are useless, rewrite the file.
 
         Raises:
-            OSError: the disk fails. The next call tries again.
+            OSError: a write failed. The next call retries.
         """
         with self._lock:
             unwritten = dict(self._unwritten)
-            is_mostly_useless = self._num_useless > len(self._names)
+            is_mostly_useless = self._num_useless > len(self._by_root)
         if is_mostly_useless:
             self._replace_file()
             return
@@ -80,10 +81,10 @@ class NamespaceFile:
                 self._unwritten.pop(root, None)
 
     def keep(self, roots: Set[bytes]) -> None:
-        """Forget all other namespaces. Those of earlier processes must be known to have no blocks."""
+        """Remove all namespaces but these. The caller must know that the others have no blocks on the disk."""
         with self._lock:
-            for root in [each for each in self._names if each not in roots]:
-                del self._names[root]
+            for root in [each for each in self._by_root if each not in roots]:
+                del self._by_root[root]
                 if self._unwritten.pop(root, None) is None:
                     self._num_useless += 1
 
@@ -99,10 +100,11 @@ class NamespaceFile:
 
     def _replace_file(self) -> None:
         with self._lock:
-            names, num_useless = dict(self._names), self._num_useless
+            names = dict(self._by_root)
+            num_useless = self._num_useless
         partial = self._path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
-        file = _opened(partial)
+        file = _open(partial)
         try:
             _write_all(file, b"".join(_line(root, namespace) for root, namespace in names.items()))
             partial.replace(self._path)
@@ -110,14 +112,15 @@ class NamespaceFile:
             file.close()
             raise
         self._file.close()
-        self._file, self._is_cut = file, False
+        self._file = file
+        self._is_cut = False
         with self._lock:
             self._num_useless -= num_useless
             for root in names:
                 self._unwritten.pop(root, None)
 
 
-def _opened(path: Path) -> FileIO:
+def _open(path: Path) -> FileIO:
     file = path.open("a+b", buffering=0)
     path.chmod(0o600)
     return file

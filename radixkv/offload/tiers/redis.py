@@ -1,4 +1,4 @@
-"""Store in Redis or Valkey, which several servers of one model share."""
+"""Store in Redis or Valkey, which servers of the same model share."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from radixkv.offload.tiers.block_object import HEAD_BYTES, BlockObject, read_hea
 from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 
 _T = TypeVar("_T")
-_BATCH_BYTES = 16 << 20  # of one pipeline: what the server has to keep of answers, and this process of a put
-_SCANNED_KEYS = 1000
+_BATCH_BYTES = 16 << 20  # per pipeline; the server buffers as much of the replies, and this process as much of a put
+_SCAN_COUNT = 1000
 _PREFIX = b"radixkv:1:"
 DEFAULT_TTL_S = 86_400.0
 
 
 class RedisStore(StoreBackend):
-    """Objects under `radixkv:1:KEY` with a time to live, which each use begins again.
+    """Objects under `radixkv:1:KEY` with a time to live, which every use renews.
 
-    The server bounds the memory and evicts: `maxmemory` with `maxmemory-policy allkeys-lru`. Nothing is connected
-    before the first call, and each call after a failure connects again; nothing is tried twice.
+    The server limits the memory and evicts: set `maxmemory` and `maxmemory-policy allkeys-lru`. The client connects at
+    the first call, and reconnects at the first call after a failure. No call is retried.
 
     Args:
         url: `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` for TLS, or `unix://PATH`.
         object_bytes: size of the largest object.
-        ttl_s: time for which an object stays that nobody uses.
-        timeout_s: for connecting, and for each answer.
+        ttl_s: time after which an unused object expires.
+        timeout_s: for connecting, and for each reply.
 
     Raises:
-        ConfigError: the URL is not one.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(self, url: str, object_bytes: int, *, ttl_s: float = DEFAULT_TTL_S, timeout_s: float = 2.0) -> None:
@@ -47,51 +47,53 @@ class RedisStore(StoreBackend):
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
             )
-        except ValueError as error:  # its words may hold the password
+        except ValueError as error:  # its message may contain the password
             raise ConfigError("tiers.redis_url: expected redis://HOST:PORT/DB, got something else") from error
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
-        """Store objects, in pipelines; those that another server stored are not sent. The server evicts by itself."""
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
+        """Store objects in pipelines, except those that are stored already. Redis evicts, and ignores `victims`."""
         outcomes: list[PutOutcome] = []
         for batch in self._batches(objects):
-            outcomes += self._answered(partial(self._put, batch))
+            outcomes += self._checked(partial(self._put, batch))
         return PutResult(tuple(outcomes))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Return objects. Their time to live begins again."""
+        """Return objects, and renew their time to live."""
         found: list[bytes | None] = []
         for batch in self._batches(keys):
-            found += self._answered(partial(self._get, batch))
+            found += self._checked(partial(self._get, batch))
         return [None if data is None else Loan(memoryview(data)) for data in found]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether there is an object under each key; it is no use of it."""
-        return [bool(answer) for answer in self._answered(lambda: self._pipelined("EXISTS", keys))]
+        """Return whether there is an object under each key. Does not count as a use."""
+        return [bool(answer) for answer in self._checked(lambda: self._pipelined("EXISTS", keys))]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget objects, for all servers."""
-        return sum(self._answered(lambda: self._pipelined("UNLINK", keys)))
+        """Delete objects, for all servers."""
+        return sum(self._checked(lambda: self._pipelined("UNLINK", keys)))
 
     def purge(self, scope: KeyScope) -> int:
-        """Forget the objects that have such keys, for all servers.
+        """Delete all objects whose keys are in a scope, for all servers.
 
-        Complexity: O(keys in the whole database), a thousand at a time, between which the server does other work.
+        Complexity: O(keys in the whole database). It scans a thousand at a time, so that Redis can serve other clients.
         """
-        pattern, cursor, num_deleted = _PREFIX + scope.hex_pattern("?").encode() + b"*", 0, 0
+        pattern = _PREFIX + scope.hex_pattern("?").encode() + b"*"
+        cursor = 0
+        num_deleted = 0
         while True:
-            scan = partial(self._client.execute_command, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCANNED_KEYS)
-            cursor, names = self._answered(scan)
+            scan = partial(self._client.execute_command, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+            cursor, names = self._checked(scan)
             if names:
-                num_deleted += self._answered(partial(self._client.execute_command, "UNLINK", *names))
+                num_deleted += self._checked(partial(self._client.execute_command, "UNLINK", *names))
             if not int(cursor):
                 return num_deleted
 
     def size(self) -> StoreSize:
-        """Return nothing: only the server knows."""
+        """Return unknown sizes: only the server knows them."""
         return StoreSize(None, None, None)
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._client.close()
 
     def _put(self, objects: Sequence[BlockObject]) -> list[PutOutcome]:
@@ -139,10 +141,10 @@ class RedisStore(StoreBackend):
     def _batches(self, items: Sequence[_T]) -> Iterator[Sequence[_T]]:
         return (items[start : start + self._batch] for start in range(0, len(items), self._batch))
 
-    def _answered(self, call: Callable[[], _T]) -> _T:
+    def _checked(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
-        except (RedisError, OSError) as error:  # words of some errors hold the URL
+        except (RedisError, OSError) as error:  # some messages contain the URL
             raise StoreUnavailable(f"tiers.redis_url: expected an answer, got {type(error).__name__}") from error
 
 

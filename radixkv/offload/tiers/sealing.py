@@ -1,4 +1,4 @@
-"""Encryption of objects at rest, with a key for each tenant."""
+"""Encryption of objects at rest, with a key per tenant."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ if TYPE_CHECKING:  # the package is an extra
 
 SALT_BYTES = 24
 TAG_BYTES = 16
-KEY_BYTES, _NONCE_BYTES = 32, 12
-_PERSON, _TENANT_PERSON = b"radixkv seal 1", b"radixkv tenant 1"
+KEY_BYTES = 32
+_NONCE_BYTES = 12
+_PERSON = b"radixkv seal 1"
+_TENANT_PERSON = b"radixkv tenant 1"
 
 
 class TenantCiphers:
-    """Makes a cipher for each tenant, with a key of its own.
+    """Derives a cipher with its own key for each tenant.
 
     Args:
-        key: 32 secret bytes, from which the tenants' keys are derived.
+        key: 32 secret bytes, from which the keys of the tenants are derived.
 
     Raises:
         ConfigError: as `BlockCipher` does.
@@ -44,14 +46,14 @@ class TenantCiphers:
 
 
 class NotSealedByUs(Exception):
-    """These bytes were not encrypted with this key, or were changed since."""
+    """The bytes were not encrypted with this key, or were modified afterwards."""
 
 
 class BlockCipher:
-    """Seals the objects of one tenant: AES-256-GCM, which also finds any change.
+    """Encrypts the objects of one tenant with AES-256-GCM, which also detects any modification.
 
-    Each object has a key and a nonce of its own, derived from the tenant's key and 192 random bits. They repeat if
-    these bits do, which 2^80 objects don't make likely; 2^32 objects are too many for random nonces under one key.
+    Each object has its own key and nonce, derived from the key of the tenant and 192 random bits, whose collision is
+    unlikely up to 2^80 objects. With one key and random nonces, the limit would be 2^32 objects.
 
     Args:
         key: 32 secret bytes.
@@ -67,36 +69,36 @@ class BlockCipher:
         self._key = key
 
     def new_salt(self) -> bytes:
-        """Return random bytes for one object."""
+        """Return the random bytes for one object."""
         return os.urandom(SALT_BYTES)
 
     def seal(self, salt: bytes, head: bytes, tokens: bytes, payload: memoryview) -> bytes:
-        """Encrypt tokens and payload of one object, and bind them to its head.
+        """Encrypt the tokens and the payload of an object, and authenticate its head.
 
         Args:
-            salt: of `new_salt`, for this object alone.
-            head: the object's head, which stays readable.
-            tokens: the block's tokens.
+            salt: from `new_salt`, for this object only.
+            head: the head of the object, which is not encrypted.
+            tokens: of the block.
             payload: K and V.
         """
-        gcm, nonce = self._once(salt)
+        gcm, nonce = self._cipher_and_nonce(salt)
         return gcm.encrypt(nonce, b"".join((tokens, payload)), head)
 
     def open(self, salt: bytes, head: memoryview, sealed: memoryview) -> bytes:
         """Decrypt what `seal` returned.
 
         Raises:
-            NotSealedByUs: it is of another key, or it or the head was changed.
+            NotSealedByUs: it was encrypted with another key, or it or the head was modified.
         """
         from cryptography.exceptions import InvalidTag
 
-        gcm, nonce = self._once(salt)
+        gcm, nonce = self._cipher_and_nonce(salt)
         try:
             return gcm.decrypt(nonce, sealed, head)
         except InvalidTag as error:
-            raise NotSealedByUs("object: expected one sealed with this key, got another") from error
+            raise NotSealedByUs("object: expected one that was encrypted with this key, got another") from error
 
-    def _once(self, salt: bytes) -> tuple[AESGCM, bytes]:
+    def _cipher_and_nonce(self, salt: bytes) -> tuple[AESGCM, bytes]:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         derived = blake2b(salt, digest_size=KEY_BYTES + _NONCE_BYTES, key=self._key, person=_PERSON).digest()

@@ -1,13 +1,13 @@
-"""Three files: heads and bodies of objects, each in slots of whole pages, and an index with a line for each slot.
+"""The files of the disk store: heads and bodies of objects in slots of whole pages, and an index with a line per slot.
 
     heads    [ first bytes of an object, its checksum, zeros )[ ...
     blocks   [ the rest of the object, zeros or older bytes  )[ ...
     index    [ key 32 | generation 8 | serial 8 | bytes 8 | 8 )[ ...        serial 0: the slot is free
 
-So K and V begin at a page, and lie in large ones of the system if they have their size. Objects are written in place,
-then their line. Whatever a process that dies leaves half written, an object's checksum or its key tells when it is
-read. So only deletions wait for the disk, and nothing is repaired. Of two lines with one key, which a power failure may
-leave, the earlier one is cleared at the next start.
+The split makes K and V begin at a page boundary, and fill huge pages if they have their size. An object is written in
+place, and its line after it. If the process is killed during a write, the checksum or the key of the object reveals
+that when it is read. Therefore only deletions are synced to the disk, and nothing has to be repaired. A power failure
+may leave two lines with the same key, of which the earlier one is cleared at the next start.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ PAGE_BYTES = 4096
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
 _PACKED = Struct(f"<{KEY_BYTES}sQQQ8x")  # the same, of one line
 _GROWTH_BYTES = 64 << 20
-_WRITE_BYTES = 2 << 20  # of one object in one write: every call takes time
-_STRIPE_BYTES = 64  # heads are whole ones, which checksums are taken by
+_WRITE_BYTES = 2 << 20  # per write of one object, since each call has a cost
+_STRIPE_BYTES = 64  # XXH3 consumes stripes of this size, so heads are multiples of it
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 Lines = npt.NDArray[Any]
 
 
 class Line(NamedTuple):
-    """The line of a slot with an object.
+    """The index line of a slot that holds an object.
 
     Attributes:
-        slot: its number.
+        slot: index of the slot.
         key, generation: see `ObjectHead`.
-        serial: larger than those of all lines before.
+        serial: larger than those of all lines that were written before.
         num_bytes: bytes of the object.
     """
 
@@ -60,8 +60,8 @@ class SlotSizes(NamedTuple):
     """The parts of a slot, and of an object in it.
 
     Attributes:
-        head_bytes: of an object's first bytes, whole stripes.
-        head_room, body_room: whole pages, for these with the checksum, and for the rest.
+        head_bytes: bytes at the start of an object that are stored apart from the rest, a multiple of 64.
+        head_room, body_room: bytes that a slot has for these and the checksum, and for the rest; whole pages.
     """
 
     head_bytes: int
@@ -70,51 +70,53 @@ class SlotSizes(NamedTuple):
 
     @classmethod
     def of(cls, object_bytes: int, payload_bytes: int) -> SlotSizes:
-        """Return the sizes for objects up to a size, that of `payload_bytes` of K and V.
+        """Return the sizes for objects of at most `object_bytes`, of which `payload_bytes` are K and V.
 
         >>> SlotSizes.of(1_048_976, 1_048_576)
         SlotSizes(head_bytes=384, head_room=4096, body_room=1048576)
         """
         num_bytes = object_bytes - CHECKSUM_BYTES
-        is_short = payload_bytes < _STRIPE_BYTES  # less than a head may gain
-        head_bytes = HEAD_BYTES if is_short else _whole(num_bytes - payload_bytes, _STRIPE_BYTES)
-        return cls(head_bytes, _whole(head_bytes + CHECKSUM_BYTES), _whole(num_bytes - head_bytes))
+        is_short = payload_bytes < _STRIPE_BYTES  # rounding the head up would take more than the payload has
+        head_bytes = HEAD_BYTES if is_short else _round_up(num_bytes - payload_bytes, _STRIPE_BYTES)
+        return cls(head_bytes, _round_up(head_bytes + CHECKSUM_BYTES), _round_up(num_bytes - head_bytes))
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
+        """Size of a slot in bytes."""
         return self.head_room + self.body_room
 
     @property
     def object_bytes(self) -> range:
-        """Sizes of objects that a slot has room for."""
-        least = self.head_bytes + CHECKSUM_BYTES
-        return range(least, least + self.body_room + 1)
+        """Range of the object sizes that fit into a slot."""
+        min_bytes = self.head_bytes + CHECKSUM_BYTES
+        return range(min_bytes, min_bytes + self.body_room + 1)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a buffer for an object, whose body begins at a page in it."""
+        """Size of a buffer into which an object is read so that its body is page-aligned."""
         return self.slot_bytes + PAGE_BYTES
 
 
 class SlotFile:
-    """Slots on a disk. Reads and writes of different slots may run at a time; growing and lines are the caller's turn.
+    """Slots on a disk. Different slots may be read and written concurrently; callers serialize the other methods.
 
     Attributes:
-        num_slots: slots that have room on the disk.
+        num_slots: slots for which space on the disk is allocated.
 
     Args:
-        directory: has the files, or will have them.
+        directory: the directory of the files, which are created if they do not exist.
         sizes: of a slot.
-        max_slots: the bound; longer files are cut.
-        native: reads and writes in C++, which is faster; None for none.
+        max_slots: maximum number of slots; longer files are truncated.
+        native: reads and writes in C++, which is faster; None to use Python.
 
     Raises:
         OSError: the files can't be opened.
     """
 
     def __init__(self, directory: Path, sizes: SlotSizes, max_slots: int, native: NativeCopies | None = None) -> None:
-        self._sizes, self._max_slots, self._native = sizes, max_slots, native
+        self._sizes = sizes
+        self._max_slots = max_slots
+        self._native = native
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         with contextlib.ExitStack() as opened:
             files = []
@@ -124,8 +126,8 @@ class SlotFile:
             self._index, self._heads, self._blocks = files
             self._rooms = dict(zip(files, (_LINE.itemsize, sizes.head_room, sizes.body_room), strict=True))
             self.num_slots = min(max_slots, *(os.fstat(each).st_size // self._rooms[each] for each in files[1:]))
-            self._cut()
-            opened.pop_all()  # all are open
+            self._truncate()
+            opened.pop_all()  # everything is open
         self._object_files = ObjectFiles(self._heads, self._blocks, sizes.head_bytes)
 
     def close(self) -> None:
@@ -135,19 +137,19 @@ class SlotFile:
             os.close(file)
 
     def lines(self) -> Lines:
-        """Read the index: one read of 64 bytes a slot."""
+        """Read the index. Complexity: one read of 64 bytes per slot."""
         size = self.num_slots * _LINE.itemsize
         data = bytearray(size)
         _read_all(self._index, memoryview(data), 0)
         return np.frombuffer(data, _LINE)
 
     def grow(self) -> range:
-        """Take more room on the disk. Return the new slots; none at the bound, or if the disk is full.
+        """Allocate more slots. Return them; none if `max_slots` is reached or the disk is full.
 
-        Room is taken before anything is written, so that a full disk is no surprise in the middle of an object.
+        Space is allocated before it is written, so that the disk does not become full in the middle of an object.
 
         Raises:
-            OSError: the disk fails otherwise.
+            OSError: an error other than a full disk.
         """
         wanted = min(max(1, _GROWTH_BYTES // self._sizes.slot_bytes), self._max_slots - self.num_slots)
         while wanted > 0:
@@ -157,7 +159,7 @@ class SlotFile:
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
-                self._cut()
+                self._truncate()
                 wanted //= 2
                 continue
             new = range(self.num_slots, self.num_slots + wanted)
@@ -165,18 +167,18 @@ class SlotFile:
             return new
         return range(0)
 
-    def _cut(self) -> None:
-        """Give back what is beyond the last slot."""
+    def _truncate(self) -> None:
+        """Free the space beyond the last slot."""
         for file, room in self._rooms.items():
             os.ftruncate(file, self.num_slots * room)
 
     def write_objects(self, objects: Sequence[tuple[int, BlockObject]]) -> None:
-        """Write objects, each into its slot, and zeros up to the ends of their last pages.
+        """Write each object into its slot, padded with zeros to whole pages.
 
-        Whole pages alone are written: of a page that is written in part the rest would first be read from the disk.
+        A page that is written in part would first be read from the disk.
 
         Raises:
-            OSError: the disk fails, or is full although room was taken.
+            OSError: a write fails.
         """
         parts = [_split(*each.parts(), self._sizes.head_bytes) for _, each in objects]
         positions = [self._positions(slot) for slot, _ in objects]
@@ -191,12 +193,13 @@ class SlotFile:
             self._write(self._heads, memoryview(head + digest.digest()), of_head)
 
     def _write(self, file: int, data: memoryview, position: int) -> None:
-        padding, done = bytes(-len(data) % PAGE_BYTES), 0
+        padding = bytes(-len(data) % PAGE_BYTES)
+        done = 0
         while done < len(data) + len(padding):
             done += os.pwritev(file, [data[done:], padding[max(0, done - len(data)) :]], position + done)
 
     def write_lines(self, lines: Sequence[Line]) -> None:
-        """Write lines, those of neighbors in one write."""
+        """Write index lines, those of adjacent slots in one write."""
         start = 0
         for end in range(1, len(lines) + 1):
             if end == len(lines) or lines[end].slot != lines[end - 1].slot + 1:
@@ -205,39 +208,42 @@ class SlotFile:
                 start = end
 
     def number_lines(self, slots: Sequence[int], first_serial: int) -> None:
-        """Give the lines of slots serials in this order. Complexity: a read and a write of 64 bytes a slot."""
+        """Renumber the lines of slots in this order. Complexity: a read and a write of 64 bytes per slot."""
         lines = self.lines()
         lines["serial"][list(slots)] = np.arange(first_serial, first_serial + len(slots), dtype=np.uint64)
-        data, done = memoryview(lines.tobytes()), 0
+        data = memoryview(lines.tobytes())
+        done = 0
         while done < len(data):
             done += os.pwrite(self._index, data[done:], done)
 
     def clear_lines(self, slots: Iterable[int]) -> None:
-        """Make slots free; after a power failure perhaps."""
+        """Clear the lines of slots. Not durable until `sync_lines`: a power failure may undo it."""
         for slot in slots:
             os.pwrite(self._index, bytes(_LINE.itemsize), slot * _LINE.itemsize)
 
     def sync_lines(self) -> None:
-        """Wait until the disk has all lines, also for after a power failure."""
+        """Wait until all lines are durable."""
         os.fdatasync(self._index)
 
     def read(
         self, wanted: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
     ) -> list[tuple[memoryview, bytes | None]]:
-        """Read objects into buffers, in the order of the disk.
+        """Read objects into buffers, in the order of their slots.
 
-        The system reads ahead. It is told of strangers, so that the disk has them in its queue; of neighbors it is not,
-        since what it is told of is read into single pages, which takes three times as long.
+        For each run of adjacent slots after the first, POSIX_FADV_WILLNEED is announced, so that the disk queues the
+        reads. Within a run the kernel reads ahead by itself; announcing adjacent slots one by one would read them into
+        single pages, which takes three times as long.
 
         Args:
-            wanted: slots and bytes of the objects; see `SlotSizes.object_bytes`.
-            buffers: one for each, of `SlotSizes.buffer_bytes`, at the start of a page.
+            wanted: slots and sizes of the objects; see `SlotSizes.object_bytes`.
+            buffers: a page-aligned buffer of `SlotSizes.buffer_bytes` for each.
 
         Returns:
-            What there is of each, and `checksum_of` it while it is in the processor's cache; None if it is cut.
+            For each object its bytes, fewer if a file is truncated, and its `checksum_of`, computed while the bytes are
+            in the CPU cache; None for a truncated object.
 
         Raises:
-            OSError: the disk fails.
+            OSError: a read fails.
         """
         order = sorted(range(len(wanted)), key=lambda each: wanted[each])
         for run in _runs(wanted[each][0] for each in order)[1:]:
@@ -245,17 +251,18 @@ class SlotFile:
                 room = self._rooms[file]
                 os.posix_fadvise(file, run.start * room, len(run) * room, os.POSIX_FADV_WILLNEED)
         start = self._sizes.head_room - self._sizes.head_bytes
-        places = [(*self._positions(wanted[each][0]), wanted[each][1]) for each in order]
+        locations = [(*self._positions(wanted[each][0]), wanted[each][1]) for each in order]
         targets = [buffers[each][start:] for each in order]
-        found = None if self._native is None else self._native.read_checked(self._object_files, places, targets)
+        found = None if self._native is None else self._native.read_checked(self._object_files, locations, targets)
         if found is None:
-            found = [self._read(*place, target) for place, target in zip(places, targets, strict=True)]
+            found = [self._read(*location, target) for location, target in zip(locations, targets, strict=True)]
         by_index = dict(zip(order, found, strict=True))
         return [(buffer[start:][: by_index[index][0]], by_index[index][1]) for index, buffer in enumerate(buffers)]
 
     def _read(self, of_head: int, of_body: int, num_bytes: int, target: memoryview) -> tuple[int, bytes | None]:
-        """Return the bytes that there were of an object, and its checksum if it is whole."""
-        size, end = self._sizes.head_bytes, num_bytes - CHECKSUM_BYTES
+        """Return the number of bytes read, and the checksum; None if the object is truncated."""
+        size = self._sizes.head_bytes
+        end = num_bytes - CHECKSUM_BYTES
         head = bytearray(size + CHECKSUM_BYTES)
         count = _read_all(self._heads, memoryview(head), of_head)
         target[:size] = head[:size]
@@ -271,18 +278,18 @@ class SlotFile:
         return slot * self._sizes.head_room, slot * self._sizes.body_room
 
 
-def _whole(num_bytes: int, unit: int = PAGE_BYTES) -> int:
+def _round_up(num_bytes: int, unit: int = PAGE_BYTES) -> int:
     return -(-num_bytes // unit) * unit
 
 
 def _split(first: bytes, rest: memoryview, size: int) -> tuple[bytes, memoryview]:
-    """Move the border between two parts of an object, so that the first has this size."""
+    """Move bytes between two parts of an object, so that the first has this size."""
     more = size - len(first)
     return (first + rest[:more], rest[more:]) if more >= 0 else (first[:size], memoryview(first[size:] + rest))
 
 
 def _runs(slots: Iterable[int]) -> list[range]:
-    """Join neighbors among slots in order."""
+    """Group sorted slots into runs of adjacent ones."""
     runs: list[range] = []
     for slot in slots:
         if runs and runs[-1].stop == slot:
@@ -293,7 +300,7 @@ def _runs(slots: Iterable[int]) -> list[range]:
 
 
 def _read_all(file: int, target: memoryview, position: int) -> int:
-    """Read until the target is full or the file ends. Return the bytes that were read."""
+    """Read until the target is full or the file ends. Return the number of bytes read."""
     done = 0
     while done < len(target) and (count := os.preadv(file, [target[done:]], position + done)):
         done += count

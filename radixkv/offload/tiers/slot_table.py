@@ -1,4 +1,4 @@
-"""Books of a store with slots of one size: who is in which slot, and who goes first."""
+"""Which object is in which slot of a store, and in which order objects are evicted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from heapq import heapify, heappop, heappush
 
 @dataclass(slots=True)
 class SlotEntry:
-    """An object in a slot. Only its table changes it.
+    """An object in a slot. Only the table modifies it.
 
     Attributes:
-        slot: number of the slot.
+        slot: index of the slot.
         generation: of the object.
         num_bytes: of the object.
-        num_readers: loans of the slot. It is not given to another object before the last one ends.
+        num_readers: open loans of the slot, which is not reused before the last one is released.
     """
 
     slot: int
@@ -26,19 +26,19 @@ class SlotEntry:
 
 
 class SlotTable:
-    """Slots by key, in the order of use. Not safe for threads: its owner has a lock.
+    """Slots by key, in LRU order. Not thread-safe: its owner locks.
 
         free ── claim ──▶ being written ── publish ──▶ found by its key ── remove ──▶ free, after its last reader
-                            └── abandon, or remove and publish ──▶ free
+                            └── abandon, or remove and then publish ──▶ free
 
     Args:
-        num_slots: slots that there are at first; all are free.
+        num_slots: initial number of slots, all free.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._entries: OrderedDict[bytes, SlotEntry] = OrderedDict()  # what was not used for longest is first
-        self._free = list(range(num_slots))  # a heap: what is stored together gets neighbors
-        self._leaving: dict[int, SlotEntry] = {}  # removed while somebody read them
+        self._entries: OrderedDict[bytes, SlotEntry] = OrderedDict()  # least recently used first
+        self._free = list(range(num_slots))  # a heap, so that objects stored together get adjacent slots
+        self._removed: dict[int, SlotEntry] = {}  # removed while being read
         self._writing: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be claimed without evicting."""
+        """Slots that can be claimed without an eviction."""
         return len(self._free)
 
     def add_slots(self, slots: Iterable[int]) -> None:
@@ -58,31 +58,31 @@ class SlotTable:
         heapify(self._free)
 
     def find(self, key: bytes, *, is_use: bool = True) -> SlotEntry | None:
-        """Return the entry of a key, or None; where it is a use, it is the last one to go."""
+        """Return the entry of a key, or None. A use moves it to the end of the eviction order."""
         entry = self._entries.get(key)
         if entry is not None and is_use:
             self._entries.move_to_end(key)
         return entry
 
     def has(self, key: bytes, generation: int) -> bool:
-        """Whether an object of this or a later generation is there, or is being written."""
+        """Whether an object of this or a later generation is stored or being written."""
         entry = self._entries.get(key)
         return key in self._writing or (entry is not None and entry.generation >= generation)
 
-    def claim(self, key: bytes, give_up: Iterator[bytes]) -> tuple[int | None, list[bytes]]:
-        """Take a slot to write an object into, the first that is free; the key's older object goes.
+    def claim(self, key: bytes, victims: Iterator[bytes]) -> tuple[int | None, list[bytes]]:
+        """Claim the lowest free slot for an object, evicting if needed. An older object of the key is removed.
 
         Args:
             key: of the object.
-            give_up: keys that may go first; as many are taken from it as are needed.
+            victims: keys to evict before all others; only as many as needed are taken from it.
 
         Returns:
-            The slot, None if there is none to be had: what is being read is never evicted, and nothing else goes
-            instead of a key that was given up. And the keys that were evicted.
+            The slot, and the evicted keys. The slot is None if none can be freed: objects that are being read are not
+            evicted, and no other object is evicted in place of a victim that is being read.
         """
         self.remove(key)
         evicted: list[bytes] = []
-        while not self._free and (victim := self._victim(give_up)) is not None:
+        while not self._free and (victim := self._victim(victims)) is not None:
             self.remove(victim)
             evicted.append(victim)
         if not self._free:
@@ -91,7 +91,7 @@ class SlotTable:
         return slot, evicted
 
     def publish(self, key: bytes, entry: SlotEntry) -> bool:
-        """Make a written object known, unless it was removed meanwhile: then its slot is free. Return whether it is."""
+        """Publish a written object, or free its slot if it was removed during the write. True if published."""
         if self._writing.get(key) != entry.slot:
             heappush(self._free, entry.slot)
             return False
@@ -100,11 +100,11 @@ class SlotTable:
         return True
 
     def add_objects(self, found: Iterable[tuple[bytes, SlotEntry]], num_slots: int) -> None:
-        """Add objects that an earlier process left, the last one used last; of two with one key the later one counts.
+        """Add the objects of an earlier process.
 
         Args:
-            found: keys and entries.
-            num_slots: slots that there are; those without an object are free.
+            found: keys and entries, in eviction order. Of two with the same key, the later one is kept.
+            num_slots: number of slots; those without an object are free.
         """
         for key, entry in found:
             self._entries.pop(key, None)
@@ -113,41 +113,41 @@ class SlotTable:
         self.add_slots(slot for slot in range(num_slots) if slot not in taken)
 
     def put_last(self, keys: Iterable[bytes]) -> None:
-        """Let objects go after all others, the last one last. Keys without an object are left out."""
+        """Move objects to the end of the eviction order, in this order. Keys without an object are ignored."""
         for key in keys:
             self.find(key)
 
     def abandon(self, key: bytes, slot: int) -> None:
-        """Free a claimed slot into which nothing was written."""
+        """Free a claimed slot whose write failed."""
         if self._writing.get(key) == slot:
             del self._writing[key]
         heappush(self._free, slot)
 
     def remove(self, key: bytes) -> SlotEntry | None:
-        """Forget an object, also one that is being written; return its entry, or None if none could be found."""
+        """Remove an object, also one that is being written. Return its entry; None if it was not published."""
         self._writing.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
         if entry.num_readers:
-            self._leaving[entry.slot] = entry
+            self._removed[entry.slot] = entry
         else:
             heappush(self._free, entry.slot)
         return entry
 
     def start_reading(self, entry: SlotEntry) -> None:
-        """Keep an entry's slot as it is until `end_reading`."""
+        """Prevent reuse of the slot of an entry until `end_reading`."""
         entry.num_readers += 1
 
     def end_reading(self, entry: SlotEntry) -> None:
-        """End one reading."""
+        """Undo one `start_reading`."""
         entry.num_readers -= 1
-        if not entry.num_readers and self._leaving.get(entry.slot) is entry:
-            del self._leaving[entry.slot]
+        if not entry.num_readers and self._removed.get(entry.slot) is entry:
+            del self._removed[entry.slot]
             heappush(self._free, entry.slot)
 
-    def _victim(self, give_up: Iterator[bytes]) -> bytes | None:
-        for key in give_up:
+    def _victim(self, victims: Iterator[bytes]) -> bytes | None:
+        for key in victims:
             if (entry := self._entries.get(key)) is not None:
                 return None if entry.num_readers else key
         return next((key for key, entry in self._entries.items() if not entry.num_readers), None)

@@ -37,9 +37,9 @@ class ThreadedStore:
         self._writes = _Lane(f"{name}-write", 1, max_waiting)
         self._is_closed = False
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult]:
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
         """Store objects; see `BlockStore`."""
-        return self._writes.submit(lambda: self._backend.put(objects, give_up))
+        return self._writes.submit(lambda: self._backend.put(objects, victims))
 
     def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
         """Return the object under each key, or None."""
@@ -79,7 +79,8 @@ class _Lane:
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_waiting, self._max_waiting = 0, max_waiting
+        self._num_waiting = 0
+        self._max_waiting = max_waiting
         self._is_closed = False
         # Daemon threads, so that a blocked store does not keep the process alive.
         self._threads = [

@@ -1,4 +1,4 @@
-"""One tier as the engine uses it: blocks in, verified blocks out, and counts of everything else."""
+"""One tier as the engine uses it: it stores blocks, returns verified blocks, and counts everything else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _U = TypeVar("_U")
 
 
 class Absence(enum.Enum):
-    """Reason why a store gave nothing."""
+    """Reason why a store returned no object."""
 
     ABSENT = "absent"
     BUSY = "busy"
@@ -40,7 +40,7 @@ class LoadedBlock(NamedTuple):
 
     Attributes:
         payload: its bytes, read-only.
-        loan: keeps them; released once they are copied.
+        loan: keeps the bytes valid; release it as soon as they are copied.
     """
 
     payload: memoryview
@@ -52,13 +52,13 @@ class TierCounts:
     """Counts since the start.
 
     Attributes:
-        loaded: blocks that were found and are whole.
-        loaded_bytes: their payloads.
-        load_s: seconds from a call to its answer, of all calls that were answered.
-        misses: blocks that were not, by reason.
-        saved: objects by what became of them; those of failed calls are in `failed_saves`.
+        loaded: blocks that were found and verified.
+        loaded_bytes: bytes of their payloads.
+        load_s: total seconds from a call to its result, over all calls that did not fail.
+        misses: blocks that were not loaded, by reason.
+        saved: objects by outcome; those of failed calls are in `failed_saves`.
         failed_saves: objects of calls that failed.
-        evicted: objects that left to make room.
+        evicted: objects that were evicted to make room.
     """
 
     loaded: int
@@ -71,19 +71,20 @@ class TierCounts:
 
 
 class Tier:
-    """A store of one format's blocks. Nothing that it returns is wrong; whatever is wrong is a counted miss.
+    """A store of blocks of one format. It verifies every block that it returns, and counts invalid ones as misses.
 
-    Calls return at once. Futures never fail: a store that does is a miss, or an object that was not stored. They are
-    cancelled like those of `BlockStore`.
+    Calls return at once. Futures never fail: if the store fails, the result is a miss or an object that was not stored.
+    They are cancelled like those of `BlockStore`.
 
     Args:
-        name: `host`, `disk`, `redis`, `mooncake`, or a plug-in's.
-        store: where objects go. It is closed with the tier.
-        payload_bytes: bytes of K and V of a block, or all sizes that it may have; an object of another one is foreign.
-        is_working: tells whether the store is used, or left alone for a while.
-        ciphers: seal what is stored; None stores it in the clear.
-        stage: called on the store's thread with each loaded payload. Returns a copy in pinned memory, in place of which
-            the store's loan ends; None to keep the payload where the store lends it.
+        name: `host`, `disk`, `redis`, `mooncake`, or the name of a plug-in.
+        store: stores the objects. It is closed with the tier.
+        payload_bytes: bytes of K and V of a block, or all sizes that they may have. An object with another payload size
+            is a miss, `ObjectFault.FOREIGN`.
+        is_working: returns whether the store is in use; false while its circuit breaker is open.
+        ciphers: encrypt objects; None to store them unencrypted.
+        stage: called on the store's thread with each loaded payload. Returns a copy in pinned memory, after which the
+            loan of the store is released; None to use the payload where the store lends it.
         is_shared: whether other servers use the store as well.
 
     Attributes:
@@ -115,14 +116,14 @@ class Tier:
         self._saved: Counter[PutOutcome] = Counter()
 
     def cipher_of(self, tenant: str) -> BlockCipher | None:
-        """Return what seals the objects of a tenant; None if they are stored in the clear."""
+        """Return the cipher for the objects of a tenant; None if they are stored unencrypted."""
         return None if self._ciphers is None else self._ciphers.of(tenant)
 
-    def save(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> Future[PutResult | None]:
-        """Store blocks; see `BlockStore.put`. The result is None if the store failed and may have some of them."""
+    def save(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult | None]:
+        """Store blocks; see `BlockStore.put`. The result is None if the call failed, perhaps after storing some."""
 
         def saved(result: PutResult) -> PutResult:
-            self._require_answers(result.outcomes, len(objects))
+            self._require_results(result.outcomes, len(objects))
             with self._lock:
                 self._saved.update(result.outcomes)
                 self._evicted += len(result.evicted)
@@ -131,16 +132,16 @@ class Tier:
         def failed(error: StoreError) -> PutResult | None:
             with self._lock:
                 self._failed_saves += len(objects)
-            was_asked = not isinstance(error, StoreBusy | StorePaused)
-            return None if was_asked else PutResult((PutOutcome.NOT_ASKED,) * len(objects))
+            has_reached_store = not isinstance(error, StoreBusy | StorePaused)
+            return None if has_reached_store else PutResult((PutOutcome.NOT_ASKED,) * len(objects))
 
-        return _then(self._store.put(objects, give_up), saved, failed)
+        return _then(self._store.put(objects, victims), saved, failed)
 
     def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
-        """Return each wanted block, or why not. They are verified on the store's thread.
+        """Load blocks. The result has each block, or the reason for its miss. Verification runs on the store's thread.
 
-        What is there and can't be used is deleted, so that it is not read again; but in a shared store not what another
-        server may have sealed with its own key.
+        Objects that can't be used are deleted, so that they are not read again. An exception are objects in a shared
+        store that another server may have encrypted with its own key.
         """
 
         start_s = time.monotonic()
@@ -160,33 +161,34 @@ class Tier:
         return _then(self._store.get([each.key for each in wanted]), opened, failed, _release_all)
 
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool] | None]:
-        """Return whether something is stored under each key; None if the store could not be asked.
+        """Return whether an object is stored under each key; None if the call fails.
 
-        It may turn out to be no use when it is loaded.
+        An object that exists may still fail verification when it is loaded.
         """
 
-        def known(found: list[bool]) -> list[bool]:
-            self._require_answers(found, len(keys))
+        def converted(found: list[bool]) -> list[bool]:
+            self._require_results(found, len(keys))
             return found
 
-        return _then(self._store.exists(keys), known, lambda _: None)
+        return _then(self._store.exists(keys), converted, lambda _: None)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
-        """Forget blocks. Return the number of those that were there, None if the store could not be asked."""
+        """Delete blocks. Return the number of deleted blocks, None if the call fails."""
         return _then(self._store.delete(keys), lambda number: number, lambda _: None)
 
     def purge(self, scope: KeyScope) -> Future[int | None]:
-        """Forget what a shared store holds under such keys. Return as `delete` does."""
+        """Delete all blocks of a shared store whose keys are in a scope. Return as `delete` does."""
         return _then(self._store.purge(scope), lambda number: number, lambda _: None)
 
     def size(self) -> StoreSize:
-        """Return what the store holds."""
+        """Return the size of the store and its capacity."""
         return self._store.size()
 
     def counts(self) -> TierCounts:
         """Return the counts."""
         with self._lock:
-            misses, saved = dict(self._misses), dict(self._saved)
+            misses = dict(self._misses)
+            saved = dict(self._saved)
             loaded = (self._loaded, self._loaded_bytes, self._load_s)
             return TierCounts(*loaded, misses, saved, self._failed_saves, self._evicted)
 
@@ -194,10 +196,10 @@ class Tier:
         """Close the store."""
         self._store.close()
 
-    def _require_answers(self, answers: Sequence[object], num_expected: int) -> None:
-        """Refuse what no store should return, but a plug-in may."""
-        if len(answers) != num_expected:
-            message = f"store {self.name}: expected {num_expected} answers in one call, got {len(answers)}"
+    def _require_results(self, results: Sequence[object], num_expected: int) -> None:
+        """Raise if the number of results is wrong, which a plug-in may get wrong."""
+        if len(results) != num_expected:
+            message = f"store {self.name}: expected {num_expected} results from one call, got {len(results)}"
             _log.error(message)
             raise StoreUnavailable(message)
 
@@ -249,12 +251,12 @@ def _then(
     failed: Callable[[StoreError], _U],
     unwanted: Callable[[_T], None] = lambda _: None,
 ) -> Future[_U]:
-    """Return a future of the converted result, of what `failed` makes of an error if there is none.
+    """Return a future of `convert(result)`, or of `failed(error)` if there is no result.
 
-    Cancelling it cancels `inner`, whose result is then `unwanted`.
+    Cancelling it cancels `inner`. If that has a result anyway, `unwanted` is called with it.
     """
     outer: Future[_U] = Future()
-    pending = [inner]  # empty in the end, so that the two leave the collector no circle
+    pending = [inner]  # emptied at the end, so that no reference cycle remains
 
     def forward(done: Future[_T]) -> None:
         pending.clear()
@@ -267,10 +269,10 @@ def _then(
                 unwanted(result)
         except (StoreError, CancelledError) as error:
             if is_wanted:
-                known = error if isinstance(error, StoreError) else StoreClosed("store: the call was cancelled")
-                outer.set_result(failed(known))
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody must wait forever
-            _log.exception("store: expected an answer that can be used")
+                store_error = error if isinstance(error, StoreError) else StoreClosed("store: the call was cancelled")
+                outer.set_result(failed(store_error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, no caller may wait forever
+            _log.exception("store: the result of a call can't be used")
             if is_wanted:
                 outer.set_result(failed(StoreUnavailable(f"store: expected an answer, got {type(error).__name__}")))
 

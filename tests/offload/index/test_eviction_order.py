@@ -28,9 +28,11 @@ def test_a_key_that_is_put_again_leaves_its_old_place() -> None:
 
 def test_random_walk_agrees_with_a_sorted_list() -> None:
     random_ = random.Random(5)
-    order, expected = EvictionOrder(), {}
+    order = EvictionOrder()
+    expected = {}
     for turn in range(2000):
-        key, level = bytes([random_.randrange(30)]), random_.choice([-1, 20, 50, 90])
+        key = bytes([random_.randrange(30)])
+        level = random_.choice([-1, 20, 50, 90])
         match random_.randrange(4):
             case 0:
                 order.remove(key)

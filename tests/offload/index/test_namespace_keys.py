@@ -5,7 +5,9 @@ from radixkv.namespace import Namespace
 from radixkv.offload.index import namespace_keys
 from radixkv.offload.index.namespace_keys import NamespaceKeys
 
-ACME, SALTED, OTHER = Namespace("m", "acme"), Namespace("m", "acme", "", "salt"), Namespace("m", "other")
+ACME = Namespace("m", "acme")
+SALTED = Namespace("m", "acme", "", "salt")
+OTHER = Namespace("m", "other")
 
 
 def owned_of(**keys: Namespace) -> NamespaceKeys:

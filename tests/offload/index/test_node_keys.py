@@ -82,7 +82,8 @@ class KeyWalk(CollisionWalk):
     """A random walk with stores, between whose steps each kept key is compared."""
 
     def __init__(self, seed: int, tier_indexes: list[TierIndex]) -> None:
-        marks, self.seen = InvocationMarks(), Seen()
+        marks = InvocationMarks()
+        self.seen = Seen()
         self.index = CheckedIndex(tier_indexes, PromptKeys(KEYS, marks).blocks, BLOCK)
         super().__init__(seed, 12, listeners=(self.seen, self.index), marks=marks)
         self.index.read_public_prefixes(self.cache.public.tokens_of)

@@ -20,7 +20,8 @@ from tests.fakes import FakeClock
 from ..tiered_bench import TieredBench
 
 BLOCK = 4
-ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
+ACME = Namespace("model", "acme")
+OTHER = Namespace("model", "other")
 
 
 def key_blocks(namespace: Namespace, prompt: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
@@ -121,13 +122,14 @@ def test_what_is_stored_is_not_stored_again() -> None:
 
 
 def test_each_shelf_gets_what_it_does_not_have() -> None:
-    small, large = TierIndex("host", 1), TierIndex("disk", 100)
+    small = TierIndex("host", 1)
+    large = TierIndex("disk", 100)
     cached = Cached(small, large)
     cached.put(range(8))
     cached.cache.evict(2)
-    evicted_blocks, given_up = cached.index.take_evicted_blocks()
+    evicted_blocks, victims = cached.index.take_evicted_blocks()
     assert [list(each.tiers) for each in evicted_blocks] == [["host", "disk"], ["host", "disk"]]
-    assert given_up == {"host": [evicted_blocks[0].block.key], "disk": []}
+    assert victims == {"host": [evicted_blocks[0].block.key], "disk": []}
     assert [each.tier for each in cached.find(range(9))] == ["host", "disk"]
 
 
@@ -234,7 +236,8 @@ def test_what_is_loaded_keeps_its_priority_for_the_next_time_that_it_leaves() ->
 
 
 def test_a_priority_that_has_ended_on_the_device_is_none_on_shelves() -> None:
-    tier_index, clock = TierIndex("host", 4), FakeClock()
+    tier_index = TierIndex("host", 4)
+    clock = FakeClock()
     cached = Cached(tier_index, clock=clock)
     cached.put(range(4))
     cached.cache.retain(ACME, tokens(range(4)), Retention(90, ttl_s=10.0))
@@ -322,7 +325,7 @@ def test_a_block_that_came_without_its_part_is_known_to_lack_it() -> None:
     assert cached.index.tiers["host"].partless == set()
 
 
-def test_what_is_given_up_and_comes_back_is_written_once_more_if_it_has_a_part_now() -> None:
+def test_what_is_victims_and_comes_back_is_written_once_more_if_it_has_a_part_now() -> None:
     cached = Cached(TierIndex("host", 1))
     cached.put(range(4))
     cached.parts.update(dict.fromkeys(range(4), NO_PART))
@@ -333,9 +336,9 @@ def test_what_is_given_up_and_comes_back_is_written_once_more_if_it_has_a_part_n
     cached.put(range(4))
     cached.parts.update(dict.fromkeys(range(4), 5))
     cached.cache.evict(1)
-    evicted_blocks, given_up = cached.index.take_evicted_blocks()
+    evicted_blocks, victims = cached.index.take_evicted_blocks()
     assert [(each.part_id, each.block.tokens) for each in evicted_blocks][-1] == (5, tokens(range(4)))
-    assert evicted_blocks[-1].block.key not in given_up["host"]
+    assert evicted_blocks[-1].block.key not in victims["host"]
 
 
 NAMESPACE = Namespace("fake")

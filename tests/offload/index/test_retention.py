@@ -131,7 +131,8 @@ PATH = [KeyedBlock(key, b"", b"", ACME) for key in (b"a", b"b", b"c")]
 
 
 def holding(*keys: bytes, retained_share: float = 1.0) -> tuple[StoredRetention, TierIndex]:
-    tier_index, shared = TierIndex("host", 10, retained_share=retained_share), SharedTierIndex("redis")
+    tier_index = TierIndex("host", 10, retained_share=retained_share)
+    shared = SharedTierIndex("redis")
     for key in keys:
         tier_index.add(key, ACME)
         shared.add(key, ACME)

@@ -9,7 +9,8 @@ from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.namespace import Namespace
 from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex, TierShares
 
-ACME, OTHER = Namespace("model", "acme"), Namespace("model", "other")
+ACME = Namespace("model", "acme")
+OTHER = Namespace("model", "other")
 
 
 def shelf_of(*keys: bytes, num_blocks: int = 3) -> TierIndex:
@@ -227,7 +228,8 @@ WALK_SHARES = {
 
 def goes_for(tier_index: TierIndex, tenant: str) -> bytes | None:
     """Return what may go for a block of a tenant, found by looking at every block; None if there is room."""
-    counts, parts = tier_index.owned.num_by_tenant, WALK_SHARES[tenant]
+    counts = tier_index.owned.num_by_tenant
+    parts = WALK_SHARES[tenant]
     has_its_share = parts.ceiling is not None and counts[tenant] >= parts.ceiling * tier_index.num_blocks
     if not has_its_share and len(tier_index) < tier_index.num_blocks:
         return None
@@ -257,13 +259,15 @@ def require_bounds(tier_index: TierIndex) -> None:
 def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
     rng = random.Random(seed)
     tier_index = TierIndex("host", 10, shares_of=WALK_SHARES.__getitem__, retained_share=0.5)
-    num_given_up = num_refused = 0
+    num_victims = num_refused = 0
     for number in range(400):
-        tenant, priority = rng.choice(list(WALK_SHARES)), rng.choice([20, 50, 50, 50, 70, 90])
+        tenant = rng.choice(list(WALK_SHARES))
+        priority = rng.choice([20, 50, 50, 50, 70, 90])
         there = list(tier_index)
         choice = rng.random()
         if choice < 0.7:
-            key, victim = number.to_bytes(2, "big"), goes_for(tier_index, tenant)
+            key = number.to_bytes(2, "big")
+            victim = goes_for(tier_index, tenant)
             may_come = victim is None or (
                 victim != b"" and (tier_index.is_on_device(victim) or tier_index.priority_of(victim) <= priority)
             )
@@ -271,7 +275,7 @@ def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
             if may_come:
                 assert tier_index.add(key, Namespace("model", tenant), priority) == victim
                 assert set(tier_index) == {*there, key} - {victim}
-            num_given_up += may_come and victim is not None
+            num_victims += may_come and victim is not None
             num_refused += not may_come
         elif there and choice < 0.8:
             tier_index.note_loaded(rng.choice(there))
@@ -280,7 +284,7 @@ def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
         elif there:
             tier_index.remove(rng.choice(there))
         require_bounds(tier_index)
-    assert num_given_up
+    assert num_victims
     assert num_refused
 
 

@@ -76,7 +76,8 @@ def damaged_objects(num_cases: int, seed: int) -> Counter[str]:
     sound = {(number, cipher): stored(number, 0, cipher) for number in range(NUM_BLOCKS) for cipher in ciphers}
     told: Counter[str] = Counter()
     for case in range(num_cases):
-        number, cipher = chance.randrange(NUM_BLOCKS), chance.choice(ciphers)
+        number = chance.randrange(NUM_BLOCKS)
+        cipher = chance.choice(ciphers)
         data = DAMAGES[case % len(DAMAGES)](sound[number, cipher], chance)
         result = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
         told[result.value if isinstance(result, ObjectFault) else "served"] += 1
@@ -171,7 +172,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # what is found is counted
-    objects, files = damaged_objects(args.cases, args.seed), damaged_files(args.cases // 100, args.seed)
+    objects = damaged_objects(args.cases, args.seed)
+    files = damaged_files(args.cases // 100, args.seed)
     kills = killed_writers(args.kills, args.seed)
     print(f"damaged objects: {dict(objects)}\ndamaged files: {dict(files)}\nkilled writers: {dict(kills)}")
     return 1 if objects["served"] or files["wrong"] or kills["wrong"] else 0

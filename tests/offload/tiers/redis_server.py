@@ -33,7 +33,8 @@ class RedisServer:
     def __init__(self, folder: Path, *settings: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = int(listener.getsockname()[1])
-        self._folder, self._settings = folder, settings
+        self._folder = folder
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

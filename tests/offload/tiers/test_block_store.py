@@ -17,7 +17,8 @@ from tests.patience import PATIENCE_S
 from .backends import BACKENDS, SHARED
 from .blocks import FORMAT, KEYS, PAYLOAD_BYTES, block, key_of, payload_of, stored, tokens_of, wanted
 
-STORED, ALREADY_THERE = PutOutcome.STORED, PutOutcome.ALREADY_THERE
+STORED = PutOutcome.STORED
+ALREADY_THERE = PutOutcome.ALREADY_THERE
 
 
 @pytest.fixture(params=BACKENDS)

@@ -16,7 +16,8 @@ from tests.patience import PATIENCE_S
 
 from .blocks import PAYLOAD_BYTES, wanted
 
-LIMIT_S, WRITE_LIMIT_S = 0.5, 10.0
+LIMIT_S = 0.5
+WRITE_LIMIT_S = 10.0
 
 
 class StandingClock:
@@ -65,7 +66,8 @@ class SilentStore:
 
 class Guarded:
     def __init__(self) -> None:
-        self.clock, self.inner = StandingClock(), SilentStore()
+        self.clock = StandingClock()
+        self.inner = SilentStore()
         circuit = CircuitBreaker(self.clock.now_s, max_failures=3, first_pause_s=1.0, max_pause_s=60.0)
         limits = {"limit_s": LIMIT_S, "write_limit_s": WRITE_LIMIT_S}
         self.store = GuardedStore("shared", self.inner, self.clock, circuit, **limits)
@@ -95,7 +97,8 @@ def test_an_answer_in_time_is_the_answer(guarded: Guarded) -> None:
 
 
 def test_a_call_without_answer_ends_at_its_limit(guarded: Guarded) -> None:
-    loading, saving = guarded.store.get([]), guarded.store.put([])
+    loading = guarded.store.get([])
+    saving = guarded.store.put([])
     guarded.clock.advance(LIMIT_S - 0.01)
     assert not loading.done()
     guarded.clock.advance(0.01)
@@ -110,7 +113,8 @@ def test_a_call_without_answer_ends_at_its_limit(guarded: Guarded) -> None:
 
 
 def test_a_late_answer_gives_back_what_it_lent(guarded: Guarded) -> None:
-    loading, released = guarded.store.get([]), []
+    loading = guarded.store.get([])
+    released = []
     (call,) = guarded.inner.calls
     call.set_running_or_notify_cancel()
     guarded.clock.advance(LIMIT_S)

@@ -8,7 +8,9 @@ from tests.patience import PATIENCE_S
 
 
 def test_calls_come_in_the_order_in_which_they_are_due() -> None:
-    clock, calls, is_last = TimerThread(), [], threading.Event()
+    clock = TimerThread()
+    calls = []
+    is_last = threading.Event()
     start_s = clock.now_s()
     for delay_s in (0.03, 0.01, 0.02):
         clock.call_later(delay_s, partial(calls.append, delay_s))
@@ -20,7 +22,9 @@ def test_calls_come_in_the_order_in_which_they_are_due() -> None:
 
 
 def test_a_cancelled_call_never_comes() -> None:
-    clock, calls, is_last = TimerThread(), [], threading.Event()
+    clock = TimerThread()
+    calls = []
+    is_last = threading.Event()
     cancel = clock.call_later(0.01, partial(calls.append, 1))
     clock.call_later(0.02, is_last.set)
     cancel()

@@ -22,7 +22,7 @@ def test_the_bound_is_the_arena_and_what_was_not_used_for_longest_goes() -> None
         memory.put([block(number) for number in (1, 2, 3)])
         memory.get(keys(1))
         assert memory.put([block(4)]).evicted == (key_of(2),)
-        assert memory.put([block(5)], give_up=keys(4)).evicted == (key_of(4),)
+        assert memory.put([block(5)], victims=keys(4)).evicted == (key_of(4),)
         assert memory.exists(keys(1, 2, 3, 4, 5)) == [True, False, True, False, True]
         assert memory.size().used_bytes == memory.size().capacity_bytes == 3 * SLOT_BYTES
 
@@ -31,7 +31,7 @@ def test_what_is_lent_is_never_evicted_and_all_lent_is_no_room() -> None:
     with host_memory(2) as memory:
         memory.put([block(1), block(2)])
         loans = memory.get(keys(1, 2))
-        assert memory.put([block(3)], give_up=keys(1)).outcomes == (PutOutcome.NO_ROOM,)
+        assert memory.put([block(3)], victims=keys(1)).outcomes == (PutOutcome.NO_ROOM,)
         assert [loan and bytes(loan.data) for loan in loans] == [stored(1), stored(2)]
         loans[1].release()
         assert memory.put([block(3)]).evicted == (key_of(2),)

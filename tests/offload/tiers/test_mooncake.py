@@ -22,7 +22,8 @@ def got(store: MooncakeStore, *numbers: int) -> list[bytes | None]:
 
 def test_what_one_server_wrote_another_finds() -> None:
     with mooncake_master(free_port()) as master:
-        first, second = MooncakeStore(master, OBJECT_BYTES, **SIZES), MooncakeStore(master, OBJECT_BYTES, **SIZES)
+        first = MooncakeStore(master, OBJECT_BYTES, **SIZES)
+        second = MooncakeStore(master, OBJECT_BYTES, **SIZES)
         large = block(9)._replace(payload=memoryview(bytes(5000)))
         outcomes = first.put([block(1), block(2), large]).outcomes
         assert outcomes == (PutOutcome.STORED, PutOutcome.STORED, PutOutcome.TOO_LARGE)

@@ -16,7 +16,7 @@ ODD = Namespace("model", 'a"\n,\ud800', "digest", "  salt")
 def names_in(path: Path) -> dict[bytes, Namespace]:
     names = NamespaceFile(path)
     names.close()
-    return names.known()
+    return names.by_root()
 
 
 def add(names: NamespaceFile, root: bytes, namespace: Namespace) -> None:
@@ -64,7 +64,7 @@ def test_a_line_that_is_not_ours_is_left_out(rubbish: bytes, tmp_path: Path) -> 
     names.close()
     path.write_bytes(rubbish + b"\n" + path.read_bytes() + rubbish)
     names = NamespaceFile(path)
-    assert names.known() == {ROOT: ODD}
+    assert names.by_root() == {ROOT: ODD}
     add(names, bytes(32), Namespace("model"))
     names.close()
     assert names_in(path) == {ROOT: ODD, bytes(32): Namespace("model")}
@@ -103,12 +103,13 @@ def test_what_a_full_disk_did_not_take_is_written_later(tmp_path: Path) -> None:
     names.add(b"\x01" * 32, Namespace("model", "third"))
     names.write()
     names.close()
-    assert names_in(path) == names.known()
-    assert len(names.known()) == 3
+    assert names_in(path) == names.by_root()
+    assert len(names.by_root()) == 3
 
 
 def test_the_file_is_written_anew_where_most_lines_are_of_no_use(tmp_path: Path) -> None:
-    path, roots = tmp_path / "names", [bytes([number]) * 32 for number in range(10)]
+    path = tmp_path / "names"
+    roots = [bytes([number]) * 32 for number in range(10)]
     names = NamespaceFile(path)
     for root in roots[:9]:
         names.add(root, ODD)
@@ -124,7 +125,7 @@ def test_the_file_is_written_anew_where_most_lines_are_of_no_use(tmp_path: Path)
     assert path.stat().st_mode & 0o777 == 0o600
     add(names, roots[0], ODD)
     names.close()
-    assert names_in(path).keys() == names.known().keys() == {roots[0], *roots[6:9]}
+    assert names_in(path).keys() == names.by_root().keys() == {roots[0], *roots[6:9]}
 
 
 def test_lines_that_earlier_processes_wrote_more_than_once_go_too(tmp_path: Path) -> None:

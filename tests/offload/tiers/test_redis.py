@@ -42,7 +42,8 @@ def got(store: RedisStore, *numbers: int) -> list[bytes | None]:
 
 @pytest.mark.usefixtures("client")
 def test_what_one_server_wrote_another_finds(server: RedisServer) -> None:
-    first, second = store_of(server), store_of(server)
+    first = store_of(server)
+    second = store_of(server)
     first.put([block(1), block(2)])
     assert got(second, 2, 3, 1) == [stored(2), None, stored(1)]
     assert second.delete([key_of(1), key_of(3)]) == 1
@@ -138,7 +139,7 @@ def test_a_server_that_comes_later_goes_and_comes_again_is_used(tmp_path: Path) 
         assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
 
 
-def test_a_server_that_does_not_answer_is_given_up(server: RedisServer) -> None:
+def test_a_server_that_does_not_answer_is_victims(server: RedisServer) -> None:
     store = store_of(server, timeout_s=0.2)
     store.exists([key_of(1)])
     server.pause()

@@ -79,7 +79,8 @@ def test_objects_are_read_in_the_order_of_the_disk_and_come_as_they_were_asked_f
 @pytest.mark.parametrize("payload_bytes", [0, 32, 48, 49, 64])  # C++ takes more than 240 bytes without the checksum
 def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path, payload_bytes: int) -> None:
     each = numbered(1, payload_bytes)
-    data, sizes = b"".join(each.pieces()), SlotSizes.of(each.num_bytes, payload_bytes)
+    data = b"".join(each.pieces())
+    sizes = SlotSizes.of(each.num_bytes, payload_bytes)
     for native in (None, native_or_skip()):
         (directory := tmp_path / str(native is None)).mkdir()
         file = SlotFile(directory, sizes, 1, native)

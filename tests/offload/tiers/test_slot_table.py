@@ -3,9 +3,10 @@ from __future__ import annotations
 from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
 
 
-def fill(table: SlotTable, *keys: bytes, give_up: tuple[bytes, ...] = ()) -> list[bytes]:
+def fill(table: SlotTable, *keys: bytes, victims: tuple[bytes, ...] = ()) -> list[bytes]:
     """Put keys one by one; returns what left for them."""
-    gone, left = [], iter(give_up)
+    gone = []
+    left = iter(victims)
     for key in keys:
         slot, evicted = table.claim(key, left)
         gone += evicted
@@ -40,13 +41,13 @@ def test_what_is_put_last_goes_last() -> None:
 def test_what_the_caller_gives_up_goes_before() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b", b"c")
-    assert fill(table, b"d", b"e", b"f", give_up=(b"nothing", b"c", b"b")) == [b"c", b"b", b"a"]
+    assert fill(table, b"d", b"e", b"f", victims=(b"nothing", b"c", b"b")) == [b"c", b"b", b"a"]
 
 
-def test_no_more_is_given_up_than_is_needed() -> None:
+def test_no_more_is_victims_than_is_needed() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b")
-    assert fill(table, b"c", b"d", give_up=(b"b", b"a")) == [b"b"]
+    assert fill(table, b"c", b"d", victims=(b"b", b"a")) == [b"b"]
 
 
 def test_what_is_read_stays_and_its_slot_too() -> None:
@@ -55,21 +56,21 @@ def test_what_is_read_stays_and_its_slot_too() -> None:
     entry = table.find(b"a")
     assert entry is not None
     table.start_reading(entry)
-    assert fill(table, b"b", give_up=(b"a",)) == []
+    assert fill(table, b"b", victims=(b"a",)) == []
     assert table.remove(b"a") is entry
     assert table.num_free == 0
     table.end_reading(entry)
     assert table.num_free == 1
 
 
-def test_nothing_else_goes_instead_of_what_is_given_up_and_read() -> None:
+def test_nothing_else_goes_instead_of_what_is_victims_and_read() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b", b"c")
     entry = table.find(b"b")
     assert entry is not None
     table.start_reading(entry)
     assert table.claim(b"d", iter((b"b", b"c"))) == (None, [])
-    assert fill(table, b"d", b"e", give_up=(b"b", b"c")) == [b"c"]
+    assert fill(table, b"d", b"e", victims=(b"b", b"c")) == [b"c"]
     assert [key for key, _ in table] == [b"a", b"b", b"e"]
 
 

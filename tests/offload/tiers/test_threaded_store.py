@@ -28,7 +28,7 @@ class GatedBackend(StoreBackend):
         if self.error is not None:
             raise self.error
 
-    def put(self, objects: Sequence[BlockObject], give_up: Sequence[bytes] = ()) -> PutResult:
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         self._pass("put")
         return PutResult(())
 
@@ -109,7 +109,8 @@ def test_a_deletion_comes_after_the_writes_before_it(backend: GatedBackend) -> N
 def test_a_cancelled_call_is_never_started(backend: GatedBackend) -> None:
     backend.num_readers = 1
     store = ThreadedStore(backend)
-    first, second = store.get([]), store.exists([])
+    first = store.get([])
+    second = store.exists([])
     wait_until(came(backend, "get"))
     assert second.cancel()
     assert not first.cancel()
@@ -135,7 +136,8 @@ def test_a_full_queue_refuses_at_once_and_cancelled_calls_are_in_it(backend: Gat
 def test_what_waits_when_a_store_closes_fails(backend: GatedBackend) -> None:
     backend.num_readers = 1
     store = ThreadedStore(backend)
-    running, waiting = store.get([]), store.get([])
+    running = store.get([])
+    waiting = store.get([])
     wait_until(came(backend, "get"))
     closing = threading.Thread(target=store.close)
     closing.start()

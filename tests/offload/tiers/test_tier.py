@@ -68,7 +68,7 @@ def test_saved_blocks_are_loaded_and_counted(tier: Tier) -> None:
 
 def test_evictions_are_told_and_counted(tier: Tier) -> None:
     tier.save([block(number) for number in range(4)]).result(PATIENCE_S)
-    result = tier.save([block(9)], give_up=[key_of(2)]).result(PATIENCE_S)
+    result = tier.save([block(9)], victims=[key_of(2)]).result(PATIENCE_S)
     assert result is not None
     assert result.evicted == (key_of(2),)
     assert tier.counts().evicted == 1
@@ -128,7 +128,8 @@ def test_a_store_that_fails_is_a_miss(error: StoreError, reason: Absence) -> Non
 @pytest.mark.parametrize("answer", [[], [None, None], PutResult(())])
 def test_an_answer_that_can_not_be_used_is_a_miss(answer: object, caplog: pytest.LogCaptureFixture) -> None:
     store, tier = pending()
-    loading, asking = tier.load([wanted(1)]), tier.exists([key_of(1)])
+    loading = tier.load([wanted(1)])
+    asking = tier.exists([key_of(1)])
     saving = tier.save([block(1)])
     store.answer.set_result(answer)
     assert loading.result(PATIENCE_S) == [Absence.UNAVAILABLE]

@@ -21,7 +21,9 @@ NUM_BLOCKS = 40
 
 
 def main() -> None:
-    path, num_slots, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    path = Path(sys.argv[1])
+    num_slots = int(sys.argv[2])
+    seed = int(sys.argv[3])
     chance = random.Random(seed)
     store = disk_at(path, num_slots, _loaded(sys.argv[4]) if sys.argv[4:] else None)
     objects = [[block(number, generation) for number in range(NUM_BLOCKS)] for generation in range(3)]
