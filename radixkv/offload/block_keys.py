@@ -1,11 +1,11 @@
-"""Keys of blocks outside the device: digests of everything that changes their K and V.
+"""Keys of blocks outside the device: digests of everything that determines their K and V.
 
     root  = tags | digest(format, namespace, tokens of the public prefix before the tree)
     block = tags | digest(parent's key, tokens of the block)
     tags  = format 2 | tenant 3 | adapter 2 | salt 3 bytes, a digest of each name; the digests have 22 bytes
 
-Equal keys mean equal K and V on every server that has the same secret, today and after a restart. By the tags a purge
-finds what other servers stored; two names with one tag lose their blocks together, no more.
+Equal keys mean equal K and V on every server with the same secret, also after a restart. The tags let a purge find the
+blocks that other servers stored. If two names have the same tag, a purge of one deletes the blocks of both.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _TAG = b"radixkv tag 2"
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Everything about a block that its tokens and namespace do not say.
+    """Everything that determines the bytes of a block besides its tokens and namespace.
 
     Attributes:
-        model: of `fingerprint_model`: all weights, the configuration, exactness.
+        model: from `fingerprint_model`: all weights, the configuration, exactness.
         dtype: the dtype that the model computes in.
         kv_dtype: how K and V are stored, as `KVFormat` names it.
         layout: order of the numbers in a payload, such as `by block`.
-        block_size: tokens a block.
+        block_size: tokens per block.
         payload_bytes: bytes of K and V of one block.
-        computed_by: names what the last bits depend on besides the model: device, libraries, kernels.
+        computed_by: identifies what the last bits depend on besides the model: device, libraries, kernels.
     """
 
     model: str
@@ -61,16 +61,16 @@ class BlockFormat:
 
 @dataclass(frozen=True, slots=True)
 class KeyScope:
-    """The keys of all namespaces with some names.
+    """The keys of all namespaces with given names.
 
     Attributes:
-        tags: those at the start of such a key; None where any name will do.
+        tags: the tags at the start of such a key; None matches any.
     """
 
     tags: tuple[bytes | None, ...]
 
     def has(self, key: bytes) -> bool:
-        """Whether this is such a key."""
+        """Whether a key is in the scope."""
         start = 0
         for tag, size in zip(self.tags, _TAG_BYTES.values(), strict=True):
             if tag is not None and key[start : start + size] != tag:
@@ -79,25 +79,25 @@ class KeyScope:
         return True
 
     def hex_pattern(self, any_digit: str) -> str:
-        """Return the start of such keys in hexadecimal digits, with a pattern for any digit where any name will do."""
+        """Return a pattern for the start of such keys in hexadecimal, in which `any_digit` matches any digit."""
         pairs = zip(self.tags, _TAG_BYTES.values(), strict=True)
         return "".join(2 * size * any_digit if tag is None else tag.hex() for tag, size in pairs)
 
 
 class BlockKeys:
-    """Makes the keys of one format.
+    """Computes the keys of blocks of one format.
 
-    Nobody finds two chains of tokens with one key: BLAKE2b with 176 bits. With a secret nobody who lacks it can compute
-    a key either, so whoever may read a shared store can't test which prompts are in it.
+    BLAKE2b with 176 bits is collision-resistant, so two chains of tokens with the same key can't be found. Without the
+    secret, keys can't be computed, so a reader of a shared store can't test which prompts it holds.
 
     >>> block_format = BlockFormat("model", "float32", "fp32", "by block", 16, 4096, "cpu")
-    >>> keys = BlockKeys(block_format, b"a secret of all servers")
+    >>> keys = BlockKeys(block_format, b"a shared secret")
     >>> len(keys.child(keys.root(Namespace("model", "alice")), bytes(64)))
     32
 
     Args:
         block_format: format of the blocks.
-        secret: the same on all servers that share a store, at most 64 bytes; empty for none.
+        secret: of all servers that share a store, at most 64 bytes; empty for none.
 
     Raises:
         ConfigError: the secret is too long.
@@ -112,7 +112,7 @@ class BlockKeys:
         self._tag = lru_cache(maxsize=4096)(self._new_tag)
 
     def root(self, namespace: Namespace, prefix_tokens: bytes = b"") -> bytes:
-        """Return the key that a namespace's first blocks have as their parent.
+        """Return the root key of a namespace, which is the parent of its first blocks.
 
         The serial of a public prefix may identify another one after a restart, so its tokens take its place.
 
@@ -126,7 +126,7 @@ class BlockKeys:
         num_tokens = namespace.public_prefix_tokens
         is_whole = len(prefix_tokens) == num_tokens * TOKEN_BYTES
         require_invariant("public prefix", is_whole, f"expected {num_tokens} tokens, got {len(prefix_tokens)} bytes")
-        salt = "" if namespace.tenant == PUBLIC_TENANT else namespace.salt  # there it is the serial
+        salt = "" if namespace.tenant == PUBLIC_TENANT else namespace.salt  # the salt of a public prefix is its serial
         names = (namespace.model, namespace.tenant, namespace.adapter, salt)
         return self._tags_of(namespace) + self._digest(_ROOT, _joined(self._fingerprint, *names), prefix_tokens)
 
@@ -135,18 +135,18 @@ class BlockKeys:
 
         Args:
             parent: key of the block before it, or the root.
-            tokens: the block's own, little-endian uint32; fewer than a block's if it is not full.
+            tokens: of the block alone, little-endian uint32; fewer than a block has if it is not full.
 
         Complexity: about 1 us for 64 tokens.
         """
         return parent[:_TAGS_BYTES] + self._digest(_BLOCK, parent, tokens)
 
-    def of_owner(self, parent: bytes, namespace: Namespace) -> bytes:
-        """Return a parent's key with the tags of another namespace, whose blocks follow it."""
+    def with_tags_of(self, parent: bytes, namespace: Namespace) -> bytes:
+        """Replace the tags of a parent by those of another namespace, whose blocks follow it."""
         return self._tags_of(namespace) + parent[_TAGS_BYTES:]
 
     def tags_of(self, key: bytes) -> bytes:
-        """Return the tags that a key begins with. Two namespaces may have the same, which is unlikely."""
+        """Return the tags of a key. It is unlikely, but possible, that two namespaces have the same tags."""
         return key[:_TAGS_BYTES]
 
     def scope(self, tenant: str | None, adapter: str | None, salt: str | None) -> KeyScope:
@@ -156,7 +156,7 @@ class BlockKeys:
         return KeyScope((self._tag("format", "private"), *tags))
 
     def chain(self, root: bytes, tokens: bytes) -> Iterator[bytes]:
-        """Iterate over the keys of the whole blocks of a run of tokens, from its start."""
+        """Iterate over the keys of the whole blocks of a prompt."""
         size = self.format.block_size * TOKEN_BYTES
         key = root
         for start in range(0, len(tokens) - size + 1, size):
@@ -172,7 +172,7 @@ class BlockKeys:
 
     def _tags_of(self, namespace: Namespace) -> bytes:
         tag = self._tag
-        if namespace.tenant == PUBLIC_TENANT:  # no scope has its blocks, and its salt is its serial
+        if namespace.tenant == PUBLIC_TENANT:  # it is in no scope, and its salt is its serial
             return tag("format", "public") + tag("tenant", "") + tag("adapter", namespace.adapter) + tag("salt", "")
         names = tag("tenant", namespace.tenant) + tag("adapter", namespace.adapter) + tag("salt", namespace.salt)
         return tag("format", "private") + names
@@ -183,20 +183,20 @@ class BlockKeys:
 
 
 def _joined(*fields: str) -> bytes:
-    """Join fields so that no two lists of them are joined alike."""
+    """Join fields unambiguously: different lists of fields give different bytes."""
     encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
     return b"".join(len(field).to_bytes(8, "little") + field for field in encoded)
 
 
 class PromptKeys:
-    """Keys the blocks of prompts.
+    """Computes the keys of the blocks of prompts.
 
-    Marks of invoked adapters mean nothing outside this process, so a block has the digest of the adapter that computed
-    it in its key, and the number of its tokens before the invocation.
+    Marks of invoked adapters are local to this process. Therefore the key of a block that an invoked adapter computed
+    depends on the digest of the adapter, and on the number of tokens of the block before the invocation.
 
     Args:
-        keys: of the format of the blocks.
-        marks: tell what invoked adapters computed.
+        keys: computes keys for the format of the blocks.
+        marks: identify the tokens that invoked adapters computed.
     """
 
     def __init__(self, keys: BlockKeys, marks: InvocationMarks) -> None:
@@ -208,10 +208,10 @@ class PromptKeys:
 
         Args:
             namespace: of the prompt, without a public prefix.
-            tokens: the prompt as the cache knows it, or what follows some of its blocks.
-            parent: key of the last one of these; None if there are none.
+            tokens: the prompt as the cache stores it, or the part of it that follows `parent`.
+            parent: key of the block before these tokens; None at the start of the prompt.
 
-        Complexity: about 1 us a block.
+        Complexity: about 1 us per block.
         """
         size = self._keys.format.block_size * TOKEN_BYTES
         if parent is None:
@@ -223,7 +223,7 @@ class PromptKeys:
                 num_plain, own = self._marks.num_plain(own), plain(own)
                 owner = namespace._replace(adapter=digest)
                 content = own + num_plain.to_bytes(4, "little") + digest.encode()
-                key = self._keys.child(self._keys.of_owner(parent, owner), content)
+                key = self._keys.child(self._keys.with_tags_of(parent, owner), content)
             else:
                 key = self._keys.child(parent, own)
                 owner = namespace

@@ -1,4 +1,4 @@
-"""The record of what is on the disk, from which the next process learns whose blocks they are."""
+"""What is recorded with the blocks on the disk for the next process: their namespaces, order and priorities."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _log = logging.getLogger(__name__)
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("ends_s", "<f8"), ("priority", "u1"), ("more", "V7")])
 _NEVER = float("inf")
 _PRIORITIES = "priorities"
-_FEW = 1024  # namespaces
+_MIN_UNUSED_NAMESPACES = 1024
 
 
-class KeptPriority(NamedTuple):
-    """Priority of a block.
+class StoredPriority(NamedTuple):
+    """Retention priority of a block.
 
     Attributes:
         key: of the block.
-        priority: 0 to 255; what the file says, which may be anything.
-        ends_s: when it ends, in seconds since 1970; None for never.
+        priority: 0 to 255, as read from the file and not validated.
+        ends_s: when it expires, in seconds since 1970; None for never.
     """
 
     key: bytes
@@ -43,8 +43,8 @@ class KeptPriority(NamedTuple):
 class PriorityFile:
     """A file with a line of 48 bytes for each block that has a priority.
 
-    It is there only between a process that ends in order and the next one: what a process that is killed was told
-    after its start would contradict it.
+    It exists only between a clean shutdown and the next start. A process reads and deletes it at its start, since
+    priorities that are set later would make it outdated if the process is killed.
 
     Args:
         path: of the file.
@@ -53,11 +53,11 @@ class PriorityFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, priorities: Iterable[KeptPriority]) -> None:
-        """Write the file, whole or not at all.
+    def write(self, priorities: Iterable[StoredPriority]) -> None:
+        """Write the file atomically.
 
         Raises:
-            OSError: the disk fails.
+            OSError: a write failed.
         """
         rows = [(key, _NEVER if ends_s is None else ends_s, priority, b"") for key, priority, ends_s in priorities]
         partial = self._path.with_suffix(".partial")
@@ -65,11 +65,11 @@ class PriorityFile:
             file.write(np.array(rows, _LINE).tobytes())
         partial.replace(self._path)
 
-    def take(self) -> list[KeptPriority]:
-        """Read the file, and delete it. Returns nothing if there is none, or if it is not one of ours.
+    def take(self) -> list[StoredPriority]:
+        """Read the file and delete it. Returns an empty list if it does not exist or is invalid.
 
         Raises:
-            OSError: the disk fails.
+            OSError: it can't be read or deleted.
         """
         try:
             data = self._path.read_bytes()
@@ -82,14 +82,14 @@ class PriorityFile:
         lines = np.frombuffer(data, _LINE)
         columns = (lines[name].tolist() for name in ("key", "priority", "ends_s"))
         rows = zip(*columns, strict=True)
-        return [KeptPriority(key, priority, None if ends_s == _NEVER else ends_s) for key, priority, ends_s in rows]
+        return [StoredPriority(key, priority, None if ends_s == _NEVER else ends_s) for key, priority, ends_s in rows]
 
 
 class FoundOnDisk(NamedTuple):
-    """Blocks and priorities that earlier processes left on a disk.
+    """Blocks and priorities that earlier processes left on the disk.
 
     Attributes:
-        blocks: keys and whose they are, the one that goes first at first.
+        blocks: keys and their namespaces, in eviction order.
         hints: priorities of some of them, in the same order.
     """
 
@@ -98,13 +98,13 @@ class FoundOnDisk(NamedTuple):
 
 
 class DiskRecord:
-    """Tells the next process whose blocks are on a disk, and reads what the last one told.
+    """Records the namespaces, the eviction order and the priorities of the blocks on the disk, and reads them back.
 
     Args:
         disk: the store.
-        keys: of the format of its blocks.
-        clock: seconds, that of the cache.
-        time_of_day: seconds since 1970, which the next process has, too.
+        keys: computes keys for the format of its blocks.
+        clock: seconds, monotonic, as in the cache.
+        time_of_day: seconds since 1970, which the next process can compare.
     """
 
     def __init__(
@@ -121,52 +121,52 @@ class DiskRecord:
         self._time_of_day = time_of_day
 
     def note(self, namespace: Namespace) -> None:
-        """Note that blocks of a namespace are stored. The store writes it before them."""
+        """Record a namespace whose blocks will be stored. The store writes it before the blocks."""
         self._disk.namespaces.add(self._keys.root(namespace), namespace)
 
     def tidy(self, stored: NamespaceKeys) -> None:
-        """Forget namespaces without blocks if most of those known have none: how many come is up to callers.
+        """Forget namespaces without blocks if most recorded namespaces have none; clients can create any number.
 
         Args:
-            stored: what is on the disk, of earlier processes as well.
+            stored: the namespaces of all blocks on the disk, including those of earlier processes.
 
-        Complexity: O(namespaces), once in as many.
+        Complexity: amortized O(1) per recorded namespace.
         """
-        if len(self._disk.namespaces) > 2 * stored.num_namespaces + _FEW:
+        if len(self._disk.namespaces) > 2 * stored.num_namespaces + _MIN_UNUSED_NAMESPACES:
             self._disk.namespaces.keep({self._keys.root(namespace) for namespace in stored})
 
     def persist_order(self, keys: Sequence[bytes]) -> None:
-        """Note the order in which blocks go, the one that goes first at first; see `DiskStore.arrange`."""
+        """Record the eviction order of the blocks; see `DiskStore.persist_order`."""
         self._disk.persist_order(keys)
 
-    def keep(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
-        """Note the priorities of blocks, the one that goes first at first. A disk that fails has none then."""
+    def persist_priorities(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
+        """Write the priorities of blocks, in eviction order. Logs an error if the write fails, and they are lost."""
         start_s = self._time_of_day() - self._clock()
         ends_s = [None if hint.expires_s is None else start_s + hint.expires_s for _, hint in hints]
         rows = zip(hints, ends_s, strict=True)
         try:
-            self._priorities.write(KeptPriority(key, hint.priority, end_s) for (key, hint), end_s in rows)
+            self._priorities.write(StoredPriority(key, hint.priority, end_s) for (key, hint), end_s in rows)
         except OSError as error:
-            _log.error("tier disk: expected to note %d priorities, got: %s", len(hints), error)
+            _log.error("tier disk: writing %d priorities failed: %s", len(hints), error)
 
     def read(self) -> FoundOnDisk:
-        """List the blocks of earlier processes, whose they are, and the priorities that have not ended.
+        """List the blocks of earlier processes with their namespaces, and the priorities that have not expired.
 
-        A key's tags name its namespace, so blocks are found also where those before them are gone: they are of use once
-        these are computed again. Blocks of which that is not known are deleted: no purge could reach them. So are those
-        of two namespaces with the same tags: any two salts of a tenant have them once in 16 million.
+        The tags of a key identify its namespace, so a block is found even if the blocks before it are gone; it becomes
+        useful as soon as these are recomputed. Blocks of unknown namespaces are deleted, since no purge finds them.
+        So are blocks whose tags two namespaces share, which happens to two salts of a tenant once in 16 million.
 
         Complexity: O(blocks), without reading them.
         """
         start_s = time.perf_counter()
-        keys = list(self._disk)  # before the owners: what comes meanwhile is not to be judged
+        keys = list(self._disk)  # before the owners, so that blocks stored in the meantime are not deleted
         owners = self._owners()
         found = [(key, owners.get(self._keys.tags_of(key))) for key in keys]
         useless = [key for key, owner in found if owner is None]
         try:
             self._disk.delete(useless)
         except StoreError as error:
-            _log.error("tier disk: expected to delete %d blocks that nobody can purge, got: %s", len(useless), error)
+            _log.error("tier disk: deleting %d blocks of unknown namespaces failed: %s", len(useless), error)
         num_found = len(found) - len(useless)
         took_s = time.perf_counter() - start_s
         _log.info("found %d blocks on disk in %.2f s, and deleted %d", num_found, took_s, len(useless))
@@ -176,13 +176,13 @@ class DiskRecord:
         start_s = self._time_of_day() - self._clock()
         now_s = self._clock()
         try:
-            kept = self._priorities.take()
+            stored = self._priorities.take()
         except OSError as error:
-            _log.error("tier disk: expected to read the priorities that it notes, got: %s", error)
+            _log.error("tier disk: reading the priorities failed: %s", error)
             return []
         hints = [
             (key, RetentionHint(priority, None if ends_s is None else ends_s - start_s))
-            for key, priority, ends_s in kept
+            for key, priority, ends_s in stored
         ]
         return [
             (key, hint)
@@ -191,7 +191,7 @@ class DiskRecord:
         ]
 
     def _owners(self) -> dict[bytes, Namespace | None]:
-        """Return the namespace of each tag; None where it is not the only one."""
+        """Return the namespace of each combination of tags; None if several namespaces share it."""
         owners: dict[bytes, Namespace | None] = {}
         for namespace in self._disk.namespaces.by_root().values():
             tags = self._keys.tags_of(self._keys.root(namespace))

@@ -164,7 +164,7 @@ class ShutdownSave:
         if self._record is not None:
             self._record.persist_order(list(tier_index))
             if knows_disk:
-                self._record.keep(self._index.retention.hints(tier_index))
+                self._record.persist_priorities(self._index.retention.hints(tier_index))
         return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks
 
     def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:

@@ -47,20 +47,20 @@ from radixkv.storage.layer_bytes import LayerBytes, payload_layout
 
 _log = logging.getLogger(__name__)
 
-# Copies of blocks that wait to be stored, and blocks that were loaded and wait for their request: a share of the pool.
+# Divisor of the pool size that bounds copies waiting to be stored, and loaded blocks waiting for their requests.
 _WAITING_SHARE = 8
-_LEAST_WAITING_BYTES = 64 << 20
-# The prompt that is computed to learn how this process computes.
-_TRIED_BLOCKS = 2
-_STRIDE = 7919
+_MIN_WAITING_BYTES = 64 << 20
+# The prompt whose K and V identify how this process computes; see `_computed_by`.
+_PROBE_BLOCKS = 2
+_PROBE_STRIDE = 7919
 
 
 class Transfers(NamedTuple):
-    """K/V for other servers, and from them.
+    """Configuration of K/V transfers to and from other servers.
 
     Attributes:
-        config: whether others may fetch, and how much is fetched at a time.
-        sources: the servers that are asked, by the names of their sections.
+        config: whether other servers may fetch, and how much is fetched at a time.
+        sources: the servers to fetch from, by the names of their sections.
     """
 
     config: TransferConfig
@@ -69,17 +69,17 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The stores that could be opened, the fastest first, and what belongs to all of them.
+    """The stores that could be opened, the fastest first, and the objects that they share.
 
     Attributes:
         backends: by name.
         closed: names of those that could not be opened.
-        keys: of their blocks.
-        index: of all tiers; it listens to the cache.
+        keys: computes the keys of their blocks.
+        index: which tier holds which block; it listens to the cache.
         mover: copies blocks.
         max_waiting_bytes: see `Offload`.
-        ciphers: seal what is stored outside this process; None for none.
-        transfer: K/V for other servers and from them; None for neither.
+        ciphers: encrypt what is stored outside this process; None to store it unencrypted.
+        transfer: K/V transfers between servers; None to disable them.
         layer_bytes: sizes of the layers of a block.
     """
 
@@ -96,15 +96,15 @@ class Stores:
     def connect(
         self, cache: PrefixCache, choice: LoadOrCompute | None = None, wake: Callable[[], None] = do_nothing
     ) -> tuple[Offload, TransferParts | None]:
-        """Connect the tiers with a cache that their index listens to, and with an engine.
+        """Connect the tiers to the cache and the engine.
 
         Args:
-            cache: the radix trees.
-            choice: decides between loading and computing; None for one that measures.
+            cache: the radix trees, to which the index listens.
+            choice: decides between loading and computing; None to decide by measured times.
             wake: wakes the engine's thread.
 
         Returns:
-            The tiers, and what transfers of K/V between servers need; None if transfers are off.
+            The tiers, and the parts of K/V transfers between servers, which are None if transfers are disabled.
         """
         self.index.read_public_prefixes(cache.public.tokens_of)
         timers = TimerThread()
@@ -167,26 +167,27 @@ def open_stores(
     retained_share: float = 1.0,
     part_of: Callable[[int], int | None] | None = None,
 ) -> Stores | None:
-    """Open the stores. One that can't be used is left out, which is logged and told as one that does not work.
+    """Open the stores. A store that can't be used is logged, and reported in the statistics as one that does not work.
 
-    What is in the pool is lost. Nothing waits for Redis and Mooncake: while they are away, the service works without.
+    The contents of the pool are lost. This does not wait for Redis or Mooncake: while they are unavailable, the service
+    works without them.
 
     Args:
-        config: our stores.
-        runner: whose blocks are stored.
-        marks: tell what invoked adapters computed.
+        config: our own stores.
+        runner: the runner whose blocks are stored.
+        marks: identify the tokens that invoked adapters computed.
         others: stores of other packages, by the names of their entry points.
-        transfer: K/V for other servers and from them, whose format and keys are those of stores; None for neither.
+        transfer: K/V transfers between servers, which use the same format and keys; None to disable them.
         shares_of: returns the shares of a tenant; see `tier_shares`.
         retained_share: fraction of each tier that retained blocks may take.
         part_of: see `OffloadIndex`; None if no layers are windowed.
 
     Returns:
-        None if there is none, and no transfer.
+        The stores; None if neither stores nor transfers are configured.
 
     Raises:
-        UnsupportedModel: transfers of K/V whose layers have different shapes.
-        ConfigError: a store has no room for a block, or lacks its packages; an address or the secret is not one.
+        UnsupportedModel: transfers are configured, and the layers have K/V of different shapes.
+        ConfigError: a store has no room for a block, or its packages are missing; an address or the secret is invalid.
     """
     if not any((config.host_bytes, config.disk_path, config.redis_url, config.mooncake_master, others, transfer)):
         return None
@@ -199,7 +200,7 @@ def open_stores(
         )
     needs_copies = config.host_bytes is not None or config.disk_path is not None or model.device.type == "cpu"
     native = native_copies() if needs_copies else None
-    waiting_bytes = max(_LEAST_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
+    waiting_bytes = max(_MIN_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
     is_on_gpu = model.device.type == "cuda"
     gpu = _gpu_copies(storage, waiting_bytes) if is_on_gpu else None
     mover = BlockMover(storage.pools, storage.part_pools, native, gpu)
@@ -217,7 +218,7 @@ def open_stores(
     backends: dict[str, StoreBackend] = {}
     closed: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
-    for name, options in _wanted(config, others or {}, block_format, native, map_host_memory).items():
+    for name, options in _stores_to_open(config, others or {}, block_format, native, map_host_memory).items():
         try:
             backends[name] = open_backend(name, options)
         except StoreError as error:
@@ -228,60 +229,60 @@ def open_stores(
     ]
     key_blocks = PromptKeys(keys, marks).blocks
     offload_index = OffloadIndex(tier_indexes, key_blocks, storage.block_size, part_of or (lambda block_id: None))
-    layer_bytes = LayerBytes.of(storage.pools[0])  # transfers alone ask, and have no other pool
+    layer_bytes = LayerBytes.of(storage.pools[0])  # used by transfers only, which require a single pool
     return Stores(backends, tuple(closed), keys, offload_index, mover, waiting_bytes, ciphers, transfer, layer_bytes)
 
 
-def _wanted(
+def _stores_to_open(
     config: TiersConfig,
     others: Mapping[str, StoreConfig],
     block_format: BlockFormat,
     native: NativeCopies | None,
     map_host_memory: Callable[[int], memoryview],
 ) -> dict[str, StoreOptions]:
-    """Return what to open, the fastest first."""
+    """Return the options of the configured stores, the fastest first."""
     of_block = partial(object_bytes, block_format.block_size, block_format.payload_bytes)
     num_bytes = max(of_block(is_sealed=False), of_block(is_sealed=True))
-    wanted: dict[str, StoreOptions] = {}
+    options: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
-        wanted["host"] = StoreOptions(
+        options["host"] = StoreOptions(
             block_format, num_bytes, config.host_bytes, native=native, map_memory=map_host_memory
         )
     if config.disk_path is not None:
-        wanted["disk"] = StoreOptions(block_format, num_bytes, config.disk_bytes, config.disk_path, native)
+        options["disk"] = StoreOptions(block_format, num_bytes, config.disk_bytes, config.disk_path, native)
     if config.redis_url is not None:
-        wanted["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
+        options["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
     if config.mooncake_master is not None:
-        wanted["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
+        options["mooncake"] = StoreOptions(block_format, num_bytes, config.mooncake_bytes, config.mooncake_master)
     for name, store in others.items():
-        wanted[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
-    return wanted
+        options[name] = StoreOptions(block_format, num_bytes, store.max_bytes, store.place)
+    return options
 
 
 def _gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
-    """Allocate the pinned memory through which blocks leave a GPU, and come back from stores other than host memory."""
+    """Allocate the pinned memory through which blocks are copied from and to a GPU, except from the host tier."""
     _, payload_bytes = payload_sizes(storage.pools, storage.part_pools)
     stride = staging_stride(payload_bytes)
-    num_bytes = max(_TRIED_BLOCKS, waiting_bytes // stride) * stride
+    num_bytes = max(_PROBE_BLOCKS, waiting_bytes // stride) * stride
     try:
         memory = map_pinned_memory(num_bytes)
     except MemoryError as error:
-        raise ConfigError(f"tiers: {num_bytes} bytes of host memory for copies of blocks can't be mapped") from error
+        raise ConfigError(f"tiers: mapping {num_bytes} bytes of host memory for copies of blocks failed") from error
     return GpuCopies(CopyStream(storage.pools[0].blocks.device), StagingSlots(memory, payload_bytes))
 
 
 def _keep(payload: memoryview) -> None:
-    """Leave a payload where its store lends it."""
+    """Do not stage a payload."""
 
 
 def tier_shares(
     quotas: Mapping[str, Quota], default_quota: Quota | None, num_blocks: int
 ) -> Callable[[str], TierShares]:
-    """Return a function that returns a tenant's shares of each tier: the same fractions as of the device.
+    """Return a function that returns the shares of a tenant in each tier: the same fractions as on the device.
 
     Args:
         quotas: of the tenants that have one.
-        default_quota: of all others; None for no bounds.
+        default_quota: of all other tenants; None for no limits.
         num_blocks: blocks of the pool.
     """
 
@@ -313,7 +314,7 @@ def _tier_index(
     num_blocks = backend.size().max_objects
     if num_blocks is None:
         if type(backend).purge is StoreBackend.purge:
-            raise ConfigError(f"store {name}: expected `purge`, since it does not know its room, got none")
+            raise ConfigError(f"store {name}: a store without `max_objects` must implement `purge`")
         _log.info("tier %s is shared with servers whose blocks have the format %s", name, block_format.fingerprint)
         return SharedTierIndex(name)
     _log.info("tier %s has room for %d blocks", name, num_blocks)
@@ -321,18 +322,18 @@ def _tier_index(
 
 
 def _computed_by(runner: Runner, mover: BlockMover) -> str:
-    """Name what the last bits of K and V depend on besides the model: torch, and how this process computes.
+    """Identify what the last bits of K and V depend on besides the model: device, PyTorch, libraries and kernels.
 
-    Libraries, kernels and numbers of threads that are chosen at load give other last bits, so a prompt is computed, and
-    the digest of its K and V is part of the name.
+    Libraries choose kernels and numbers of threads at load time, which changes the last bits. Therefore a prompt is
+    computed, and the digest of its K and V is part of the result.
     """
     storage = runner.storage
     device = runner.model.device
-    num_blocks = min(_TRIED_BLOCKS, storage.num_blocks)
+    num_blocks = min(_PROBE_BLOCKS, storage.num_blocks)
     num_tokens = num_blocks * storage.block_size
-    tokens = (np.arange(num_tokens) * _STRIDE % runner.model.vocab_size).astype("<u4").tobytes()
+    tokens = (np.arange(num_tokens) * _PROBE_STRIDE % runner.model.vocab_size).astype("<u4").tobytes()
     block_ids = np.arange(num_blocks, dtype=np.int32)
-    part_ids = block_ids if storage.part_pools else None  # there are as many parts
+    part_ids = block_ids if storage.part_pools else None  # there are at least as many parts
     runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True, part_ids=part_ids)])
     digest = blake2b(digest_size=16)
     ids = block_ids.tolist()

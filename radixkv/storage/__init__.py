@@ -1,4 +1,4 @@
-"""Memory of the blocks: their layout, and the tensor that holds them.
+"""The memory of K/V blocks: the layout, and the tensors that hold them.
 
 Public API: `HeadKV`, `LatentKV`, `KVShape`, `KVStorage`.
 """

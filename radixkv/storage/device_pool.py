@@ -31,7 +31,7 @@ class KVHeads(NamedTuple):
 
     Attributes:
         num_kv_heads: heads that K and V have.
-        head_dim: numbers in the key, and in the value, of one head.
+        head_dim: elements of the key, and of the value, of one head.
     """
 
     num_kv_heads: int
@@ -49,8 +49,8 @@ class KVShape:
     Attributes:
         num_layers: layers that store them.
         num_kv_heads: heads that K and V have; in the first layer, if layers differ.
-        head_dim: numbers in the key, and in the value, of one head; in the first layer, if layers differ.
-        dtype: of these numbers.
+        head_dim: elements of the key, and of the value, of one head; in the first layer, if layers differ.
+        dtype: of the elements.
         is_latent: whether one vector is key and value at once, as in latent attention (MLA).
         heads: those of each layer if layers differ; empty if all are alike.
     """
@@ -75,7 +75,7 @@ class KVShape:
 
     @property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that have the same heads, together; in the order of the first ones."""
+        """Groups of layers with the same heads, in the order of their first layers."""
         if not self.heads:
             return (tuple(range(self.num_layers)),)
         layers = range(self.num_layers)
@@ -85,7 +85,7 @@ class KVShape:
 
     @property
     def format(self) -> KVFormat:
-        """Format of the stored numbers."""
+        """Format of the stored elements."""
         return KVFormat(_NAMES[self.dtype], has_scales=is_quantized(self.dtype))
 
     @property
@@ -124,23 +124,23 @@ class KVStorage:
 
     Attributes:
         num_blocks: blocks of each pool.
-        block_size: tokens a block.
+        block_size: tokens per block.
         pools: the blocks, zeroed; one pool for each K/V shape.
         block_bytes: bytes of one block, all layers that store every token, scales included.
         groups: the layers of both kinds of pools; None if all layers store every token.
-        part_pools: the same of the windowed layers; empty if all layers store every token.
-        num_parts: blocks of each of these.
+        part_pools: the pools of the windowed layers; empty if all layers store every token.
+        num_parts: parts of each of these pools.
         part_bytes: bytes of one part, all windowed layers.
         places: where each layer stores its K/V.
-        kv_dtype: format of the stored numbers, as `KVFormat` names it.
+        kv_dtype: format of the stored elements, as `KVFormat` names it.
 
     Args:
-        num_blocks, block_size: size of the pools.
+        num_blocks, block_size: number of blocks, and tokens per block.
         shape: K and V of a token as the pools store them.
         device: where the pools are.
         is_by_layer: whether the memory is ordered by layer, see `KVPool`.
         groups: divides the layers; None if all store every token.
-        num_parts: blocks of the windowed layers' pools.
+        num_parts: parts of the pools of the windowed layers.
 
     Raises:
         ConfigError: the device does not have enough memory.
@@ -169,7 +169,7 @@ class KVStorage:
 
         def allocate(number: int, shape: KVShape) -> KVPool:
             size = (number, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
-            ordered = is_by_layer or not shape.num_layers  # torch can't view blocks of no bytes as numbers
+            ordered = is_by_layer or not shape.num_layers  # torch can't view blocks of no bytes with another dtype
             return KVPool.allocate(
                 *size, dtype=shape.dtype, device=device, is_by_layer=ordered, is_latent=shape.is_latent
             )
@@ -185,7 +185,7 @@ class KVStorage:
 
     @property
     def pool(self) -> KVPool:
-        """The only one of `pools`."""
+        """The pool, if there is only one."""
         (pool,) = self.pools
         return pool
 
@@ -208,7 +208,7 @@ class LayersByPool(NamedTuple):
 
 
 def divided_layers(shape: KVShape, groups: LayerGroups | None) -> LayersByPool:
-    """Divide layers by their K/V shape, and by whether they store every token; all do without groups."""
+    """Divide layers by their K/V shape, and by whether they store every token. Without groups, all do."""
     if groups is None:
         return LayersByPool(shape.alike, ())
     whole, windowed = (

@@ -1,4 +1,4 @@
-"""Computes the bytes that attention stores for a token. Arithmetic alone: no model, no tensor."""
+"""Computes the bytes of K/V per token. Plain arithmetic, without a model or tensors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int
 _SCALE_BYTES = 4  # float32
 
 _USUAL_PROMPT_TOKENS = 2048
-_LEAST_WINDOWED_SHARE = 1 / 8
+_MIN_WINDOWED_SHARE = 1 / 8
 
-# Names of the formats of weights in a config.json, and ours.
+# Our names for the dtypes of config.json.
 FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """Format of the stored numbers of K and V.
+    """Format of the stored elements of K and V.
 
     Attributes:
         name: fp32, bf16, fp16, fp8, int8, fp4 or int4.
-        has_scales: whether every stored vector has a float32 scale of its own beside it (only below 16 bits).
+        has_scales: whether every stored vector also has a float32 scale (only below 16 bits).
 
     Raises:
-        ConfigError: an unknown name, or scales for numbers that need none.
+        ConfigError: an unknown name, or scales for a format of 16 bits or more.
     """
 
     name: str
@@ -41,11 +41,11 @@ class KVFormat:
 
     @property
     def bits(self) -> int:
-        """Bits a number, scales not counted."""
+        """Bits per element, without scales."""
         return _BITS[self.name]
 
     def bytes_of(self, num_vectors: int, num_elements: int) -> int:
-        """Bytes of `num_elements` numbers that make up `num_vectors` vectors, rounded up to a whole byte."""
+        """Bytes of `num_elements` elements in `num_vectors` vectors with their scales, rounded up to a whole byte."""
         return -(-num_elements * self.bits // 8) + self.has_scales * num_vectors * _SCALE_BYTES
 
 
@@ -54,9 +54,9 @@ class HeadKV:
     """A key and a value for each KV head: multi-head (MHA), grouped-query (GQA) and multi-query attention (MQA).
 
     Attributes:
-        num_layers: layers that store K and V; a layer with a sliding window stores every token too.
+        num_layers: layers that store K and V; a layer with a sliding window also stores every token.
         num_kv_heads: heads that K and V have.
-        head_dim: numbers in the key, and in the value, of one head.
+        head_dim: elements of the key, and of the value, of one head.
         num_query_heads: query heads that read them, a multiple of `num_kv_heads`; None if unknown.
 
     Raises:
@@ -92,9 +92,10 @@ class HeadKV:
         return self._bytes_of_heads(self.rank_kv_heads(tensor_parallel), kv_format)
 
     def rank_kv_heads(self, tensor_parallel: int) -> int:
-        """KV heads on the fullest rank, when query heads are dealt evenly and a rank stores the heads that they read.
+        """KV heads on the rank that stores the most.
 
-        Ranks that share a KV head store a copy each, so more ranks than KV heads save nothing more.
+        Query heads are divided evenly, and a rank stores the KV heads that its query heads read. Ranks that share a
+        KV head each store a copy, so more ranks than KV heads save no memory.
 
         Raises:
             ConfigError: the ranks do not divide the query heads.
@@ -102,7 +103,7 @@ class HeadKV:
         _require_at_least("tp", tensor_parallel, 1)
         if self.num_query_heads is not None:
             _require_multiple("num_query_heads", self.num_query_heads, "tp", tensor_parallel)
-        # Rank r reads KV heads [r * heads / ranks, (r + 1) * heads / ranks), a fraction of a head being stored whole.
+        # Rank r reads KV heads [r * heads / ranks, (r + 1) * heads / ranks), rounded up to whole heads.
         # In lowest terms, the worst start is (ranks - 1) / ranks into a head.
         common = math.gcd(self.num_kv_heads, tensor_parallel)
         heads = self.num_kv_heads // common
@@ -120,8 +121,8 @@ class LatentKV:
 
     Attributes:
         num_layers: layers that store them.
-        rank: numbers in the latent, `kv_lora_rank`.
-        rope_dim: numbers in the rotary key, `qk_rope_head_dim`.
+        rank: elements of the latent, `kv_lora_rank`.
+        rope_dim: elements of the rotary key, `qk_rope_head_dim`.
 
     Raises:
         ConfigError: a size below 1.
@@ -201,11 +202,11 @@ class LayerShares(NamedTuple):
 
 
 def layer_shares(window: int, windowed: int, other: int) -> LayerShares:
-    """Return what layers hold where nobody chose.
+    """Return the default division of memory between windowed layers and other layers.
 
-    A cached prompt of 2,048 tokens has all that it needs: its window. Windowed layers get no less than an eighth of the
-    others, so that shorter prompts fit too. Nothing is saved with a window as long as that, except if all layers have
-    one: then blocks take no memory of their own, and there are as many as prompts of eight windows need.
+    It is sized for prompts of 2,048 tokens, of which windowed layers need one window. They get at least an eighth of
+    the tokens of the other layers, so that shorter prompts fit too. A window of 2,048 tokens or more saves nothing,
+    except if all layers have one: then blocks take no memory, and there are enough for prompts of eight windows.
 
     >>> layer_shares(512, windowed=1, other=1)
     LayerShares(windowed=0.4, other=1.6)
@@ -216,11 +217,11 @@ def layer_shares(window: int, windowed: int, other: int) -> LayerShares:
 
     Args:
         window: tokens that a query sees, its own included.
-        windowed, other: bytes of a token in these layers, or their number where all store alike.
+        windowed, other: bytes per token in these layers, or their number if all layers store the same.
     """
     if not other:
-        return LayerShares(1.0, 1 / _LEAST_WINDOWED_SHARE)
-    share = min(max(window / _USUAL_PROMPT_TOKENS, _LEAST_WINDOWED_SHARE), 1.0)
+        return LayerShares(1.0, 1 / _MIN_WINDOWED_SHARE)
+    share = min(max(window / _USUAL_PROMPT_TOKENS, _MIN_WINDOWED_SHARE), 1.0)
     held = (windowed + other) / (other + share * windowed)
     return LayerShares(share * held, held)
 
@@ -238,7 +239,7 @@ def attention_kinds(
     Args:
         num_layers: layers that store K and V.
         num_query_heads: query heads.
-        head_dim: numbers in a key, and in a value, of one head.
+        head_dim: elements of a key, and of a value, of one head.
         num_kv_heads: KV heads of the GQA row. If it makes no group, the largest divisor of 8 that does is taken; if
             there is none, GQA is left out.
         latent: the MLA row; None takes DeepSeek-V2's proportions, a latent of 4 heads and a rotary key of half a head.
@@ -253,9 +254,9 @@ def attention_kinds(
     return kinds
 
 
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name}: expected at least {least}, got {value}")
+def _require_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name}: expected at least {minimum}, got {value}")
 
 
 def _require_multiple(name: str, value: int, unit_name: str, unit: int) -> None:

@@ -12,7 +12,7 @@ from radixkv.kernels.quantization import hadamard_size
 
 
 class Layers(NamedTuple):
-    """Layers of a model that follow each other: the first one, and their number."""
+    """A range of layers: the first one, and their number."""
 
     first: int
     num: int
@@ -29,7 +29,7 @@ class LayerBytes:
     Attributes:
         num_layers: layers that store K and V.
         value_bytes: bytes of the values of one layer.
-        scale_bytes: bytes of its scales; 0 where there are none.
+        scale_bytes: bytes of its scales; 0 if there are none.
     """
 
     num_layers: int
@@ -44,7 +44,7 @@ class LayerBytes:
         return cls(pool.num_layers, value_bytes, scale_bytes)
 
     def range_of(self, first_layer: int, num_layers: int) -> Layers:
-        """Return a range that somebody asked for. 0 layers are all from the first one on.
+        """Validate a requested range of layers. With `num_layers` 0, it extends to the last layer.
 
         Raises:
             InvalidRequest: there are no such layers.
@@ -68,7 +68,7 @@ class LayerBytes:
         """Return the values of some layers, then their scales.
 
         Returns:
-            The payload itself if all layers are asked for; else a copy, which keeps none of the others in memory.
+            The payload itself if all layers are requested; otherwise a copy, so that the other layers can be freed.
         """
         first = layers.first
         end = layers.first + layers.num
@@ -80,9 +80,9 @@ class LayerBytes:
 
 
 def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -> str:
-    """Describe the numbers in a payload, for whatever outlives the process.
+    """Describe the layout of a payload, for the fingerprint of stored blocks.
 
-    Both orders of a pool make the same payload.
+    The payload does not depend on the memory order of the pool.
 
     Args:
         pools, part_pools: as for `BlockMover`.

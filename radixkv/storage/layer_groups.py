@@ -1,4 +1,4 @@
-"""Layers that store every token, and layers that store parts of blocks."""
+"""Divides layers into those that store every token, and windowed layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The layers of a model in two groups, by what a query sees of them.
+    """The layers of a model in two groups: windowed layers, whose queries see a window, and all others.
 
     >>> groups = LayerGroups.of((512, None, 512), max_tokens=4096)
     >>> groups.num_windowed, groups.num_whole, groups.window
@@ -43,7 +43,7 @@ class LayerGroups:
 
         Args:
             windows: tokens that a query of each layer sees, its own included; None for all.
-            max_tokens: tokens of the longest sequence; a window of as many hides nothing. None if there is no bound.
+            max_tokens: tokens of the longest sequence, which a window must be shorter than to count. None if unlimited.
         """
         hides = tuple(window is not None and (max_tokens is None or window < max_tokens) for window in windows)
         used = [window for window, is_windowed in zip(windows, hides, strict=True) if is_windowed]

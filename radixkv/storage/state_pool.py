@@ -1,4 +1,4 @@
-"""The memory of the states that layers keep for each sequence, beside the K/V memory."""
+"""The memory of recurrent states, which layers keep per sequence in addition to K/V."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StateShape:
     Attributes:
         num_layers: layers that keep a state.
         num_inputs: inputs that each of them keeps.
-        num_channels: numbers in an input.
-        dtype: of these numbers.
+        num_channels: elements of an input.
+        dtype: of the elements.
     """
 
     num_layers: int
@@ -33,7 +33,7 @@ class StateShape:
 
 
 class StatePool:
-    """Slots for states, and one more that holds the state before a first token, which is zeros.
+    """Slots for states, and one more for the state before the first token, which is zeros.
 
         slots   [ 0 )[ 1 )[ ...  )[ num_slots - 1 )[ start: zeros, never written )
 

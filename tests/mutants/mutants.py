@@ -692,7 +692,7 @@ OFFLOAD_MUTANTS = (
         "        if self.tiers:\n            self.leave(",
         "        if True:\n            self.leave(",
     ),
-    Mutant("offload/index/offload_index.py", "        self._chains.shortened(leaf, num_kept_blocks)\n", ""),
+    Mutant("offload/index/offload_index.py", "        self._node_keys.shortened(leaf, num_kept_blocks)\n", ""),
     Mutant("offload/index/retention.py", "before == hint or before.priority", "before.priority"),
     Mutant("offload/index/retention.py", "before == hint or before.priority > hint.priority", "before == wish"),
     Mutant("offload/index/retention.py", "have_it = before is not None and (", "have_it = before is None or ("),
@@ -796,7 +796,7 @@ OFFLOAD_MUTANTS = (
         "each.store == store and not namespace.is_among(",
     ),
     Mutant("offload/purge.py", "            if not has_answered:\n", "            if False:\n"),
-    Mutant("offload/block_keys.py", "self._keys.of_owner(parent, owner)", "parent"),
+    Mutant("offload/block_keys.py", "self._keys.with_tags_of(parent, owner)", "parent"),
     Mutant(
         "offload/index/offload_index.py",
         "        for key in reversed(keys):\n            for tier_index",

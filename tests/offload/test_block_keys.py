@@ -63,7 +63,7 @@ def test_what_an_invoked_adapter_computes_begins_with_its_name() -> None:
     base = NAMESPACE._replace(adapter="")
     invoked = NAMESPACE
     parent = KEYS.child(KEYS.root(base), tokens_of(1))
-    key = KEYS.child(KEYS.of_owner(parent, invoked), tokens_of(2))
+    key = KEYS.child(KEYS.with_tags_of(parent, invoked), tokens_of(2))
     assert key[:10] == KEYS.root(invoked)[:10] != parent[:10]
     assert key[10:] != KEYS.child(KEYS.root(invoked), tokens_of(2))[10:]
 

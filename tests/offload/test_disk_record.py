@@ -12,7 +12,7 @@ from radixkv.errors import StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.offload import disk_record
 from radixkv.offload.block_keys import BlockKeys
-from radixkv.offload.disk_record import DiskRecord, FoundOnDisk, KeptPriority, PriorityFile
+from radixkv.offload.disk_record import DiskRecord, FoundOnDisk, PriorityFile, StoredPriority
 from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.retention import RetentionHint
 from radixkv.offload.restart import DiskScan, ShutdownSave
@@ -88,7 +88,7 @@ def test_a_block_is_found_although_those_before_it_are_gone(tmp_path: Path) -> N
 def test_blocks_of_invoked_adapters_are_found(tmp_path: Path) -> None:
     first, second = blocks_of(ACME, range(8))
     invoked = ACME._replace(adapter="digest")
-    key = KEYS.child(KEYS.of_owner(first.key, invoked), second.tokens + b"content")
+    key = KEYS.child(KEYS.with_tags_of(first.key, invoked), second.tokens + b"content")
     store(tmp_path, [first, second._replace(key=key)], [ACME, invoked])
     assert read(tmp_path) == ([(first.key, ACME), (key, invoked)], 2)
 
@@ -126,7 +126,7 @@ def test_priorities_end_at_the_same_time_of_day_whatever_the_clocks_begin_with(t
         (b"c" * 32, RetentionHint(90, 1030.0)),
     ]
     disk = disk_at(tmp_path)
-    DiskRecord(disk, KEYS, clock=lambda: 1000.0, time_of_day=lambda: 5000.0).keep(kept)
+    DiskRecord(disk, KEYS, clock=lambda: 1000.0, time_of_day=lambda: 5000.0).persist_priorities(kept)
     disk.close()
     for hints in ([kept[0], (b"b" * 32, RetentionHint(10, 27.0))], []):  # the second process ended by a kill
         disk = disk_at(tmp_path)
@@ -138,7 +138,7 @@ def test_priorities_end_at_the_same_time_of_day_whatever_the_clocks_begin_with(t
 def test_priorities_that_nobody_may_have_are_left_out(tmp_path: Path) -> None:
     disk = disk_at(tmp_path)
     PriorityFile(disk.path / "priorities").write(
-        [KeptPriority(b"a" * 32, 101, None), KeptPriority(b"b" * 32, 80, float("nan"))]
+        [StoredPriority(b"a" * 32, 101, None), StoredPriority(b"b" * 32, 80, float("nan"))]
     )
     assert DiskRecord(disk, KEYS).read().hints == []
     disk.close()
@@ -148,10 +148,10 @@ def test_a_disk_that_fails_keeps_no_priorities(tmp_path: Path, caplog: pytest.Lo
     disk = disk_at(tmp_path)
     (tmp_path / FORMAT.fingerprint / "priorities").mkdir()
     record = DiskRecord(disk, KEYS)
-    record.keep([(b"a" * 32, RetentionHint(80, None))])
-    assert "tier disk: expected to note 1 priorities, got: " in caplog.text
+    record.persist_priorities([(b"a" * 32, RetentionHint(80, None))])
+    assert "tier disk: writing 1 priorities failed: " in caplog.text
     assert record.read().hints == []
-    assert "tier disk: expected to read the priorities that it notes, got: " in caplog.text
+    assert "tier disk: reading the priorities failed: " in caplog.text
     disk.close()
 
 
@@ -174,7 +174,7 @@ def test_blocks_are_found_although_others_can_not_be_deleted(
     disk = disk_at(tmp_path)
     monkeypatch.setattr(disk, "delete", _fail)
     assert DiskRecord(disk, KEYS).read().blocks == [(each.key, ACME) for each in ours]
-    assert "tier disk: expected to delete 2 blocks that nobody can purge, got: gone" in caplog.text
+    assert "tier disk: deleting 2 blocks of unknown namespaces failed: gone" in caplog.text
     disk.close()
 
 
@@ -185,7 +185,7 @@ def _fail(_: Sequence[bytes]) -> int:
 def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_record, "_FEW", 10)
+    monkeypatch.setattr(disk_record, "_MIN_UNUSED_NAMESPACES", 10)
     disk = disk_at(tmp_path)
     owned = NamespaceKeys()
     record = DiskRecord(disk, KEYS)
@@ -230,7 +230,7 @@ def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tm
     may_list = threading.Event()
     store(tmp_path, ours, [ACME])
     disk = disk_at(tmp_path)
-    DiskRecord(disk, KEYS).keep([(each.key, RetentionHint(90, None)) for each in ours])
+    DiskRecord(disk, KEYS).persist_priorities([(each.key, RetentionHint(90, None)) for each in ours])
     disk.close()
 
     class SlowRecord(DiskRecord):
@@ -253,7 +253,7 @@ def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tm
     disk.close()
 
 
-ROWS = [KeptPriority(bytes(32), 100, None), KeptPriority(b"\xff" * 32, 0, 1234.5)]
+ROWS = [StoredPriority(bytes(32), 100, None), StoredPriority(b"\xff" * 32, 0, 1234.5)]
 
 
 def test_what_was_written_is_read_once(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class FakeRecord:
     def persist_order(self, keys: Sequence[bytes]) -> None:
         self.keys = list(keys)
 
-    def keep(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
+    def persist_priorities(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
         self.hints = list(hints)
 
 

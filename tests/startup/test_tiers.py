@@ -482,7 +482,7 @@ def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> Non
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("stores.nameless.max_bytes=10000000", "store nameless: expected `purge`, since it does not know its room"),
+        ("stores.nameless.max_bytes=10000000", "store nameless: a store without `max_objects` must implement `purge`"),
         ("stores.drawer.place=x", "stores.drawer: expected the name of an installed package's entry point"),
         ("stores.redis.place=x", "stores.redis: expected the name of a plug-in's entry point"),
         ("stores.shelf.max_bytes=0", "stores.shelf.max_bytes: expected 1 to"),

@@ -1,4 +1,4 @@
-"""Keys of the blocks that are in the trees."""
+"""Keys of the blocks in the radix trees."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 class NodeKeys:
-    """Keys the blocks of nodes, and hashes a token once for all blocks after it.
+    """Computes the keys of the blocks of nodes, and keeps them in the nodes so that each token is hashed once.
 
     A key depends on the namespace and on all tokens up to the end of its block. Neither changes while the block is in a
-    tree. So nodes keep the keys that were made, always of their first blocks, and the blocks after these go on there:
+    tree, so computed keys stay valid. A node keeps the keys of its first blocks, and later keys continue from there:
 
-        root ── [k1 k2 k3] ─┬─ [k4 k5 .. ..]        no key was made for a block `..` yet
-                            └─ [.. ..]              nodes before one with keys have all of theirs
+        root ── [k1 k2 k3] ─┬─ [k4 k5 .. ..]        `..` is a block whose key was not computed yet
+                            └─ [.. ..]              all nodes above a node with keys have all of their keys
 
-    That takes 8 bytes a block where a store has the key as well, otherwise 73; nothing in a node at or below which
-    nothing was stored.
+    A key takes 8 bytes per block if a tier index has it too, otherwise 73. Nodes at or below which nothing was stored
+    have no keys.
 
     Args:
-        key_blocks: makes keys.
-        block_size: tokens a block.
+        key_blocks: computes keys.
+        block_size: tokens per block.
     """
 
     def __init__(self, key_blocks: KeyBlocks, block_size: int) -> None:
@@ -31,14 +31,14 @@ class NodeKeys:
         self._block_bytes = block_size * TOKEN_BYTES
 
     def blocks(self, node: Node, start: int, end: int, prefix_tokens: bytes) -> list[KeyedBlock]:
-        """Key the blocks of a node from `start` to before `end`, but for a last one that is filled in part.
+        """Return the blocks of a node in `[start, end)` with their keys, except a last one that is not full.
 
         Args:
             node: in a tree.
-            start, end: of its blocks.
+            start, end: half-open range of its blocks.
             prefix_tokens: tokens of the public prefix above the tree; empty without one.
 
-        Complexity: O(depth), and a hash of these tokens and of those before them whose keys were not made yet.
+        Complexity: O(depth), and a hash of the tokens of all blocks up to `end` whose keys were not computed yet.
         """
         parent = self._key_of_prefix(prefix_tokens, node)
         for above in path_to(node.parent):
@@ -50,18 +50,18 @@ class NodeKeys:
         return blocks
 
     def split(self, lower: Node) -> None:
-        """Give both halves of a node their keys."""
+        """Divide the keys between the two halves of a split node."""
         upper = lower.parent
         if lower.keys is not None and upper is not None:
             num_blocks = upper.num_blocks
             upper.keys, lower.keys = lower.keys[:num_blocks], lower.keys[num_blocks:]
 
     def joined(self, uppers: Sequence[Node], lower: Node) -> None:
-        """Give a node the keys of those that are joined to it."""
+        """Merge the keys of nodes that are joined."""
         lower.keys = [key for node in (*uppers, lower) for key in node.keys or ()] or None
 
     def shortened(self, leaf: Node, num_blocks: int) -> None:
-        """Forget the keys of a leaf but for its first blocks: others may come after these."""
+        """Forget the keys of a leaf after its first `num_blocks` blocks, since other tokens may follow these."""
         if leaf.keys is not None:
             del leaf.keys[num_blocks:]
 
@@ -79,11 +79,11 @@ class NodeKeys:
         return keys[0]
 
     def _key_after(self, node: Node, num_blocks: int, parent: bytes | None) -> bytes | None:
-        """Return the key of the last one of a node's first blocks, or that of the block before the node."""
+        """Return the key of the last of the first `num_blocks` blocks of a node; `parent` if that is 0."""
         keys = _keys_of(node)
         if len(keys) < num_blocks:
-            made = self._keyed(node, len(keys), num_blocks, keys[-1] if keys else parent)
-            keys.extend(block.key for block in made)
+            new_blocks = self._keyed(node, len(keys), num_blocks, keys[-1] if keys else parent)
+            keys.extend(block.key for block in new_blocks)
         return keys[num_blocks - 1] if num_blocks else parent
 
     def _keyed(self, node: Node, start: int, end: int, parent: bytes | None) -> list[KeyedBlock]:
@@ -92,7 +92,7 @@ class NodeKeys:
 
 
 def _keys_of(node: Node) -> list[bytes]:
-    """Return the keys that a node keeps, to be added to."""
+    """Return the mutable list of the keys that a node keeps."""
     if node.keys is None:
         node.keys = []
     return node.keys

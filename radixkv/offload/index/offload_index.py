@@ -77,7 +77,7 @@ class OffloadIndex(Listener):
         self._tokens_of_prefix: Callable[[Namespace], bytes | None] = lambda namespace: (
             None if namespace.public_prefix else b""
         )
-        self._chains = NodeKeys(key_blocks, block_size)
+        self._node_keys = NodeKeys(key_blocks, block_size)
         self._block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
         self._evicted_blocks: list[EvictedBlock] = []
@@ -122,19 +122,19 @@ class OffloadIndex(Listener):
         num_kept_blocks = leaf.num_blocks - num_blocks
         if self.tiers:
             self.leave(leaf, num_kept_blocks, leaf.num_blocks, self.tiers)
-        self._chains.shortened(leaf, num_kept_blocks)
+        self._node_keys.shortened(leaf, num_kept_blocks)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Divide the keys of a node between its two halves."""
-        self._chains.split(lower)
+        """Divide the keys between the two halves of a split node."""
+        self._node_keys.split(lower)
 
     def cut(self, lower: Node) -> None:
-        """Divide the keys of a node between its two halves."""
-        self._chains.split(lower)
+        """Divide the keys between the two halves of a split node."""
+        self._node_keys.split(lower)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
         """Give a node the keys of the nodes that are merged into it."""
-        self._chains.joined(uppers, lower)
+        self._node_keys.joined(uppers, lower)
 
     def leave(self, node: Node, start: int, end: int, tier_indexes: Iterable[str]) -> list[bytes]:
         """Queue the blocks from `start` to `end` of a node for those tiers that do not hold them yet.
@@ -150,7 +150,7 @@ class OffloadIndex(Listener):
         if prefix_tokens is None:
             return []
         namespace = namespace._replace(public_prefix="")
-        blocks = self._chains.blocks(node, start, end, prefix_tokens)
+        blocks = self._node_keys.blocks(node, start, end, prefix_tokens)
         first = node.start_bytes // self._block_bytes + start
         tokens = b""
         if node.priority != DEFAULT_PRIORITY or self.listener.is_on:

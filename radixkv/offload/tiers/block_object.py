@@ -1,12 +1,12 @@
-"""Objects: one block's K and V outside the device, with everything that proves what they are.
+"""Objects: the K and V of one block outside the device, with everything that is needed to verify them.
 
     plain   [ head, 128 bytes )[ tokens, zeros up to a multiple of 64 )[ payload )[ checksum, 16 bytes )
     sealed  [ head, 128 bytes )[ tokens and payload, encrypted; tag of 16 bytes  )[ checksum, 16 bytes )
 
     head    magic 8 | version 2 | flags 2 | tokens 4 | payload bytes 8 | generation 8 | key 32 | parent 32 | salt 24 | 8
 
-Numbers are little-endian. The checksum, XXH3 with 128 bits, covers all before it. Opening decodes nothing but these
-numbers, so bytes from anybody can be opened.
+Numbers are little-endian. The checksum, XXH3 with 128 bits, covers everything before it. Opening an object decodes only
+these numbers, so it is safe on untrusted bytes.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ _VERSION = 1
 _IS_SEALED = 1
 _HEAD = Struct(f"<8sHHIQQ{KEY_BYTES}s{KEY_BYTES}s{SALT_BYTES}s8x")
 _ALIGNMENT = 64
-_PIECE_BYTES = 1 << 20  # fits into any third-level cache; smaller ones are copied more slowly
+_PIECE_BYTES = 1 << 20  # fits into every L3 cache; smaller pieces are slower to copy
 _NO_SALT = bytes(SALT_BYTES)
 HEAD_BYTES = _HEAD.size
 
 
 class ObjectFault(enum.Enum):
-    """Reason not to use an object."""
+    """Reason why an object is not used."""
 
-    CUT = "cut"  # its length is not the one that its head tells
+    CUT = "cut"  # its length differs from that in its head
     FOREIGN = "foreign"  # not an object, of another version, of another block, or of another size
     DAMAGED = "damaged"  # the checksum differs
     OTHER_TOKENS = "other_tokens"
-    UNSEALED = "unsealed"  # not encrypted with this tenant's key, or not encrypted as it should be
+    UNSEALED = "unsealed"  # not encrypted with the key of this tenant, or encrypted although the tier has no key
 
 
 class ObjectHead(NamedTuple):
-    """Numbers at the start of an object.
+    """The fields at the start of an object.
 
     Attributes:
         key, parent: see `BlockKeys`.
-        generation: an object of a later one takes the place of an earlier one; see `Saver`.
+        generation: an object of a later generation replaces one of an earlier generation; see `Saver`.
         num_tokens: tokens of the block.
         payload_bytes: bytes of its K and V.
-        salt: the cipher's, not zeros only where the object is sealed.
+        salt: of the cipher; zeros if the object is not encrypted.
         is_sealed: whether tokens and payload are encrypted.
     """
 
@@ -72,21 +72,21 @@ class ObjectHead(NamedTuple):
         return object_bytes(self.num_tokens, self.payload_bytes, is_sealed=self.is_sealed)
 
     def pack(self) -> bytes:
-        """Return the bytes that `read_head` reads."""
+        """Serialize the head for `read_head`."""
         flags = _IS_SEALED if self.is_sealed else 0
         counts = (self.num_tokens, self.payload_bytes, self.generation)
         return _HEAD.pack(_MAGIC, _VERSION, flags, *counts, self.key, self.parent, self.salt)
 
 
 class BlockObject(NamedTuple):
-    """A block on its way into a store.
+    """A block to be stored.
 
     Attributes:
         key, parent, generation: see `ObjectHead`.
-        tokens: the block's own, little-endian uint32.
-        payload: contiguous bytes of K and V. Once they are there, they must never change again: give a copy.
-        cipher: seals the object; None stores it in the clear.
-        wait_for_payload: blocks until the payload is there; None if it is. `parts`, `pieces` and `write_to` call it.
+        tokens: the tokens of the block alone, little-endian uint32.
+        payload: contiguous bytes of K and V. Once they are complete, they must never change: pass a copy.
+        cipher: encrypts the object; None to store it unencrypted.
+        wait_for_payload: blocks until the payload is complete; None if it is. `parts`, `pieces` and `write_to` call it.
     """
 
     key: bytes
@@ -103,12 +103,12 @@ class BlockObject(NamedTuple):
         return object_bytes(len(self.tokens) // TOKEN_BYTES, self.payload.nbytes, is_sealed=self.cipher is not None)
 
     def pieces(self) -> Iterator[bytes | memoryview]:
-        """Iterate over the object's bytes, in pieces, the checksum last.
+        """Iterate over the bytes of the object in pieces, the checksum last.
 
-        A piece is added to the checksum before it is moved, which brings it into the processor's cache. What changes in
-        between has another checksum, so it is found.
+        Each piece is hashed before it is yielded, which brings it into the CPU cache. If it changes in between, the
+        checksum does not match, so the change is detected.
 
-        Complexity: one pass over the payload, one more to encrypt it. Stores call it on their threads.
+        Complexity: one pass over the payload, and one more to encrypt it. Stores call it on their threads.
         """
         first, body = self.parts()
         digest = xxh3_128(first)
@@ -124,19 +124,19 @@ class BlockObject(NamedTuple):
 
         Args:
             memory: uint8 `[num_bytes]`.
-            native: take the checksum while they copy; without them it is taken of the copy.
+            native: compute the checksum during the copy; None to compute it from the copy.
 
-        Complexity: as of `pieces`.
+        Complexity: that of `pieces`.
         """
         first, body = self.parts()
         if native is not None and native.copy_checked(first, body, memory):
             return
-        memory[: len(first)] = np.frombuffer(first, np.uint8)  # memoryviews would copy with the interpreter's lock
+        memory[: len(first)] = np.frombuffer(first, np.uint8)  # NumPy copies without the GIL, memoryviews with it
         memory[len(first) : -CHECKSUM_BYTES] = np.frombuffer(body, np.uint8)
         memory[-CHECKSUM_BYTES:] = np.frombuffer(checksum_of(memory.data), np.uint8)
 
     def parts(self) -> tuple[bytes, memoryview]:
-        """Return what comes before the K and V, whole stripes of 64 bytes, and these, sealed if they are to be.
+        """Return the bytes before K and V, a multiple of 64 if unencrypted, and K and V; all encrypted but the head.
 
         Complexity: one pass over the payload to encrypt it.
         """
@@ -162,7 +162,7 @@ def object_bytes(num_tokens: int, payload_bytes: int, *, is_sealed: bool = False
 
 
 def read_head(data: memoryview | bytes) -> ObjectHead | None:
-    """Read the start of an object; None if it is not one of ours. Nothing behind the head is looked at."""
+    """Parse the head of an object; None if it is invalid. Ignores everything after the head."""
     if len(data) < HEAD_BYTES:
         return None
     magic, version, flags, num_tokens, payload_bytes, generation, key, parent, salt = _HEAD.unpack_from(data)
@@ -172,12 +172,12 @@ def read_head(data: memoryview | bytes) -> ObjectHead | None:
 
 
 class Wanted(NamedTuple):
-    """A block that somebody looks for.
+    """A block to be loaded.
 
     Attributes:
-        key: of `BlockKeys`.
-        tokens: the block's own.
-        cipher: the tenant's, None if its blocks are stored in the clear.
+        key: from `BlockKeys`.
+        tokens: the tokens of the block alone.
+        cipher: of the tenant; None if blocks are stored unencrypted.
     """
 
     key: bytes
@@ -186,25 +186,25 @@ class Wanted(NamedTuple):
 
 
 def checksum_of(data: memoryview) -> bytes:
-    """Return the checksum that an object with these bytes should have at its end."""
+    """Return the checksum that a valid object with these bytes has at its end."""
     return xxh3_128_digest(data[:-CHECKSUM_BYTES])
 
 
 def open_object(
     data: memoryview, wanted: Wanted, *payload_bytes: int, checksum: bytes | None = None
 ) -> memoryview | ObjectFault:
-    """Return the payload of an object if it is the wanted one, whole and unchanged; the reason if not.
+    """Verify an object. Return its payload if it is the wanted block and unmodified, otherwise the fault.
 
     Args:
         data: what a store returned.
         wanted: the block that it should be.
-        payload_bytes: bytes that K and V of a block may have.
+        payload_bytes: the valid sizes of K and V of a block.
         checksum: `checksum_of(data)` if it is known, None if not.
 
     Returns:
-        A view of `data`, or bytes of its own if the object was sealed.
+        A view of `data`, or a new buffer if the object is encrypted.
 
-    Complexity: one pass over the object for the checksum, one more to decrypt it.
+    Complexity: one pass over the object for the checksum, and one more to decrypt it.
     """
     head = read_head(data)
     if head is None:
@@ -236,7 +236,9 @@ def _opened(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | 
         body = memoryview(opened)
         start = 0
         payload = body[token_bytes:]
-    if body[start : start + token_bytes].tobytes() != wanted.tokens:  # views would be compared number by number
+    if (
+        body[start : start + token_bytes].tobytes() != wanted.tokens
+    ):  # comparing memoryviews is slow, element by element
         return ObjectFault.OTHER_TOKENS
     return payload
 

@@ -1,7 +1,7 @@
-"""The seam: what a store of blocks does, as callers see it and as its author writes it.
+"""The interface of stores: `BlockStore` for callers, and `StoreBackend` for authors of stores.
 
 Tier ──▶ GuardedStore ──▶ ThreadedStore ──▶ StoreBackend: host memory, disk, Redis, Mooncake, a plug-in
-         BlockStore        BlockStore        synchronous, called on threads of its own
+         BlockStore        BlockStore        synchronous, called on its own threads
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from radixkv.offload.tiers.block_object import BlockObject
 
 
 class PutOutcome(enum.Enum):
-    """Fate of one object that a store was given."""
+    """Outcome of storing one object."""
 
     STORED = "stored"
-    ALREADY_THERE = "already_there"  # under this key, of this or a later generation
+    ALREADY_THERE = "already_there"  # an object of this or a later generation has the key
     NO_ROOM = "no_room"
-    TOO_LARGE = "too_large"  # and always will be
+    TOO_LARGE = "too_large"  # for any slot, so retrying is useless
     NOT_ASKED = "not_asked"  # the call never reached the store
 
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """Fates of the objects of one batch.
+    """Outcomes of storing the objects of one batch.
 
     Attributes:
         outcomes: one for each object.
-        evicted: keys that left the store to make room.
+        evicted: keys that were evicted to make room.
     """
 
     outcomes: tuple[PutOutcome, ...]
@@ -42,13 +42,13 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreSize:
-    """Room in a store, and what it holds.
+    """The contents and the capacity of a store.
 
     Attributes:
-        num_objects: objects that it holds; None if only a server knows.
-        used_bytes: bytes that they take.
-        capacity_bytes: bytes that they may take; None where another program sets the bound.
-        max_objects: objects that it has room for; None where that depends on their sizes.
+        num_objects: stored objects; None if only a server knows.
+        used_bytes: bytes that they take; None if only a server knows.
+        capacity_bytes: bytes that they may take; None if another program limits them.
+        max_objects: number of objects that fit; None if that is not known.
     """
 
     num_objects: int | None
@@ -58,14 +58,14 @@ class StoreSize:
 
 
 class Loan:
-    """Bytes of one object, lent by a store. They stay as they are until the loan ends.
+    """The bytes of one object, lent by a store, which does not reuse them before the loan is released.
 
-    It ends with `release`, at the end of a `with`, or when the last reference to it goes, so that an answer nobody
-    waits for anymore keeps nothing.
+    `release` or the end of a `with` releases it, and so does garbage collection, so that an abandoned result holds no
+    memory.
 
     Attributes:
-        data: the object as it was stored; read-only. Not to be touched after the end.
-        checksum: `checksum_of` these bytes, if the store took it when they came; None if it did not.
+        data: the object as it was stored; read-only. Must not be accessed after the release.
+        checksum: `checksum_of` these bytes if the store computed it while reading; None if not.
     """
 
     __slots__ = ("_on_release", "checksum", "data")
@@ -78,7 +78,7 @@ class Loan:
         self._on_release = on_release
 
     def release(self) -> None:
-        """End the loan; once more has no effect."""
+        """Release the loan. Idempotent."""
         on_release, self._on_release = self._on_release, None
         if on_release is not None:
             on_release()
@@ -94,19 +94,20 @@ class Loan:
 
 
 class BlockStore(Protocol):
-    """A store as callers see it: each call returns at once, and its future ends on a thread of the store.
+    """A store as callers see it: calls return at once, and futures complete on a thread of the store.
 
-    A future that is cancelled before its call started is never started. Futures end with `StoreError`: busy, not
-    reachable, closed. Objects are what `BlockObject` makes; a store neither reads nor checks them.
+    Cancelling a future before its call has started prevents the call. Calls fail with `StoreError`: busy, unreachable,
+    closed. Objects are those of `BlockObject`; a store neither parses nor verifies them.
     """
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
         """Store objects.
 
         Args:
-            objects: theirs are the payloads from now on: they must never change again.
-            victims: keys to evict, in this order, if room is needed, but none that is being read: then there is no
-                room. After them goes what was not used for longest.
+            objects: their payloads must never change after this call.
+            victims: keys to evict first, in this order, if room is needed. Objects that are being read are not evicted;
+                if that is the next victim, the object is not stored. After the victims, the least recently used
+                objects are evicted.
         """
 
     def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
@@ -116,25 +117,25 @@ class BlockStore(Protocol):
         """Return whether there is an object under each key."""
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
-        """Forget objects. Return the number of those that were there."""
+        """Delete objects. Return the number of those that existed."""
 
     def purge(self, scope: KeyScope) -> Future[int]:
-        """Forget the objects of a shared store that have such keys, whoever stored them. Return their number."""
+        """Delete all objects of a shared store whose keys are in a scope, whoever stored them. Return how many."""
 
     def size(self) -> StoreSize:
-        """Return what the store holds, without waiting."""
+        """Return the contents and the capacity, without waiting."""
 
     def close(self) -> None:
-        """End the store: calls that did not start fail, those under way are waited for. Once more has no effect."""
+        """Close the store: queued calls fail, and running calls are waited for. Idempotent."""
 
 
 class StoreBackend(ABC):
-    """A store as its author writes it: calls that may take long. Several threads call it at a time.
+    """A store as its author writes it, with blocking calls. Several threads call it concurrently.
 
     Calls raise `StoreError` and nothing else. Arguments and results are those of `BlockStore`.
 
     Attributes:
-        num_readers: calls of `get` and `exists` that run at a time.
+        num_readers: maximum number of concurrent calls of `get` and `exists`.
     """
 
     num_readers = 2
@@ -153,16 +154,16 @@ class StoreBackend(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget objects. Return the number of those that were there."""
+        """Delete objects. Return the number of those that existed."""
 
     def purge(self, scope: KeyScope) -> int:
-        """Forget the objects that have such keys, whoever stored them. Only stores that servers share are asked."""
+        """Delete all objects whose keys are in a scope. Called only for stores that servers share."""
         raise NotImplementedError
 
     @abstractmethod
     def size(self) -> StoreSize:
-        """Return what the store holds, without waiting for anything outside this process."""
+        """Return the contents and the capacity, without waiting for anything outside this process."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the store; no call is under way. Once more has no effect."""
+        """Close the store. No call is running. Idempotent."""

@@ -248,11 +248,11 @@ class GuardedStore:
         return self._call(lambda: self._store.exists(keys), self._limit_s)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
-        """Forget objects. Return the number of those that were there."""
+        """Delete objects. Return the number of those that existed."""
         return self._call(lambda: self._store.delete(keys), self._write_limit_s)
 
     def purge(self, scope: KeyScope) -> Future[int]:
-        """Forget the objects that have such keys."""
+        """Delete all objects whose keys are in a scope."""
         return self._call(lambda: self._store.purge(scope), self._purge_limit_s)
 
     def greet(self) -> None:
@@ -260,7 +260,7 @@ class GuardedStore:
         self._call(lambda: self._store.exists([bytes(KEY_BYTES)]), self._write_limit_s)
 
     def size(self) -> StoreSize:
-        """Return what the store holds, without waiting."""
+        """Return the contents and the capacity, without waiting."""
         return self._store.size()
 
     def close(self) -> None:

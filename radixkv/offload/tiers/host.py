@@ -1,4 +1,4 @@
-"""Store in host memory: one allocation, made once, in slots of one object."""
+"""Store in host memory: one allocation, divided into slots of one object."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALIGNMENT = 64
 
 
 def map_memory(num_bytes: int) -> memoryview:
-    """Map memory of exactly this size. A page takes room when it is first written.
+    """Map memory of exactly this size. A page takes memory when it is first written.
 
     Raises:
-        MemoryError: the system does not have as much.
+        MemoryError: the system does not have enough.
     """
     try:
         pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -37,7 +37,7 @@ class HostStore(StoreBackend):
     """Objects in host memory. Reads are zero-copy: a loan is a view of the slot.
 
     Args:
-        arena: the memory, such as `map_memory` returns it; its size is the bound.
+        arena: the memory, for example from `map_memory`; its size is the capacity.
         object_bytes: size of the largest object, see `object_bytes` in `block_object`.
         native: see `BlockObject.write_to`.
 
@@ -71,8 +71,8 @@ class HostStore(StoreBackend):
                 if self._table.has(each.key, each.generation):
                     outcomes.append(PutOutcome.ALREADY_THERE)
                     continue
-                slot, gone = self._table.claim(each.key, left)
-            evicted += gone
+                slot, evicted_keys = self._table.claim(each.key, left)
+            evicted += evicted_keys
             if slot is None:
                 outcomes.append(PutOutcome.NO_ROOM)
                 continue
@@ -96,7 +96,7 @@ class HostStore(StoreBackend):
             return sum(self._table.remove(key) is not None for key in keys)
 
     def size(self) -> StoreSize:
-        """Return slots and their bytes."""
+        """Return the number of objects, and the slots in bytes."""
         with self._lock:
             used = self._num_slots - self._table.num_free
             capacity = self._num_slots * self._slot_bytes

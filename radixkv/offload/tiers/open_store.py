@@ -1,4 +1,4 @@
-"""Backends that can be chosen by name: ours, and those of installed packages."""
+"""Opens backends by name: our own, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StoreOptions:
         place: a directory, a URL or an address; empty for none.
         native: copies in C++, for our own backends; None for none, and for those of other packages.
         map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is
-            not as much.
+            not enough.
     """
 
     block_format: BlockFormat

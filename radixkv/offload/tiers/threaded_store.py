@@ -50,15 +50,15 @@ class ThreadedStore:
         return self._reads.submit(lambda: self._backend.exists(keys))
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
-        """Forget objects. Return the number of those that were there."""
+        """Delete objects. Return the number of those that existed."""
         return self._writes.submit(lambda: self._backend.delete(keys))
 
     def purge(self, scope: KeyScope) -> Future[int]:
-        """Forget the objects that have such keys."""
+        """Delete all objects whose keys are in a scope."""
         return self._writes.submit(lambda: self._backend.purge(scope))
 
     def size(self) -> StoreSize:
-        """Return what the store holds, without waiting."""
+        """Return the contents and the capacity, without waiting."""
         return self._backend.size()
 
     def close(self) -> None:
@@ -96,7 +96,9 @@ class _Lane:
             if self._is_closed:
                 future.set_exception(StoreClosed("store: expected an open one, got a closed one"))
             elif self._num_waiting >= self._max_waiting:  # cancelled calls count until a thread dequeues them
-                future.set_exception(StoreBusy(f"store: expected less than {self._max_waiting} calls in line, got all"))
+                future.set_exception(
+                    StoreBusy(f"store: expected fewer than {self._max_waiting} queued calls, got as many")
+                )
             else:
                 self._num_waiting += 1
                 self._calls.put(lambda: self._answer(future, call))
