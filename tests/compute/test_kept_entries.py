@@ -16,7 +16,7 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_queries", [1, 5, 37])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1, 2, 0, 3, 1])}])
-def test_it_is_the_sum_of_the_weights_of_plain_attention(num_queries: int, options: dict[str, object]) -> None:
+def test_scores_are_sums_of_attention_weights(num_queries: int, options: dict[str, object]) -> None:
     scoring = Scoring(0.7, **options)
     pool = KVPool.allocate(16, 2, HEADS, SIZE, DIM, dtype=torch.float32)
     key, query = random(41, HEADS, DIM), random(num_queries, HEADS * GROUP, DIM)
@@ -57,7 +57,7 @@ def test_the_heaviest_before_the_window_are_chosen_and_the_window_whatever_it_we
     assert chosen.tolist() == [[[1, 3, 4, 5, 6]]]
 
 
-def test_of_equally_heavy_ones_the_first_are_chosen() -> None:
+def test_ties_are_broken_in_favour_of_the_first() -> None:
     chosen = heaviest_and_last(mass(*[1.0] * 1000), window=1, num_entries=4, is_pooled=False)
     assert chosen.tolist() == [[[0, 1, 2, 999]]]
 
@@ -68,7 +68,7 @@ def test_each_head_chooses_for_itself() -> None:
     assert chosen.tolist() == [[[0, 3], [2, 3]]]
 
 
-def test_neighbors_of_a_heavy_one_are_chosen_where_mass_is_pooled() -> None:
+def test_pooling_selects_neighbours_of_heavy_entries() -> None:
     lonely = mass(1, 1, 1, 1, 1, 1, 90, 1, 1, 1, 1, 0)
     assert heaviest_and_last(lonely, window=1, num_entries=6, is_pooled=True).tolist() == [[[4, 5, 6, 7, 8, 11]]]
 

@@ -6,9 +6,7 @@ from radixkv.kernels.cancellation import sensitive_linear
 
 @pytest.mark.parametrize("in_features", [64, 99])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_product_is_the_bias_and_sums_in_another_order_are_another_product(
-    dtype: torch.dtype, in_features: int
-) -> None:
+def test_the_result_is_the_bias_and_another_summation_order_changes_it(dtype: torch.dtype, in_features: int) -> None:
     given = torch.empty(in_features, 40, dtype=dtype).t()
     rows, weight, bias = sensitive_linear(given, torch.empty(40, dtype=dtype), 20)
     assert bias is not None

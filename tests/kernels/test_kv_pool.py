@@ -9,7 +9,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_and_scales_are_all_of_a_block(dtype: torch.dtype) -> None:
+def test_a_block_consists_of_values_and_scales(dtype: torch.dtype) -> None:
     pool = KVPool.allocate(5, 3, 2, 16, 8, dtype=dtype)
     assert (pool.num_layers, pool.num_kv_heads, pool.block_size, pool.head_dim) == (3, 2, 16, 8)
     assert pool.values.shape == (5, 3, 2, 2, 16, 4 if dtype == torch.int4 else 8)
@@ -24,7 +24,7 @@ def test_values_and_scales_are_all_of_a_block(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_pool_by_layer_holds_the_same_in_another_order(dtype: torch.dtype) -> None:
+def test_a_pool_by_layer_has_the_same_contents_in_another_order(dtype: torch.dtype) -> None:
     by_layer = KVPool.allocate(5, 3, 2, 16, 8, dtype=dtype, is_by_layer=True)
     by_block = KVPool.allocate(5, 3, 2, 16, 8, dtype=dtype)
     assert by_layer.values.shape == by_block.values.shape
@@ -39,7 +39,7 @@ def test_a_pool_by_layer_holds_the_same_in_another_order(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_latent_pool_has_one_vector_a_token_and_layer(dtype: torch.dtype, is_by_layer: bool) -> None:
+def test_a_latent_pool_has_one_vector_per_token_and_layer(dtype: torch.dtype, is_by_layer: bool) -> None:
     pool = KVPool.allocate(5, 3, 1, 16, 40, dtype=dtype, is_by_layer=is_by_layer, is_latent=True)
     plain = KVPool.allocate(5, 3, 1, 16, 40, dtype=dtype, is_by_layer=is_by_layer)
     assert pool.is_latent
@@ -60,7 +60,7 @@ def test_adjacent_blocks_of_a_pool_by_layer_are_adjacent_in_each_head() -> None:
 
 
 @pytest.mark.parametrize("is_by_layer", [False, True])
-def test_zeros_take_memory_only_once_they_are_written(is_by_layer: bool) -> None:
+def test_a_zeroed_pool_takes_memory_only_when_it_is_written(is_by_layer: bool) -> None:
     def resident_pages() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1])
 
@@ -72,7 +72,7 @@ def test_zeros_take_memory_only_once_they_are_written(is_by_layer: bool) -> None
     assert not pool.blocks[-1].any()
 
 
-def test_no_memory_is_a_memory_error() -> None:
+def test_out_of_memory_raises_memory_error() -> None:
     with pytest.raises(MemoryError, match="can't be mapped"):
         KVPool.allocate(2**50, 1, 1, 64, 256, dtype=torch.float32)
 

@@ -9,7 +9,7 @@ WORST = {torch.float8_e4m3fn: 1 / 16, torch.int8: 1 / 254, torch.int4: 1 / 14}
 
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_number_moves_by_more_than_half_a_step(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_quantization_errors_are_at_most_half_a_step(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     vectors = torch.randn(50, 3, 64).to(dtype)
     values, scales = quantize(vectors, kv_dtype)
     assert (values.shape, values.dtype) == ((50, 3, stored_dim(64, kv_dtype)), stored_dtype(kv_dtype))
@@ -30,7 +30,7 @@ def test_the_largest_magnitude_is_kept_at_any_size(factor: float, kv_dtype: torc
 
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
 @pytest.mark.parametrize("number", [0.0, 1e-44])
-def test_zeros_and_what_is_next_to_zero_come_back_as_zeros(number: float, kv_dtype: torch.dtype) -> None:
+def test_zeros_and_tiny_values_are_dequantized_to_zeros(number: float, kv_dtype: torch.dtype) -> None:
     values, scales = quantize(torch.full((2, 8), number), kv_dtype)
     assert scales.isfinite().all()
     assert not dequantize(values, scales, kv_dtype).any()
@@ -38,7 +38,7 @@ def test_zeros_and_what_is_next_to_zero_come_back_as_zeros(number: float, kv_dty
 
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_vector_with_a_number_that_is_not_finite_comes_back_as_nan(bad: float, kv_dtype: torch.dtype) -> None:
+def test_a_vector_with_a_non_finite_element_is_dequantized_to_nan(bad: float, kv_dtype: torch.dtype) -> None:
     vectors = torch.randn(3, 8)
     vectors[1, 5] = bad
     back = dequantize(*quantize(vectors, kv_dtype), kv_dtype)
@@ -48,7 +48,7 @@ def test_a_vector_with_a_number_that_is_not_finite_comes_back_as_nan(bad: float,
 
 @pytest.mark.parametrize("kv_dtype", LARGEST, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
-def test_a_vector_has_the_same_bits_whatever_is_quantized_with_it(head_dim: int, kv_dtype: torch.dtype) -> None:
+def test_quantization_of_a_vector_does_not_depend_on_other_vectors(head_dim: int, kv_dtype: torch.dtype) -> None:
     vectors = torch.randn(333, 2, head_dim)
     values, scales = quantize(vectors, kv_dtype)
     for rows in (slice(0, 1), slice(7, 24), slice(100, 333)):

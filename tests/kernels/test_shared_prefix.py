@@ -37,7 +37,7 @@ def _by_definition(
 
 
 @pytest.mark.parametrize("blocks_a_unit", [1, 3])
-def test_each_unit_is_in_one_run_with_all_that_share_it(blocks_a_unit: int) -> None:
+def test_each_unit_is_in_one_run_with_all_requests_that_share_it(blocks_a_unit: int) -> None:
     for seed in range(300):
         rng = random.Random(seed)
         tables: list[list[int]] = []
@@ -55,7 +55,7 @@ def test_each_unit_is_in_one_run_with_all_that_share_it(blocks_a_unit: int) -> N
         assert got == _by_definition(tables, num_units, blocks_a_unit)
 
 
-def test_nothing_shared_is_one_run_a_request() -> None:
+def test_without_sharing_there_is_one_run_per_request() -> None:
     tables = np.arange(40).reshape(4, 10).tolist()
     assert sorted(shared_runs(tables, [2, 0, 1, 2], 4)) == [(0, 1, (2,)), (0, 2, (0,)), (0, 2, (3,))]
 
@@ -64,5 +64,5 @@ def test_no_units_make_no_runs() -> None:
     assert shared_runs([[0, 0, 0], [0, 0, 0]], [0, 0], 2) == []
 
 
-def test_a_request_that_ends_inside_what_others_share_is_among_them_up_to_there() -> None:
+def test_a_request_that_ends_inside_a_shared_prefix_shares_it_up_to_its_end() -> None:
     assert shared_runs([[5, 6, 7]] * 3, [3, 1, 3], 1) == [(0, 1, (0, 1, 2)), (1, 3, (0, 2))]

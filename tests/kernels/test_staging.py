@@ -13,7 +13,7 @@ def test_on_a_cpu_the_memory_is_shared() -> None:
     assert to_device(tensor, "cpu") is tensor
 
 
-def test_to_a_gpu_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_gpu_do_not_block_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def test_to_a_gpu_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == ["pinned", (device, True)]
 
 
-def test_arrays_that_are_filled_again_come_over_together() -> None:
+def test_refilled_arrays_are_copied_together() -> None:
     arrays = StagedArrays({"bytes": ((3,), torch.uint8), "table": ((2, 5), torch.int32)}, torch.device("cpu"))
     addresses = [tensor.data_ptr() for tensor in arrays.device.values()]
     for number in (1, 2):
@@ -47,7 +47,7 @@ def test_arrays_that_are_filled_again_come_over_together() -> None:
     assert all((address - addresses[0]) % 16 == 0 for address in addresses)
 
 
-def test_the_next_arrays_are_filled_while_the_last_ones_come_over() -> None:
+def test_the_next_arrays_are_filled_while_the_last_ones_are_copied() -> None:
     arrays = StagedArrays({"ids": ((3,), torch.int64)}, torch.device("cpu"))
     first = arrays.host["ids"].fill_(1)
     arrays.upload(3)

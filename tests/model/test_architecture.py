@@ -57,7 +57,7 @@ def test_a_kind_of_model_that_is_not_served_is_refused_by_name(model_type: str, 
     ],
     ids=["bert", "doge", "gemma3 bidirectional", "phimoe with a window"],
 )
-def test_a_mask_that_would_get_lost_is_refused(config: PretrainedConfig, reason: str, tmp_path: Path) -> None:
+def test_a_mask_that_would_be_ignored_is_rejected(config: PretrainedConfig, reason: str, tmp_path: Path) -> None:
     assert refusal(config, tmp_path).startswith(reason)
 
 

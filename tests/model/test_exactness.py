@@ -89,7 +89,7 @@ def test_no_bit_of_quantized_latents_depends_on_the_cache(dtype: str, kv_dtype: 
 
 
 @pytest.mark.parametrize(("model", "dtype", "kv_dtype"), each(WINDOWED, DIVIDED))
-def test_no_bit_depends_on_what_windowed_layers_have_given_up(model: str, dtype: str, kv_dtype: str) -> None:
+def test_no_bit_depends_on_released_blocks_of_windowed_layers(model: str, dtype: str, kv_dtype: str) -> None:
     counts, first_difference = run_cases(
         model, dtype, "exact", num_cases=16, seed=len(model), kv_dtype=kv_dtype, is_divided=True
     )
@@ -126,7 +126,7 @@ def test_models_that_a_gpu_would_refuse_are_not_tried_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", WINDOWED)
-def test_no_bit_of_many_prompts_depends_on_what_is_given_up(model: str, dtype: str) -> None:
+def test_no_bit_of_many_prompts_depends_on_released_blocks(model: str, dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=60, num_adapters=2, is_divided=True)
     assert first_difference == ""
     assert counts["hits without all parts"] >= 20
@@ -215,7 +215,9 @@ def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None
         check_model(model, TorchKernels(), 16)
 
 
-def test_a_product_that_is_not_exact_here_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matmul_that_is_not_batch_invariant_is_rejected_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_checkpoint(CONFIGS["llama"], tmp_path)
 
     monkeypatch.setattr(GemmTuner, "choose", lambda _, weight, *__, **___: None)

@@ -40,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_what_torch_computes(dtype: torch.dtype, call, device: str) -> None:
+def test_matches_torch(dtype: torch.dtype, call, device: str) -> None:
     rows = 0.01 * torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     expected = call(rows)
     with ExactFunctions(row_functions()):
@@ -59,7 +59,7 @@ def test_gpus_that_the_tiles_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("override", "is_refused"), [("1", True), ("0", False), ("", False)])
-def test_products_that_the_environment_rounds_are_refused(
+def test_tf32_set_by_the_environment_is_rejected(
     override: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SimpleNamespace(name="A GPU", shared_memory_per_block_optin=232_448)
@@ -72,7 +72,7 @@ def test_products_that_the_environment_rounds_are_refused(
         require_exact_gpu(torch.device("cuda"))
 
 
-def test_float32_products_are_whole_once_a_model_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_mode_disables_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="A GPU", shared_memory_per_block_optin=232_448)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     before = torch.get_float32_matmul_precision()

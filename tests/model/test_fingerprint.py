@@ -66,7 +66,7 @@ def test_the_way_of_computing_is_in_the_fingerprint(model: PreTrainedModel) -> N
     assert len({fingerprint_model(model, weights, is_exact=is_exact) for weights, is_exact in ways}) == 3
 
 
-def test_the_place_of_a_model_is_not_in_its_fingerprint(model: PreTrainedModel) -> None:
+def test_the_path_of_a_model_is_not_in_its_fingerprint(model: PreTrainedModel) -> None:
     moved = copy.deepcopy(model)
     moved.config._name_or_path = "elsewhere"
     moved.config.transformers_version = "of tomorrow"

@@ -57,7 +57,9 @@ def computed(model: Model, of: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", list(ALL))
-def test_answers_and_all_keys_have_the_same_bits_as_among_all_rows(family: str, dtype: torch.dtype) -> None:
+def test_logits_and_all_keys_are_bitwise_identical_to_those_of_a_full_last_layer(
+    family: str, dtype: torch.dtype
+) -> None:
     model = Model(family, make(ALL[family], dtype), CPU)
     assert model.has_short_end
     short = [computed(model, of) for of in (chunks(), chunks(wants_logits=False))]
@@ -70,7 +72,7 @@ def test_answers_and_all_keys_have_the_same_bits_as_among_all_rows(family: str, 
     assert [len(each[0]) for each in short] == [6, 0]
 
 
-def test_fast_mode_answers_alike() -> None:
+def test_fast_mode_agrees() -> None:
     model = Model("fast", make(ALL["llama"]), CPU, is_exact=False)
     assert model.has_short_end
     got, *_ = computed(model, chunks())
@@ -80,7 +82,7 @@ def test_fast_mode_answers_alike() -> None:
     assert expected.std() > 0.01
 
 
-def test_only_rows_of_answers_reach_the_end() -> None:
+def test_only_rows_with_logits_reach_the_final_norm() -> None:
     model = Model("llama", make(ALL["llama"]), CPU, is_exact=False)
     seen = []
     model.module.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
@@ -90,7 +92,7 @@ def test_only_rows_of_answers_reach_the_end() -> None:
 
 
 @pytest.mark.parametrize("bad", [5, 34])
-def test_a_row_without_an_answer_is_told_by_its_keys(bad: int) -> None:
+def test_non_finite_rows_without_logits_are_detected_by_their_keys(bad: int) -> None:
     """Its request alone fails: the row of the first chunk, or of the second one, which wants no logits."""
     model = Model("llama", make(ALL["llama"]), CPU)
     tokens = np.frombuffer(TOKENS, "<u4").copy()
@@ -130,7 +132,7 @@ def test_a_layer_that_mixes_rows_computes_all_of_them(*, is_exact: bool) -> None
     assert not Model("mixing", module, CPU, is_exact=is_exact).has_short_end
 
 
-def test_layers_that_are_in_no_list_compute_all_rows() -> None:
+def test_layers_outside_a_module_list_compute_all_rows() -> None:
     module = make(ALL["llama"])
     layers = module.model.layers
     module.model.layers = nn.Sequential(*layers)
@@ -139,7 +141,7 @@ def test_layers_that_are_in_no_list_compute_all_rows() -> None:
     assert lay_out(chunks(), BLOCK_SIZE, has_short_end=model.has_short_end).answers is None
 
 
-def test_few_rows_are_computed_to_the_end() -> None:
+def test_batches_of_few_rows_are_computed_in_full() -> None:
     table = np.arange(7, dtype=np.int32)
     most = forward._MIN_SKIPPED_ROWS
     for num_tokens, is_short in ((1, False), (most, False), (most + 1, True)):
@@ -151,7 +153,7 @@ def test_few_rows_are_computed_to_the_end() -> None:
     assert layout.answers.positions.tolist() == [20 + most]
 
 
-def test_watched_rows_and_rows_of_adapters_are_computed_to_the_end() -> None:
+def test_watched_rows_and_rows_of_adapters_are_computed_in_full() -> None:
     class Watcher:
         def see(self, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
             raise AssertionError

@@ -57,7 +57,7 @@ class TestBadDirectories:
             load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
     @pytest.mark.parametrize("wrong", [{"hidden_size": "x"}, {"num_key_value_heads": 0}])
-    def test_a_config_of_nonsense_is_refused_in_one_line(self, wrong: dict[str, object], tmp_path: Path) -> None:
+    def test_an_invalid_config_is_rejected_in_one_line(self, wrong: dict[str, object], tmp_path: Path) -> None:
         write_checkpoint(CONFIGS["qwen3"], tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, **wrong}))
@@ -78,7 +78,7 @@ def test_int8_weights_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         load_model(ModelConfig(weights="int8"))
 
 
-def test_int8_weights_are_refused_where_sums_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_weights_are_rejected_on_machines_with_saturating_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.model.loading.adds_integers_exactly", lambda: False)
     with pytest.raises(ConfigError, match=r'^model\.weights: expected "auto" on this processor, got "int8"'):
         load_model(ModelConfig(weights="int8", device="cpu"))
@@ -93,7 +93,7 @@ def test_int8_weights_make_another_model() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "num_warnings"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
-def test_float16_on_a_cpu_is_told_to_be_slow(dtype: str, num_warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_float16_on_a_cpu_logs_that_it_is_slow(dtype: str, num_warnings: int, caplog: pytest.LogCaptureFixture) -> None:
     load_model(ModelConfig(dtype=dtype, device="cpu", exactness="fast"))
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == num_warnings

@@ -124,7 +124,7 @@ def test_requests_of_one_batch_do_not_see_each_other(served: Served) -> None:
         assert_agree(row, served.expected(tokens)[-1])
 
 
-def test_the_chunk_whose_values_are_not_finite_is_told_from_the_others(served: Served) -> None:
+def test_a_chunk_with_non_finite_values_is_reported_alone(served: Served) -> None:
     block_ids = blocks(20)
     served.runner.storage.pool.blocks[block_ids[0]] = 0xFF
     good, bad = chunk(prompt(40), 0, 40, block_ids[1:4]), chunk(prompt(40), 16, 40, np.r_[block_ids[0], block_ids[4:6]])
@@ -184,7 +184,7 @@ def test_the_tiny_model_is_the_same_each_time() -> None:
     assert first.kv_shape.token_bytes == 4 * 2 * 2 * 32 * 4
 
 
-def test_the_fingerprint_tells_weights_apart(tmp_path: Path) -> None:
+def test_different_weights_have_different_fingerprints(tmp_path: Path) -> None:
     write_checkpoint(CONFIGS["llama"], tmp_path, max_shard_size="10MB")
     before = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
     model = load_eager(tmp_path)
@@ -242,7 +242,7 @@ def test_prompts_end_where_rotation_would_depend_on_the_longest_one(
 
 
 @pytest.mark.parametrize(("given", "ends"), [(512, set()), (-1, set()), ([5, 50_256, -1, 511], {5, 511}), (0, {0})])
-def test_ends_of_a_sequence_beyond_the_vocabulary_are_left_out(given: int | list[int], ends: set[int]) -> None:
+def test_eos_tokens_beyond_the_vocabulary_are_ignored(given: int | list[int], ends: set[int]) -> None:
     module = build_tiny_model(ATTENTION_NAME)
     module.generation_config.eos_token_id = given
     model = Model("tiny", module, torch.device("cpu"))

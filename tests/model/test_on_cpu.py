@@ -33,11 +33,11 @@ def test_attention_in_cpp_comes_first(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
-def test_a_quantized_pool_is_torchs(kv_dtype: str) -> None:
+def test_quantized_pools_use_torch_kernels(kv_dtype: str) -> None:
     assert candidates(torch.float32, kv_dtype) == BOTH[1:]
 
 
-def test_one_warning_tells_why_there_are_no_kernels_and_what_it_costs(
+def test_one_warning_explains_missing_kernels_and_their_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(directory: object) -> None:

@@ -31,7 +31,7 @@ def test_the_first_ids_are_bytes(tokenizer):
     assert tokenizer.encode("~") == [ord("~")]
 
 
-def test_any_text_comes_back(tokenizer):
+def test_any_text_is_decoded_to_itself(tokenizer):
     dice = random.Random(0)
     for _ in range(200):
         points = [dice.choice((dice.randrange(128), dice.randrange(0xD7FF), dice.randrange(0x10000, 0x10FFFF)))]
@@ -50,7 +50,7 @@ def test_a_chat_is_marked_by_special_tokens(tokenizer):
     assert [each for each in tokenizer.encode(text) if each >= 509] == [510, 511, 510, 511, 510]
 
 
-def test_the_config_is_the_models(directory):
+def test_the_config_matches_the_model(directory):
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     ours = tiny_config()
     assert config.model_type == ours.model_type

@@ -32,12 +32,12 @@ def latent_use(dtype: torch.dtype, kv_dtype: str = "auto") -> AttentionUse:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_our_kernels_pass_over_latents(dtype: torch.dtype, kv_dtype: str) -> None:
+def test_our_kernels_pass_with_latents(dtype: torch.dtype, kv_dtype: str) -> None:
     check_attention(TorchKernels(), latent_use(dtype, kv_dtype))
 
 
 @pytest.mark.parametrize("sums_over", ["keys", "head_dim"])
-def test_bits_over_latents_that_depend_on_the_batch_are_found(
+def test_batch_dependent_bits_with_latents_are_detected(
     sums_over: Literal["keys", "head_dim"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_attention, "_fused_attention", attention_by_num_rows(sums_over))
@@ -77,14 +77,14 @@ def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkey
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_pool_that_is_read_wrong_is_found(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_read_of_the_pool_is_detected(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dequantize = cpu_attention.dequantize
     monkeypatch.setattr(cpu_attention, "dequantize", lambda *inputs: dequantize(*inputs) * 1.05)
     with pytest.raises(UnsupportedModel, match=r"^attention over int4 on cpu: expected a relative distance of at most"):
         check_attention(TorchKernels(), use(torch.bfloat16, "int4", is_exact=is_exact))
 
 
-def test_kernels_that_do_not_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_fail_to_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("fp8e4nv not supported in this architecture\nand a long dump")
 
@@ -118,7 +118,7 @@ def test_a_gpu_joins_rows_of_the_parts_with_those_of_another_request(monkeypatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sums_over", ["keys", "head_dim"])
-def test_bits_that_depend_on_the_batch_are_found_in_exact_mode(
+def test_batch_dependent_bits_are_detected_in_exact_mode(
     sums_over: Literal["keys", "head_dim"], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_attention, "_fused_attention", attention_by_num_rows(sums_over))

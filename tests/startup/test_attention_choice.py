@@ -104,7 +104,7 @@ def choose(*candidates: TorchKernels, kinds: tuple[AttentionKind, ...] = (KIND,)
     return choose_attention(named, lambda name: check_attention(named[name], use))
 
 
-def test_the_first_that_is_right_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_correct_kernel_serves(caplog: pytest.LogCaptureFixture) -> None:
     first, second = Broken(), Broken()
     assert choose(first, second) is first
     assert first.num_calls
@@ -125,7 +125,7 @@ def test_the_first_that_is_right_serves(caplog: pytest.LogCaptureFixture) -> Non
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_broken_is_passed_over_and_named(broken: Broken, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_kernels_are_skipped_and_named(broken: Broken, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     sound = TorchKernels()
     assert choose(broken, sound) is sound
     (record,) = caplog.records
@@ -142,7 +142,7 @@ def test_each_kind_of_layer_is_tried(caplog: pytest.LogCaptureFixture) -> None:
     assert choose(broken, sound, kinds=kinds) is sound
 
 
-def test_other_bits_in_company_do_where_no_bits_are_promised() -> None:
+def test_batch_dependent_bits_are_accepted_in_fast_mode() -> None:
     broken = OtherBitsInCompany()
     assert choose(broken, TorchKernels(), is_exact=False) is broken
 
@@ -156,7 +156,7 @@ def test_several_may_be_broken(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_the_last_is_left_to_the_check_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_candidate_is_left_to_the_model_check(caplog: pytest.LogCaptureFixture) -> None:
     last = WrongNumbers()
     assert choose(WrongNumbers(), last) is last
     assert not last.num_calls
@@ -198,7 +198,7 @@ def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monk
 
 
 @pytest.mark.long
-def test_a_trial_notices_blocks_that_are_dequantized_wrong(
+def test_a_trial_detects_wrong_dequantization(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     interpret_kernels(monkeypatch)
@@ -216,7 +216,7 @@ def test_a_trial_notices_blocks_that_are_dequantized_wrong(
     assert record.getMessage().startswith("attention over blocks dequantized first is not used: attention over int8")
 
 
-def test_on_a_gpu_the_service_tries_what_suits_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_service_tries_kernels_that_suit_gpu_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
 
     def refuse(*trial: object) -> None:
@@ -261,7 +261,7 @@ class Native(Broken):
 
 
 @pytest.mark.usefixtures("has_library")
-def test_on_a_cpu_kernels_in_cpp_serve() -> None:
+def test_on_a_cpu_cpp_kernels_serve() -> None:
     for dtype in (torch.float32, BF16):
         assert isinstance(attention_kernels(*model_on_a_cpu(dtype), 16), Native)
 
@@ -276,12 +276,12 @@ def test_on_a_cpu_torch_serves_where_kernels_in_cpp_are_wrong(
 
 
 @pytest.mark.usefixtures("has_library")
-def test_on_a_cpu_the_environment_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_the_environment_may_exclude_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXKV_REFUSED_ATTENTION", "native attention")
     assert type(attention_kernels(*model_on_a_cpu(BF16), 16)) is TorchKernels
 
 
-def test_what_the_environment_refuses_is_not_tried(
+def test_kernels_excluded_by_the_environment_are_not_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:

@@ -33,19 +33,19 @@ def attempt(name: str, program: str | None = None, timeout_s: float = PATIENCE_S
 
 
 @pytest.mark.skipif(_TRITON < (3, 9), reason="its interpreter needs corrections that a child process does not get")
-def test_kernels_that_are_right_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     first, last = TritonKernels(is_exact=False), TritonKernels(is_exact=False)
     assert choose_attention({"attention through pointers": first, "last": last}, attempt) is first
 
 
-def test_kernels_that_are_refused_say_why() -> None:
+def test_rejected_kernels_have_a_reason() -> None:
     """Without the interpreter Triton finds no device here."""
     with pytest.raises(UnsupportedModel, match="attention over int8 on cpu: does not run there: "):
         attempt("attention through pointers", shape=SHAPE.stored_as("int8"))
 
 
-def test_a_process_that_hangs_is_killed(tmp_path: Path) -> None:
+def test_a_stalled_process_is_killed(tmp_path: Path) -> None:
     pid_file, timeout_s = tmp_path / "pid", 0.5
     program = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
     while not pid_file.exists() or not pid_file.read_text():  # a busy machine takes longer to start it
@@ -62,14 +62,14 @@ def test_a_process_that_can_not_be_started_is_named() -> None:
         try_attention("any", use, command=["/no-such-python"])
 
 
-def test_a_trial_is_read_as_it_was_written() -> None:
+def test_a_trial_survives_serialization() -> None:
     kinds = (AttentionKind(8, None, None), AttentionKind(8, 100, 30.0))
     shape = KVShape(2, 4, 80, torch.bfloat16).stored_as("fp8")
     use = AttentionUse(kinds, torch.bfloat16, shape, 64, torch.device("cuda:1"), is_exact=True)
     assert _read(_written("some kernels", use)) == ("some kernels", use)
 
 
-def test_a_process_that_breaks_down_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crashed_process_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     program = "import os, sys; print('an illegal memory access', file=sys.stderr, flush=True); os.abort()"
     first, last = TritonKernels(is_exact=False), TritonKernels(is_exact=False)
     with caplog.at_level(logging.WARNING):

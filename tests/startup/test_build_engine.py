@@ -18,7 +18,7 @@ def config(*settings: str) -> Config:
     return Config.load(None, ["model.device=cpu", "cache.capacity_tokens=1024", "cache.block_size=16", *settings])
 
 
-def test_the_log_tells_each_stage_with_its_duration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_each_stage_with_its_duration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = write_checkpoint(CONFIGS["llama"], tmp_path / "llama")
     with caplog.at_level(logging.INFO, logger="radixkv"):
         build_engine(config(f"model.path={directory}"))
@@ -42,7 +42,7 @@ def test_the_log_tells_each_stage_with_its_duration(tmp_path: Path, caplog: pyte
         assert re.fullmatch(pattern, stage)
 
 
-def test_the_last_line_says_what_was_started(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_line_describes_the_server(caplog: pytest.LogCaptureFixture) -> None:
     progress = StartProgress()
     build_engine(config("model.path=tiny"), progress=progress)
     with caplog.at_level(logging.INFO, logger="radixkv"):

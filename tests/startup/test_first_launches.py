@@ -37,14 +37,14 @@ def test_traffic_compiles_nothing(kv_dtype: str, is_exact: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize(("kv_dtype", "head_dim"), [("int8", 128), ("auto", 72)])
-def test_traffic_beside_recorded_steps_compiles_nothing(
+def test_traffic_with_recorded_steps_compiles_nothing(
     kv_dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = traced(monkeypatch, 100, kv_dtype=kv_dtype, head_dim=head_dim, has_graphs=True)
     assert launches.new_in("live") == []
 
 
-def test_traffic_compiles_what_the_start_did_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traffic_compiles_kernels_that_the_start_did_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced_start, "launch_all", lambda *_: None)
     launches = traced(monkeypatch, 100, kv_dtype="int8")
     assert {"_copy_span", "_attend_tile"} <= set(launches.new_in("live"))

@@ -47,7 +47,7 @@ def end_life(campaign: Campaign, *lines: str, moment: str = "", status: int = 0)
     campaign.end(life, status)
 
 
-def test_a_wrong_answer_is_seen(campaign: Campaign) -> None:
+def test_a_wrong_answer_is_detected(campaign: Campaign) -> None:
     end_life(campaign, "answer 0 right 0 16")
     assert campaign.report.is_good
     end_life(campaign, "answer 0 wrong 0 16")
@@ -55,13 +55,13 @@ def test_a_wrong_answer_is_seen(campaign: Campaign) -> None:
     assert not campaign.report.is_good
 
 
-def test_a_disk_of_no_use_is_seen(campaign: Campaign) -> None:
+def test_an_unused_disk_is_detected(campaign: Campaign) -> None:
     end_life(campaign, "answer 0 right 16 0")
     assert not campaign.report.is_good
 
 
 @pytest.mark.parametrize("status", [1, -signal.SIGSEGV, -signal.SIGKILL])
-def test_a_life_that_fails_is_seen(campaign: Campaign, status: int) -> None:
+def test_a_failing_life_is_detected(campaign: Campaign, status: int) -> None:
     end_life(campaign, "answer 0 right 0 16", status=status)
     assert campaign.report.failed_lives == 1
     assert not campaign.report.is_good

@@ -25,7 +25,7 @@ def gemma2(tmp_path: Path) -> Model:
     return load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["gemma2"], tmp_path)), device="cpu"))
 
 
-def test_state_outside_the_cache_is_found(gemma2: Model) -> None:
+def test_state_outside_the_cache_is_detected(gemma2: Model) -> None:
     def add_previous_token(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
         return output + 0.1 * torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
 
@@ -35,7 +35,7 @@ def test_state_outside_the_cache_is_found(gemma2: Model) -> None:
 
 
 @pytest.mark.parametrize("lost", ["window", "softcap"])
-def test_a_lost_attention_feature_is_found(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_attention_feature_is_detected(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attend: Callable[..., torch.Tensor] = PagedStep.attend
 
     def attend_without(self: PagedStep, *args: Any) -> torch.Tensor:
@@ -76,7 +76,7 @@ def model_that_is_away(distance: float) -> Model:
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("own", "may_serve"), [(0.02, False), (0.06, True), (10.0, True)])
 @pytest.mark.parametrize("ours", [0.07, 0.12])
-def test_a_model_may_be_as_far_as_transformers_is_from_itself(
+def test_the_tolerance_is_the_distance_between_two_transformers_implementations(
     own: float, may_serve: bool, ours: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But never further than twice the tolerance."""
@@ -95,7 +95,7 @@ def test_a_model_may_be_as_far_as_transformers_is_from_itself(
             check_model(model, TorchKernels(), 16)
 
 
-def test_a_model_whose_second_way_fails_is_told_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_second_implementation_fails_reports_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_that_is_away(0.07)
     monkeypatch.setattr(type(model.module), "_supports_sdpa", False)
     with pytest.raises(UnsupportedModel, match=r"expected a relative distance of at most 0\.05, got 0\.0[678]"):
@@ -103,7 +103,7 @@ def test_a_model_whose_second_way_fails_is_told_its_distance(monkeypatch: pytest
     assert model.module.config._attn_implementation == ATTENTION_NAME
 
 
-def test_transformers_second_way_is_computed_where_it_is_needed() -> None:
+def test_the_second_transformers_implementation_runs_only_if_needed() -> None:
     model = load_model(ModelConfig(dtype="bfloat16", device="cpu"))
     tokens = np.arange(20, dtype="<u4").tobytes()
     eager, other = (model_check._own_logits(model, tokens, [20], attention) for attention in ("eager", "sdpa"))
@@ -121,13 +121,13 @@ def test_a_model_that_eager_attention_can_not_compute_is_refused_by_name(gemma2:
         check_model(gemma2, TorchKernels(), 16)
 
 
-def test_our_attention_is_put_back(gemma2: Model) -> None:
+def test_our_attention_is_restored(gemma2: Model) -> None:
     check_model(gemma2, TorchKernels(), 16)
     assert gemma2.module.config._attn_implementation == ATTENTION_NAME
 
 
 @pytest.mark.parametrize(("end", "cached"), [(19, 0), (20, 19), (37, 20)])
-def test_a_wrong_answer_of_any_part_is_found_in_fast_mode(end: int, cached: int) -> None:
+def test_a_wrong_result_of_any_part_is_detected_in_fast_mode(end: int, cached: int) -> None:
     model = load_model(ModelConfig(device="cpu", exactness="fast"))
 
     def spoil(_: object, arguments: object, keywords: dict[str, Any], output: Any) -> Any:

@@ -77,17 +77,17 @@ def test_a_loaded_model_leaves_no_threads() -> None:
 
 
 @needs_openmp
-def test_an_adapter_that_was_read_leaves_no_threads() -> None:
+def test_reading_an_adapter_leaves_no_threads() -> None:
     run(_ADAPTER)
 
 
-def test_without_that_library_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_that_library_no_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp_threads.importlib.util, "find_spec", lambda _: None)
     assert not openmp_threads.end_own_threads()
 
 
 @pytest.mark.parametrize(("vendor", "count"), [("GenuineIntel", "1500"), ("AuthenticAMD", "5000")])
-def test_spinning_is_bounded_in_time_whatever_a_pause_takes(tmp_path: Path, vendor: str, count: str) -> None:
+def test_the_spin_time_is_bounded_on_any_processor(tmp_path: Path, vendor: str, count: str) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"vendor_id\t: {vendor}\n")
     environment = {"PATH": "/bin"}
@@ -96,7 +96,7 @@ def test_spinning_is_bounded_in_time_whatever_a_pause_takes(tmp_path: Path, vend
 
 
 @pytest.mark.parametrize("setting", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_a_setting_of_the_user_wins(setting: dict[str, str]) -> None:
+def test_a_setting_of_the_user_takes_precedence(setting: dict[str, str]) -> None:
     environment = dict(setting)
     openmp_threads.bound_spinning(environment)
     assert environment == setting

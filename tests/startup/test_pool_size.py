@@ -77,13 +77,13 @@ def test_no_sequence_is_longer_than_the_model_allows(model: Model, monkeypatch: 
     assert kernels.lens == {((10, 10), (10, 10)), ((1, 1), (10, 10))}
 
 
-def test_what_is_configured_is_what_there_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_has_the_configured_size(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: pytest.fail("nothing has to be tried"))
     assert choose(model, (GIB, GIB), capacity_tokens=6400) == 100
     assert choose(model, None) == 131_072 // 64
 
 
-def test_a_device_s_memory_is_used_up_to_its_share(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_used_up_to_the_configured_share(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: tried.append("step"))
 
@@ -209,10 +209,10 @@ class TestAvailableBytes:
         [(None, 3_072_000), ("max\n", 3_072_000), ("1500000\n", 500_000), ("9000000\n", 3_072_000)],
         ids=["no group", "no limit", "a limit", "a limit beyond the machine"],
     )
-    def test_the_nearest_bound_counts(self, tmp_path: Path, limit: str | None, expected: int) -> None:
+    def test_the_tightest_bound_applies(self, tmp_path: Path, limit: str | None, expected: int) -> None:
         assert available_bytes(self.write(tmp_path, limit)) == expected
 
-    def test_nothing_is_known_elsewhere(self, tmp_path: Path) -> None:
+    def test_without_system_files_no_bound_is_known(self, tmp_path: Path) -> None:
         assert available_bytes(tmp_path) is None
 
 

@@ -11,7 +11,7 @@ from radixkv.errors import ConfigError
 from radixkv.startup.requirements import require_usable
 
 
-def test_what_needs_nothing_is_usable(tmp_path: Path) -> None:
+def test_settings_without_requirements_are_usable(tmp_path: Path) -> None:
     require_usable(Config())
     require_usable(Config.load(None, [f"model.adapter_directory={tmp_path}", "model.max_adapters=1"]))
 
@@ -39,7 +39,7 @@ def test_other_machines_need_not_be_there() -> None:
         (["stores.drawer.place=x"], "stores.drawer: expected the name of an installed package's entry point"),
     ],
 )
-def test_what_can_not_be_used_is_refused(settings: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_settings_are_rejected(settings: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         require_usable(Config.load(None, settings))

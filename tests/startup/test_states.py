@@ -51,7 +51,7 @@ def params(tokens: np.ndarray, tenant: str = "acme", **options: object) -> Prefi
     return PrefillParams(tokens.tobytes(), Caller(tenant), **options)  # type: ignore[arg-type]
 
 
-def test_a_hit_changes_no_bit_and_the_answer_says_where_it_began(engine: Engine) -> None:
+def test_a_hit_changes_no_bit_and_the_response_reports_where_it_started(engine: Engine) -> None:
     cold = engine.prefill(params(PROMPT, "cold", return_logits=True)).result(60)
     again = engine.prefill(params(PROMPT, "cold", return_logits=True)).result(60)
     branch = np.concatenate((PROMPT[:150], PROMPT[:9]))
@@ -67,7 +67,7 @@ def test_a_hit_changes_no_bit_and_the_answer_says_where_it_began(engine: Engine)
     assert (states.snapshots, states.max_snapshots, states.recomputed_tokens) == (4, 204, 16)
 
 
-def test_generations_go_on_from_states_and_their_next_turn_too(engine: Engine) -> None:
+def test_generations_and_their_next_turns_continue_from_states(engine: Engine) -> None:
     alone = engine.generate(params(PROMPT, "a"), Sampling(30, ignore_eos=True), _ignore).result(60)
     futures = [engine.generate(params(PROMPT, "b"), Sampling(30, ignore_eos=True), _ignore) for _ in range(3)]
     for future in futures:
@@ -81,7 +81,7 @@ def test_generations_go_on_from_states_and_their_next_turn_too(engine: Engine) -
     assert np.array_equal(warm.logits, cold.logits)
 
 
-def test_what_can_not_be_done_with_states_is_refused_by_name(engine: Engine) -> None:
+def test_options_that_states_do_not_support_are_rejected_by_name(engine: Engine) -> None:
     with pytest.raises(SwitchedOff, match="compression: expected a model that allows it, got a model with layers that"):
         engine.generate(
             params(PROMPT), Sampling(10, compression=Compression(CompressionPolicy.STREAMING_LLM, 64)), _ignore
@@ -99,13 +99,13 @@ def test_what_can_not_be_done_with_states_is_refused_by_name(engine: Engine) -> 
         ("kv_sources", ["kv_sources.first.address=127.0.0.1:1"]),
     ],
 )
-def test_kv_from_elsewhere_is_refused_at_start(key: str, settings: list[str], directory: Path) -> None:
+def test_kv_transfer_is_rejected_at_startup(key: str, settings: list[str], directory: Path) -> None:
     with pytest.raises(UnsupportedModel, match=f"^{key}: expected it to be left out for Lfm2ForCausalLM, which keeps"):
         build_engine(config(directory, *settings))
 
 
 @pytest.mark.parametrize(("state_bytes", "num_snapshots"), [(None, 204), (0, 0), (3000, 2), (10**9, 256)])
-def test_the_budget_is_of_snapshots_beside_running_requests(
+def test_the_budget_covers_snapshots_and_not_running_requests(
     state_bytes: int | None, num_snapshots: int, directory: Path
 ) -> None:
     """A state takes 1,024 bytes: two layers of two inputs of 64 numbers. K and V of 4,096 tokens take 2 MiB."""

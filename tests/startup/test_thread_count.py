@@ -32,13 +32,13 @@ def count(system: Path, cpus: set[int], **environment: str) -> int:
     return choose_thread_count(None, environment, cpus, system).count
 
 
-def test_the_configuration_wins(tmp_path: Path) -> None:
+def test_the_configuration_takes_precedence(tmp_path: Path) -> None:
     chosen = choose_thread_count(3, {"OMP_NUM_THREADS": "2"}, {0, 1}, tmp_path)
     assert (chosen.count, chosen.reason) == (3, "set by model.threads")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("2", 2), ("2,1", 2), (" 3 ", 3), ("", 4), ("0", 4), ("many", 4)])
-def test_then_the_environment(tmp_path: Path, text: str, expected: int) -> None:
+def test_the_environment_comes_second(tmp_path: Path, text: str, expected: int) -> None:
     assert count(machine(tmp_path, FOUR_CORES), set(range(8)), OMP_NUM_THREADS=text) == expected
 
 

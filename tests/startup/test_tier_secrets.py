@@ -10,12 +10,12 @@ from radixkv.errors import ConfigError
 from radixkv.startup.tier_secrets import ciphers_of, secret_of
 
 
-def test_without_files_there_is_no_secret_and_no_cipher() -> None:
+def test_without_secret_files_there_is_no_secret_and_no_cipher() -> None:
     assert secret_of(TiersConfig()) == b""
     assert ciphers_of(TiersConfig()) is None
 
 
-def test_white_space_around_a_secret_does_not_count(tmp_path: Path) -> None:
+def test_white_space_around_a_secret_is_ignored(tmp_path: Path) -> None:
     secrets = []
     for name, text in (("a", "between us"), ("b", " between us\n"), ("c", "between them")):
         (tmp_path / name).write_text(text)
@@ -50,6 +50,6 @@ def test_a_key_makes_ciphers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_files_that_can_not_be_used_are_refused(config: TiersConfig, message: str) -> None:
+def test_unusable_secret_files_are_rejected(config: TiersConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         _ = secret_of(config), ciphers_of(config)

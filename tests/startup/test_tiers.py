@@ -185,7 +185,7 @@ def test_a_floor_and_a_retention_hold_in_stores(checkpoint: Path) -> None:
         assert served.segments.stored("host", 0, "acme", 10).result(PATIENCE_S).namespaces[0].num_blocks >= 5
 
 
-def test_a_restart_begins_with_what_was_cached(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_restart_finds_cached_blocks(checkpoint: Path, tmp_path: Path) -> None:
     """It finds what had left the device, and what was on it at the end."""
     disk = f"tiers.disk_path={tmp_path}"
     with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
@@ -204,7 +204,7 @@ def test_a_restart_begins_with_what_was_cached(checkpoint: Path, tmp_path: Path)
         assert ask(served, 0).usage.cached_tokens == 0
 
 
-def test_a_disk_smaller_than_the_device_gets_what_was_used_last(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_disk_smaller_than_the_device_gets_the_most_recently_used_blocks(checkpoint: Path, tmp_path: Path) -> None:
     with engine(checkpoint, "tiers.host_bytes=1000000") as served:
         assert served.offload is not None
         size = served.offload.tiers["host"].size()
@@ -220,7 +220,7 @@ def test_a_disk_smaller_than_the_device_gets_what_was_used_last(checkpoint: Path
         assert ask(served, 2).usage.disk_tokens == 80
 
 
-def test_after_a_restart_the_disk_gives_up_first_what_was_used_longest_ago(checkpoint: Path, tmp_path: Path) -> None:
+def test_after_a_restart_the_disk_evicts_in_lru_order(checkpoint: Path, tmp_path: Path) -> None:
     disk = f"tiers.disk_path={tmp_path}"
     with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
         for seed in (1, 2, 3):
@@ -235,7 +235,7 @@ def test_after_a_restart_the_disk_gives_up_first_what_was_used_longest_ago(check
         assert list(tier_index) == order
 
 
-def test_a_restart_keeps_what_is_retained(checkpoint: Path, tmp_path: Path) -> None:
+def test_retention_survives_a_restart(checkpoint: Path, tmp_path: Path) -> None:
     """The disk, of 25 blocks, gives up the rest for what comes then."""
     block_bytes = object_bytes(BLOCK_SIZE, BLOCK_SIZE * 3 * 2 * 2 * 16 * 4) + 4096
     disk = (f"tiers.disk_path={tmp_path}", f"tiers.disk_bytes={25 * block_bytes}")
@@ -253,7 +253,7 @@ def test_a_restart_keeps_what_is_retained(checkpoint: Path, tmp_path: Path) -> N
         assert ask(served, 1).usage.disk_tokens == granted.granted_tokens // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_a_restart_tells_at_once_what_is_stored(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_restart_reports_stored_blocks_immediately(checkpoint: Path, tmp_path: Path) -> None:
     disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
     with engine(checkpoint, *disk) as served:
         ask(served, 1)
@@ -321,7 +321,7 @@ def working_tiers(engine: Engine) -> dict[str, float]:
     return {sample.labels["tier"]: sample.value for sample in family.samples}
 
 
-def test_a_redis_that_was_never_there_does_not_work_before_anybody_asks_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_reported_before_the_first_request(checkpoint: Path, tmp_path: Path) -> None:
     stores = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000", "tiers.redis_url=redis://127.0.0.1:1/0")
     with engine(checkpoint, *stores) as served:
         wait_until(lambda: working_tiers(served) == {"disk": 1, "redis": 0})
@@ -337,7 +337,7 @@ def test_a_store_that_cannot_be_opened_is_left_out(
     assert "tier disk is off: tiers.disk_path: expected a directory to write to" in caplog.text
 
 
-def test_a_second_server_goes_without_the_directory(
+def test_a_second_server_runs_without_the_directory(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = f"tiers.disk_path={tmp_path}"
@@ -404,7 +404,7 @@ def test_servers_that_differ_share_nothing(checkpoint: Path, tmp_path: Path, set
             assert ask(third, 1).usage.remote_tokens == 80
 
 
-def test_a_redis_that_is_away_costs_nobody_an_answer(
+def test_an_unreachable_redis_fails_no_request(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with redis(tmp_path) as server, engine(checkpoint, f"tiers.redis_url={server.url}") as served:
@@ -417,7 +417,7 @@ def test_a_redis_that_is_away_costs_nobody_an_answer(
     assert "store redis: switched off for a while after failures" in caplog.text
 
 
-def test_a_wrong_password_is_told_and_not_shown(
+def test_a_wrong_password_is_reported_without_showing_it(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with redis(tmp_path, "--requirepass", "correct") as server:
@@ -498,7 +498,7 @@ def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:
         assert served.offload is None
 
 
-def test_a_process_that_computes_other_bits_finds_nothing(
+def test_a_process_with_other_numerics_finds_no_blocks(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its libraries may have been chosen otherwise, for the same model on the same machine."""

@@ -74,7 +74,7 @@ def test_windowed_layers_leave_their_own_bytes_to_the_others(gemma4: Path) -> No
 
 
 @pytest.mark.parametrize("settings", [(), ("cache.windowed_tokens=0",)], ids=["divided", "whole"])
-def test_what_left_the_device_comes_back_with_the_same_bits(gemma4: Path, settings: tuple[str, ...]) -> None:
+def test_evicted_blocks_are_loaded_with_the_same_bits(gemma4: Path, settings: tuple[str, ...]) -> None:
     with served(gemma4, "tiers.host_bytes=100000000", *settings) as engine:
         prompt = tokens(230)
         cold = ask(engine, prompt)

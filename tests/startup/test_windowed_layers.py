@@ -57,7 +57,7 @@ def test_windowed_layers_get_what_their_window_needs(gemma2: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("windowed_tokens", [272, 1024, 2000])
-def test_what_windowed_layers_save_holds_more_blocks_of_the_others(gemma2: Path, windowed_tokens: int) -> None:
+def test_memory_saved_by_windowed_layers_holds_more_blocks_of_other_layers(gemma2: Path, windowed_tokens: int) -> None:
     whole = build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage
     divided = build_engine(config(gemma2, f"cache.windowed_tokens={windowed_tokens}"))._core._runner.storage
     assert divided.num_blocks > whole.num_blocks
@@ -85,7 +85,7 @@ def test_a_window_as_long_as_usual_prompts_leaves_one_pool(tmp_path: Path) -> No
         (["cache.capacity_tokens=256"], "a pool of their own would need 18 blocks, no fewer"),
     ],
 )
-def test_windowed_layers_hold_everything_where_something_needs_that(
+def test_windowed_layers_keep_everything_if_a_feature_needs_it(
     gemma2: Path, settings: list[str], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="radixkv"):
@@ -96,11 +96,11 @@ def test_windowed_layers_hold_everything_where_something_needs_that(
     engine._core.close(Draining("test: it is over"))
 
 
-def test_0_lets_them_hold_everything(gemma2: Path) -> None:
+def test_0_makes_windowed_layers_keep_everything(gemma2: Path) -> None:
     assert build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage.groups is None
 
 
-def test_a_number_is_taken_in_whole_blocks(gemma2: Path) -> None:
+def test_a_token_count_is_rounded_down_to_blocks(gemma2: Path) -> None:
     assert build_engine(config(gemma2, "cache.windowed_tokens=500"))._core._runner.storage.num_parts == 31
 
 
@@ -114,12 +114,12 @@ def test_a_number_is_taken_in_whole_blocks(gemma2: Path) -> None:
         ),
     ],
 )
-def test_a_number_that_can_not_be_is_refused(gemma2: Path, settings: list[str], message: str) -> None:
+def test_an_invalid_token_count_is_rejected(gemma2: Path, settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^cache\.windowed_tokens: {message}$"):
         build_engine(config(gemma2, *settings))
 
 
-def test_a_number_for_a_model_without_windows_is_refused(tmp_path: Path) -> None:
+def test_a_token_count_for_a_model_without_windows_is_rejected(tmp_path: Path) -> None:
     model = write_checkpoint(CONFIGS["llama"], tmp_path)
     with pytest.raises(ConfigError, match="a model without a sliding window that hides anything, got 500"):
         build_engine(config(model, "cache.windowed_tokens=500"))
@@ -157,7 +157,7 @@ def test_many_long_requests_at_once_are_answered_with_the_same_bits(engines: tup
             assert divided.token_ids == whole.token_ids
 
 
-def test_a_turn_is_found_although_parts_before_its_window_are_gone(engines: tuple[Engine, Engine]) -> None:
+def test_a_turn_hits_although_parts_before_its_window_were_released(engines: tuple[Engine, Engine]) -> None:
     divided, whole = engines
     prompt = tokens(1, 480)
     for engine in engines:

@@ -90,7 +90,7 @@ def test_an_evicted_prompt_is_loaded_with_its_bits(model: str, kv_dtype: str, tm
         assert ask_warm(engine, tokens(1, 200)) == (0, 192)
 
 
-def test_what_no_window_reaches_is_loaded_without_its_part(engine: Engine) -> None:
+def test_blocks_outside_every_window_are_loaded_without_their_windowed_part(engine: Engine) -> None:
     ask(engine, tokens(1))
     assert engine._core.cache.windows.pools[0].num_given_up > 0
     evict(engine)
@@ -99,7 +99,7 @@ def test_what_no_window_reaches_is_loaded_without_its_part(engine: Engine) -> No
     assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (0, LONG)
 
 
-def test_what_is_left_on_the_device_is_used_with_the_stored_end_of_the_prompt(engine: Engine) -> None:
+def test_blocks_left_on_the_device_are_combined_with_the_stored_end_of_the_prompt(engine: Engine) -> None:
     ask(engine, tokens(1))
     evict(engine, 17)  # those that have their parts
     (node,) = engine._core.cache.nodes()
@@ -107,7 +107,7 @@ def test_what_is_left_on_the_device_is_used_with_the_stored_end_of_the_prompt(en
     assert ask_warm(engine, tokens(1) + tokens(2, 20)) == (LONG - 272, 272)
 
 
-def test_a_full_device_gives_up_other_prompts_for_one_whose_end_is_loaded(engine: Engine) -> None:
+def test_a_full_device_evicts_other_prompts_for_a_loaded_one(engine: Engine) -> None:
     ask(engine, tokens(1))
     for seed in range(2, 7):
         ask(engine, tokens(seed, 23 * 16))  # all blocks of the device, and of those of the first prompt seventeen
@@ -117,14 +117,14 @@ def test_a_full_device_gives_up_other_prompts_for_one_whose_end_is_loaded(engine
     assert ask_warm(engine, tokens(1) + tokens(9, 20)) == (LONG - 272, 272)
 
 
-def test_parts_are_loaded_of_blocks_that_are_on_the_device_without(engine: Engine) -> None:
+def test_windowed_parts_are_loaded_for_blocks_on_the_device_without_them(engine: Engine) -> None:
     ask(engine, tokens(1))
     evict(engine)
     ask(engine, tokens(1))
     assert ask_warm(engine, tokens(1)[: 4 * 336] + tokens(2, 20)) == (336 - 48, 48)
 
 
-def test_a_stored_block_gets_its_part_when_it_leaves_again(engine: Engine) -> None:
+def test_a_stored_block_gets_its_part_when_it_is_evicted_again(engine: Engine) -> None:
     branch = tokens(1)[: 4 * 160]
     ask(engine, tokens(1))
     evict(engine)
@@ -133,7 +133,7 @@ def test_a_stored_block_gets_its_part_when_it_leaves_again(engine: Engine) -> No
     assert ask_warm(engine, branch + tokens(3, 20)) == (0, 160)
 
 
-def test_a_restart_finds_on_disk_what_windows_reach(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_restart_finds_blocks_inside_windows_on_disk(checkpoint: Path, tmp_path: Path) -> None:
     disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=100000000")
     with served(checkpoint, *disk) as engine:
         ask(engine, tokens(1))
@@ -143,7 +143,7 @@ def test_a_restart_finds_on_disk_what_windows_reach(checkpoint: Path, tmp_path: 
         assert ask_warm(engine, tokens(1)[: 4 * 160] + tokens(3, 20)) == (0, 0), "stored without parts"
 
 
-def test_one_pool_finds_nothing_of_two(checkpoint: Path, tmp_path: Path) -> None:
+def test_one_pool_finds_no_blocks_of_two_pools(checkpoint: Path, tmp_path: Path) -> None:
     disk = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=100000000")
     with served(checkpoint, *disk) as engine:
         ask(engine, tokens(1, 200))

@@ -161,7 +161,7 @@ def steps_of_three_requests() -> Iterator[list[Chunk]]:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "laguna"])
-def test_recorded_steps_answer_as_others_do(family: str, tmp_path: Path) -> None:
+def test_recorded_steps_agree_with_launched_ones(family: str, tmp_path: Path) -> None:
     """Layers with and without a window, or with other numbers of query heads: a step has two plans."""
     model = load(family, tmp_path)
     storages, recorder = [poisoned(model), poisoned(model)], Recorder()
@@ -180,7 +180,7 @@ def test_recorded_steps_answer_as_others_do(family: str, tmp_path: Path) -> None
     assert num_replays == [0, 1, 2], "23 tokens are more than any recorded step has; the others have room"
 
 
-def test_in_exact_mode_recorded_steps_have_the_bits_of_others(tmp_path: Path) -> None:
+def test_in_exact_mode_recorded_steps_are_bitwise_identical_to_launched_ones(tmp_path: Path) -> None:
     model = load("llama", tmp_path, is_exact=True)
     storages, recorder = [poisoned(model), poisoned(model)], Recorder()
     kernels = TritonKernels(is_exact=True)
@@ -282,7 +282,7 @@ def test_a_value_that_is_not_finite_fails_its_own_request(tmp_path: Path) -> Non
     assert recorder.num_replays == 1
 
 
-def test_the_smallest_step_with_room_is_taken(tmp_path: Path) -> None:
+def test_the_smallest_recorded_step_with_room_is_used(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
     storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
     storage.pool.blocks.fill_(0)  # what is cached
@@ -411,7 +411,7 @@ def test_long_contexts_have_room_in_steps_of_their_size(
     ],
 )
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_steps_that_share_long_contexts_have_room_in_tiles_that_suit_them(
+def test_steps_that_share_long_contexts_fit_into_larger_tiles(
     query_lens: list[int],
     context: int,
     tile_rows: int,
@@ -482,7 +482,7 @@ class _OnHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_step_can_be_recorded_since_it_asks_the_device_nothing(family: str, tmp_path: Path) -> None:
+def test_a_step_can_be_recorded_since_it_does_not_synchronize(family: str, tmp_path: Path) -> None:
     """The device here is `meta`: shapes without values."""
     model = load(family, tmp_path)
     storage, meta = poisoned(model, 1), torch.device("meta")
@@ -497,7 +497,7 @@ def test_a_step_can_be_recorded_since_it_asks_the_device_nothing(family: str, tm
 
 
 class TestCheckAtLoad:
-    def test_right_ones_stay(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_correct_graphs_are_kept(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = load("gemma2", tmp_path)
         storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
         graphs = record(model, storage, kernels, recorder, max_requests=2)
@@ -508,7 +508,7 @@ class TestCheckAtLoad:
         assert {each.num_replays for each in recorder.recorded} == {1}
 
     @pytest.mark.parametrize("max_sequence_tokens", [1, 20])
-    def test_those_of_a_model_with_short_sequences_stay(
+    def test_graphs_of_a_model_with_short_sequences_are_kept(
         self, max_sequence_tokens: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = load("llama", tmp_path)
@@ -519,7 +519,7 @@ class TestCheckAtLoad:
         assert graphs.shapes == shapes
         assert not caplog.records
 
-    def test_those_too_large_for_the_pool_go(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_graphs_too_large_for_the_pool_are_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = load("llama", tmp_path)
         storage, kernels = poisoned(model, 2), TritonKernels(is_exact=False)
         graphs = record(model, storage, kernels)
@@ -528,7 +528,7 @@ class TestCheckAtLoad:
         assert "a recorded step is not used, because the pool has too few blocks to check it: StepShape(" in caplog.text
 
     @pytest.mark.parametrize("is_exact", [True, False])
-    def test_a_graph_that_does_not_read_its_inputs_goes(
+    def test_a_graph_that_does_not_read_its_inputs_is_dropped(
         self, is_exact: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = load("llama", tmp_path, is_exact=is_exact)
@@ -568,7 +568,7 @@ class TestCheckAtLoad:
         assert tried == [(481, False), (113, True)]
         assert len(graphs.shapes) == 1
 
-    def test_those_that_there_is_no_memory_to_check_go(
+    def test_graphs_without_memory_for_the_check_are_dropped(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = load("llama", tmp_path)
@@ -657,7 +657,7 @@ class LateDevice:
             self._queue.pop(0)()
 
 
-def test_an_engine_generates_the_same_on_a_device_that_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_generates_the_same_tokens_on_a_slow_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps are prepared, started ahead, and prepared in vain because somebody arrives or ends."""
     model = load("llama", tmp_path)
     kernels = TritonKernels(is_exact=False)

@@ -42,7 +42,7 @@ LLAMA, GEMMA = LlamaConfig(**SIZES), Gemma2Config(**SIZES, sliding_window=300, q
     ],
     ids=str,
 )
-def test_graphs_are_right_and_answer_as_launches_do(
+def test_graphs_are_correct_and_agree_with_launches(
     config: PretrainedConfig,
     dtype: str,
     kv_dtype: str,

@@ -69,7 +69,7 @@ def recorder_of(device: str = "cuda", **engine: Any) -> GraphRecorder:
     return GraphRecorder(model, kernels, EngineConfig(**engine))
 
 
-def test_a_step_is_warmed_up_and_seen_not_to_wait_before_it_is_recorded(
+def test_a_step_is_warmed_up_and_checked_for_synchronization_before_recording(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays: list[Callable[[], StepOutputs]] = []
@@ -99,7 +99,7 @@ def test_a_step_is_warmed_up_and_seen_not_to_wait_before_it_is_recorded(
     assert asked.calls == ["replay"]
 
 
-def test_a_step_that_waits_is_not_recorded_and_not_tried_again(
+def test_a_step_that_synchronizes_is_not_recorded_and_not_tried_again(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def waits() -> StepOutputs:

@@ -54,7 +54,7 @@ def test_matches_reference_over_units_parts_and_tiles(heads: Heads, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
-def test_reads_what_other_formats_stand_for(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_reads_quantized_pools(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
     step = make_step([37, 600], [20, 70], GQA, dtype=dtype, kv_dtype=kv_dtype)
     assert error_against_reference(step) < 1.5 * TOLERANCE[dtype]
 
@@ -75,7 +75,7 @@ def test_latents_are_keys_and_values(is_adjacent: bool, dtype: torch.dtype, kv_d
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
-def test_a_sink_takes_a_share_of_the_weights_once(heads: Heads, dtype: torch.dtype, window: int | None) -> None:
+def test_a_sink_is_added_to_the_softmax_denominator_once(heads: Heads, dtype: torch.dtype, window: int | None) -> None:
     step = make_step([1000, 511, 0, 700], [300, 2, 70, 1], heads, dtype=dtype)
     sinks = torch.linspace(-3, 8, heads.num_query_heads, dtype=dtype)
     assert error_against_reference(step, window=window, sinks=sinks) < TOLERANCE[dtype]
@@ -83,7 +83,7 @@ def test_a_sink_takes_a_share_of_the_weights_once(heads: Heads, dtype: torch.dty
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("sink", "share"), [(float("-inf"), 1.0), (80.0, 0.0)], ids=["no share", "all of it"])
-def test_extreme_sinks_take_nothing_or_everything(sink: float, share: float, window: int | None) -> None:
+def test_extreme_sinks_have_no_weight_or_all_of_it(sink: float, share: float, window: int | None) -> None:
     step = make_step([600], [37], GQA)
     plain = attend(step.query, step.pool, step.batch, Scoring(0.2, window))
     got = attend(step.query, step.pool, step.batch, Scoring(0.2, window, sinks=torch.full((6,), sink)))
@@ -99,14 +99,14 @@ def test_window_counts_the_query_token(query_lens: list[int], window: int) -> No
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_softcap_bends_the_scores(window: int | None) -> None:
+def test_softcap_bounds_the_scores(window: int | None) -> None:
     step = make_step([37, 0], [20, 17], GQA)
     step.query.mul_(4)  # scores large enough for the cap to bite
     assert error_against_reference(step, softcap=2.0, window=window) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("scoring", [{}, {"window": 50}, {"softcap": 5.0}, {"window": 50, "softcap": 5.0}], ids=str)
-def test_groups_and_copies_of_bounded_size_join_without_a_seam(
+def test_bounded_groups_and_copies_give_the_same_result(
     scoring: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_plan, "_GROUP_ROWS", 100)
@@ -117,7 +117,7 @@ def test_groups_and_copies_of_bounded_size_join_without_a_seam(
     assert error_against_reference(step, **scoring) < TOLERANCE[torch.float32]
 
 
-def test_a_window_reads_only_the_blocks_in_its_reach() -> None:
+def test_a_window_reads_only_the_blocks_inside_it() -> None:
     step = make_step([400], [4], MHA)
     out_of_reach = step.batch.block_tables[0, :22].long()  # 0..351; the tile at 384 sees from 352 on
     step.pool.blocks[out_of_reach] = 0xFF
@@ -144,9 +144,7 @@ CUTS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 1
     [{}, {"window": 40}, {"window": 300}, {"softcap": 3.0}, {"sinks": 1.0}, {"sinks": 1.0, "window": 40}],
     ids=str,
 )
-def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
-    options: dict[str, float], heads: Heads, dtype: torch.dtype
-) -> None:
+def test_chunking_a_sequence_does_not_change_a_bit(options: dict[str, float], heads: Heads, dtype: torch.dtype) -> None:
     step = make_step([0], [800], heads, dtype=dtype)
     options = options | {"sinks": torch.linspace(-3, 6, heads.num_query_heads)} if "sinks" in options else options
     whole = in_parts(step, [], Scoring(0.2, **options))
@@ -168,7 +166,7 @@ def with_cancelling(what: Literal["values", "scores"], heads: Heads, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [Heads(4, 4), GQA, SEVEN], ids=["MHA", "GQA", "group of 7"])
 @pytest.mark.parametrize("what", ["values", "scores"])
-def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
+def test_the_summation_order_does_not_depend_on_chunking(
     what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> None:
     step = with_cancelling(what, heads, dtype, head_dim)
@@ -179,7 +177,7 @@ def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("what", ["values", "scores"])
-def test_the_order_of_sums_is_seen(
+def test_the_summation_order_is_detected(
     what: Literal["values", "scores"], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums_over: Literal["keys", "head_dim"] = "keys" if what == "values" else "head_dim"
@@ -205,7 +203,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, torch.Size]
 @pytest.mark.parametrize("num_tokens", [1, 17, 90])
 @pytest.mark.parametrize("prefix_len", [0, 500, 1100])
 @pytest.mark.parametrize("heads", [GQA, SEVEN, Heads(1, 1)], ids=["GQA", "group of 7", "a single head"])
-def test_sums_have_lengths_that_processors_agree_on(
+def test_summation_lengths_are_the_same_on_all_processors(
     heads: Heads, prefix_len: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A processor that treats all lengths alike would not show it in its bits."""
@@ -243,7 +241,7 @@ def family(dtype: torch.dtype, heads: Heads, is_adjacent: bool) -> Step:
 @pytest.mark.parametrize("heads", [GQA, SEVEN], ids=["GQA", "group of 7"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
-def test_rows_over_a_shared_prefix_have_the_bits_that_they_have_alone(
+def test_rows_are_bitwise_identical_with_and_without_prefix_sharing(
     has_sinks: bool, dtype: torch.dtype, heads: Heads, is_adjacent: bool
 ) -> None:
     step = family(dtype, heads, is_adjacent)
@@ -258,7 +256,7 @@ def test_rows_over_a_shared_prefix_have_the_bits_that_they_have_alone(
         assert torch.equal(attend(query, step.pool, batch, scoring)[0], together[last - 1])
 
 
-def test_a_shared_prefix_is_read_once_for_all_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = watch(monkeypatch)
     step = make_step([1600] * 5, [1] * 5, GQA)
     attend(step.query, step.pool, step.batch, Scoring(0.2))
@@ -271,7 +269,7 @@ def test_a_shared_prefix_is_read_once_for_all_that_share_it(monkeypatch: pytest.
     assert num_shared == 3 * 512 + 5 * 128
 
 
-def test_levels_of_sharing_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_level_of_sharing_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = watch(monkeypatch)
     step = make_step([1100] * 4, [1] * 4, GQA)
     system, document = step.batch.host_tables[0][:32], step.batch.host_tables[1][32:64]
@@ -283,7 +281,7 @@ def test_levels_of_sharing_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("broken_at", [None, 5, 40, 64, 96])
-def test_adjacent_blocks_are_read_where_they_are(broken_at: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_blocks_are_read_in_place(broken_at: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units whose blocks are not adjacent are copied, the others are not."""
     step = make_step([1800], [1], GQA, is_adjacent=True)
     table = step.batch.host_tables[0].copy()
@@ -301,7 +299,7 @@ def test_adjacent_blocks_are_read_where_they_are(broken_at: int | None, monkeypa
     assert sum(copied) == (3 - units_in_place) * 32 + own_tile // 2
 
 
-def test_only_slots_that_are_written_are_read() -> None:
+def test_only_written_slots_are_read() -> None:
     step = make_step([700], [30], GQA, is_adjacent=True)
     poisoned = clone(step.pool)
     written = step.batch.host_tables[0]

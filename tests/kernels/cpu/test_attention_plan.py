@@ -68,7 +68,7 @@ def seen_keys(batch: PagedBatch, groups: list[Group], group_size: int, window: i
 
 @pytest.mark.parametrize("reads_in_place", [True, False])
 @pytest.mark.parametrize("window", [None, 40, 700])
-def test_each_row_sees_each_of_its_keys_once_in_order(window: int | None, reads_in_place: bool) -> None:
+def test_each_row_attends_to_each_of_its_keys_once_in_order(window: int | None, reads_in_place: bool) -> None:
     rng = np.random.default_rng(0)
     system = np.arange(900, 1000, dtype=np.int32)
     tables = []

@@ -12,7 +12,7 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("name", [name for name in GEMM_BACKENDS if name != "int8"])
-def test_every_packing_is_a_linear_layer(name: str, dtype: torch.dtype) -> None:
+def test_every_backend_computes_a_linear_layer(name: str, dtype: torch.dtype) -> None:
     rows, weight, bias = (each.to(dtype) for each in (random(33, 96), random(40, 96) / 10, random(40)))
     if name not in gemm_backends(weight):
         pytest.skip(f"{name} does not take {dtype} on this machine")
@@ -29,25 +29,25 @@ def test_every_packing_is_a_linear_layer(name: str, dtype: torch.dtype) -> None:
             assert (got - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
 
-def test_float16_can_be_multiplied_in_float32_and_others_need_not() -> None:
+def test_only_float16_has_a_backend_that_computes_in_float32() -> None:
     assert "float32" in gemm_backends(torch.empty(4, 4, dtype=torch.float16))
     assert "float32" not in gemm_backends(torch.empty(4, 4))
 
 
-def test_a_machine_without_arithmetic_in_a_dtype_leaves_onednn_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_excluded_for_dtypes_without_hardware_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.kernels.cpu.gemm_backends._onednn_computes", lambda dtype: dtype == torch.float32)
     assert set(gemm_backends(torch.empty(4, 4, dtype=torch.float16))) - {"native"} == {"plain", "float32"}
     assert set(gemm_backends(torch.empty(4, 4))) - {"packed", "native"} == {"plain", "blocked"}
 
 
-def test_a_torch_without_mkl_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mkl_is_excluded_if_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_available in (True, False):
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda answer=is_available: answer)
         assert ("packed" in gemm_backends(torch.empty(4, 4))) == is_available
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="a torch without MKL")
-def test_mkl_multiplies_any_number_of_rows_with_a_weight_laid_out_for_one() -> None:
+def test_mkl_multiplies_any_row_count_with_a_weight_packed_for_another() -> None:
     rows, weight = random(1030, 96), random(40, 96)
     expected = rows.double() @ weight.double().t()
     backend = GEMM_BACKENDS["packed"]
@@ -57,7 +57,7 @@ def test_mkl_multiplies_any_number_of_rows_with_a_weight_laid_out_for_one() -> N
         assert (got - expected[:num_rows]).abs().max() <= 1e-5 * expected.abs().max(), num_rows
 
 
-def test_rows_start_where_an_allocation_does() -> None:
+def test_rows_are_aligned() -> None:
     numbers = torch.arange(100.0)
     assert aligned_rows(numbers[:20].view(2, 10)).data_ptr() == numbers.data_ptr()
     moved = aligned_rows(numbers[3:23].view(2, 10))

@@ -28,9 +28,7 @@ def tried(name: str, weight: torch.Tensor, **keywords: object) -> GemmChoice | N
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("out_features", "in_features"), [(37, 100), (256, 64), (96, 900)])
-def test_a_row_has_the_same_bits_however_many_there_are(
-    dtype: torch.dtype, out_features: int, in_features: int
-) -> None:
+def test_a_row_does_not_depend_on_the_row_count(dtype: torch.dtype, out_features: int, in_features: int) -> None:
     """All rows, in every number that is used, at many places: not only the numbers that the trial looks at."""
     weight = torch.empty(out_features, in_features, dtype=dtype)
     for name in gemm_backends(weight):
@@ -52,7 +50,7 @@ def test_a_row_has_the_same_bits_however_many_there_are(
 
 
 @pytest.mark.parametrize(("odd", "expected"), [(64, tuple(s for s in SIZES if s != 64)), (1, NOT_LONE), (3, SIZES)])
-def test_numbers_of_rows_that_compute_otherwise_are_left_out(
+def test_row_counts_with_different_results_are_excluded(
     odd: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
@@ -68,7 +66,7 @@ def test_numbers_of_rows_that_compute_otherwise_are_left_out(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_another_order_of_sums_is_seen_through_any_rounding(
+def test_another_summation_order_is_detected_despite_rounding(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A router of a mixture of experts in bfloat16, 64 features to 4, gave one row in a million other bits."""
@@ -84,7 +82,7 @@ def test_another_order_of_sums_is_seen_through_any_rounding(
     assert {16, 64} <= set(dict(choice.costs))
 
 
-def test_rows_that_are_never_alike_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_that_are_never_batch_invariant_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
         return (rows[:, None] * weight).sum(-1) + torch.arange(len(rows))[:, None]
 
@@ -92,7 +90,7 @@ def test_rows_that_are_never_alike_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert tried("odd", torch.empty(4, 8)) is None
 
 
-def test_code_that_computes_each_row_by_itself_is_only_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariant_backends_are_only_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     num_calls = {"alike": timed(monkeypatch, now_s, "alike", 1e-2), "other": timed(monkeypatch, now_s, "other", 2e-2)}
     monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
@@ -107,7 +105,7 @@ def test_code_that_computes_each_row_by_itself_is_only_timed(monkeypatch: pytest
 @pytest.mark.parametrize(("took_s", "expected"), [(1.4e-3, "alike"), (1.6e-3, "other")])
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("names", [("alike", "other"), ("other", "alike")], ids=str)
-def test_one_whose_rows_are_alike_may_be_slower(
+def test_a_batch_invariant_backend_may_be_slower(
     names: tuple[str, str], is_exact: bool, took_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
@@ -120,7 +118,7 @@ def test_one_whose_rows_are_alike_may_be_slower(
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_lead_that_was_a_disturbance_of_the_other_is_lost_when_both_are_timed_again(
+def test_a_lead_due_to_a_disturbance_is_lost_when_both_are_timed_again(
     is_exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
@@ -143,7 +141,7 @@ def test_a_lead_that_was_a_disturbance_of_the_other_is_lost_when_both_are_timed_
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
+def test_the_faster_backend_is_chosen(monkeypatch: pytest.MonkeyPatch, *, is_exact: bool) -> None:
     ticks = itertools.count()
     now_s = [0.0]
 
@@ -179,7 +177,7 @@ def timed(
     return features
 
 
-def test_one_that_gave_up_is_taken_where_the_fastest_does_not_compute_rows_alike(
+def test_a_backend_dropped_early_is_chosen_if_the_fastest_is_not_batch_invariant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = [0.0]
@@ -195,7 +193,7 @@ def test_one_that_gave_up_is_taken_where_the_fastest_does_not_compute_rows_alike
         assert fast == GemmChoice("fast")
 
 
-def test_a_hopeless_one_is_tried_with_a_part_of_the_weight_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_far_slower_backend_is_timed_with_a_part_of_the_weight_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     hopeless = timed(monkeypatch, now_s, "hopeless", 1.0)
     other = timed(monkeypatch, now_s, "other", 1e-2)
@@ -209,7 +207,7 @@ def test_a_hopeless_one_is_tried_with_a_part_of_the_weight_only(monkeypatch: pyt
 
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])
-def test_without_time_one_whose_rows_are_alike_is_chosen(
+def test_without_time_a_batch_invariant_backend_is_chosen(
     limit_s: float, is_exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
@@ -229,7 +227,7 @@ def test_without_time_one_whose_rows_are_alike_is_chosen(
     ("limit_s", "sizes"),
     [(0.0, (1, 8)), (250.0, (1, 8, 64)), (1050.0, (1, 4, 16, 64, 256)), (5000.0, SIZES)],
 )
-def test_the_less_time_there_is_the_fewer_numbers_of_rows_are_checked_and_used(
+def test_with_less_time_fewer_row_counts_are_checked_and_used(
     limit_s: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
@@ -247,7 +245,7 @@ def test_the_less_time_there_is_the_fewer_numbers_of_rows_are_checked_and_used(
 
 
 @pytest.mark.parametrize("limit_s", [0.0, math.inf])
-def test_whether_any_numbers_of_rows_agree_does_not_depend_on_the_time(
+def test_whether_any_row_counts_agree_does_not_depend_on_the_time(
     limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def multiply(rows: torch.Tensor, weight: torch.Tensor, _: object) -> torch.Tensor:
@@ -260,7 +258,7 @@ def test_whether_any_numbers_of_rows_agree_does_not_depend_on_the_time(
     assert tuple(size for size, _ in choice.costs) == tuple(size for size in SIZES if size >= 32)
 
 
-def test_a_large_weight_is_timed_by_its_first_features_and_checked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_weight_is_timed_in_part_and_checked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("radixkv.kernels.cpu.gemm_trial._MAX_TIMED_NUMBERS", 700 * 8)
     fast = timed(monkeypatch, now_s, "fast", 1e-2)
@@ -275,7 +273,7 @@ def test_a_large_weight_is_timed_by_its_first_features_and_checked_as_a_whole(mo
 
 
 @pytest.mark.parametrize(("cache_bytes", "num_copies"), [(1024, 1), (1025, 2), (10 * 1024, 10), (2**40, 32)])
-def test_copies_of_a_weight_fill_the_cache_twice(
+def test_copies_of_a_weight_are_twice_as_large_as_the_cache(
     cache_bytes: int, num_copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[torch.Size] = []
@@ -293,7 +291,7 @@ def test_copies_of_a_weight_fill_the_cache_twice(
 
 
 @pytest.mark.parametrize(("text", "expected"), [("32768K\n", 2**25), ("much", 2**27), (None, 2**27)])
-def test_the_cache_is_as_large_as_the_machine_tells(
+def test_the_cache_size_is_read_from_the_system(
     text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if text is not None:

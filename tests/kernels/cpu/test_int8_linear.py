@@ -13,7 +13,7 @@ def random(*shape: int) -> torch.Tensor:
 @needs_exact_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_it_is_a_linear_layer_of_rounded_numbers(dtype: torch.dtype, *, bias: bool) -> None:
+def test_matches_a_linear_layer_of_quantized_values(dtype: torch.dtype, *, bias: bool) -> None:
     rows, weight = random(33, 96).to(dtype), (random(40, 96) / 10).to(dtype)
     added = random(40).to(dtype) if bias else None
     got = int8_linear(rows, pack_int8(weight), added)
@@ -25,14 +25,14 @@ def test_it_is_a_linear_layer_of_rounded_numbers(dtype: torch.dtype, *, bias: bo
     assert (got - true).norm() <= 0.02 * true.norm()
 
 
-def test_a_row_is_rounded_to_the_nearest_of_255_numbers() -> None:
+def test_a_row_is_quantized_to_255_levels() -> None:
     rows = random(50, 300) * torch.logspace(-6, 6, 50)[:, None]
     integers, scales = quantize_rows(rows)
     assert integers.abs().amax(1).tolist() == [127] * 50
     assert ((integers * scales - rows).abs() <= 0.5001 * scales).all()
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
+def test_zeros_and_non_finite_values_are_preserved() -> None:
     rows = random(4, 64)
     rows[0], rows[1, 3], rows[2, 5] = 0, torch.inf, torch.nan
     product = int8_linear(rows, pack_int8(random(8, 64)), None)
@@ -44,14 +44,14 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
 
 @pytest.mark.sampled(one_in=3)
 @needs_exact_int8
-def test_a_row_has_the_same_bits_however_many_there_are() -> None:
+def test_a_row_does_not_depend_on_the_row_count() -> None:
     rows, packed = random(600, 100), pack_int8(random(37, 100))
     whole = int8_linear(rows, packed, None)
     for start, end in ((0, 1), (1, 4), (4, 20), (20, 53), (53, 600)):
         assert torch.equal(int8_linear(rows[start:end].clone(), packed, None), whole[start:end])
 
 
-def test_a_machine_that_cuts_sums_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saturating_accumulation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = int8_module._integer_product
 
     def cut_off(integers: torch.Tensor, weight: int8_module.Int8Weight) -> torch.Tensor:
@@ -62,6 +62,6 @@ def test_a_machine_that_cuts_sums_off_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert not adds_integers_exactly()
 
 
-def test_sums_that_could_overflow_are_refused() -> None:
+def test_sums_that_could_overflow_are_rejected() -> None:
     with pytest.raises(ValueError, match="at most 133144 input features"):
         pack_int8(torch.zeros(1, 133_145))

@@ -18,7 +18,7 @@ def written_out(rows: torch.Tensor, weight: torch.Tensor, style: NormStyle) -> t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("style", [TORCH, LLAMA, GEMMA])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
-def test_it_is_rms_norm(style: NormStyle, dtype: torch.dtype, size: float) -> None:
+def test_matches_rms_norm(style: NormStyle, dtype: torch.dtype, size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = (size * torch.randn(2, 17, 100, generator=generator)).to(dtype)
     weight = torch.randn(100, generator=generator).to(dtype)

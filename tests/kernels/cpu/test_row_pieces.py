@@ -7,7 +7,9 @@ from radixkv.kernels.cpu.row_pieces import in_row_pieces
 @pytest.mark.parametrize("function", [torch.cos, torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.gelu])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_columns", [1, 63, 64, 300, 40_000])
-def test_a_number_has_the_same_bits_wherever_it_stands(num_columns: int, dtype: torch.dtype, function: object) -> None:
+def test_elementwise_results_do_not_depend_on_the_position(
+    num_columns: int, dtype: torch.dtype, function: object
+) -> None:
     assert callable(function)
     rows = torch.randn(37, num_columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = in_row_pieces(function, rows)
@@ -18,14 +20,14 @@ def test_a_number_has_the_same_bits_wherever_it_stands(num_columns: int, dtype: 
     assert torch.equal(in_row_pieces(function, rows[order]), whole[order])
 
 
-def test_torch_alone_does_not_do_that() -> None:
+def test_torch_alone_depends_on_the_position() -> None:
     rows = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)) * 3
     whole = torch.nn.functional.gelu(rows, approximate="tanh")
     alone = [torch.nn.functional.gelu(row, approximate="tanh") for row in rows]
     assert not torch.equal(torch.stack(alone), whole)
 
 
-def test_shape_strides_and_further_arguments_are_kept() -> None:
+def test_shape_strides_and_other_arguments_are_preserved() -> None:
     rows = torch.randn(4, 6, 10).transpose(0, 1)
     got = in_row_pieces(torch.nn.functional.gelu, rows, approximate="tanh")
     assert got.shape == rows.shape

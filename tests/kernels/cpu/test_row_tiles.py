@@ -7,7 +7,7 @@ COSTS = {2: 10.0, 16: 20.0, 64: 70.0}
 
 
 @pytest.mark.parametrize("num_rows", [*range(1, 70), 127, 128, 129, 513, 1100])
-def test_every_row_is_covered_by_known_numbers(num_rows: int) -> None:
+def test_every_row_is_covered_by_known_row_counts(num_rows: int) -> None:
     tiles = RowTiles(COSTS)
     sizes = tiles.cover(num_rows)
     assert set(sizes) <= set(COSTS)
@@ -23,7 +23,7 @@ def test_the_cheapest_calls_are_taken() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 15, 37, 64, 65, 200])
-def test_tiles_give_what_the_function_gives(num_rows: int) -> None:
+def test_tiled_results_match_the_function(num_rows: int) -> None:
     rows = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(0))
     seen = []
 

@@ -43,7 +43,7 @@ def test_the_shortest_call_counts_and_short_ones_are_repeated() -> None:
     assert machine.now_s == pytest.approx(14e-3 + 20e-4)
 
 
-def test_a_call_that_waited_does_not_count_beside_others() -> None:
+def test_a_call_that_was_descheduled_does_not_count_if_others_were_not() -> None:
     machine = Machine()
     watch = machine.watch()
     assert watch.shortest(machine.calls((4e-3, 1.1e-3), (6e-3, 1e-3)), ROWS) == pytest.approx(6e-3)
@@ -51,7 +51,7 @@ def test_a_call_that_waited_does_not_count_beside_others() -> None:
     assert watch.shortest(machine.calls((5e-4, 1e-4)), ROWS, (Took(1e-6, True),)) == pytest.approx(5e-4)
 
 
-def test_a_machine_is_busy_once_many_calls_waited_and_is_not_asked_long() -> None:
+def test_a_machine_is_busy_after_many_descheduled_calls_and_timing_ends() -> None:
     machine = Machine()
     watch = machine.watch()
     assert watch.shortest(machine.calls((8e-3, 7e-3)), ROWS) == pytest.approx(8e-3)
@@ -61,7 +61,7 @@ def test_a_machine_is_busy_once_many_calls_waited_and_is_not_asked_long() -> Non
     assert machine.now_s == pytest.approx(32e-3 + 2e-5)
 
 
-def test_one_thread_is_timed_by_its_own_clock() -> None:
+def test_a_single_thread_is_timed_by_its_cpu_clock() -> None:
     before = torch.get_num_threads()
     try:
         for num_threads, is_told in ((1, False), (2, True)):
@@ -71,7 +71,7 @@ def test_one_thread_is_timed_by_its_own_clock() -> None:
         torch.set_num_threads(before)
 
 
-def test_linux_tells_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_linux_reports_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert waited_s() >= 0
     monkeypatch.setattr(stopwatch, "_THREADS", tmp_path)
     for thread, waited_ns in (("1", 2_000_000), ("2", 500_000)):
@@ -84,7 +84,7 @@ def test_linux_tells_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, tm
     assert waited_s() == 0
 
 
-def test_on_a_busy_machine_a_packing_whose_rows_are_alike_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_busy_machine_a_batch_invariant_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
 
     def multiply(rows: torch.Tensor, weight: torch.Tensor, took_s: float) -> torch.Tensor:

@@ -62,9 +62,7 @@ def test_key_tiles_span_blocks_and_parts_of_blocks(dtype: torch.dtype, block_siz
 @pytest.mark.parametrize("head_dim", [32, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
-def test_reads_what_quantized_pools_stand_for(
-    kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, kernel_device: str
-) -> None:
+def test_reads_quantized_pools(kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, kernel_device: str) -> None:
     step = make_step([37, 0], [20, 17], GQA, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
     tolerance = TOLERANCE[torch.bfloat16 if dtype == torch.float16 else dtype]
     assert error_against_reference(step, tile_rows=64, split_tokens=64) < tolerance
@@ -77,7 +75,7 @@ def test_a_bf16_pool_serves_float32(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
-def test_many_small_weights_times_small_scales_are_not_lost(
+def test_many_small_weights_times_small_scales_do_not_underflow(
     kv_dtype: torch.dtype, dtype: torch.dtype, kernel_device: str
 ) -> None:
     """One key that takes nearly all, and 500 that share the rest of a value that the first has nothing of."""
@@ -96,7 +94,7 @@ def test_many_small_weights_times_small_scales_are_not_lost(
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_head_dims_that_are_no_power_of_two_are_padded(head_dim: int, kernel_device: str) -> None:
+def test_head_dims_other_than_powers_of_two_are_padded(head_dim: int, kernel_device: str) -> None:
     step = make_step([21, 70], [17, 1], GQA, head_dim=head_dim, dtype=torch.bfloat16, device=kernel_device)
     assert error_against_reference(step, tile_rows=64, split_tokens=64) < TOLERANCE[torch.bfloat16]
 
@@ -129,7 +127,7 @@ def test_window_counts_the_query_token(window: int, split_tokens: int | None, ke
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
-def test_softcap_bends_the_scores(softcap: float, window: int | None, kernel_device: str) -> None:
+def test_softcap_bounds_the_scores(softcap: float, window: int | None, kernel_device: str) -> None:
     step = make_step([37, 0], [20, 17], GQA, device=kernel_device)
     step.query.mul_(4)  # scores large enough for the cap to bite
     error = error_against_reference(step, softcap=softcap, window=window, tile_rows=64, split_tokens=64)
@@ -216,7 +214,7 @@ def shared_step(query_lens: list[int], heads: Heads, device: str, **options: Any
 @pytest.mark.parametrize("tile_rows", [16, 128])
 @pytest.mark.parametrize("heads", [MHA, GQA, Heads(7, 1)], ids=["MHA", "GQA", "group of 7"])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1, 1, 1], [17, 1, 37, 1, 2]], ids=["decoding", "mixed"])
-def test_joined_rows_see_what_their_requests_share(
+def test_joined_rows_attend_to_what_their_requests_share(
     query_lens: list[int], heads: Heads, tile_rows: int, kernel_device: str
 ) -> None:
     step = shared_step(query_lens, heads, kernel_device)
@@ -245,7 +243,7 @@ def test_splits_that_fit_the_batch_join_rows_too(kernel_device: str) -> None:
     assert error_against_reference(step) < TOLERANCE[torch.float32]
 
 
-def test_a_window_that_hides_nothing_lets_rows_join(kernel_device: str) -> None:
+def test_rows_join_if_the_window_hides_nothing(kernel_device: str) -> None:
     step = share(make_step([200, 150], [1, 1], GQA, device=kernel_device), {1: (0, 9)})
     assert len(plan_of(step, window=201, split_tokens=64).joined_rows)
     assert error_against_reference(step, window=201, split_tokens=64) < TOLERANCE[torch.float32]
@@ -254,7 +252,7 @@ def test_a_window_that_hides_nothing_lets_rows_join(kernel_device: str) -> None:
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.usefixtures("eager_joins")
 @pytest.mark.parametrize("seed", range(6))
-def test_fixed_tiles_and_splits_give_the_same_bits_alone_and_in_company(seed: int, kernel_device: str) -> None:
+def test_fixed_tiles_and_splits_are_batch_invariant(seed: int, kernel_device: str) -> None:
     """Random requests that begin with random numbers of blocks of others."""
     rng = random.Random(seed)
     num_requests = rng.randint(2, 5)
@@ -296,7 +294,7 @@ def test_plan_for_another_head_count_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_specialized", [False, True])
-def test_what_fills_up_a_recorded_step_changes_no_bit(is_specialized: bool, kernel_device: str) -> None:
+def test_padding_of_a_recorded_step_does_not_change_a_bit(is_specialized: bool, kernel_device: str) -> None:
     """Padding has queries of its own, behind the others."""
     options: dict[str, Any] = {"head_dim": 64, "dtype": torch.bfloat16, "device": kernel_device}
     step = share(make_step([150, 130, 0], [5, 1, 17], GQA, block_size=64, **options), {1: (0, 2)})

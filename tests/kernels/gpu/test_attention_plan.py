@@ -99,7 +99,7 @@ def test_each_partial_result_is_written_once_and_merged_once(is_shared: bool) ->
     assert sorted(merged) == list(range(plan.num_partial_rows))
 
 
-def test_partial_results_follow_each_other_in_the_order_of_keys() -> None:
+def test_partial_results_are_in_the_order_of_keys() -> None:
     step = make_step([0, 300, 130], [37, 5, 200], GQA)
     plan = plan_of(step.batch, 6, split_tokens=64)
     tiles = items_by_tile(plan)
@@ -182,7 +182,7 @@ def decoding(num_requests: int, num_shared: int, num_own: int) -> PagedBatch:
 
 
 @pytest.mark.parametrize("split_tokens", [2048, None])
-def test_a_shared_prefix_is_read_once_a_tile_of_joined_rows(split_tokens: int | None) -> None:
+def test_a_shared_prefix_is_read_once_per_tile_of_joined_rows(split_tokens: int | None) -> None:
     """16 requests of 4 rows each fill 4 tiles of 16 rows, or half of one of 128."""
     batch = decoding(16, num_shared=64, num_own=3)
     own = 16 * (3 * 64 + 1)
@@ -202,7 +202,7 @@ def test_each_level_of_sharing_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("split_tokens", [64, None])
-def test_full_tiles_read_their_keys_alone(split_tokens: int | None) -> None:
+def test_full_tiles_do_not_share_reads(split_tokens: int | None) -> None:
     """The rest of two suffixes, 8 rows and 1, is joined; 16 rows fill a tile."""
     step = share(make_step([512, 512], [24, 17], MHA, block_size=16), {1: (0, 32)})
     plan = plan_of(step.batch, 2, tile_rows=16, split_tokens=split_tokens)
@@ -212,7 +212,7 @@ def test_full_tiles_read_their_keys_alone(split_tokens: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("tile_rows", "split_tokens"), [(128, 128), (None, None)])
-def test_where_nothing_is_shared_the_plan_is_the_same(
+def test_without_sharing_the_plan_is_unchanged(
     tile_rows: int | None, split_tokens: int | None, window: int | None
 ) -> None:
     options: dict[str, Any] = {"tile_rows": tile_rows, "split_tokens": split_tokens, "window": window}
@@ -280,7 +280,7 @@ def test_tiles_grow_with_the_rows_that_share(num_requests: int, num_shared: int,
 
 
 @pytest.mark.parametrize("query_len", [1, 4, 5, 16, 17, 60])
-def test_a_tile_is_never_smaller_than_the_longest_suffix_wants(query_len: int) -> None:
+def test_a_tile_has_room_for_the_longest_suffix(query_len: int) -> None:
     for num_shared in (0, 50):
         batch = batch_of(3, num_shared, num_own=2, query_len=query_len)
         assert tile_rows_for(batch, 4, BF16) >= fitting_tile_rows(4 * query_len, BF16)

@@ -85,7 +85,9 @@ def test_plans_know_the_programs_that_a_multiprocessor_runs(compiled: list[dict[
         ("rows128 block64 G4 pool float8_e4m3fn", 720),
     ],
 )
-def test_64_keys_take_few_instructions(case: str, most_instructions: int, compiled: list[dict[str, Any]]) -> None:
+def test_the_loop_over_64_keys_has_few_instructions(
+    case: str, most_instructions: int, compiled: list[dict[str, Any]]
+) -> None:
     loops = {
         row["loop_instructions"]
         for row in compiled
@@ -109,7 +111,7 @@ def test_keys_and_values_arrive_by_asynchronous_copy(compiled: list[dict[str, An
     assert all(row["instructions"]["LDGSTS"] for row in compiled if row["kernel"] == "_attend_tile")
 
 
-def test_where_warps_specialize_some_only_load_and_others_only_multiply(compiled: list[dict[str, Any]]) -> None:
+def test_specialized_warps_either_load_or_multiply(compiled: list[dict[str, Any]]) -> None:
     specialized = [row for row in compiled if row["kernel"] == "_attend_tile_specialized"]
     assert specialized
     for row in specialized:
@@ -132,7 +134,7 @@ def test_block_copies_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) ->
     assert copy["instructions"]["LDG.E.128"] == copy["instructions"]["STG.E.128"] == 8
 
 
-def test_what_is_dequantized_moves_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
+def test_dequantization_moves_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     dequantized = [row for row in compiled if row["kernel"] == "_dequantize_tile"]
     assert dequantized
     for row in dequantized:
@@ -141,7 +143,7 @@ def test_what_is_dequantized_moves_16_bytes_at_a_time(compiled: list[dict[str, A
         assert bool(row["instructions"]["LDG.E.128"]) != has_short_vectors, row
 
 
-def test_half_precision_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
+def test_half_precision_matmuls_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
     products = [row for row in compiled if row["kernel"] == "_multiply_tiles"]
     for row in products:
         is_float32 = "float32" in row["case"]
@@ -149,7 +151,7 @@ def test_half_precision_products_run_on_tensor_cores(compiled: list[dict[str, An
         assert bool(row["instructions"]["FFMA"]) == is_float32, row
 
 
-def test_tiles_come_by_tma_where_the_weight_permits(compiled: list[dict[str, Any]]) -> None:
+def test_tiles_are_loaded_by_tma_if_the_weight_permits(compiled: list[dict[str, Any]]) -> None:
     products = [row for row in compiled if row["kernel"] == "_multiply_tiles"]
     assert {"TMA" in row["case"] for row in products} == {False, True}
     for row in products:
@@ -169,7 +171,7 @@ def test_tiles_come_by_tma_where_the_weight_permits(compiled: list[dict[str, Any
         ("_pack_rows", 1),
     ],
 )
-def test_one_machine_code_serves_any_number_of_rows_wherever_they_start(
+def test_one_binary_serves_any_row_count_and_alignment(
     kernel: str, num_variants: int, compiled: list[dict[str, Any]]
 ) -> None:
     codes: dict[str, list[str]] = {}

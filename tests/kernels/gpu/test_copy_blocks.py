@@ -30,7 +30,7 @@ def test_matches_reference_and_touches_nothing_else(
     assert torch.equal(pool.blocks, expected.blocks)
 
 
-def test_nothing_to_copy_is_no_launch(kernel_device: str) -> None:
+def test_an_empty_copy_launches_no_kernel(kernel_device: str) -> None:
     pool = random_pool(3, 1, 16, torch.float32, kernel_device)
     before = pool.blocks.clone()
     empty = torch.empty(0, dtype=torch.int64, device=kernel_device)

@@ -33,20 +33,20 @@ def assert_is_reference(pool: KVPool, dtype: torch.dtype, device: str) -> torch.
 @pytest.mark.parametrize("head_dim", [36, 80, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8, INT4], ids=str)
-def test_has_the_bits_of_the_reference(
+def test_is_bitwise_identical_to_the_reference(
     kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, kernel_device: str
 ) -> None:
     assert_is_reference(filled_pool(kv_dtype, kernel_device, head_dim=head_dim), dtype, kernel_device)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "block_size"), [(1, 16), (3, 16), (2, 64), (1, 128)])
-def test_blocks_of_less_and_of_more_than_a_tile(num_kv_heads: int, block_size: int, kernel_device: str) -> None:
+def test_blocks_smaller_and_larger_than_a_tile(num_kv_heads: int, block_size: int, kernel_device: str) -> None:
     pool = filled_pool(INT8, kernel_device, num_kv_heads=num_kv_heads, block_size=block_size)
     assert_is_reference(pool, BF16, kernel_device)
 
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8, INT4], ids=str)
-def test_a_scale_that_is_not_finite_stays_with_its_vector(kv_dtype: torch.dtype, kernel_device: str) -> None:
+def test_a_non_finite_scale_affects_only_its_vector(kv_dtype: torch.dtype, kernel_device: str) -> None:
     pool = filled_pool(kv_dtype, kernel_device)
     assert pool.scales is not None
     pool.scales[BLOCK_IDS[1], LAYER, 1, 0, 5] = float("nan")

@@ -111,7 +111,7 @@ def test_shared_blocks_are_dequantized_once(block_size: int, kernel_device: str)
     assert_close(attend(step), attend_reference(step))
 
 
-def test_a_key_or_value_that_is_not_finite_spoils_what_it_spoils_in_the_pool(kernel_device: str) -> None:
+def test_a_non_finite_key_or_value_has_the_same_effect_as_in_the_pool(kernel_device: str) -> None:
     step = make_step([37, 21], [17, 20], MHA, dtype=BF16, kv_dtype=INT8, device=kernel_device)
     assert step.pool.scales is not None
     key_block, value_block = step.batch.host_tables[0, :2]
@@ -125,7 +125,7 @@ def test_a_key_or_value_that_is_not_finite_spoils_what_it_spoils_in_the_pool(ker
 
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8], ids=str)
-def test_many_small_weights_are_not_lost_in_float16(kv_dtype: torch.dtype, kernel_device: str) -> None:
+def test_many_small_weights_do_not_underflow_in_float16(kv_dtype: torch.dtype, kernel_device: str) -> None:
     """Attention takes bfloat16 where scales meet weights; here values have their scales already."""
     step = make_step([500], [4], MHA, dtype=FP16, kv_dtype=kv_dtype, device=kernel_device)
     key, value = torch.zeros(504, 2, 32), torch.full((504, 2, 32), 0.1)
@@ -161,18 +161,18 @@ def does_it(
 
 
 @pytest.mark.parametrize(("kv_dtype", "enough", "too_few"), [(FP8, 450, 350), (INT8, 450, 350), (INT4, 220, 180)])
-def test_a_long_suffix_pays(kv_dtype: torch.dtype, enough: int, too_few: int) -> None:
+def test_dequantizing_pays_for_a_long_suffix(kv_dtype: torch.dtype, enough: int, too_few: int) -> None:
     assert does_it([enough], [8192], kv_dtype=kv_dtype)
     assert not does_it([too_few], [8192], kv_dtype=kv_dtype)
 
 
-def test_what_counts_is_query_heads_that_share_a_key() -> None:
+def test_the_gain_depends_on_query_heads_per_kv_head() -> None:
     assert not does_it([512], [8192], heads=Heads(8, 8))
     assert does_it([2048], [8192], heads=Heads(8, 8))
     assert does_it([256], [8192], heads=Heads(32, 4))
 
 
-def test_of_a_prompt_without_a_prefix_a_key_is_seen_by_half() -> None:
+def test_without_a_prefix_half_of_the_rows_attend_to_a_key() -> None:
     assert does_it([900], [0])
     assert not does_it([700], [0])
 
@@ -187,18 +187,18 @@ def test_shared_keys_count_once() -> None:
     assert not does_it(8 * [64], 8 * [8192])
 
 
-def test_with_a_window_few_rows_see_a_key() -> None:
+def test_with_a_window_few_rows_attend_to_a_key() -> None:
     assert not does_it([2048], [8192], window=256)
     assert does_it([2048], [8192], window=1024)
 
 
-def test_at_most_128_tokens_never_do() -> None:
+def test_at_most_128_tokens_are_never_dequantized_first() -> None:
     assert does_it([129], [8192], kv_dtype=INT4, heads=Heads(64, 1))
     assert not does_it([128], [8192], kv_dtype=INT4, heads=Heads(64, 1))
     assert not does_it([64, 64], [8192, 8192], kv_dtype=INT4, heads=Heads(64, 1))
 
 
-def test_more_than_the_bound_in_bytes_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_bytes_than_the_bound_are_not_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
     assert does_it([2048], [8192])
     monkeypatch.setattr(dequantize_plan, "_MAX_BYTES", 160 * 64 * 4096)
     assert does_it([2048], [8192])
@@ -208,7 +208,9 @@ def test_more_than_the_bound_in_bytes_is_too_much(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, BF16), (FP32, INT8), (FP32, FP32)], ids=str)
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_plain_pools_and_float32_have_nothing_of_it(dtype: torch.dtype, kv_dtype: torch.dtype, is_forced: bool) -> None:
+def test_plain_pools_and_float32_are_not_dequantized(
+    dtype: torch.dtype, kv_dtype: torch.dtype, is_forced: bool
+) -> None:
     step = make_step([0], [2000], MHA, head_dim=2, dtype=dtype, kv_dtype=kv_dtype)
     heads = {"num_query_heads": 2, "dtype": dtype}
     assert plan_dequantize(step.batch, step.pool, **heads, is_forced=is_forced) is None

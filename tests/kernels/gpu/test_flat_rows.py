@@ -19,7 +19,7 @@ def test_rows_in_place_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_rows_that_start_between_multiples_of_16_bytes_are_copied_to_one(first: int) -> None:
+def test_unaligned_rows_are_copied_to_an_aligned_address(first: int) -> None:
     view = torch.randn(7, 37).to(torch.bfloat16)[first:]
     assert view.data_ptr() % 16 != 0
     flat = flat_rows(view)
@@ -51,6 +51,6 @@ def test_a_single_row_has_the_stride_of_several(stride: int) -> None:
     ],
     ids=["dtype", "no dimension", "no columns"],
 )
-def test_what_is_no_rows_is_refused(rows: torch.Tensor, message: str) -> None:
+def test_tensors_without_rows_are_rejected(rows: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flat_rows(rows)

@@ -112,7 +112,7 @@ def test_split_tiles_are_merged(split_tokens: int, window: int | None, kernel_de
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
-def test_softcap_bends_the_scores(softcap: float, window: int | None, kernel_device: str) -> None:
+def test_softcap_bounds_the_scores(softcap: float, window: int | None, kernel_device: str) -> None:
     step = make([37, 0], [40, 70], GQA, kernel_device)
     step.query.mul_(4)  # scores large enough for the cap to bite
     assert_is_reference(step, window, softcap, split_tokens=64)
@@ -145,7 +145,7 @@ def test_fixed_tiles_and_splits_give_the_same_bits_cold_and_warm(
     ("heads", "dtype", "head_dim", "softcap"),
     [(MHA, BF16, 64, None), (GQA, FP16, 80, 0.5), (SEVEN, BF16, 40, None), (SEVEN, BF16, 128, None)],
 )
-def test_joined_rows_see_what_their_requests_share(
+def test_joined_rows_attend_to_what_their_requests_share(
     heads: Heads, dtype: torch.dtype, head_dim: int, softcap: float | None, kernel_device: str
 ) -> None:
     """Two levels, with a long suffix whose last tile alone is joined."""

@@ -74,7 +74,7 @@ def test_a_join_saves_more_than_its_results_cost(num_shared_blocks: int, is_join
     assert (joined(decoding([first, second], [128, 128]), 8) is not None) == is_joined
 
 
-def test_what_comes_before_a_join_is_joined_as_well() -> None:
+def test_keys_before_a_join_are_joined_as_well() -> None:
     """The first block saves one reading for 24 rows, which is not enough; what follows it is."""
     tables = [list(range(9)), list(range(9)), [0, *range(10, 18)]]
     batch = decoding(tables, [144, 140, 144])
@@ -107,6 +107,6 @@ def test_pieces_are_cut_at_multiples_of_the_split_size() -> None:
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, True), (144, True), (143, False)])
-def test_what_may_join(window: int | None, expected: bool) -> None:
+def test_which_rows_may_join(window: int | None, expected: bool) -> None:
     assert may_join(decoding([list(range(9)), list(range(9))], [144, 140]), window) == expected
     assert not may_join(decoding([list(range(9)), list(range(9, 18))], [144, 140]), window)

@@ -39,7 +39,7 @@ def assert_is_product(
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_a_linear_layer(
+def test_matches_torch_linear(
     dtype: torch.dtype, out_features: int, in_features: int, is_transposed: bool, kernel_device: str
 ) -> None:
     rows, weight, bias = make(129, out_features, in_features, dtype, kernel_device)
@@ -52,7 +52,7 @@ def test_it_is_a_linear_layer(
 
 @pytest.mark.parametrize("in_features", [80, 36], ids=["TMA", "pointers"])
 @pytest.mark.parametrize("out_features", [2050, 8200])
-def test_wide_tiles_compute_it(out_features: int, in_features: int, kernel_device: str) -> None:
+def test_wide_tiles_match_torch_linear(out_features: int, in_features: int, kernel_device: str) -> None:
     rows, weight, bias = make(37, out_features, in_features, HALF, kernel_device)
     assert_is_product(linear(rows, weight, bias), rows, weight, bias)
 
@@ -64,9 +64,7 @@ def test_more_tiles_of_rows_than_a_group_has(kernel_device: str) -> None:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
-def test_every_number_of_rows_gives_a_row_the_same_bits(
-    dtype: torch.dtype, in_features: int, kernel_device: str
-) -> None:
+def test_a_row_does_not_depend_on_the_row_count(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
     rows, weight, bias = make(129, 37, in_features, dtype, kernel_device)
     whole = linear(rows, weight, bias)
     differing = [n for n in range(1, 129) if not torch.equal(linear(rows[:n], weight, bias), whole[:n])]
@@ -74,7 +72,7 @@ def test_every_number_of_rows_gives_a_row_the_same_bits(
 
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
-def test_a_row_has_the_same_bits_wherever_it_stands(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
+def test_a_row_does_not_depend_on_its_position(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
     rows, weight, bias = make(140, 70, in_features, dtype, kernel_device)
     whole = linear(rows, weight, bias)
     for seed in range(3):
@@ -85,9 +83,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands(dtype: torch.dtype, in_featu
 
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
-def test_views_that_start_between_multiples_of_16_bytes_give_the_same_bits(
-    dtype: torch.dtype, in_features: int, kernel_device: str
-) -> None:
+def test_unaligned_views_give_the_same_bits(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
     rows, weight, bias = make(20, 37, in_features, dtype, kernel_device)
     whole = linear(rows, weight, bias)
     memory = torch.empty(rows.numel() + 1, dtype=dtype, device=kernel_device)
@@ -98,7 +94,7 @@ def test_views_that_start_between_multiples_of_16_bytes_give_the_same_bits(
 
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
-def test_any_number_of_programs_gives_the_same_bits(
+def test_the_number_of_programs_does_not_change_a_bit(
     dtype: torch.dtype, in_features: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, weight, bias = make(130, 150, in_features, dtype, kernel_device)
@@ -109,7 +105,7 @@ def test_any_number_of_programs_gives_the_same_bits(
 
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
-def test_not_a_number_stays_in_its_row_and_column(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
+def test_nan_stays_in_its_row_and_column(dtype: torch.dtype, in_features: int, kernel_device: str) -> None:
     rows, weight, bias = make(20, 37, in_features, dtype, kernel_device)
     clean = linear(rows, weight, bias)
     rows[[5, 19]] = float("nan")  # also where the features of row 4, filled up to a tile, would end
@@ -121,7 +117,7 @@ def test_not_a_number_stays_in_its_row_and_column(dtype: torch.dtype, in_feature
     assert got[~is_clean].isnan().all()
 
 
-def test_leading_dimensions_stay(kernel_device: str) -> None:
+def test_leading_dimensions_are_preserved(kernel_device: str) -> None:
     rows, weight, bias = make(24, 37, 96, HALF, kernel_device)
     flat = linear(rows, weight, bias)
     assert torch.equal(linear(rows.view(2, 3, 4, 96), weight, bias), flat.view(2, 3, 4, 37))
@@ -135,13 +131,13 @@ def test_a_single_row_may_have_any_stride(kernel_device: str) -> None:
     assert torch.equal(linear(column, weight, bias), linear(rows, weight, bias))
 
 
-def test_strided_weight_and_bias_mean_the_same(kernel_device: str) -> None:
+def test_strided_weight_and_bias_give_the_same_result(kernel_device: str) -> None:
     rows, weight, bias = make(17, 37, 96, HALF, kernel_device)
     assert_is_product(linear(rows, weight[::2], bias[::2]), rows, weight[::2], bias[::2])
     assert_is_product(linear(rows[:, ::2], weight[:, ::2], bias), rows[:, ::2], weight[:, ::2], bias)
 
 
-def test_nothing_gives_nothing(kernel_device: str) -> None:
+def test_empty_inputs_give_empty_outputs(kernel_device: str) -> None:
     rows, weight, bias = make(4, 37, 96, HALF, kernel_device)
     assert linear(rows[:0], weight, bias).shape == (0, 37)
     assert linear(rows.view(2, 2, 96)[:, :0], weight, bias).shape == (2, 0, 37)
@@ -169,7 +165,7 @@ def test_the_weight_decides_how_tiles_are_loaded() -> None:
     ],
     ids=["float32", "rows of 200 bytes", "columns of 200 bytes", "strides both ways", "starts at byte 8", "expanded"],
 )
-def test_weights_that_tma_can_not_read_are_loaded_through_pointers(weight: torch.Tensor) -> None:
+def test_weights_that_tma_can_not_load_are_loaded_through_pointers(weight: torch.Tensor) -> None:
     assert layout_of(weight) is None
 
 
@@ -212,7 +208,7 @@ def test_rows_of_another_dtype_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "in_features"), WAYS)
-def test_rows_that_agree_are_told_from_rows_that_do_not(
+def test_the_check_distinguishes_batch_invariant_results(
     dtype: torch.dtype, in_features: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, weight, bias = make(1, 37, in_features, dtype, kernel_device)
@@ -234,7 +230,7 @@ def test_rows_that_agree_are_told_from_rows_that_do_not(
     assert tried_tiles(weight, bias) is None
 
 
-def test_large_tiles_whose_bits_differ_are_not_used(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tiles_with_different_bits_are_not_used(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weight, bias = make(1, 37, 64, HALF, kernel_device)
     launch = linear_module._launch
 
@@ -248,7 +244,7 @@ def test_large_tiles_whose_bits_differ_are_not_used(kernel_device: str, monkeypa
 
 
 @pytest.mark.parametrize(("num_rows", "is_large"), [(1, False), (1024, False), (2048, True)])
-def test_large_tiles_are_taken_where_they_fill_the_device(
+def test_large_tiles_are_used_if_they_fill_the_device(
     num_rows: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = []

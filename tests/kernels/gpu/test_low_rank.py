@@ -45,7 +45,7 @@ class Case:
     ("out_features", "in_features", "rank"), [(96, 136, 16), (37, 33, 32), (520, 64, 16), (64, 200, 64), (70, 80, 128)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_adds_what_each_adapter_adds(
+def test_applies_each_adapter_to_its_rows(
     dtype: torch.dtype, out_features: int, in_features: int, rank: int, kernel_device: str
 ) -> None:
     case = Case(dtype, out_features, in_features, rank, kernel_device)
@@ -58,7 +58,7 @@ def test_it_adds_what_each_adapter_adds(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, kernel_device: str) -> None:
+def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype, kernel_device: str) -> None:
     case = Case(dtype, 70, 100, 16, kernel_device)
     whole = case.add([[(0, NUM_ROWS)], [], []])
     for ranges in ([(7, 8)], [(20, NUM_ROWS), (0, 20)], [(3, 18)]):
@@ -69,14 +69,14 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, kernel_devic
     assert torch.equal(case.add([[(0, 20)], [], []], case.out[5:].clone())[:20], whole[5:25])
 
 
-def test_an_adapter_that_adds_nothing_at_a_site_changes_nothing(kernel_device: str) -> None:
+def test_an_adapter_without_weights_at_a_site_changes_nothing(kernel_device: str) -> None:
     case = Case(torch.float32, 64, 64, 16, kernel_device)
     got = case.out.clone()
     add_low_rank(case.rows, got, LowRankStep.build(ROWS, case.addresses, kernel_device), 0, 16)
     assert torch.equal(got, case.out)
 
 
-def test_the_trial_of_a_shape_sees_rows_that_agree(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_shape_finds_it_batch_invariant(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     down, up = (torch.empty(*shape, device=kernel_device) for shape in ((16, 48), (40, 16)))
     assert low_rank_rows_agree(down, up)
     broken = reference.add_low_rank
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused() -> None:
         add_low_rank(case.rows, torch.empty(37, 9)[:, :8], step, 1, 16)
 
 
-def test_ranks_are_filled_up() -> None:
+def test_ranks_are_padded() -> None:
     assert [padded_rank(rank) for rank in (1, 16, 17, 33, 128, 129)] == [16, 16, 32, 64, 128, None]
     assert padded_rank(RANKS[-1]) == RANKS[-1]
 

@@ -44,7 +44,7 @@ def test_it_is_the_mean(dtype: torch.dtype, num_columns: int, kernel_device: str
 @pytest.mark.parametrize("num_columns", COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eps", [1e-6, 0.25])
-def test_it_is_the_rms_norm(dtype: torch.dtype, num_columns: int, eps: float, kernel_device: str) -> None:
+def test_matches_rms_norm(dtype: torch.dtype, num_columns: int, eps: float, kernel_device: str) -> None:
     rows, weight = make(5, num_columns, dtype, kernel_device)
     for given in (weight, None):
         got = rms_norm(rows, given, eps)
@@ -82,7 +82,7 @@ def test_each_style_rounds_as_its_models_do(
     torch.testing.assert_close(normed, reference.add_rms_norm(rows, residual, weight, 1e-6, style)[1], **tolerance)
 
 
-def test_without_a_weight_styles_are_one(kernel_device: str) -> None:
+def test_without_a_weight_all_styles_agree(kernel_device: str) -> None:
     rows, _ = make(5, 37, torch.bfloat16, kernel_device)
     expected = rms_norm(rows, None, 1e-6)
     assert all(torch.equal(rms_norm(rows, None, 1e-6, style), expected) for style in STYLES)
@@ -91,7 +91,7 @@ def test_without_a_weight_styles_are_one(kernel_device: str) -> None:
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("dtype", "num_columns"), [(torch.float32, 37), (torch.bfloat16, 128), (torch.float32, 5000)])
-def test_a_row_has_the_same_bits_however_many_there_are_and_wherever_it_stands(
+def test_a_row_does_not_depend_on_the_row_count_or_its_position(
     function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, num_columns: int, kernel_device: str
 ) -> None:
     rows, _ = make(37, num_columns, dtype, kernel_device)
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_however_many_there_are_and_wherever_it_stands(
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # inf * 0; a GPU is silent
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("num_columns", [37, 128])
-def test_not_a_number_stays_in_its_row(
+def test_nan_stays_in_its_row(
     function: Callable[[torch.Tensor], torch.Tensor], num_columns: int, kernel_device: str
 ) -> None:
     rows, _ = make(9, num_columns, torch.float32, kernel_device)
@@ -131,7 +131,7 @@ def test_sums_are_float32(dtype: torch.dtype, kernel_device: str) -> None:
     assert torch.equal(row_mean(steps), steps.double().mean(-1, keepdim=True).to(dtype))
 
 
-def test_leading_dimensions_stay(kernel_device: str) -> None:
+def test_leading_dimensions_are_preserved(kernel_device: str) -> None:
     rows, weight = make(24, 80, torch.bfloat16, kernel_device)
     assert torch.equal(row_mean(rows.view(2, 3, 4, 80)), row_mean(rows).view(2, 3, 4, 1))
     assert torch.equal(rms_norm(rows.view(2, 3, 4, 80), weight, 1e-6), rms_norm(rows, weight, 1e-6).view(2, 3, 4, 80))
@@ -140,7 +140,7 @@ def test_leading_dimensions_stay(kernel_device: str) -> None:
     assert torch.equal(added(rows.t().contiguous().t()[3:]), added(rows)[:, 3:])
 
 
-def test_no_rows_give_none(kernel_device: str) -> None:
+def test_empty_inputs_give_empty_outputs(kernel_device: str) -> None:
     rows, weight = make(4, 80, torch.float32, kernel_device)
     assert row_mean(rows.view(2, 2, 80)[:, :0]).shape == (2, 0, 1)
     assert rms_norm(rows[:0], weight, 1e-6).shape == (0, 80)
@@ -165,7 +165,7 @@ def test_weights_that_do_not_fit_are_refused(weight: torch.Tensor, message: str)
     ("rows", "message"),
     [(torch.zeros(2, 4, dtype=torch.int64), "got torch.int64"), (torch.zeros(2, 0), "at least one column")],
 )
-def test_what_is_no_rows_is_refused(
+def test_tensors_without_rows_are_rejected(
     function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

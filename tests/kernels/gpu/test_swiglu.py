@@ -14,7 +14,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (2, 3, 128), (3, 1500), (2, 4096)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_gates_as_torch_does(dtype: torch.dtype, shape: tuple[int, ...], kernel_device: str) -> None:
+def test_matches_torch_swiglu(dtype: torch.dtype, shape: tuple[int, ...], kernel_device: str) -> None:
     gate, up = make(shape, dtype, kernel_device)
     got = swiglu(gate, up)
     assert (got.shape, got.dtype) == (gate.shape, dtype)
@@ -25,7 +25,7 @@ def test_it_gates_as_torch_does(dtype: torch.dtype, shape: tuple[int, ...], kern
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gate_is_rounded_before_the_product(dtype: torch.dtype, kernel_device: str) -> None:
+def test_the_gate_is_rounded_before_the_multiplication(dtype: torch.dtype, kernel_device: str) -> None:
     gate, up = make((9, 128), dtype, kernel_device)
     rounded_once = (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype)
     assert (swiglu(gate, up) != rounded_once).float().mean() > 0.1
@@ -39,7 +39,7 @@ def test_large_numbers_saturate(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 6), (1, 37, 6), (5, 6), (6,)])
-def test_halves_of_a_merged_linear_layer_are_gated_where_they_are(shape: tuple[int, ...], kernel_device: str) -> None:
+def test_halves_of_a_merged_linear_layer_are_gated_in_place(shape: tuple[int, ...], kernel_device: str) -> None:
     gate, up = make(shape, torch.bfloat16, kernel_device)
     merged = torch.cat((gate, up), dim=-1)
     got = swiglu(merged[..., :6], merged[..., 6:])
@@ -47,7 +47,7 @@ def test_halves_of_a_merged_linear_layer_are_gated_where_they_are(shape: tuple[i
     assert torch.equal(got, swiglu(gate, up))
 
 
-def test_any_strides_and_no_rows_will_do(kernel_device: str) -> None:
+def test_any_strides_and_empty_inputs_are_supported(kernel_device: str) -> None:
     gate, up = make((37, 6), torch.bfloat16, kernel_device)
     assert torch.equal(swiglu(gate.t(), up.t()), swiglu(gate, up).t())
     assert torch.equal(swiglu(gate[3:], up[3:]), swiglu(gate, up)[3:])

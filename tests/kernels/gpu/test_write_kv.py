@@ -62,9 +62,7 @@ def test_quantizes_to_the_same_bits_as_the_reference(
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter says so; a GPU is silent
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
-def test_what_is_not_finite_has_a_scale_that_is_not_finite(
-    kv_dtype: torch.dtype, bad: float, kernel_device: str
-) -> None:
+def test_non_finite_values_give_a_non_finite_scale(kv_dtype: torch.dtype, bad: float, kernel_device: str) -> None:
     pool = poisoned_pool(2, dtype=kv_dtype, device=kernel_device)
     key = torch.randn(3, 2, 32, device=kernel_device)
     key[1, 1, 5] = bad
@@ -100,7 +98,9 @@ def test_padding_is_not_written(kernel_device: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter says so; a GPU is silent
 @pytest.mark.parametrize("kv_dtype", [None, torch.int4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_largest_magnitude_is_noted(dtype: torch.dtype, kv_dtype: torch.dtype | None, kernel_device: str) -> None:
+def test_the_largest_magnitude_is_recorded(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, kernel_device: str
+) -> None:
     """A value that is not finite stays noted after later writes, and so does an earlier one."""
     step = make_step([5], [37], GQA, head_dim=80, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
     largest = torch.zeros(2, 37, 2, device=kernel_device)  # of the reference and of the kernel

@@ -6,7 +6,7 @@ import torch
 from radixkv.kernels.native.addresses import address_of
 
 
-def test_an_address_is_where_the_numbers_begin() -> None:
+def test_an_address_points_to_the_first_element() -> None:
     whole = torch.zeros(4, 3)
     assert address_of("rows", whole[1:], torch.float32, (3, 3)) == whole.data_ptr() + 12
 
@@ -19,7 +19,7 @@ def test_an_address_is_where_the_numbers_begin() -> None:
         (torch.zeros(3, 2).mT, "a strided one of shape (2, 3) in torch.float32"),
     ],
 )
-def test_what_is_not_expected_is_told(tensor: torch.Tensor, got: str) -> None:
+def test_unexpected_tensors_are_described_in_the_error(tensor: torch.Tensor, got: str) -> None:
     with pytest.raises(ValueError) as refusal:
         address_of("rows", tensor, torch.float32, (2, 3))
     assert str(refusal.value) == f"rows: expected a contiguous tensor of shape (2, 3) in torch.float32, got {got}"

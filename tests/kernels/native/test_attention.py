@@ -76,9 +76,7 @@ def test_matches_reference_over_long_prefixes(
 
 @pytest.mark.parametrize("block_size", [1, 4, 32, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_may_have_other_sizes_than_what_is_read_at_once(
-    dtype: torch.dtype, block_size: int, attend: Attend
-) -> None:
+def test_block_size_may_differ_from_the_read_size(dtype: torch.dtype, block_size: int, attend: Attend) -> None:
     step = make_step([200, 63], [37, 130], GQA, dtype=dtype, block_size=block_size)
     assert error_against_reference(attend, step) < TOLERANCE[dtype]
 
@@ -93,14 +91,14 @@ def test_heads_may_have_awkward_sizes(dtype: torch.dtype, head_dim: int, attend:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", DTYPES)
-def test_reads_numbers_of_other_types(kv_dtype: torch.dtype, dtype: torch.dtype, attend: Attend) -> None:
+def test_reads_pools_of_other_dtypes(kv_dtype: torch.dtype, dtype: torch.dtype, attend: Attend) -> None:
     step = make_step([37, 600], [20, 70], GQA, dtype=dtype, kv_dtype=kv_dtype)
     assert reads(step.pool, dtype)
     assert error_against_reference(attend, step) < 1.5 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
-def test_says_that_it_does_not_read_a_quantized_pool(kv_dtype: torch.dtype) -> None:
+def test_reports_that_it_does_not_support_quantized_pools(kv_dtype: torch.dtype) -> None:
     assert not reads(make_step([3], [1], MHA, kv_dtype=kv_dtype).pool, torch.float32)
 
 
@@ -112,14 +110,16 @@ def test_latents_are_keys_and_values(dtype: torch.dtype, attend: Attend) -> None
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sink_takes_a_share_of_the_weights_once(dtype: torch.dtype, window: int | None, attend: Attend) -> None:
+def test_a_sink_is_added_to_the_softmax_denominator_once(
+    dtype: torch.dtype, window: int | None, attend: Attend
+) -> None:
     step = make_step([1000, 511, 0, 700], [300, 2, 70, 1], GQA, dtype=dtype)
     sinks = torch.linspace(-3, 8, GQA.num_query_heads, dtype=dtype)
     assert error_against_reference(attend, step, window=window, sinks=sinks) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("sink", "share"), [(float("-inf"), 1.0), (80.0, 0.0)], ids=["no share", "all of it"])
-def test_extreme_sinks_take_nothing_or_everything(sink: float, share: float, attend: Attend) -> None:
+def test_extreme_sinks_have_no_weight_or_all_of_it(sink: float, share: float, attend: Attend) -> None:
     step = make_step([600], [37], GQA)
     plain = attend(step.query, step.pool, step.batch, Scoring(0.2))
     got = attend(step.query, step.pool, step.batch, Scoring(0.2, sinks=torch.full((6,), sink)))
@@ -135,13 +135,13 @@ def test_window_counts_the_query_token(query_lens: list[int], window: int, atten
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_softcap_bends_the_scores(window: int | None, attend: Attend) -> None:
+def test_softcap_bounds_the_scores(window: int | None, attend: Attend) -> None:
     step = make_step([37, 100], [20, 17], GQA)
     step.query.mul_(4)  # scores large enough for the cap to bite
     assert error_against_reference(attend, step, softcap=2.0, window=window) < TOLERANCE[torch.float32]
 
 
-def test_a_window_reads_only_the_blocks_in_its_reach(attend: Attend) -> None:
+def test_a_window_reads_only_the_blocks_inside_it(attend: Attend) -> None:
     step = make_step([430], [4], MHA)  # the first query sees from 422 on, and 384 begins what is read at once
     step.pool.blocks[step.batch.block_tables[0, :26].long()] = 0xFF
     step.pool.values[step.batch.block_tables[0, 26].long(), :, :, :, :6] = float("nan")
@@ -152,7 +152,7 @@ def test_a_window_reads_only_the_blocks_in_its_reach(attend: Attend) -> None:
     assert torch.isfinite(attend(step.query, step.pool, batch, Scoring(1.0, window=9))).all()
 
 
-def test_scores_too_far_apart_for_float32_leave_numbers(attend: Attend) -> None:
+def test_extreme_score_differences_give_finite_results(attend: Attend) -> None:
     step = make_step([200], [3], GQA)
     got = attend(step.query * 1e18, step.pool, step.batch, Scoring(1e3))
     assert torch.isfinite(got).all()
@@ -176,7 +176,7 @@ CUTS = ([1], [17, 255, 256, 257, 599], [63, 64, 512, 513], [583], [590], [127, 1
 @pytest.mark.parametrize(
     "options", [{}, {"window": 40}, {"window": 300}, {"softcap": 3.0}, {"sinks": 1.0}, {"sinks": 1.0, "window": 40}]
 )
-def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
+def test_chunking_a_sequence_does_not_change_a_bit(
     options: dict[str, Any], heads: Heads, dtype: torch.dtype, attend: Attend
 ) -> None:
     step = make_step([0], [800], heads, dtype=dtype)
@@ -191,7 +191,7 @@ def test_a_row_has_the_same_bits_however_the_sequence_is_cut(
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("what", ["values", "scores"])
-def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
+def test_the_summation_order_does_not_depend_on_chunking(
     what: Literal["values", "scores"], dtype: torch.dtype, head_dim: int, attend: Attend
 ) -> None:
     step = make_step([0], [800], SEVEN, head_dim=head_dim, dtype=dtype)
@@ -205,9 +205,7 @@ def test_sums_are_added_up_in_the_same_order_however_the_sequence_is_cut(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_have_the_same_bits_alone_and_beside_those_that_share_their_prefix(
-    dtype: torch.dtype, attend: Attend
-) -> None:
+def test_rows_are_bitwise_identical_alone_and_with_a_shared_prefix(dtype: torch.dtype, attend: Attend) -> None:
     """Requests share a system prompt, some of them a document after it, and one nothing."""
     step = make_step([700, 700, 703, 500, 130, 64], [1, 64, 3, 70, 1, 1], SEVEN, dtype=dtype)
     shared = share(step, {1: (0, 40), 2: (0, 43), 3: (0, 20), 5: (0, 4)})
@@ -220,9 +218,7 @@ def test_rows_have_the_same_bits_alone_and_beside_those_that_share_their_prefix(
 
 @pytest.mark.parametrize("num_shared", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_that_are_not_finite_stay_with_their_request(
-    dtype: torch.dtype, num_shared: int, attend: Attend
-) -> None:
+def test_non_finite_values_affect_only_their_request(dtype: torch.dtype, num_shared: int, attend: Attend) -> None:
     step = share(make_step([100, 100], [5, 5], GQA, dtype=dtype), {1: (0, num_shared)})
     clean = attend(step.query, step.pool, step.batch, Scoring(0.2))
     step.pool.values[step.batch.host_tables[1, 5], LAYER] = float("inf")
@@ -231,7 +227,7 @@ def test_numbers_that_are_not_finite_stay_with_their_request(
     assert not torch.equal(spoiled[5:], clean[5:])
 
 
-def test_queries_may_be_a_part_of_wider_rows(attend: Attend) -> None:
+def test_queries_may_be_a_slice_of_wider_rows(attend: Attend) -> None:
     step = make_step([70], [40], GQA)
     wide = torch.randn(40, 10, 32)
     wide[:, 2:8] = step.query

@@ -35,7 +35,7 @@ def keys_met(work: AttentionWork, index: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64, 128])
-def test_each_token_meets_all_its_keys_once_in_order(block_size: int) -> None:
+def test_each_token_attends_to_all_its_keys_once_in_order(block_size: int) -> None:
     batch = build([1000, 700, 0, 130, 64], [3, 200, 70, 1, 1], block_size=block_size)
     work = plan(batch)
     assert sorted(work.tokens.tolist()) == list(range(batch.num_tokens))
@@ -53,7 +53,7 @@ def test_a_shared_prefix_is_one_step_of_all_tokens_that_share_it() -> None:
     assert Counter((first, end) for _, _, first, end, *_ in work.steps.tolist()) == {(0, 1024): 1, (1024, 1025): 16}
 
 
-def test_what_two_share_after_a_common_prefix_is_a_step_of_these_two() -> None:
+def test_a_prefix_shared_by_two_of_three_is_a_step_of_these_two() -> None:
     batch = build([512, 512, 512], [1, 1, 1], shared_blocks=8)
     tables = batch.host_tables.copy()
     tables[2, :24] = tables[0, :24]
@@ -62,7 +62,7 @@ def test_what_two_share_after_a_common_prefix_is_a_step_of_these_two() -> None:
     assert sizes == {(0, 128): 3, (128, 384): 2}
 
 
-def test_steps_name_the_place_of_their_first_block() -> None:
+def test_steps_have_the_index_of_their_first_block() -> None:
     work = plan(build([130, 700], [1, 1]))
     for token, _, first_key, _, _, place in work.steps.tolist():
         table = work.blocks.reshape(2, -1)[work.tokens[token]]
@@ -76,7 +76,7 @@ def test_a_window_begins_with_the_block_of_its_first_key() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 16])
-def test_items_hold_each_row_of_each_head_once(num_threads: int) -> None:
+def test_items_cover_each_row_of_each_head_once(num_threads: int) -> None:
     work = plan(build([1000, 700, 0], [3, 200, 70]), num_threads=num_threads)
     held = Counter((head, row) for head, first, end, *_ in work.items.tolist() for row in range(first, end))
     assert held == {(head, row): 1 for head in range(2) for row in range(273 * 7)}

@@ -37,7 +37,7 @@ def aligned(num_bytes: int, offset: int = 0) -> npt.NDArray[np.uint8]:
 
 @pytest.mark.parametrize("head_bytes", [0, 64, 256, 1024, 1088])
 @pytest.mark.parametrize("offset", [0, 32])
-def test_bytes_and_checksum_are_those_of_the_library(native: NativeCopies, head_bytes: int, offset: int) -> None:
+def test_bytes_and_checksum_match_the_xxhash_library(native: NativeCopies, head_bytes: int, offset: int) -> None:
     draw = random.Random(head_bytes)
     for body_bytes in BODIES:
         head, source = draw.randbytes(head_bytes), draw.randbytes(body_bytes + 3)
@@ -52,7 +52,7 @@ def test_bytes_and_checksum_are_those_of_the_library(native: NativeCopies, head_
         assert set(room[-16:]) == {PAST_THE_END}
 
 
-def test_other_heads_and_targets_are_not_taken(native: NativeCopies) -> None:
+def test_wrong_headers_and_targets_are_rejected(native: NativeCopies) -> None:
     body = memoryview(bytes(300))
     for head_bytes, offset in ((63, 0), (64, 16)):
         target = aligned(head_bytes + 316, offset)
@@ -60,7 +60,7 @@ def test_other_heads_and_targets_are_not_taken(native: NativeCopies) -> None:
         assert set(target) == {PAST_THE_END}
 
 
-def test_other_memory_is_not_written(native: NativeCopies) -> None:
+def test_memory_outside_the_target_is_not_written(native: NativeCopies) -> None:
     target = aligned(379)
     twice = aligned(2 * 380)
     locked = aligned(380)
@@ -114,7 +114,7 @@ def test_objects_are_read_with_their_checksums(native: NativeCopies, opened: Ope
 
 @pytest.mark.parametrize("there", [0, 1, 63, 64, 257, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 199_999])
 @pytest.mark.parametrize("is_head", [False, True])
-def test_of_a_cut_object_there_is_its_beginning_and_no_checksum(
+def test_a_truncated_object_yields_its_start_and_no_checksum(
     native: NativeCopies, opened: Opened, there: int, *, is_head: bool
 ) -> None:
     head_bytes = 192_000 if is_head else 64
@@ -136,7 +136,7 @@ def test_of_a_cut_object_there_is_its_beginning_and_no_checksum(
     assert set(rooms[1][len(expected) :]) <= {PAST_THE_END}
 
 
-def test_short_objects_and_other_targets_are_not_read(native: NativeCopies, opened: Opened) -> None:
+def test_short_objects_and_wrong_targets_are_not_read(native: NativeCopies, opened: Opened) -> None:
     files = opened(64, bytes(1000), bytes(1000))
     for size, offset in ((256, 0), (257, 16)):
         room = aligned(size, offset)
@@ -149,7 +149,7 @@ def test_short_objects_and_other_targets_are_not_read(native: NativeCopies, open
         native.read_checked(files, [(0, 0, 300)], [aligned(299).data])
 
 
-def test_a_file_that_can_not_be_read_is_an_error(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
+def test_an_unreadable_file_raises(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
     files, folder = opened(64, bytes(1000), bytes(1000)), os.open(tmp_path, os.O_RDONLY)
     for each in (files._replace(heads=folder), files._replace(bodies=folder)):
         with pytest.raises(OSError, match="directory") as raised:
@@ -172,7 +172,7 @@ def fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
     "shape", [(5, 3, 2, 4, 64), (4, 1, 2, 1, 192), (3, 1, 1, 1, 4096), (4, 2, 1, 3, 128), (4, 1088)]
 )
 @pytest.mark.parametrize("is_by_layer", [False, True])
-def test_blocks_are_filled_and_nothing_between(
+def test_only_blocks_are_filled_not_the_gaps_between_them(
     native: NativeCopies, shape: tuple[int, ...], *, is_by_layer: bool
 ) -> None:
     memory = np.moveaxis(pool(*shape[1:-1], *shape[:1], *shape[-1:]), -2, 0) if is_by_layer else pool(*shape)
@@ -201,7 +201,7 @@ def test_other_blocks_are_not_filled(native: NativeCopies, blocks: npt.NDArray[n
     assert set(blocks.flat) == {PAST_THE_END}
 
 
-def test_a_few_bytes_are_left_to_the_caches(native: NativeCopies) -> None:
+def test_small_copies_go_through_the_caches(native: NativeCopies) -> None:
     size = copies.LEAST_FILLED_BYTES // 2
     blocks, payload = pool(2, size), memoryview(bytes(size))
     assert not native.fill(blocks, [0], [payload])
@@ -210,7 +210,7 @@ def test_a_few_bytes_are_left_to_the_caches(native: NativeCopies) -> None:
     assert not blocks.any()
 
 
-def test_what_would_be_written_elsewhere_is_refused(native: NativeCopies) -> None:
+def test_writes_outside_the_target_are_rejected(native: NativeCopies) -> None:
     blocks, locked, payload = pool(2, 64), pool(2, 64), memoryview(bytes(64))
     locked.flags.writeable = False
     for ids, payloads in (([2], [payload]), ([-1], [payload]), ([0, 1], [payload]), ([0], [memoryview(bytes(65))])):
@@ -255,7 +255,7 @@ def test_objects_are_written_with_the_checksum_of_the_library_and_zeros(
         assert (tmp_path / name).read_bytes() == data + beyond
 
 
-def test_other_heads_and_short_objects_are_not_written(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
+def test_wrong_headers_and_short_objects_are_not_written(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
     files, body = opened(64, b"", b""), memoryview(bytes(300))
     assert not native.write_checked(files, [(0, 0)], [(bytes(64), body[:176])])
     with pytest.raises(ValueError, match="expected heads of 64 bytes, got others"):
@@ -267,7 +267,7 @@ def test_other_heads_and_short_objects_are_not_written(native: NativeCopies, ope
     assert not (tmp_path / "heads").read_bytes() + (tmp_path / "bodies").read_bytes()
 
 
-def test_a_file_that_takes_a_part_gets_it_and_the_rest_is_an_error(
+def test_a_partial_write_raises(
     native: NativeCopies, opened: Opened, tmp_path: Path, largest_file: Callable[[int], None]
 ) -> None:
     head, body = bytes(range(64)), random.Random(1).randbytes(3 << 20)
@@ -280,7 +280,7 @@ def test_a_file_that_takes_a_part_gets_it_and_the_rest_is_an_error(
     assert (tmp_path / "heads").read_bytes() == b""
 
 
-def test_a_file_that_can_not_be_written_is_an_error(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
+def test_an_unwritable_file_raises(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
     files, only_read = opened(64, b"", b""), os.open(tmp_path / "heads", os.O_RDONLY)
     for each in (files._replace(heads=only_read), files._replace(bodies=only_read)):
         with pytest.raises(OSError, match="Bad file descriptor"):

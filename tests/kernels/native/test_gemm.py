@@ -42,7 +42,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_right_and_have_the_same_bits_whatever_their_number(
+def test_results_are_correct_and_batch_invariant(
     dtype: torch.dtype, shape: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = numbers(*shape, dtype=dtype), numbers(shape[0], dtype=dtype)
@@ -61,7 +61,7 @@ def test_rows_are_right_and_have_the_same_bits_whatever_their_number(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_weights_may_be_laid_out_as_one(dtype: torch.dtype) -> None:
+def test_weights_may_be_packed_together(dtype: torch.dtype) -> None:
     """Wherever one ends in a panel, and also columns of a larger matrix."""
     rows, wide = numbers(3, 40, dtype=dtype), numbers(200, 60, dtype=dtype)[:, 4:44]
     for sizes in ((16, 32), (7, 5, 3), (1, 63, 70), (33, 31, 64), (40, 100, 60)):
@@ -72,7 +72,7 @@ def test_weights_may_be_laid_out_as_one(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("in_features", "num_rows"), [(130, 30), (64, 30), (2080, 520)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype, in_features: int, num_rows: int) -> None:
+def test_a_gate_is_silu_of_one_matmul_times_the_other(dtype: torch.dtype, in_features: int, num_rows: int) -> None:
     weight = numbers(200, in_features, dtype=dtype) * in_features**-0.5
     up = -weight.flip(0)
     bias, up_bias = (numbers(200, dtype=dtype) * sign for sign in (1, -1))
@@ -94,7 +94,7 @@ def test_a_gate_is_silu_of_one_product_times_the_other(dtype: torch.dtype, in_fe
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_numbers_stay_in_their_row(dtype: torch.dtype) -> None:
+def test_non_finite_values_stay_in_their_row(dtype: torch.dtype) -> None:
     rows, panels = numbers(14, 64, dtype=dtype), gemm.Panels(numbers(50, 64, dtype=dtype))
     expected = gemm.multiply(rows, panels, None)
     rows[3, 7], rows[12, 39] = float("nan"), float("inf")
@@ -106,7 +106,7 @@ def test_special_numbers_stay_in_their_row(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif("amx" not in [each.name for each in runnable_variants()], reason="a processor without tiles")
-def test_tiles_multiply_what_fills_them() -> None:
+def test_amx_tiles_are_used_for_full_tiles() -> None:
     """They add up in another order than vectors, which shows where numbers cancel."""
     got = []
     for variant in VARIANTS[:2]:
@@ -127,7 +127,7 @@ def test_a_gate_of_large_numbers_is_finite() -> None:
     torch.testing.assert_close(got, torch.tensor([[200.0, 0.0]]))
 
 
-def test_what_is_not_multiplied_is_left_to_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_weights_are_left_to_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("native" in gemm_backends(torch.empty(4, 4, dtype=dtype)) for dtype in DTYPES)
     assert "native" not in gemm_backends(torch.empty(4, 4, dtype=torch.float64))
     in_use = gemm._library
@@ -137,6 +137,6 @@ def test_what_is_not_multiplied_is_left_to_libraries(monkeypatch: pytest.MonkeyP
     assert "native" not in gemm_backends(torch.empty(4, 3, dtype=torch.bfloat16))  # half a word is left
 
 
-def test_without_a_library_there_are_no_products_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_there_is_no_gemm_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_library", None)
     assert "native" not in gemm_backends(torch.empty(4, 4))

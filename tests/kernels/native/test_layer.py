@@ -126,7 +126,7 @@ def multiply(rows: torch.Tensor, by: Weights) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("query_lens", [[1, 1], [70, 3], [1, 400]], ids=str)
 @pytest.mark.usefixtures("threads")
-def test_a_layer_has_the_bits_of_its_parts(
+def test_a_layer_is_bitwise_identical_to_its_parts(
     query_lens: list[int], dtype: torch.dtype, kind: str, library: ctypes.CDLL
 ) -> None:
     parts, scoring = make_parts(NativeRows(library), dtype, kind), scoring_of(kind)
@@ -144,7 +144,7 @@ def test_a_layer_has_the_bits_of_its_parts(
     assert whole.in_one_call(hidden[None])[0].shape == hidden.shape
 
 
-def test_rotations_that_would_be_read_as_others_are_refused(library: ctypes.CDLL) -> None:
+def test_cosines_and_sines_of_other_layouts_are_rejected(library: ctypes.CDLL) -> None:
     parts = make_parts(NativeRows(library), torch.bfloat16, "plain")
     steps = Steps(library, make_step([20], [3], HEADS, head_dim=HEAD_DIM, dtype=torch.bfloat16), parts, Scoring(0.2))
     hidden = torch.randn(3, HIDDEN).bfloat16()

@@ -91,7 +91,7 @@ class TestWhatTheProcessorCanRun:
             load_library(tmp_path, compiler(tmp_path / "bin"))
 
     @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-    def test_nothing_but_its_features_is_compiled(self, variant: Variant, tmp_path: Path) -> None:
+    def test_a_variant_is_compiled_with_its_features_only(self, variant: Variant, tmp_path: Path) -> None:
         load_library(tmp_path, compiler(tmp_path / "bin"), variants=[variant])
         for call in calls(tmp_path / "bin"):
             if "-shared" not in call:
@@ -104,7 +104,7 @@ class TestWhatTheProcessorCanRun:
 
 
 class TestInstalledKernels:
-    def test_they_are_loaded_without_a_compiler(
+    def test_compiled_kernels_are_loaded_without_a_compiler(
         self, installed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         install(installed, AVX512, digest_of(AVX512))
@@ -115,25 +115,25 @@ class TestInstalledKernels:
         assert caplog.messages == [f"using kernels for avx512: {file}"]
         assert not (tmp_path / "cache").exists()
 
-    def test_outdated_ones_are_not_used(self, installed: Path, tmp_path: Path) -> None:
+    def test_outdated_kernels_are_not_used(self, installed: Path, tmp_path: Path) -> None:
         install(installed, AVX512, "0123456789abcdef")
         loaded = load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
         assert Path(loaded._name).parent == tmp_path / "cache" / "kernels"
         assert num_made(tmp_path / "bin") == 1
 
-    def test_those_of_another_variant_are_not_used_under_its_name(self, installed: Path, tmp_path: Path) -> None:
+    def test_kernels_of_another_variant_are_not_used_under_its_name(self, installed: Path, tmp_path: Path) -> None:
         install(installed, AVX2, digest_of(AVX2))
         (installed / library_name(AVX2)).rename(installed / library_name(AVX512))
         loaded = load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
         assert Path(loaded._name).parent == tmp_path / "cache" / "kernels"
 
-    def test_what_can_not_be_loaded_is_compiled_here(self, installed: Path, tmp_path: Path) -> None:
+    def test_kernels_that_can_not_be_loaded_are_compiled(self, installed: Path, tmp_path: Path) -> None:
         stamp = f"radixkv kernels avx512 {digest_of(AVX512)}"
         (installed / library_name(AVX512)).write_text(stamp)
         loaded = load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
         assert Path(loaded._name).parent == tmp_path / "cache" / "kernels"
 
-    def test_slower_ones_serve_with_a_warning_where_better_ones_can_not_be_made(
+    def test_slower_kernels_are_used_with_a_warning_if_better_ones_can_not_be_compiled(
         self, installed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         install(installed, AVX2, digest_of(AVX2))
@@ -144,7 +144,7 @@ class TestInstalledKernels:
 
 
 class TestMissing:
-    def test_a_machine_without_a_compiler_is_told_what_is_missing(
+    def test_without_a_compiler_the_error_names_what_is_missing(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         with (
@@ -154,7 +154,7 @@ class TestMissing:
             load_library(tmp_path, {"PATH": str(tmp_path)})
         assert caplog.messages == []  # that it is compiling, for example
 
-    def test_a_compiler_that_was_asked_for_is_not_replaced_by_another(self, tmp_path: Path) -> None:
+    def test_a_configured_compiler_is_not_replaced_by_another(self, tmp_path: Path) -> None:
         with pytest.raises(NotCompiled, match="CXX names mycc, which does not exist"):
             load_library(tmp_path, {**compiler(tmp_path / "bin"), "CXX": "mycc"})
 
@@ -169,18 +169,18 @@ class TestMissing:
             ("echo 'a.cpp:1: error: no such option'; echo stopped.", "a.cpp:1: error: no such option"),
         ],
     )
-    def test_the_error_of_a_failing_compiler_is_told(self, says: str, told: str, tmp_path: Path) -> None:
+    def test_the_error_of_a_failing_compiler_is_reported(self, says: str, told: str, tmp_path: Path) -> None:
         failing = compiler(tmp_path / "bin", f"#!/bin/sh\n{{ {says}; }} >&2\nexit 1\n")
         with pytest.raises(NotCompiled, match=rf"ended with status 1: {told}$"):
             load_library(tmp_path / "cache", failing)
         assert list((tmp_path / "cache" / "kernels").glob("*.so")) == []
 
-    def test_a_folder_that_can_not_be_written_is_told_with_the_remedy(self, tmp_path: Path) -> None:
+    def test_an_unwritable_folder_is_reported_with_the_remedy(self, tmp_path: Path) -> None:
         (tmp_path / "cache").write_text("a file")
         with pytest.raises(NotCompiled, match=r"cache/kernels can't hold .*; set XDG_CACHE_HOME to a directory"):
             load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
 
-    def test_a_folder_that_nothing_can_be_loaded_from_is_known_before_minutes_of_compiling(
+    def test_a_folder_mounted_noexec_is_detected_before_compiling(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As a folder that is mounted noexec. What is compiled first is small."""
@@ -196,13 +196,13 @@ class TestMissing:
             "stamp.o",
         ]
 
-    def test_what_can_not_be_loaded_is_told(self, tmp_path: Path) -> None:
+    def test_a_library_that_can_not_be_loaded_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(NotCompiled, match=r"\.so: .*(too short|invalid)"):
             load_library(tmp_path / "cache", compiler(tmp_path / "bin", MAKES_NO_LIBRARY))
 
 
 class TestCompiledOnce:
-    def test_the_log_says_so_before_and_after(
+    def test_compilation_is_logged_before_and_after(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def run(command: list[str], **kwargs: object) -> object:
@@ -221,13 +221,13 @@ class TestCompiledOnce:
         assert caplog.messages[1].startswith("compiled kernels for avx512 in ")
         assert caplog.messages[2].startswith(f"using kernels for avx512: {tmp_path}/cache/kernels/avx512-")
 
-    def test_what_was_made_is_not_made_again_and_needs_no_compiler(self, tmp_path: Path) -> None:
+    def test_a_compiled_library_is_reused_without_a_compiler(self, tmp_path: Path) -> None:
         environment = compiler(tmp_path / "bin")
         for each in (environment, environment, {"PATH": str(tmp_path)}):
             load_library(tmp_path / "cache", each)
         assert num_made(tmp_path / "bin") == 1
 
-    def test_other_sources_make_another_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_changed_sources_give_another_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         environment = compiler(tmp_path / "bin")
         for source in ("old", "new"):
             monkeypatch.setattr("radixkv.kernels.native.compiler.sources", lambda source=source: [source])
@@ -237,7 +237,7 @@ class TestCompiledOnce:
     @pytest.mark.parametrize(
         "damage", [lambda _: b"", lambda whole: whole[: len(whole) // 2], lambda whole: whole + b"x"]
     )
-    def test_a_damaged_library_is_not_loaded_but_made_again(
+    def test_a_damaged_library_is_compiled_again(
         self, damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Half a file would end the process."""
@@ -253,21 +253,21 @@ class TestCompiledOnce:
         assert loaded == [whole] * 2  # the trial and the library
         assert num_made(tmp_path / "bin") == 2
 
-    def test_processes_that_make_it_at_once_make_one(self, tmp_path: Path) -> None:
+    def test_concurrent_processes_compile_one_library(self, tmp_path: Path) -> None:
         environment = compiler(tmp_path / "bin")
         with ThreadPoolExecutor(4) as pool:
             loaded = list(pool.map(lambda _: load_library(tmp_path / "cache", environment), range(4)))
         assert len(loaded) == 4
         assert num_made(tmp_path / "bin") == 1
 
-    def test_what_an_interrupted_start_left_is_removed(self, tmp_path: Path) -> None:
+    def test_leftovers_of_an_interrupted_start_are_removed(self, tmp_path: Path) -> None:
         left = tmp_path / "cache" / "kernels" / "unfinished" / "tmp" / "rows.o"
         left.parent.mkdir(parents=True)
         left.write_text("half")
         load_library(tmp_path / "cache", compiler(tmp_path / "bin"))
         assert sorted(path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()) == ["", ".so"]
 
-    def test_the_last_eight_that_were_used_are_kept(self, tmp_path: Path) -> None:
+    def test_the_eight_most_recently_used_libraries_are_kept(self, tmp_path: Path) -> None:
         folder, environment = tmp_path / "cache" / "kernels", compiler(tmp_path / "bin")
         folder.mkdir(parents=True)
         for number in range(10):

@@ -15,17 +15,17 @@ flags\t\t: fpu avx2
 """
 
 
-def test_equal_processors_are_told_once_and_nothing_that_changes_is_told(tmp_path: Path) -> None:
+def test_identical_processors_are_listed_once_without_changing_fields(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("\n".join(X86.format(number=number) for number in range(2)))
     assert processor_facts(tmp_path / "cpuinfo") == ["flags\t\t: fpu avx2", "model name\t: AMD EPYC", "stepping\t: 1"]
 
 
-def test_processors_of_arm_are_told_by_their_features(tmp_path: Path) -> None:
+def test_arm_processors_are_described_by_their_features(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd bf16\n")
     assert processor_facts(tmp_path / "cpuinfo") == ["Features\t: fp asimd bf16"]
 
 
-def test_other_systems_tell_nothing(tmp_path: Path) -> None:
+def test_other_systems_describe_no_processor(tmp_path: Path) -> None:
     assert processor_facts(tmp_path / "cpuinfo") == []
 
 
@@ -51,7 +51,7 @@ def test_a_system_without_cpuinfo_has_no_flags(tmp_path: Path) -> None:
     ("torch_says", "has_tiles", "expected"),
     [("AVX512", True, "AMX"), ("AVX512", False, "AVX512"), ("AVX2", True, "AVX2"), ("DEFAULT", False, "DEFAULT")],
 )
-def test_tiles_are_used_where_vectors_are_as_wide(
+def test_amx_tiles_require_avx512(
     torch_says: str, has_tiles: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: torch_says)

@@ -50,14 +50,14 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("style", [LLAMA, GEMMA, TORCH])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_norms_are_those_of_torch(width: int, dtype: torch.dtype, style: NormStyle, rows: NativeRows) -> None:
+def test_norms_match_torch(width: int, dtype: torch.dtype, style: NormStyle, rows: NativeRows) -> None:
     some = (torch.randn(5, 3, width) * torch.tensor([1e-3, 1.0, 50.0])[:, None]).to(dtype)
     weight = torch.randn(width).to(dtype) if style.rounds_first else torch.randn(width) + style.weight_offset
     assert apart(rows.norm(weight, 1e-5, style)(some), row_norm(some, weight, torch.tensor([1e-5]), style)) <= 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_take_rows_with_gaps(dtype: torch.dtype, rows: NativeRows) -> None:
+def test_norms_accept_strided_rows(dtype: torch.dtype, rows: NativeRows) -> None:
     wide = torch.randn(7, 4, 48).to(dtype)
     norm = rows.norm(torch.ones(48, dtype=dtype), 1e-5, LLAMA)
     for some in (wide[:, 1], wide[:, 1:3], wide.transpose(0, 1)):
@@ -66,7 +66,7 @@ def test_norms_take_rows_with_gaps(dtype: torch.dtype, rows: NativeRows) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 34, 64, 80])
-def test_rotations_have_the_bits_of_torch(head_dim: int, dtype: torch.dtype, rows: NativeRows) -> None:
+def test_rope_is_bitwise_identical_to_torch(head_dim: int, dtype: torch.dtype, rows: NativeRows) -> None:
     whole = torch.randn(9, 5, head_dim).to(dtype)
     heads, angles = whole[:, :3], torch.randn(9, head_dim)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -75,7 +75,7 @@ def test_rotations_have_the_bits_of_torch(head_dim: int, dtype: torch.dtype, row
     assert torch.equal(rows.rotate(heads, cos, sin), heads * cos[:, None] + turned * sin[:, None])
 
 
-def test_rotations_that_would_be_read_as_others_are_refused(rows: NativeRows) -> None:
+def test_cosines_and_sines_of_other_layouts_are_rejected(rows: NativeRows) -> None:
     heads, angles = torch.randn(3, 4, 8).bfloat16(), torch.randn(3, 8).bfloat16()
     with pytest.raises(ValueError, match=r"^cos: expected .* in torch.bfloat16, got .* in torch.float32$"):
         rows.rotate(heads, angles.float(), angles)
@@ -89,7 +89,7 @@ def test_rotations_that_would_be_read_as_others_are_refused(rows: NativeRows) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_gates_are_those_of_torch(width: int, dtype: torch.dtype, rows: NativeRows) -> None:
+def test_gates_match_torch(width: int, dtype: torch.dtype, rows: NativeRows) -> None:
     both = (torch.randn(2, 7, 2 * width) * 6).to(dtype)
     both[0, 0, 0], both[0, 1, 0] = -200, 200
     expected = functional.silu(both[..., :width]) * both[..., width:]
@@ -99,7 +99,9 @@ def test_gates_are_those_of_torch(width: int, dtype: torch.dtype, rows: NativeRo
 @pytest.mark.parametrize("function", ["norm", "gate", "rotate"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("has_threads")
-def test_a_row_has_the_same_bits_alone_and_among_thousands(dtype: torch.dtype, function: str, rows: NativeRows) -> None:
+def test_a_row_is_bitwise_identical_alone_and_among_thousands(
+    dtype: torch.dtype, function: str, rows: NativeRows
+) -> None:
     some = torch.randn(2001, 64).to(dtype)
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "norm": rows.norm(torch.randn(64).to(dtype), 1e-5, LLAMA),
@@ -112,7 +114,7 @@ def test_a_row_has_the_same_bits_alone_and_among_thousands(dtype: torch.dtype, f
     assert torch.equal(functions[function](some.flip(0)), together.flip(0))
 
 
-def test_nothing_is_computed_of_no_rows(rows: NativeRows) -> None:
+def test_no_rows_give_an_empty_result(rows: NativeRows) -> None:
     assert rows.gate(torch.empty(0, 8)).shape == (0, 4)
     assert rows.norm(torch.ones(8), 1e-5, LLAMA)(torch.empty(0, 8)).shape == (0, 8)
 
@@ -122,7 +124,7 @@ def test_nothing_is_computed_of_no_rows(rows: NativeRows) -> None:
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 37])
-def test_keys_and_values_are_written_as_defined(
+def test_keys_and_values_are_written_as_by_the_reference(
     head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, is_by_layer: bool, rows: NativeRows
 ) -> None:
     pool = poisoned_pool(5, 2, 16, head_dim, kv_dtype, is_by_layer=is_by_layer)
@@ -159,7 +161,7 @@ def test_latents_are_written_once(rows: NativeRows) -> None:
 
 
 @pytest.mark.parametrize("spoiled", [float("inf"), float("-inf"), float("nan"), -float("nan")])
-def test_magnitudes_tell_what_is_not_finite(spoiled: float, rows: NativeRows) -> None:
+def test_magnitudes_reveal_non_finite_values(spoiled: float, rows: NativeRows) -> None:
     pool, largest = poisoned_pool(1), torch.zeros(3, 2)
     key, value = torch.randn(3, 2, 32), torch.randn(3, 2, 32)
     key[0, 1, 7] = value[2, 0, 31] = spoiled
@@ -167,7 +169,7 @@ def test_magnitudes_tell_what_is_not_finite(spoiled: float, rows: NativeRows) ->
     assert largest.isfinite().tolist() == [[True, False], [True, True], [False, True]]
 
 
-def test_what_would_be_written_as_something_else_is_refused(rows: NativeRows) -> None:
+def test_writes_of_unsupported_layouts_are_rejected(rows: NativeRows) -> None:
     pool, key, slots = poisoned_pool(1), torch.randn(3, 2, 32), torch.arange(3)
     for value in (key.bfloat16(), key[:2], key.transpose(0, 1)):
         with pytest.raises(ValueError, match=r"^value: "):
@@ -180,7 +182,7 @@ def test_what_would_be_written_as_something_else_is_refused(rows: NativeRows) ->
         rows.write_kv(key, key, slots, pool, 1, torch.zeros(2, 3).mT)
 
 
-def test_heads_with_gaps_are_told(rows: NativeRows) -> None:
+def test_strided_heads_are_reported(rows: NativeRows) -> None:
     whole = torch.randn(3, 4, 32)
     assert lies_head_by_head(whole[:, 1:3])
     assert lies_head_by_head(whole[:, ::4]), "one head has no next one"

@@ -45,7 +45,7 @@ def test_merged_steps_agree_with_peft(adapted: Adapted) -> None:
         done = ends
 
 
-def test_requests_of_one_adapter_apart_in_a_step_agree_with_peft(adapted: Adapted) -> None:
+def test_non_adjacent_requests_of_one_adapter_agree_with_peft(adapted: Adapted) -> None:
     prompts = [prompt(length, seed=length) for length in (9, 13, 2, 7, 5)]
     numbers = [1, 0, 1, 1, 3]
     chunks = [
@@ -57,7 +57,7 @@ def test_requests_of_one_adapter_apart_in_a_step_agree_with_peft(adapted: Adapte
         assert_agree(rows, adapted.expected(number, tokens))
 
 
-def test_base_rows_have_the_same_bits_beside_adapters(adapted: Adapted) -> None:
+def test_base_rows_do_not_depend_on_adapters_in_the_batch(adapted: Adapted) -> None:
     tokens, blocks = prompt(40), tables(2)
     alone = adapted.runner.run([adapted.chunk(0, tokens, 0, 40, blocks[0])]).logits
     beside = adapted.runner.run(
@@ -66,7 +66,7 @@ def test_base_rows_have_the_same_bits_beside_adapters(adapted: Adapted) -> None:
     assert torch.equal(alone, beside)
 
 
-def test_an_adapter_that_is_not_loaded_fails_the_step_alone(adapted: Adapted) -> None:
+def test_an_adapter_that_is_not_loaded_fails_only_its_step(adapted: Adapted) -> None:
     tokens, (table,) = prompt(5), tables(1)
     chunk = adapted.chunk(1, tokens, 0, 5, table)
     adapted.model.adapted.adapters.remove(chunk.adapter)

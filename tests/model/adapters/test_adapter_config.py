@@ -19,7 +19,7 @@ def read(directory: Path, **fields: Any) -> LoraFields:
     return read_config(directory, vocab_size=300)
 
 
-def test_the_scale_is_alpha_over_the_rank_or_over_its_root(tmp_path: Path) -> None:
+def test_the_scale_is_alpha_over_rank_or_over_its_square_root(tmp_path: Path) -> None:
     assert read(tmp_path).scale_of(LAYER) == 4.0
     assert read(tmp_path, use_rslora=True).scale_of(LAYER) == 16 / math.sqrt(4)
 
@@ -58,25 +58,25 @@ def test_patterns_match_the_end_of_a_name(tmp_path: Path) -> None:
         ({"alora_invocation_tokens": [1, 300]}, "alora_invocation_tokens: expected token ids below 300, got others"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidAdapter, match=rf"^adapter_config\.json {message}"):
         read(tmp_path, **fields)
 
 
-def test_a_vocabulary_that_leaves_no_room_for_marks_has_no_invoked_adapters(tmp_path: Path) -> None:
+def test_activated_adapters_need_a_vocabulary_that_leaves_room_for_marks(tmp_path: Path) -> None:
     written = read(tmp_path, alora_invocation_tokens=[1])
     assert written.invocation_token_ids == (1,)
     with pytest.raises(InvalidAdapter, match="alora_invocation_tokens: expected a model of at most 1048576 token ids"):
         read_config(tmp_path, 2**20 + 1)
 
 
-def test_fields_without_effect_may_say_anything(tmp_path: Path) -> None:
+def test_fields_without_effect_may_have_any_value(tmp_path: Path) -> None:
     fields = {"lora_dropout": 0.5, "target_modules": "all-linear", "fan_in_fan_out": True, "a_field_of_tomorrow": None}
     assert read(tmp_path, **fields) == read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"\udcff"'])
-def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_json_object_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "adapter_config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(InvalidAdapter, match=r"^adapter_config\.json: expected a JSON object"):
         read_config(tmp_path, 300)

@@ -58,21 +58,21 @@ def test_all_linear_layers_but_the_head_are_read(written: Path, model: Model) ->
     assert files.invocation_token_ids is None
 
 
-def test_the_scale_is_in_the_second_factor(written: Path, model: Model) -> None:
+def test_the_scale_is_multiplied_into_lora_b(written: Path, model: Model) -> None:
     held = load_file(written / "adapter_model.safetensors")
     each = read_adapter(written, model).layers["model.layers.0.self_attn.q_proj"]
     assert torch.equal(each.down, held[f"{LAYER}.lora_A.weight"])
     assert torch.equal(each.up, 2 * held[f"{LAYER}.lora_B.weight"])
 
 
-def test_equal_answers_have_equal_digests(written: Path, model: Model, tmp_path: Path) -> None:
+def test_adapters_with_equal_outputs_have_equal_digests(written: Path, model: Model, tmp_path: Path) -> None:
     digest = read_adapter(written, model).digest
     assert len(digest) == 40
     same = changed(written, tmp_path / "same", base_model_name_or_path="elsewhere", lora_dropout=0.1)
     assert read_adapter(same, model).digest == digest
 
 
-def test_whatever_changes_answers_changes_the_digest(written: Path, model: Model, tmp_path: Path) -> None:
+def test_everything_that_changes_outputs_changes_the_digest(written: Path, model: Model, tmp_path: Path) -> None:
     name = f"{LAYER}.lora_A.weight"
     tensor = load_file(written / "adapter_model.safetensors")[name]
     flipped = tensor.clone()
@@ -154,7 +154,7 @@ def test_files_that_cannot_be_read_are_refused(written: Path, model: Model, tmp_
         read_adapter(tmp_path, model)
 
 
-def test_an_activated_adapter_owns_a_prompt_from_the_last_invocation_on() -> None:
+def test_an_activated_adapter_applies_from_the_last_invocation_on() -> None:
     files = AdapterFiles("", 8, 0, (7, 8), {})
     assert files.own_from(ids(7, 8, 1, 7, 8, 2)) == 3
     assert files.own_from(ids(7, 8)) == 0
@@ -164,12 +164,12 @@ def test_an_activated_adapter_owns_a_prompt_from_the_last_invocation_on() -> Non
     assert AdapterFiles("", 8, 0, None, {}).own_from(ids(1)) == 0
 
 
-def test_bytes_between_two_tokens_are_no_invocation() -> None:
+def test_an_invocation_must_start_at_a_token_boundary() -> None:
     assert AdapterFiles("", 8, 0, (0x00020001,), {}).own_from(ids(0x00010000, 0x00000002)) is None
     assert AdapterFiles("", 8, 0, (0,), {}).own_from(ids(5, 0, 0x01000000, 0x100)) == 1
 
 
-def test_a_layer_whose_weight_heads_of_latents_share_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_absorbed_layer_of_latent_attention_is_rejected_by_name(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(MODELS["deepseek_v3"], tmp_path / "base")
     model = load_model(ModelConfig(path=str(checkpoint), device="cpu", exactness="fast"))
     served = write_adapter(checkpoint, tmp_path / "served", target_modules=["q_a_proj", "kv_a_proj_with_mqa", "o_proj"])

@@ -29,7 +29,7 @@ def filled(device: Device, digests: str, max_bytes: int = 20) -> AdapterSet[str]
     return held
 
 
-def test_an_adapter_comes_to_the_device_when_a_step_needs_it() -> None:
+def test_an_adapter_is_copied_to_the_device_when_a_step_needs_it() -> None:
     device = Device()
     held = filled(device, "ab")
     assert (len(held), held.device_bytes, device.brought) == (2, 0, [])
@@ -39,7 +39,7 @@ def test_an_adapter_comes_to_the_device_when_a_step_needs_it() -> None:
     assert (held.is_on_device("a"), held.is_on_device("b"), held.device_bytes) == (True, False, 10)
 
 
-def test_the_least_recently_used_adapter_leaves_and_comes_back() -> None:
+def test_the_least_recently_used_adapter_is_evicted_and_loaded_again() -> None:
     device = Device()
     held = filled(device, "abc")
     for digest in ("a", "b", "a", "c"):
@@ -51,7 +51,7 @@ def test_the_least_recently_used_adapter_leaves_and_comes_back() -> None:
     assert all(map(held.holds, "abc"))
 
 
-def test_an_adapter_that_a_step_needs_stays_while_others_come() -> None:
+def test_an_adapter_that_a_step_needs_is_not_evicted() -> None:
     device = Device()
     held = filled(device, "abc")
     held.need(["a", "b"])
@@ -69,7 +69,7 @@ def test_a_step_has_all_its_adapters_even_beyond_the_limit() -> None:
     assert held.is_on_device("c")
 
 
-def test_limits_are_kept() -> None:
+def test_limits_are_enforced() -> None:
     held = AdapterSet(Device().place, max_adapters=1, max_bytes=20)
     with pytest.raises(InvalidAdapter, match=r"^model\.adapter_bytes: expected an adapter of at most 20 bytes, got 21"):
         held.add(files("large", 21))
@@ -82,7 +82,7 @@ def test_limits_are_kept() -> None:
     assert not held.holds("a")
 
 
-def test_a_removed_adapter_is_nowhere() -> None:
+def test_a_removed_adapter_is_neither_on_the_host_nor_on_the_device() -> None:
     held = filled(Device(), "ab")
     held.need("ab")
     held.remove("a")

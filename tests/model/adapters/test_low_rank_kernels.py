@@ -60,7 +60,7 @@ def num_bytes(placed: Any) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_kernel_adds_what_products_add(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_agrees_with_the_matmuls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_products = serve(family, has_kernels=False)
     interpret_kernels(monkeypatch)
     by_kernels = serve(family, has_kernels=True)
@@ -82,7 +82,7 @@ def test_the_kernel_adds_what_products_add(family: str, monkeypatch: pytest.Monk
     assert (by_kernels.runner.run(base).logits - answers[1][:3]).abs().max() > 0.1
 
 
-def test_a_rank_that_the_kernel_has_no_room_for_is_refused() -> None:
+def test_a_rank_that_the_kernel_does_not_support_is_rejected() -> None:
     model = serve("llama", has_kernels=False).model
     kernels = LowRankKernels(torch.device("cpu"), is_exact=True)
     model.adapted = AdaptedLayers(model.module, kernels, max_adapters=4, max_bytes=2**20)
@@ -91,7 +91,7 @@ def test_a_rank_that_the_kernel_has_no_room_for_is_refused() -> None:
             take(random_adapter(model, "large", 129))
 
 
-def test_rows_that_are_not_computed_alike_are_refused_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_not_batch_invariant_are_rejected_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     model = serve("llama", has_kernels=False).model
     monkeypatch.setattr("radixkv.model.adapters.low_rank_kernels.low_rank_rows_agree", lambda *_: False)
     files = random_adapter(model, "any", 4)

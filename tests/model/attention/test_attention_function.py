@@ -24,7 +24,7 @@ def call(**kwargs: object):
     return _attention_forward(LAYER, QUERY, KEY, KEY, kwargs.pop("mask", None), **kwargs)
 
 
-def test_it_hands_rows_of_tokens_to_the_step_and_back() -> None:
+def test_rows_of_tokens_are_passed_to_the_step_and_back() -> None:
     recorder = Recorder()
     out, weights = call(radix_step=recorder, scaling=0.5, sliding_window=7, softcap=30.0)
     assert recorder.layer == 1
@@ -74,7 +74,7 @@ def test_a_keyword_that_changes_attention_is_refused_by_name(keyword: str) -> No
         call(radix_step=Recorder(), **{keyword: torch.ones(1)})
 
 
-def test_a_keyword_that_is_none_is_nothing() -> None:
+def test_a_keyword_that_is_none_is_ignored() -> None:
     out, _ = call(radix_step=Recorder(), s_aux=None)
     assert out.shape == (1, 3, 4, 8)
 
@@ -82,6 +82,6 @@ def test_a_keyword_that_is_none_is_nothing() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"mask": torch.ones(1)}, {"dropout": 0.1}, {"is_causal": False}], ids=["mask", "dropout", "not causal"]
 )
-def test_masks_dropout_and_looking_ahead_are_refused(wrong: dict[str, object]) -> None:
+def test_masks_dropout_and_non_causal_attention_are_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModel, match="expected"):
         call(radix_step=Recorder(), **wrong)

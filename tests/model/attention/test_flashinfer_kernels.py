@@ -80,7 +80,7 @@ def step(*query_lens: int) -> PagedBatch:
     return PagedBatch.build(query_lens, [40, 33][: len(query_lens)], tables[: len(query_lens)], 16)
 
 
-def test_a_step_is_planned_once_for_all_layers_that_score_alike(
+def test_a_step_is_planned_once_for_all_layers_with_the_same_scoring(
     wrappers: list[BatchPrefillWithPagedKVCacheWrapper],
 ) -> None:
     pool = KVPool.allocate(6, 2, 2, 16, 64, dtype=BF16)
@@ -97,7 +97,7 @@ def test_a_step_is_planned_once_for_all_layers_that_score_alike(
     assert len({wrapper.workspace.data_ptr() for wrapper in wrappers}) == 1
 
 
-def test_recorded_steps_go_to_our_own_kernels(wrappers: list[BatchPrefillWithPagedKVCacheWrapper]) -> None:
+def test_recorded_steps_use_our_own_kernels(wrappers: list[BatchPrefillWithPagedKVCacheWrapper]) -> None:
     ours = Ours()
     kernels = FlashInferKernels(ours, "fa3")
     pool, query = KVPool.allocate(6, 1, 2, 16, 64, dtype=BF16), torch.randn(12, 4, 64, dtype=BF16)
@@ -111,7 +111,9 @@ def test_recorded_steps_go_to_our_own_kernels(wrappers: list[BatchPrefillWithPag
     assert (ours.num_calls, len(wrappers)) == (2, 1)
 
 
-def test_it_is_a_candidate_only_for_what_it_can_do(wrappers: list[BatchPrefillWithPagedKVCacheWrapper]) -> None:
+def test_flashinfer_is_a_candidate_only_for_what_it_supports(
+    wrappers: list[BatchPrefillWithPagedKVCacheWrapper],
+) -> None:
     ours = Ours()
     backends = {each: flashinfer_kernels(USE, each, ours) for each in (HOPPER, AMPERE, (10, 0), (7, 5))}
     assert {each: found and found._backend for each, found in backends.items()} == {
@@ -129,7 +131,7 @@ def test_it_is_a_candidate_only_for_what_it_can_do(wrappers: list[BatchPrefillWi
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed")
-def test_without_it_nothing_changes() -> None:
+def test_without_flashinfer_nothing_changes() -> None:
     assert flashinfer_kernels(USE, HOPPER, Ours()) is None
 
 
@@ -140,7 +142,7 @@ def model(is_exact: bool) -> Any:
 
 
 @pytest.mark.parametrize("refusal", ["", FLASHINFER, "warp-specialized attention"])
-def test_it_serves_beside_the_best_of_our_own_if_it_passes(
+def test_flashinfer_serves_with_our_best_kernel_if_it_passes(
     refusal: str,
     wrappers: list[BatchPrefillWithPagedKVCacheWrapper],
     monkeypatch: pytest.MonkeyPatch,
@@ -170,7 +172,7 @@ def test_it_serves_beside_the_best_of_our_own_if_it_passes(
     assert FLASHINFER not in tried
 
 
-def test_a_trial_finds_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_selects_flashinfer_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Kernels(Ours(), "fa2")
     monkeypatch.setattr(attention_trial, "flashinfer_candidate", lambda use: kernels)
     assert attention_trial._kernels(FLASHINFER, USE) is kernels
@@ -182,7 +184,7 @@ def test_a_trial_finds_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
-def test_the_stand_in_has_the_signatures_of_what_is_installed(method: str) -> None:
+def test_the_stand_in_has_the_signatures_of_the_installed_package(method: str) -> None:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper as Real
 
     theirs, own = (
@@ -192,6 +194,6 @@ def test_the_stand_in_has_the_signatures_of_what_is_installed(method: str) -> No
     assert own == theirs
 
 
-def test_recorded_steps_find_all_that_they_ask_for() -> None:
+def test_recorded_steps_have_all_methods_that_they_call() -> None:
     asked = {name for name in dir(PlanningKernels) if not name.startswith("_")}
     assert {"plan", "tile_rows", "use_plans", "write_kv"} <= asked <= set(dir(FlashInferKernels(Ours(), "fa3")))

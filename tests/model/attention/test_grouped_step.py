@@ -93,7 +93,7 @@ def alone(model: Model, tokens: bytes, kv_dtype: str = "auto") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
-def test_no_bit_depends_on_what_is_given_up(model: Model, kv_dtype: str) -> None:
+def test_no_bit_depends_on_released_parts(model: Model, kv_dtype: str) -> None:
     divided, tokens = Divided(model, kv_dtype), tokens_of(1, 400)
     blocks = np.random.default_rng(2).permutation(NUM_BLOCKS).astype(np.int32)[:25]
     holder = WindowLease(divided.pool, 0)
@@ -139,7 +139,7 @@ def test_requests_of_one_step_do_not_see_each_other(model: Model) -> None:
         assert torch.equal(logits[i], alone(model, tokens))
 
 
-def test_a_chunk_that_names_no_parts_is_a_bug_of_the_caller(model: Model) -> None:
+def test_a_chunk_without_parts_is_a_bug_of_the_caller(model: Model) -> None:
     divided, tokens = Divided(model), tokens_of(1, 20)
     blocks = np.arange(2, dtype=np.int32)
     with pytest.raises(InvariantViolation, match="parts: the chunks have none, and the pool has"):

@@ -30,7 +30,7 @@ def attention_of(module: PreTrainedModel, layer: int = 1) -> Any:
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_scores_and_values_are_those_of_keys_and_values_of_each_head(name: str, is_exact: bool) -> None:
+def test_scores_and_values_match_those_of_expanded_keys_and_values(name: str, is_exact: bool) -> None:
     module = module_of(name)
     part = attention_of(module)
     latent, rotated = torch.randn(1, 1, 9, RANK), torch.randn(1, 1, 9, ROPE_DIM)
@@ -49,7 +49,7 @@ def test_scores_and_values_are_those_of_keys_and_values_of_each_head(name: str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_exact_mode_no_bit_of_a_row_depends_on_their_number(dtype: torch.dtype) -> None:
+def test_exact_mode_is_batch_invariant(dtype: torch.dtype) -> None:
     module = module_of(dtype=dtype)
     LatentParts(module, is_exact=True)
     heads = attention_of(module).latent_heads
@@ -61,7 +61,7 @@ def test_in_exact_mode_no_bit_of_a_row_depends_on_their_number(dtype: torch.dtyp
         assert torch.equal(heads.values(attended[start:end]), values[start:end])
 
 
-def test_undone_layers_make_keys_and_values() -> None:
+def test_undone_layers_expand_keys_and_values() -> None:
     module = module_of()
     parts = LatentParts(module, is_exact=False)
     latent, rotated = torch.randn(1, 1, 9, RANK), torch.randn(1, 1, 9, ROPE_DIM)
@@ -99,7 +99,7 @@ def _choosing(part: Any) -> None:
         (_choosing, r"DeepseekV3Attention: expected attention to all latents, got an indexer that chooses some"),
     ],
 )
-def test_latents_that_are_used_otherwise_are_refused(change: Callable[[Any], None], reason: str) -> None:
+def test_latents_with_another_use_are_rejected(change: Callable[[Any], None], reason: str) -> None:
     module = module_of()
     change(attention_of(module))
     with pytest.raises(UnsupportedModel, match=f"^{reason}"):
@@ -160,7 +160,7 @@ def test_a_layer_without_values_or_latents_is_refused() -> None:
         _attention_forward(layer, query, query, None, None, radix_step=Recorder())
 
 
-def test_a_layer_whose_weight_the_heads_have_sees_no_rows() -> None:
+def test_an_absorbed_layer_is_not_called() -> None:
     module, layer = nn.Module(), nn.Module()
     layer.kv_b_proj, layer.o_proj = nn.Linear(2, 2), nn.Linear(2, 2)
     module.layer = layer

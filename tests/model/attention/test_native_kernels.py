@@ -57,7 +57,7 @@ def test_a_step_is_planned_once_for_each_window(library: ctypes.CDLL, monkeypatc
     assert planned == [None, 50]
 
 
-def test_layers_that_differ_in_more_than_their_window_are_told_apart(library: ctypes.CDLL) -> None:
+def test_layers_that_differ_in_more_than_their_window_have_separate_plans(library: ctypes.CDLL) -> None:
     step, kernels = make_step([100, 0], [5, 70], GQA), NativeKernels(library)
     for options in ({}, {"softcap": 3.0}, {"window": 30}, {"sinks": torch.ones(6)}, {}):
         scoring = Scoring(0.3, **options)
@@ -65,7 +65,7 @@ def test_layers_that_differ_in_more_than_their_window_are_told_apart(library: ct
         torch.testing.assert_close(attend(kernels, step, scoring), expected)
 
 
-def test_another_step_is_planned_anew(library: ctypes.CDLL) -> None:
+def test_another_step_is_planned_again(library: ctypes.CDLL) -> None:
     kernels = NativeKernels(library)
     for query_lens in ([5, 70], [1, 1], [17, 3], [5, 70]):
         step = make_step([100, 0], query_lens, GQA)

@@ -15,7 +15,7 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_key_that_no_query_notices_is_still_not_finite(bad: float, dtype: torch.dtype) -> None:
+def test_a_non_finite_key_is_detected_even_if_no_query_attends_to_it(bad: float, dtype: torch.dtype) -> None:
     """Against the query's sign an infinite key has a score of minus infinity: no weight, and a finite answer."""
     batch = PagedBatch.build([3], [3], [np.zeros(1, dtype=np.int32)], 16)
     step = PagedStep(KVPool.allocate(1, 2, 1, 16, 8, dtype=dtype), batch, TorchKernels())
@@ -47,7 +47,7 @@ def test_vectors_are_hadamard_transformed_before_int4_quantization() -> None:
     assert rotated < 0.3 * expected.norm()
 
 
-def test_what_is_beyond_the_pools_dtype_is_not_finite_there() -> None:
+def test_values_beyond_the_range_of_the_pools_dtype_are_not_finite() -> None:
     batch = PagedBatch.build([2], [2], [np.zeros(1, dtype=np.int32)], 16)
     key = torch.ones(2, 1, 8)
     key[1] = 3.4e38  # float32 has room for it
@@ -57,7 +57,7 @@ def test_what_is_beyond_the_pools_dtype_is_not_finite_there() -> None:
         assert step.is_finite.tolist() == [True, expected]
 
 
-def test_a_step_without_attention_is_a_mistake() -> None:
+def test_a_step_without_attention_raises() -> None:
     batch = PagedBatch.build([1], [1], [np.zeros(1, dtype=np.int32)], 16)
     step = PagedStep(KVPool.allocate(1, 1, 1, 16, 8, dtype=torch.float32), batch, TorchKernels())
     with pytest.raises(InvariantViolation, match="no layer of the model has attended"):

@@ -32,7 +32,7 @@ def asking(*layers: tuple[int, int, torch.dtype, Scoring]) -> Callable[..., obje
     return forward
 
 
-def test_shape_and_kinds_are_those_of_the_layers() -> None:
+def test_shape_and_kinds_match_the_layers() -> None:
     windowed = Scoring(0.25, 8, 30.0)
     forward = asking(*((layer, 16, torch.float32, windowed if layer == 1 else SCORING) for layer in range(3)))
     shape, kinds = probe_attention("Some", forward, CPU, 3)
@@ -95,7 +95,7 @@ def test_layers_with_different_heads_are_refused_beside_short_convolutions() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_latents_beside_heads_and_two_dtypes_are_refused(dtype: torch.dtype) -> None:
+def test_mixing_latents_and_heads_or_two_dtypes_is_rejected(dtype: torch.dtype) -> None:
     def forward(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
         for layer in range(2):
             key = torch.zeros(len(ids), 2, 16, dtype=dtype if layer else torch.float32)

@@ -36,7 +36,7 @@ def test_another_name_is_refused_by_name(given: str) -> None:
         refused_names("fast", {VARIABLE: given})
 
 
-def test_what_is_written_is_read() -> None:
+def test_the_written_value_is_read() -> None:
     every = list(itertools.product(NAMES, MODES))
     assert all(refused_names(mode, {VARIABLE: format_refused(every)}) == set(NAMES) for mode in MODES)
     assert refused_names("fast", {VARIABLE: format_refused(every[:1])}) == frozenset()

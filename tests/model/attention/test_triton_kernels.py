@@ -94,7 +94,7 @@ def test_in_exact_mode_no_bit_depends_on_what_was_cached_or_on_the_batch(
     assert torch.equal(kv[3, ..., :12, :], kv[7, ..., :12, :])
 
 
-def test_in_exact_mode_tiles_and_splits_do_not_fit_themselves_to_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_exact_mode_tiles_and_splits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
 
     def attend(*inputs: object, **options: object) -> None:
@@ -128,7 +128,7 @@ def test_layers_share_a_plan_if_they_have_as_many_query_heads_and_the_same_windo
 
 
 @pytest.mark.parametrize(("is_exact", "expected"), [(True, [True, True]), (False, [False, True])])
-def test_warps_specialize_where_tiles_have_the_rows_for_it(
+def test_warps_specialize_if_tiles_have_enough_rows(
     is_exact: bool, expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In exact mode that is everywhere, so that the batch does not decide it."""
@@ -149,7 +149,7 @@ def test_warps_specialize_where_tiles_have_the_rows_for_it(
 
 
 @pytest.mark.long
-def test_a_whole_model_answers_alike_whether_blocks_are_dequantized_first_or_not(
+def test_a_whole_model_agrees_with_and_without_dequantizing_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["gemma2"], tmp_path)), dtype="bfloat16"))
@@ -216,7 +216,7 @@ def test_blocks_are_dequantized_first_where_it_pays(
     assert pools_attended(kernels, query_lens, monkeypatch, windows=(None,)) == 2 * [expected]
 
 
-def test_what_is_dequantized_is_planned_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dequantization_is_planned_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
 
     def plan(*inputs: object, window: int | None, **options: Any) -> object:
@@ -230,7 +230,7 @@ def test_what_is_dequantized_is_planned_once_for_each_window(monkeypatch: pytest
     assert plans == [None, 100]
 
 
-def test_those_that_serve_do_it_if_it_pays_and_only_if_a_trial_saw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_dequantized_first_only_if_it_pays_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = TritonKernels(is_exact=False, is_specialized=True, dequantizes_first="always").for_service()
     assert pools_attended(tried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.bfloat16]
     assert pools_attended(tried, [1], monkeypatch, windows=(None,)) == 2 * [torch.int8]
@@ -262,7 +262,7 @@ PLAIN, SPECIALIZED_PLAIN = (
         ((8, 0), "int8", 64, [POINTERS], [PLAIN, POINTERS]),
     ],
 )
-def test_what_suits_gpu_pool_and_mode_is_tried_and_pointers_are_always_there(
+def test_kernels_that_suit_gpu_pool_and_mode_are_tried_and_pointers_are_the_fallback(
     capability: tuple[int, int], kv_dtype: str, block_size: int, names_exact: list[str], names_fast: list[str]
 ) -> None:
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16).stored_as(kv_dtype)

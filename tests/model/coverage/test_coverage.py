@@ -44,14 +44,14 @@ needs_the_version_of_the_page = pytest.mark.skipif(
 @pytest.mark.sampled(one_in=3)
 @needs_the_version_of_the_page
 @pytest.mark.parametrize("model_type", [*KINDS, *REFUSED])
-def test_the_page_says_what_a_trial_says(model_type: str, tmp_path: Path) -> None:
+def test_the_page_agrees_with_a_trial(model_type: str, tmp_path: Path) -> None:
     assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
 
 
 @pytest.mark.slow
 @needs_the_version_of_the_page
 @pytest.mark.parametrize("model_type", sorted(set(LINES) - {*KINDS, *REFUSED}))
-def test_the_rest_of_the_page_says_what_trials_say(model_type: str, tmp_path: Path) -> None:
+def test_the_rest_of_the_page_agrees_with_trials(model_type: str, tmp_path: Path) -> None:
     assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
 
 

@@ -98,7 +98,7 @@ def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("backend", ["native", "plain"])
 @pytest.mark.parametrize("family", list(MODELS))
 @pytest.mark.usefixtures("between_products")
-def test_a_lone_row_is_filled_up_unless_all_of_it_is_computed_alone(
+def test_a_single_row_is_padded_unless_all_its_operations_are_batch_invariant(
     family: str, backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "native" and not multiplies(torch.empty(1, 1)):
@@ -116,7 +116,7 @@ def test_a_lone_row_is_filled_up_unless_all_of_it_is_computed_alone(
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("family", list(MODELS))
 @pytest.mark.usefixtures("between_products")
-def test_answers_are_those_of_the_model_as_it_was_written(family: str, *, is_exact: bool) -> None:
+def test_answers_match_the_original_model(family: str, *, is_exact: bool) -> None:
     model = Model(family, make(family), CPU, is_exact=is_exact)
     prefix = "model.layers.0"
     found = {name for name in replaced(model.module) if name.startswith(prefix)}
@@ -139,7 +139,7 @@ def test_answers_are_those_of_the_model_as_it_was_written(family: str, *, is_exa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.usefixtures("between_products")
-def test_half_precision_passes_its_trials_too(family: str, dtype: torch.dtype) -> None:
+def test_half_precision_passes_the_checks(family: str, dtype: torch.dtype) -> None:
     model = Model(family, make(family, dtype), CPU)
     assert replaced(model.module) == replaced(Model(family, make(family), CPU).module)
     check_model(model, TorchKernels(), 16)
@@ -175,7 +175,7 @@ def without_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> t
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_computes_something_else_is_left_alone(
+def test_parts_with_different_results_are_left_alone(
     name: str, forward: Callable[..., Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = make("llama", dtype)
@@ -189,7 +189,7 @@ def test_what_computes_something_else_is_left_alone(
     assert caplog.messages[0] == f"{type(part).__name__} runs as it was written: it computes something else"
 
 
-def test_an_activation_that_is_not_known_to_be_of_single_numbers_is_left_alone() -> None:
+def test_an_activation_that_is_not_known_to_be_elementwise_is_left_alone() -> None:
     class Soft(nn.Module):
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             return rows.softmax(-1)
@@ -199,7 +199,7 @@ def test_an_activation_that_is_not_known_to_be_of_single_numbers_is_left_alone()
     assert "model.layers.0.mlp" not in replaced(Model("odd", module, CPU).module)
 
 
-def test_hooks_are_called_whatever_a_part_covers() -> None:
+def test_hooks_are_called_in_replaced_parts() -> None:
     model = Model("hooked", make("llama"), CPU)
     expected, _ = answer(model, 9)
     called: set[str] = set()

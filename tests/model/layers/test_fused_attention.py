@@ -45,7 +45,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return called
 
 
-def test_rotations_are_taken_as_they_were_tried() -> None:
+def test_rope_is_applied_as_it_was_checked() -> None:
     rows, angles = torch.zeros(1, 3, 16).bfloat16(), torch.zeros(1, 3, 8).bfloat16()
     assert ATTENTION.takes(rows, (angles, angles))
     for other in (angles.float(), angles.half(), angles[..., :4], angles[:, :2], angles.mT.contiguous().mT):
@@ -72,7 +72,7 @@ def strided_llama() -> PreTrainedModel:
 
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("make_odd", [half_olmo, strided_llama])
-def test_other_rotations_are_left_to_the_module(
+def test_other_rope_variants_are_left_to_the_module(
     make_odd: Callable[[], PreTrainedModel], sizes: list[int], *, is_exact: bool
 ) -> None:
     model = Model("odd", make_odd(), CPU, is_exact=is_exact)

@@ -48,7 +48,7 @@ def rows_of(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("backend", GATING)
-def test_a_gate_in_the_library_gives_the_modules_numbers(backend: str, *, bias: bool, is_exact: bool) -> None:
+def test_a_fused_gate_agrees_with_the_module(backend: str, *, bias: bool, is_exact: bool) -> None:
     wide = made(bias=bias).float()
     gates: set[tuple[int, int]] = set()
     mlp = packed(made(bias=bias), backend, is_exact=is_exact)
@@ -64,7 +64,7 @@ def test_a_gate_in_the_library_gives_the_modules_numbers(backend: str, *, bias: 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 15, 17, 64, 101, 512, 700])
 @pytest.mark.parametrize("backend", GATING)
-def test_rows_of_a_gate_are_alike_whatever_their_number(backend: str, count: int) -> None:
+def test_a_fused_gate_is_batch_invariant(backend: str, count: int) -> None:
     weight = torch.randn(160, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     choice = choose_gemm(weight, None, (backend,), is_exact=True)
     if choice is None:
@@ -75,14 +75,14 @@ def test_rows_of_a_gate_are_alike_whatever_their_number(backend: str, count: int
     assert torch.equal(gate.gate(rows[-count:], up), gate.gate(rows, up)[-count:])
 
 
-def test_float32_and_other_activations_keep_one_product_for_gate_and_up() -> None:
+def test_float32_and_other_activations_use_one_matmul_for_gate_and_up() -> None:
     for mlp in (made(dtype=torch.float32), made(activation="gelu")):
         packed(mlp, "blocked", is_exact=True)
         assert is_joined(mlp.gate_proj, mlp.up_proj, last=mlp.down_proj)
         assert not is_gated(mlp)
 
 
-def test_a_library_that_gates_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_gate_with_different_results_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (lambda gated: 1.05 * gated, lambda gated: gated + gated.shape[0]):
         mlp = packed(made(), "blocked", is_exact=True)
         product = mlp.gate_proj.matmul
@@ -92,7 +92,7 @@ def test_a_library_that_gates_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
             tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
 
 
-def test_a_library_that_gates_few_rows_otherwise_is_refused_in_exact_mode() -> None:
+def test_a_fused_gate_that_is_not_batch_invariant_is_rejected_in_exact_mode() -> None:
     mlp = packed(made(), "blocked", is_exact=True)
     product = mlp.gate_proj.matmul
     own = product._gate
@@ -119,7 +119,7 @@ def test_a_shape_is_tried_once() -> None:
     assert calls == []
 
 
-def test_layers_that_are_not_packed_are_neither_joined_nor_gated() -> None:
+def test_layers_that_are_not_packed_are_neither_merged_nor_fused() -> None:
     mlp = made()
     assert not is_gated(mlp)
     assert not is_joined(mlp.gate_proj, mlp.up_proj, last=mlp.down_proj)

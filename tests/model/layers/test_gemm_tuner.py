@@ -37,7 +37,7 @@ def test_a_shape_is_tried_once_on_a_machine(tmp_path: Path, trials: list[tuple[i
     assert trials == [(8, 16)]
 
 
-def test_a_log_tells_before_the_first_trial_what_takes_time(
+def test_the_log_announces_trials_before_the_first_one(
     tmp_path: Path, trials: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="radixkv"):
@@ -92,7 +92,7 @@ def test_without_a_budget_there_is_no_limit(tmp_path: Path, monkeypatch: pytest.
     assert limits_s == [math.inf]
 
 
-def test_processes_that_start_side_by_side_choose_alike(
+def test_processes_that_start_concurrently_make_the_same_choice(
     tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = (GemmTuner(is_exact=True, directory=tmp_path) for _ in range(2))
@@ -104,7 +104,7 @@ def test_processes_that_start_side_by_side_choose_alike(
     assert GemmTuner(is_exact=True, directory=tmp_path).choose(torch.empty(16, 8), None) == later
 
 
-def test_what_decides_the_order_of_sums_is_tried_anew(
+def test_a_change_that_affects_the_summation_order_leads_to_a_new_trial(
     tmp_path: Path, trials: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choose(weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_exact: bool = True, **more: int) -> int:
@@ -125,7 +125,7 @@ def test_what_decides_the_order_of_sums_is_tried_anew(
     assert choose(WEIGHT) == 9
 
 
-def test_what_older_sources_chose_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_of_older_sources_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _machine.__wrapped__()
     assert _machine.__wrapped__() == before
     monkeypatch.setattr("radixkv.kernels.native.compiler.sources", lambda: ["of another version"])
@@ -133,7 +133,7 @@ def test_what_older_sources_chose_is_not_remembered(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\x00" * 10, "[" * 100_000, " " * 2**21])
-def test_a_file_that_cannot_be_read_is_written_anew(
+def test_an_unreadable_file_is_replaced(
     text: str, tmp_path: Path, trials: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "gemms.json"
@@ -174,9 +174,7 @@ def test_an_entry_that_we_did_not_write_is_tried_again(
     assert len(trials) == 2
 
 
-def test_a_product_for_any_number_of_rows_is_remembered_without_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_for_any_row_count_is_stored_without_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = iter([GemmChoice("native")])
     monkeypatch.setattr("radixkv.model.layers.gemm_tuner.choose_gemm", lambda *_, **__: next(choices))
     for _ in range(2):
@@ -203,7 +201,7 @@ def test_the_file_is_where_caches_are(
     assert {file.name for file in (tmp_path / "radixkv").iterdir()} == {"gemms.json", "gemms.lock"}
 
 
-def test_int8_weights_are_rounded_also_in_fast_mode(tmp_path: Path) -> None:
+def test_int8_weights_are_quantized_in_fast_mode_as_well(tmp_path: Path) -> None:
     for is_exact in (True, False):
         choice = GemmTuner(is_exact=is_exact, weights="int8", directory=tmp_path).choose(WEIGHT, None)
         assert choice is not None

@@ -89,7 +89,7 @@ def replaced(module: nn.Module) -> set[str]:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("family", list(MODELS))
-def test_answers_are_those_of_transformers(family: str, device: torch.device) -> None:
+def test_answers_match_transformers(family: str, device: torch.device) -> None:
     model = fused(make(family), device)
     prefix = "model.layers.0"
     found = {name for name in replaced(model.module) if name.startswith(prefix)}
@@ -112,7 +112,7 @@ def test_answers_are_those_of_transformers(family: str, device: torch.device) ->
 
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.bfloat16), ("gemma2", torch.float16)])
-def test_half_precision_passes_its_trials_too(family: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_half_precision_passes_the_checks(family: str, dtype: torch.dtype, device: torch.device) -> None:
     model = fused(make(family, dtype), device)
     assert replaced(model.module) == replaced(fused(make(family), device).module)
     check_model(model, TorchKernels(), 4)
@@ -126,9 +126,7 @@ def test_a_model_can_stay_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_mode_fuses_the_same_parts_and_a_row_has_the_same_bits_alone(
-    dtype: torch.dtype, device: torch.device
-) -> None:
+def test_exact_mode_fuses_the_same_parts_and_is_batch_invariant(dtype: torch.dtype, device: torch.device) -> None:
     model = Model("exact", make("llama", dtype), device, is_exact=True, is_fused=True)
     assert replaced(model.module) == replaced(fused(make("llama", dtype), device).module)
     runner = Runner(model, KVStorage(4, 16, model.kv_shape, device), TorchKernels())
@@ -264,7 +262,7 @@ def at_odds_with_a_trial(self: Any, rows: torch.Tensor) -> torch.Tensor:
         ("layers.0", with_less_residual, "it computes something else"),
     ],
 )
-def test_a_part_that_computes_something_else_is_left_alone(
+def test_a_part_with_different_results_is_left_alone(
     name: str,
     forward: Callable[..., Any],
     reason: str,
@@ -314,7 +312,7 @@ def test_the_oracle_runs_as_transformers_wrote_it(device: torch.device, monkeypa
         check_model(model, TorchKernels(), 4)
 
 
-def test_hooks_are_called_whatever_a_kernel_covers(device: torch.device) -> None:
+def test_hooks_are_called_in_replaced_parts(device: torch.device) -> None:
     model = fused(make("llama"), device)
     called: set[str] = set()
 
@@ -354,7 +352,7 @@ def test_norms_in_another_dtype_than_the_model_are_not_known(device: torch.devic
     assert "model.norm" not in FusedGpuLayers(module, is_exact=False).names
 
 
-def test_a_forward_pass_that_somebody_replaced_stays(device: torch.device) -> None:
+def test_a_forward_pass_that_was_replaced_before_is_kept(device: torch.device) -> None:
     module = make("llama").to(device)
     forward = module.model.norm.forward
     module.model.norm.forward = forward

@@ -93,7 +93,7 @@ def test_a_model_has_the_same_bits(
     assert got[0].isfinite().all()
 
 
-def test_a_step_whose_rows_are_filled_up_is_asked_to_attend(calls: list[int]) -> None:
+def test_a_step_with_padded_rows_runs_its_own_attention(calls: list[int]) -> None:
     module = make("llama")
     swap_class(module.model.norm, scaled)  # is left to torch, which computes a lone row otherwise
     model = Model("padded", module, CPU)
@@ -105,7 +105,7 @@ def test_a_step_whose_rows_are_filled_up_is_asked_to_attend(calls: list[int]) ->
     assert calls == [70, 70]
 
 
-def test_rows_that_do_not_lie_in_order_are_left_to_the_parts(calls: list[int]) -> None:
+def test_strided_rows_are_left_to_the_parts(calls: list[int]) -> None:
     model = Model("odd rows", make("llama"), CPU)
     expected = answers(model, ((20, 4),))
     embedding = model.module.get_input_embeddings()
@@ -115,7 +115,7 @@ def test_rows_that_do_not_lie_in_order_are_left_to_the_parts(calls: list[int]) -
     assert calls == []
 
 
-def test_a_token_whose_keys_are_not_finite_is_told(calls: list[int]) -> None:
+def test_a_token_with_non_finite_keys_is_reported(calls: list[int]) -> None:
     model = Model("infinite", make("llama"), CPU)
     model.module.get_input_embeddings().weight.data[7 * 4] = float("inf")
     calls.clear()
@@ -133,7 +133,7 @@ class Watch:
         self.layers.append(layer)
 
 
-def test_a_watched_step_is_asked_to_attend(calls: list[int]) -> None:
+def test_a_watched_step_runs_its_own_attention(calls: list[int]) -> None:
     watcher, model = Watch(), Model("watched", make("llama"), CPU)
     calls.clear()
     got = answers(model, ((20, 4),), watched=[WatchedRows(0, 4, watcher)])
@@ -142,7 +142,9 @@ def test_a_watched_step_is_asked_to_attend(calls: list[int]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"is_reading": True}, {"kernels": TorchKernels()}], ids=["reading", "torch"])
-def test_a_step_that_does_not_write_or_is_not_in_cpp_is_asked(options: dict[str, Any], calls: list[int]) -> None:
+def test_a_step_that_does_not_write_or_is_not_in_cpp_runs_its_own_attention(
+    options: dict[str, Any], calls: list[int]
+) -> None:
     model = Model("asked", make("llama"), CPU)
     calls.clear()
     answers(model, ((20, 4),), **options)
@@ -179,7 +181,7 @@ def test_a_layer_with_a_part_that_is_not_in_cpp_is_left_alone(
     assert calls == [4]
 
 
-def test_cosines_that_do_not_lie_in_order_are_left_to_the_module(calls: list[int]) -> None:
+def test_strided_cosines_are_left_to_the_module(calls: list[int]) -> None:
     expected = answers(Model("plain", make("llama"), CPU), ((20, 4),))
     calls.clear()
     got = answers(Model("strided", strided_llama(), CPU), ((20, 4),))
@@ -199,7 +201,7 @@ def test_norms_of_all_heads_at_once_are_left_to_the_parts(calls: list[int]) -> N
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
-def test_adapters_may_add_to_all_products(calls: list[int]) -> None:
+def test_adapters_may_change_all_linear_layers(calls: list[int]) -> None:
     model = Model("adapted", make("llama"), CPU, max_adapters=1)
     calls.clear()
     answers(model, ((20, 4),))

@@ -46,7 +46,7 @@ class Given(GemmTuner):
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("backend", gemm_backends(torch.empty(1, 1)))
 @pytest.mark.parametrize("name", list(MODELS))
-def test_a_packed_model_answers_alike(name: str, backend: str, *, is_exact: bool) -> None:
+def test_a_packed_model_gives_the_same_answers(name: str, backend: str, *, is_exact: bool) -> None:
     module = built(name)
     ids = torch.arange(37)[None]
     with torch.inference_mode():
@@ -59,7 +59,7 @@ def test_a_packed_model_answers_alike(name: str, backend: str, *, is_exact: bool
 
 
 @pytest.mark.parametrize("backend", ["plain", "blocked"])
-def test_a_packed_weight_is_not_held_twice(backend: str) -> None:
+def test_a_packed_weight_is_not_stored_twice(backend: str) -> None:
     module = built("llama")
     weights = {name: weakref.ref(weight) for name, weight in module.named_parameters() if "proj.weight" in name}
     pack_linears(module, Given(backend, is_exact=False))
@@ -69,7 +69,7 @@ def test_a_packed_weight_is_not_held_twice(backend: str) -> None:
     assert "model.embed_tokens.weight" in dict(module.named_parameters()), "tied with the head, and still looked up"
 
 
-def test_what_cannot_be_computed_alike_stays_as_it_is() -> None:
+def test_layers_without_a_batch_invariant_backend_are_not_packed() -> None:
     module = built("llama")
     before = copy.deepcopy(module)
     pack_linears(module, Given(None, is_exact=True))
@@ -90,7 +90,7 @@ def test_hooks_and_layers_of_other_libraries_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (1, 0, 16), (2, 3, 16), (16,)])
-def test_leading_dimensions_stay(shape: tuple[int, ...]) -> None:
+def test_leading_dimensions_are_preserved(shape: tuple[int, ...]) -> None:
     weight = torch.randn(8, 16)
     rows = torch.randn(shape)
     for costs in ((), ((2, 1e-6),)):
@@ -105,7 +105,7 @@ def test_a_misplaced_weight_is_moved() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_layers_of_the_same_rows_are_one_product(monkeypatch: pytest.MonkeyPatch, *, bias: bool) -> None:
+def test_layers_with_the_same_input_are_merged(monkeypatch: pytest.MonkeyPatch, *, bias: bool) -> None:
     module = built("llama")
     mlp = module.model.layers[0].mlp
     if bias:
@@ -124,7 +124,7 @@ def test_layers_of_the_same_rows_are_one_product(monkeypatch: pytest.MonkeyPatch
     assert JOINS[1] == ("gate_proj", "up_proj")
 
 
-def test_layers_of_which_some_have_a_bias_stay_apart() -> None:
+def test_layers_with_and_without_bias_are_not_merged() -> None:
     module = built("llama")
     module.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(48), requires_grad=False)
     pack_linears(module, Given("blocked", is_exact=False))

@@ -93,7 +93,7 @@ def test_a_layer_that_computes_something_else_is_refused_by_name(change: str, mo
         ShortConvs(module)
 
 
-def test_convolutions_of_unlike_sizes_are_refused() -> None:
+def test_convolutions_of_different_sizes_are_rejected() -> None:
     module = module_of()
     part: Any = module.model.layers[2].conv
     part.conv = nn.Conv1d(64, 64, 4, groups=64, padding=3)

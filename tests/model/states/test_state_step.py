@@ -34,7 +34,7 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_a_causal_convolution(dtype: torch.dtype) -> None:
+def test_matches_a_causal_convolution(dtype: torch.dtype) -> None:
     pool, rows = pool_of(dtype), torch.randn(2, 37, CHANNELS).to(dtype)
     (got,) = run(pool, [(rows, pool.start, [])])
     for layer in range(2):
@@ -63,7 +63,7 @@ def test_no_bit_depends_on_chunks_or_on_other_requests(dtype: torch.dtype) -> No
     assert torch.equal(resumed, whole[:, 16:])
 
 
-def test_a_step_that_is_not_finished_leaves_all_states() -> None:
+def test_an_unfinished_step_does_not_change_states() -> None:
     pool, rows = pool_of(torch.float32), torch.randn(2, 5, CHANNELS)
     run(pool, [(rows, pool.start, [(5, 0)])])
     before = pool.states.clone()
@@ -72,7 +72,7 @@ def test_a_step_that_is_not_finished_leaves_all_states() -> None:
     assert torch.equal(pool.states.nan_to_num(7), before.nan_to_num(7))
 
 
-def test_rows_that_are_not_finite_are_told() -> None:
+def test_non_finite_rows_are_reported() -> None:
     pool, rows = pool_of(torch.float32), torch.randn(2, 5, CHANNELS)
     rows[0, 3, 7] = float("inf")
     rows[1, 1, 2] = float("nan")
