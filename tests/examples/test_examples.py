@@ -122,7 +122,7 @@ def test_the_example_of_tls_says_what_it_needs(arguments: tuple[str, ...]) -> No
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("tls_token.py ADDRESS CA_FILE, the token in RADIXKV_TOKEN.")
+    assert done.stderr.strip().endswith("tls_token.py ADDRESS CA_FILE, with the token in RADIXKV_TOKEN.")
     assert "Traceback" not in done.stderr
 
 

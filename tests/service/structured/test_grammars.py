@@ -204,7 +204,7 @@ def test_without_a_thread_a_text_is_refused_and_the_next_one_is_compiled(monkeyp
         return [(await made.constrain(SAMPLING, regex(text), MINE)).constraint for text in ("a0", "b")]
 
     assert None not in asyncio.run(ask())
-    assert "no thread to compile it: can't start new thread" in caplog.text
+    assert "no thread can be started to compile it: can't start new thread" in caplog.text
 
 
 def test_too_many_that_wait_are_refused(compiled):
