@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Rule by which the queries of one layer score keys, and the keys that they see.
+    """How the queries of one layer score keys, and which keys they see.
 
     Attributes:
         scale: factor on the dot products, above 0.
-        window: tokens that a query sees, its own included; None for all tokens up to its own.
+        window: number of tokens that a query sees, including its own; None for all tokens up to its own.
         softcap: each scaled score `s` becomes `softcap * tanh(s / softcap)`; None for no cap.
-        sinks: `[num_query_heads]`, a logit for each query head: it takes part in the sum of weights, by which they are
-            divided, and has no value. None for no sinks. Not compared.
+        sinks: attention sinks, `[num_query_heads]`: one logit per query head that is added to the denominator of the
+            softmax and has no value vector. None for no sinks. Ignored by `==`.
     """
 
     scale: float

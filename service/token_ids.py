@@ -41,7 +41,7 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
         token_ids: a sequence of ints, a numpy array of any integer dtype, an `array.array` or a torch tensor.
 
     Returns:
-        Four bytes for each id; empty for no ids.
+        Four bytes per id; empty without ids.
 
     >>> pack_token_ids([1, 258]).hex()
     '0100000002010000'

@@ -17,13 +17,13 @@ import torch
 from torch.nn.functional import pad
 
 from radixkv.kernels.cpu.attention_plan import ROWS_MULTIPLE, SUM_MULTIPLE, Demand, Group, Strip, Tails
-from radixkv.kernels.cpu.row_pieces import ELEMENTS_A_CALL, VECTOR_ELEMENTS
+from radixkv.kernels.cpu.row_pieces import ELEMENTS_PER_CALL, VECTOR_ELEMENTS
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize
 from radixkv.kernels.scoring import Scoring
 
 # The fused attention shares out blocks of this many rows or more among threads: fewer are one block.
-_ROWS_A_BLOCK = 32
+_ROWS_PER_BLOCK = 32
 
 # Scores held at once when a softcap rules out the fused attention: 64 MiB of float32.
 _SOFTCAP_SCORES = 1 << 24
@@ -224,7 +224,7 @@ def _attend(
     Returns:
         Rows like `query`, and the logarithms of their sums of weights, float32 `[n, num_kv_heads, num_rows]`.
     """
-    if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_A_BLOCK and torch.get_num_threads() > 1:
+    if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_PER_BLOCK and torch.get_num_threads() > 1:
         # The library would compute a lone product on all its threads, and its sums in parts.
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
         rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
@@ -265,7 +265,7 @@ def shares(lses: torch.Tensor) -> torch.Tensor:
             are the last ones: its tail, and its sink if there are sinks.
     """
     weights = lses.sub_(lses.amax(0))
-    for piece in torch.split(weights.view(-1), ELEMENTS_A_CALL):
+    for piece in torch.split(weights.view(-1), ELEMENTS_PER_CALL):
         piece.exp_()
     total = weights[0].clone()
     for weight in weights[1:].unbind():

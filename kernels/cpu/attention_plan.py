@@ -152,7 +152,7 @@ class Group:
     tail_rows: torch.Tensor | None
 
 
-_PARTS_A_UNIT = UNIT_TOKENS // PART_TOKENS
+_PARTS_PER_UNIT = UNIT_TOKENS // PART_TOKENS
 
 # Rows of a group, beyond which it is not worth more company, and numbers in its pieces or its mask: 64 MiB of float32.
 _GROUP_ROWS = 1024
@@ -223,7 +223,7 @@ def _tiles(batch: PagedBatch, demand: Demand) -> Iterator[_QueryTile]:
         for tile_start in range(prefix_len // TILE_TOKENS * TILE_TOKENS, kv_len, TILE_TOKENS):
             start, tile_end = max(tile_start, prefix_len), min(tile_start + TILE_TOKENS, kv_len)
             whole = _QueryTile(i, tile_start, start, tile_end, first_token + start - prefix_len)
-            step = max(1, _GROUP_NUMBERS // (_numbers_a_row(whole, demand) * demand.group_size))
+            step = max(1, _GROUP_NUMBERS // (_numbers_per_row(whole, demand) * demand.group_size))
             for at in range(start, tile_end, step):
                 yield _QueryTile(i, tile_start, at, min(at + step, tile_end), first_token + at - prefix_len)
 
@@ -235,10 +235,10 @@ def _num_parts(tile: _QueryTile, demand: Demand) -> int:
 
 def _num_pieces(num_parts: int) -> int:
     """Return how many units and parts there are before a tile that follows `num_parts` parts."""
-    return num_parts // _PARTS_A_UNIT + num_parts % _PARTS_A_UNIT
+    return num_parts // _PARTS_PER_UNIT + num_parts % _PARTS_PER_UNIT
 
 
-def _numbers_a_row(tile: _QueryTile, demand: Demand) -> int:
+def _numbers_per_row(tile: _QueryTile, demand: Demand) -> int:
     """Return the numbers in the pieces of a row or in its mask, whichever are more."""
     pieces = _num_pieces(_num_parts(tile, demand)) + 1
     return max(pieces * demand.row_numbers, _num_keys(tile, demand))
@@ -248,7 +248,7 @@ def _cut_into_groups(tiles: Sequence[_QueryTile], demand: Demand) -> Iterator[tu
     """Cut tiles in order into groups of bounded size, `[first, end)`."""
     first, rows, most = 0, 0, 0
     for i, tile in enumerate(tiles):
-        own_rows, own_numbers = (tile.end - tile.start) * demand.group_size, _numbers_a_row(tile, demand)
+        own_rows, own_numbers = (tile.end - tile.start) * demand.group_size, _numbers_per_row(tile, demand)
         all_rows, most = rows + own_rows, max(most, own_numbers)
         if rows and (all_rows > _GROUP_ROWS or all_rows * most > _GROUP_NUMBERS):
             yield first, i
@@ -275,15 +275,15 @@ def _group(batch: PagedBatch, demand: Demand, members: _Members) -> Group:
 
 def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Strip]:
     _, tables, num_parts, same_parts, first_rows = members
-    num_units = num_parts // _PARTS_A_UNIT
-    for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_A_UNIT).tolist()):
+    num_units = num_parts // _PARTS_PER_UNIT
+    for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_PER_UNIT).tolist()):
         blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
         rows = int(first_rows[first]), int(first_rows[end])
         yield from _in_place_or_copied(blocks, first_unit, UNIT_TOKENS, rows, block_size, demand)
     # Tiles that see other units have other parts, although they may share the blocks.
     same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
     for first_part, end_part, first, end in runs_in_order(num_parts.tolist(), same_parts.tolist()):
-        parts_in_units = int(num_units[first]) * _PARTS_A_UNIT
+        parts_in_units = int(num_units[first]) * _PARTS_PER_UNIT
         first_own = max(first_part, parts_in_units)
         if first_own < end_part:
             blocks = tables[first, first_own * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
@@ -301,8 +301,8 @@ def _in_place_or_copied(
     demand: Demand,
 ) -> Iterator[Strip]:
     """Cut a run of units where their blocks are not adjacent."""
-    blocks_a_unit = unit_tokens // block_size
-    by_unit = blocks.reshape(-1, blocks_a_unit)
+    blocks_per_unit = unit_tokens // block_size
+    by_unit = blocks.reshape(-1, blocks_per_unit)
     num_units = len(by_unit)
     is_in_place = np.full(num_units, demand.reads_in_place)
     is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)
@@ -370,11 +370,11 @@ def _tails_alike(
     rows = members.first_rows[list(chosen)][:, None] + own_rows
 
     first_key = int(first_keys[0]) % block_size
-    blocks_a_tile = -(-(first_key + num_keys) // block_size)
-    places = first_keys[:, None] // block_size + np.arange(blocks_a_tile)
+    blocks_per_tile = -(-(first_key + num_keys) // block_size)
+    places = first_keys[:, None] // block_size + np.arange(blocks_per_tile)
     kv_lens = np.array([batch.kv_lens[tile.request] for tile in tiles])[:, None]
     in_table = np.minimum(places, (kv_lens - 1) // block_size)
-    slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_a_tile * block_size)
+    slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_per_tile * block_size)
     # Where a tile begins inside, what only its first positions would see may not be there any more.
     first_visible = np.array([_first_visible(tile.start, demand) for tile in tiles])[:, None]
     is_written = (slots < kv_lens) & (slots >= first_visible)

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 VECTOR_ELEMENTS = 64  # two vectors of 64 bytes at once, of the smallest dtype
-ELEMENTS_A_CALL = 32_768  # at::internal::GRAIN_SIZE: more are shared out to threads
+ELEMENTS_PER_CALL = 32_768  # at::internal::GRAIN_SIZE: more are shared out to threads
 
 
 def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -43,10 +43,10 @@ def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *ar
 def _rows_of_calls(num_rows: int, num_columns: int) -> list[int]:
     num_threads = torch.get_num_threads()
     shared = num_rows - num_rows % num_threads
-    if num_threads > 1 and shared * num_columns < num_threads * ELEMENTS_A_CALL:
+    if num_threads > 1 and shared * num_columns < num_threads * ELEMENTS_PER_CALL:
         shared = 0  # torch would take fewer threads, and split it otherwise
-    rows_a_call = max(1, ELEMENTS_A_CALL // num_columns)
+    rows_per_call = max(1, ELEMENTS_PER_CALL // num_columns)
     rest = num_rows - shared
     calls = [shared] if shared else []
-    calls += [rows_a_call] * (rest // rows_a_call)
-    return calls + ([rest % rows_a_call] if rest % rows_a_call or not num_rows else [])
+    calls += [rows_per_call] * (rest // rows_per_call)
+    return calls + ([rest % rows_per_call] if rest % rows_per_call or not num_rows else [])

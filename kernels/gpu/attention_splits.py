@@ -1,7 +1,7 @@
-"""Cuts the keys of attention tiles into splits, one for each program, so that all programs end at about the same time.
+"""Cuts the keys of attention tiles into splits, one per program, so that all programs end at about the same time.
 
 fixed    keys [ 0 to 2047 )[ 2048 to 4095 )[ 4096 to 4607 )     the same cuts in any batch
-even     keys [ 0 to 1535 )[ 1536 to 3071 )[ 3072 to 4607 )     as many as the device runs at once
+even     keys [ 0 to 1535 )[ 1536 to 3071 )[ 3072 to 4607 )     as many splits as the device runs at once
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import numpy.typing as npt
 
 from radixkv.kernels.batch import Ints
 
-# Keys are walked in tiles that start at multiples of this, so splits and windows do too.
+# Programs read keys in tiles that start at multiples of this, so splits and windows start there too.
 KEY_ALIGNMENT_TOKENS = 64
 
 # A shorter split would spend more on its float32 partial result than on its keys.
 _MIN_SPLIT_TILES = 4
 
-# Estimates, in microseconds: what a program spends before and after its keys, what a launch of the merge takes, and
-# what the merge waits for each partial result of a row. And bytes a microsecond, of 3.0 TB/s: nine tenths of an H100's
-# data sheet.
-_PROGRAM_US, _MERGE_US, _PARTIAL_US, _BYTES_A_US = 3.0, 3.0, 0.5, 3e6
+# Estimates in microseconds: the time of a program before and after its keys, the time to launch the merge, and the time
+# that the merge waits for each partial result of a row. The last number is bytes per microsecond at 3.0 TB/s, nine
+# tenths of the bandwidth on the data sheet of an H100.
+_PROGRAM_US, _MERGE_US, _PARTIAL_US, _BYTES_PER_US = 3.0, 3.0, 0.5, 3e6
 
-# Sizes times tiles that are weighed, so that a plan stays a matter of some hundred microseconds.
-_MOST_WEIGHED = 1 << 14
+# Maximum number of split sizes times tiles for which costs are estimated: planning then takes some hundred
+# microseconds.
+_MAX_ESTIMATES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,9 @@ class TileCost:
     """Costs of attention tiles of some rows.
 
     Attributes:
-        programs: programs that a multiprocessor runs at once: what registers and shared memory leave room for.
-        shared_us: microseconds of a multiprocessor for 64 keys.
-        alone_us: microseconds of a program for 64 keys while it has the multiprocessor to itself.
+        programs: programs that fit on a multiprocessor at once, given their registers and shared memory.
+        shared_us: microseconds that a fully used multiprocessor takes for 64 keys of one program.
+        alone_us: microseconds per 64 keys of a program that has the multiprocessor to itself.
     """
 
     programs: int
@@ -43,47 +44,47 @@ class TileCost:
     alone_us: float
 
     def tile_us(self, num_residents: Ints | int) -> Ints | float:
-        """Return microseconds of a program for 64 keys while a multiprocessor runs this number of them."""
+        """Return the microseconds per 64 keys of a program while its multiprocessor runs `num_residents` programs."""
         return np.maximum(self.shared_us * num_residents, self.alone_us)
 
 
-# Programs by `tests/kernels/gpu/test_compile_sm90.py`, times estimated for 128 dimensions: 128 rows are bound by
-# matmuls and softmax, 16 rows by the bytes of K and V, a share of 3.0 TB/s. One group of warps with 64
-# rows leaves gaps that a second program fills.
+# By rows of a tile. `tests/kernels/gpu/test_compile_sm90.py` gives the number of programs; the times are estimates for
+# 128 dimensions. With 128 rows, matmuls and softmax are the bottleneck; with 16 rows, it is reading K and V at the
+# multiprocessor's share of 3.0 TB/s. A program with 64 rows leaves gaps that a second one fills.
 _COSTS = {16: TileCost(4, 1.44, 1.44), 64: TileCost(2, 0.475, 0.8), 128: TileCost(1, 0.95, 0.95)}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoom:
-    """The room that a device has for attention programs.
+    """How many attention programs a device runs at once.
 
     >>> [DeviceRoom(132).num_programs(tile_rows) for tile_rows in (16, 64, 128)]
     [528, 264, 132]
 
     Attributes:
         num_multiprocessors: multiprocessors of the device.
-        head_dim: numbers in a vector of one head. Beyond 128 a program needs twice the registers.
+        head_dim: dimension of a head. Above 128, a program needs twice the registers.
     """
 
     num_multiprocessors: int
     head_dim: int = 128
 
     def cost(self, tile_rows: int) -> TileCost:
-        """Return the costs of tiles of some rows."""
+        """Return the costs of tiles with `tile_rows` rows."""
         cost = _COSTS[tile_rows]
         if self.head_dim <= 128:
             return cost
         return TileCost(max(1, cost.programs // 2), 2 * cost.shared_us, 2 * cost.alone_us)
 
     def num_programs(self, tile_rows: int) -> int:
-        """Programs with tiles of some rows that the device runs at once."""
+        """Return the number of programs with tiles of `tile_rows` rows that the device runs at once."""
         return self.num_multiprocessors * self.cost(tile_rows).programs
 
     def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
-        """Return the most partial results of one KV head that `even_splits` leaves, but for joined rows.
+        """Return the maximum number of partial results per KV head after `even_splits`, without those of joined rows.
 
-        There is one for each program that the device runs at once, or for two where it runs one a multiprocessor, and
-        two for each request.
+        It is the number of programs that the device runs at once, but at least two per multiprocessor, divided by the
+        KV heads, plus two per request.
 
         >>> [DeviceRoom(132).most_partials(4, 8, tile_rows) for tile_rows in (16, 64, 128)]
         [74, 41, 41]
@@ -98,12 +99,12 @@ HOPPER = DeviceRoom(132)
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """A way to cut keys.
+    """A way to cut keys into splits.
 
     Attributes:
-        tokens: the most keys of a split, a multiple of 64.
-        is_even: whether the splits of a tile are equally long, but for 64 keys; otherwise they are cut at multiples of
-            `tokens` from position 0.
+        tokens: maximum number of keys of a split, a multiple of 64.
+        is_even: whether the splits of a tile have the same length, give or take 64 keys; otherwise keys are cut at
+            multiples of `tokens` from position 0.
     """
 
     tokens: int
@@ -116,7 +117,7 @@ class Splits:
         return -(-end // self.tokens) - start // self.tokens
 
     def bounds(self, start: Ints, end: Ints, nth: Ints, counts: Ints) -> tuple[Ints, Ints]:
-        """Return first and end key of the nth split of each range, which has `counts` of them."""
+        """Return first and end key of the nth split of each range, which has `counts` splits."""
         if self.is_even:
             num_tiles = _tiles_of(end - start)
             first, last = ((n * num_tiles // counts) * KEY_ALIGNMENT_TOKENS for n in (nth, nth + 1))
@@ -128,20 +129,21 @@ class Splits:
 def even_splits(
     num_keys: Ints, num_rows: Ints, *, num_kv_heads: int, tile_rows: int, most_partials: int, room: DeviceRoom
 ) -> Splits:
-    """Choose how many keys a program reads: what ends first by an estimate.
+    """Choose how many keys a program reads, so that by an estimate the step ends earliest.
 
-    The programs of a step run in waves. One program more than a device runs at once makes another wave, so twice the
-    programs with half of the keys are not always as good.
+    The programs of a step run in waves. One program more than the device runs at once starts another wave, so the best
+    number of splits depends on how full the last wave is.
 
-        32 tiles of rows on 20 places   [ whole ........... )[ whole .. 12 of 20 )
-                                        [ half .. )[ half .. )[ half .. )[ 4 of 20 )
+        32 tiles of rows on a device    whole  [ 20 of 20 ........ )[ 12 of 20 ........ )
+        that runs 20 programs at once   halves [ 20 of 20 )[ 20 of 20 )[ 20 of 20 )[ 4 of 20 )
 
     Args:
         num_keys: keys that each tile of rows sees, `[num_tiles]`, at least one tile.
         num_rows: rows of each tile, `[num_tiles]`.
-        num_kv_heads: KV heads; each has programs of its own.
+        num_kv_heads: KV heads; each is computed by separate programs.
         tile_rows: rows of a tile.
-        most_partials: the most partial results of one KV head, unless no split at all leaves more.
+        most_partials: maximum number of partial results per KV head. Without any split there are none, so keys that are
+            not split are always allowed.
         room: the device.
 
     Complexity: O(sizes * tiles), at most some ten thousand.
@@ -152,7 +154,7 @@ def even_splits(
     took_us = _attention_us(-(-key_tiles // counts), counts, num_kv_heads, room, tile_rows)
     partials = np.where(counts > 1, counts, 0)
     bytes_moved = 2 * 4 * room.head_dim * num_kv_heads * (partials * num_rows).sum(1)
-    took_us += np.where(partials.any(1), _MERGE_US + _PARTIAL_US * counts.max(1) + bytes_moved / _BYTES_A_US, 0.0)
+    took_us += np.where(partials.any(1), _MERGE_US + _PARTIAL_US * counts.max(1) + bytes_moved / _BYTES_PER_US, 0.0)
     is_allowed = partials.sum(1) <= most_partials
     is_allowed[0] = True
     best = int(sizes[np.argmin(np.where(is_allowed, took_us, np.inf))])
@@ -164,19 +166,19 @@ def _tiles_of(num_keys: Ints) -> Ints:
 
 
 def _sizes(longest: int, most_splits: int, num_tiles: int) -> Ints:
-    """List sizes of splits in tiles of keys: the longest tile whole, in two, in three and so on."""
+    """List sizes of splits, in tiles of keys: the whole range of keys, a half, a third and so on."""
     num_splits = np.arange(1, max(1, min(most_splits, longest // _MIN_SPLIT_TILES)) + 1)
     sizes = np.unique(-(-longest // num_splits))[::-1]
-    stride = -(-sizes.size * num_tiles // _MOST_WEIGHED)
+    stride = -(-sizes.size * num_tiles // _MAX_ESTIMATES)
     return sizes[::stride]
 
 
 def _attention_us(
     split_tiles: Ints, counts: Ints, num_kv_heads: int, room: DeviceRoom, tile_rows: int
 ) -> npt.NDArray[np.float64]:
-    """Estimate how long the programs take, the longest first, `[num_sizes]`.
+    """Estimate how long all programs take if the longest ones start first, `[num_sizes]`.
 
-    The first program of each wave is its longest, and the next wave begins when it ends.
+    The first program of each wave is its longest, and the next wave starts when it ends.
 
     Args:
         split_tiles: tiles of keys of each split of a tile of rows, `[num_sizes, num_tiles]`.

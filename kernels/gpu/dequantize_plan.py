@@ -1,7 +1,7 @@
 """Plans which blocks of a quantized pool a step dequantizes before attention rather than inside it.
 
 The attention kernel dequantizes each key again for each tile of queries. With many tiles it is cheaper to dequantize
-once, into plain blocks of the queries' dtype, and to attend over these:
+once, into plain blocks (unquantized, in the dtype of the queries), and to attend over these:
 
     request 0   [ 7 | 2 | 9 ]         plain blocks  0  1  2  3         request 0   [ 2 | 0 | 3 ]
     request 1   [ 7 | 2 | 4 ]   ──▶   of blocks     2  4  7  9   ──▶   request 1   [ 2 | 0 | 1 ]
@@ -22,15 +22,16 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4
 from radixkv.kernels.staging import to_device
 
-# Rows of queries that must see a key on average; each token has a row for each query head of a group. Estimates,
-# nothing is measured. For 64 keys of 128 dimensions a tile of 128 rows saves 206 (8 bits) or 477 (int4) instructions a
-# warp, which take 412 or 954 cycles. It reads and writes 64 KiB more, which take 4,900 cycles of a multiprocessor's
-# share of 3 TB/s. So 1,500 or 660 rows would do, and launches come on top.
+# Minimum number of query rows per key, on average, for which dequantizing first pays; each token has one row per query
+# head of a group. These are estimates, not measurements. For 64 keys of 128 dimensions, each tile of 128 rows saves 206
+# (8 bits) or 477 (int4) instructions per warp, which take 412 or 954 cycles. Dequantizing reads and writes 64 KiB more,
+# which takes 4,900 cycles at a multiprocessor's share of 3 TB/s. So it would pay from 1,500 or 660 rows on; the values
+# below include the cost of the launches.
 _MIN_ROWS_8_BITS = 1600
 _MIN_ROWS_4_BITS = 800
 
-# Steps of at most this many tokens never dequantize first, whatever the size of a group: then their launches do not
-# depend on the blocks that they read.
+# Steps of at most this number of tokens never dequantize first, so their launches do not depend on the blocks that they
+# read.
 MAX_SHORT_TOKENS = 128
 
 # Memory for plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
@@ -41,7 +42,7 @@ _DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor core
 
 @dataclass(frozen=True, slots=True)
 class DequantizePlan:
-    """Blocks to dequantize in each layer of one step, for all layers with as many query heads and the same window.
+    """Blocks to dequantize in each layer of one step, for layers with the same number of query heads and the same window.
 
     Attributes:
         block_ids: int32 `[num_blocks]` on the device, all different. Plain block `i` holds block `block_ids[i]`.
@@ -63,15 +64,15 @@ def plan_dequantize(
 ) -> DequantizePlan | None:
     """Choose the blocks that are dequantized before a step attends; None if it is cheaper inside attention.
 
-    The decision is one for the whole step. Keys of requests that only decode are dequantized too, and are counted.
+    There is one decision for the whole step: the keys of requests that only decode are counted, and dequantized too.
 
     Args:
         batch: the token rows of the step.
         pool: the K/V.
         num_query_heads: query heads of these layers, a multiple of the pool's KV heads.
         dtype: dtype of the queries, and of plain blocks.
-        window: tokens that a query sees, its own included; None for all.
-        is_forced: whether to dequantize first where it does not pay.
+        window: number of tokens that a query sees, including its own; None for all.
+        is_forced: whether to dequantize first even if it does not pay.
 
     Returns:
         A plan whose tensors live on the device of `batch.block_tables`. None if the pool is not quantized, the queries
@@ -82,7 +83,7 @@ def plan_dequantize(
         return None
     group_size = num_query_heads // pool.num_kv_heads
     min_rows = _MIN_ROWS_4_BITS if pool.dtype == INT4 else _MIN_ROWS_8_BITS
-    # No key is seen by more rows than there are, so most steps need no look at their blocks.
+    # A key is seen by at most all rows of the step, so most steps can be decided without looking at their blocks.
     if not is_forced and (batch.num_tokens <= MAX_SHORT_TOKENS or batch.num_tokens * group_size < min_rows):
         return None
 

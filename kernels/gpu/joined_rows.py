@@ -1,4 +1,4 @@
-"""Joins the rows of requests that share K/V, so that attention reads it once a tile of rows, not once a request.
+"""Joins the rows of requests that share K/V, so that attention reads it once per tile of rows, not once per request.
 
 request 0   [ system prompt )[ document ......... )[ own )        rows 0 to 3
 request 1   [ system prompt )[ document ......... )[ own )        rows 4 to 7
@@ -19,11 +19,12 @@ from radixkv.kernels.batch import Ints, PagedBatch, spread
 from radixkv.kernels.gpu.attention_splits import Splits
 from radixkv.kernels.shared_prefix import OrderedRun, prefix_order, runs_in_order
 
-# A join must save this number of key reads for each of its rows. An estimate: it leaves a row two more float32 results
-# at most, and to write one and read it again moves the bytes of two bfloat16 keys with their values.
-_SAVED_KEYS_A_ROW = 4
+# A join must save at least this number of key reads per row. This is an estimate: a join adds at most two float32
+# partial results per row, and writing and reading one of them moves as many bytes as two bfloat16 keys with their
+# values.
+_SAVED_KEYS_PER_ROW = 4
 
-# Keys are joined in units of this size where splits fit the batch, or else in units of a split.
+# Keys are joined in units of this size if splits depend on the batch; in exact mode, in units of a split.
 _UNIT_TOKENS = 256
 
 
@@ -48,7 +49,7 @@ class Joins:
     """All joins of a batch.
 
     Attributes:
-        joins: a join comes before those that continue it.
+        joins: ordered so that a join precedes those that continue its keys.
         requests: requests in the order of their rows, `[num_joined_requests]`.
         end_keys: keys that each request of the batch has in joins, all from position 0, `[num_requests]`.
     """
@@ -58,7 +59,7 @@ class Joins:
     end_keys: Ints
 
     def num_tile_keys(self, tile_rows: int) -> int:
-        """Keys that tiles of `tile_rows` joined rows read."""
+        """Return the number of keys that tiles of `tile_rows` joined rows read."""
         return sum(-(-(end_row - row) // tile_rows) * (end - start) for start, end, row, end_row, _ in self.joins)
 
     def tiles(self, tile_rows: int) -> tuple[Ints, Ints]:
@@ -77,9 +78,9 @@ class Joins:
             splits: how keys are cut.
 
         Returns:
-            Pieces `[6, num_pieces]`: a request that has the keys, first and end joined row of the tile, first and end
-            key, and the number of the piece among those that each of its rows sees. And the pieces that each request of
-            the batch sees, `[num_requests]`.
+            Pieces `[6, num_pieces]`: a request whose block table has the keys, first and end joined row of the tile,
+            first and end key, and the index of the piece among those that each of its rows sees. And the number of
+            pieces that each request of the batch sees, `[num_requests]`.
         """
         num_seen = np.zeros_like(self.end_keys)
         parts = [np.empty((6, 0), dtype=np.int64)]
@@ -99,7 +100,7 @@ class Joins:
 
 
 def may_join(batch: PagedBatch, window: int | None) -> bool:
-    """Whether any requests begin with the same block, and the window of the layers hides no key from anybody."""
+    """Whether any requests begin with the same block, and the window of the layers hides no key from any request."""
     if window is not None and window < max(batch.kv_lens):
         return False
     first_blocks = batch.host_tables[:, 0].tolist()
@@ -107,7 +108,7 @@ def may_join(batch: PagedBatch, window: int | None) -> bool:
 
 
 def unit_tokens(block_size: int) -> int:
-    """Return the keys of a unit where splits fit the batch: at least a block.
+    """Return the keys of a unit if splits depend on the batch: at least a block.
 
     >>> unit_tokens(64), unit_tokens(512)
     (256, 512)
@@ -116,10 +117,11 @@ def unit_tokens(block_size: int) -> int:
 
 
 def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int, unit_tokens: int) -> Joins | None:
-    """Find the keys whose readers are better joined.
+    """Find the keys for which joining rows is faster.
 
-    Rows are joined where that reads fewer tiles: two requests with a row each need one tile instead of two; two that
-    fill a tile each need two either way. Nothing is joined whose float32 results would move more bytes than it saves.
+    Joining rows is worthwhile if fewer tiles read the keys: two requests with one row each need one tile instead of
+    two, but two requests that fill a tile each need two tiles either way. Rows are not joined if the float32 partial
+    results would move more bytes than the join saves.
 
     >>> tables = [np.array(blocks, dtype=np.int32) for blocks in ([7, 2, 5, 1], [7, 2, 4, 0], [7, 2, 5, 3])]
     >>> batch = PagedBatch.build([1, 1, 1], [200, 250, 220], tables, block_size=64)
@@ -132,21 +134,21 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
     Args:
         batch: the token rows of the step.
         num_rows: rows of each request that may be joined, less than `tile_rows` if any, `[num_requests]`.
-        positions: position of the first of these rows, `[num_requests]`. They share only keys that lie before it.
+        positions: position of the first of these rows, `[num_requests]`. Rows share only keys before it.
         tile_rows: rows of a tile.
         unit_tokens: keys are joined in units of this size.
 
     Returns:
-        None where nothing is worth joining, or if a unit is not whole blocks.
+        None if nothing is worth joining, or if a unit is not a whole number of blocks.
     """
-    blocks_a_unit, rest = divmod(unit_tokens, batch.block_size)
+    blocks_per_unit, rest = divmod(unit_tokens, batch.block_size)
     num_units = np.where(num_rows > 0, positions // unit_tokens, 0)
     if rest or not num_units.any():
         return None
-    last_blocks = batch.host_tables[num_units > 0, blocks_a_unit - 1].tolist()  # of the first unit
+    last_blocks = batch.host_tables[num_units > 0, blocks_per_unit - 1].tolist()  # of the first unit
     if len(set(last_blocks)) == len(last_blocks):
         return None
-    order, same_units = prefix_order(batch.host_tables, num_units, blocks_a_unit)
+    order, same_units = prefix_order(batch.host_tables, num_units, blocks_per_unit)
     all_runs = runs_in_order(num_units[order].tolist(), same_units.tolist())
     runs, end_units = _worthwhile(all_runs, num_rows[order], tile_rows, unit_tokens)
     if not runs:
@@ -165,7 +167,7 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
 def _worthwhile(
     runs: Sequence[OrderedRun], num_rows: Ints, tile_rows: int, unit_tokens: int
 ) -> tuple[list[OrderedRun], Ints]:
-    """Choose the runs to join. What comes before a join is joined as well.
+    """Choose the runs to join. The keys before a join are joined as well.
 
     Args:
         runs: from `runs_in_order`.
@@ -173,7 +175,8 @@ def _worthwhile(
         tile_rows, unit_tokens: as for `join_rows`.
 
     Returns:
-        The runs in their order, and the units that each request has in them, in the order of requests.
+        The chosen runs in their order, and the number of units that each request has in them, in that order of
+        requests.
     """
     worthwhile: list[OrderedRun] = []
     end_units = np.zeros_like(num_rows)
@@ -182,7 +185,7 @@ def _worthwhile(
         rows = int(num_rows[first:end].sum())
         saved_tiles = end - first - -(-rows // tile_rows)
         saved_keys = saved_tiles * (end_unit - first_unit) * unit_tokens
-        if saved_keys >= _SAVED_KEYS_A_ROW * rows or end_units[first:end].any():
+        if saved_keys >= _SAVED_KEYS_PER_ROW * rows or end_units[first:end].any():
             end_units[first:end] = np.maximum(end_units[first:end], end_unit)
             worthwhile.append(run)
     return worthwhile[::-1], end_units

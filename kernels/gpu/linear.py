@@ -303,10 +303,10 @@ def _place_of(  # type: ignore[no-untyped-def]
     GROUP_TILES: tl.constexpr,
 ):
     """Return the first row and column of a tile: down through some tiles of rows, then on to the next columns."""
-    tiles_a_group = GROUP_TILES * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
-    first_row_tile = tile // tiles_a_group * GROUP_TILES
+    tiles_per_group = GROUP_TILES * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
+    first_row_tile = tile // tiles_per_group * GROUP_TILES
     num_in_group = tl.minimum(num_row_tiles - first_row_tile, GROUP_TILES)
-    place = tile % tiles_a_group
+    place = tile % tiles_per_group
     return (first_row_tile + place % num_in_group) * TILE_ROWS, place // num_in_group * TILE_COLUMNS
 
 

@@ -85,7 +85,7 @@ class LowRankStep:
 RANKS = (16, 32, 64, 128)
 
 _TILE_COLUMNS = 64
-_COLUMNS_A_PROGRAM = 512
+_COLUMNS_PER_PROGRAM = 512
 _TRIED_ROWS = 50  # of a trial: three tiles and a part of one
 
 
@@ -123,7 +123,7 @@ def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site:
     if not out.is_contiguous() or rank not in RANKS:
         raise ValueError(f"out: expected contiguous rows, and a rank of {RANKS}, got strides {out.stride()}, {rank}")
     out_features, element_bytes = out.shape[-1], rows.element_size()
-    _add_tile[(len(step.tiles), triton.cdiv(out_features, _COLUMNS_A_PROGRAM))](
+    _add_tile[(len(step.tiles), triton.cdiv(out_features, _COLUMNS_PER_PROGRAM))](
         flat,
         out,
         step.order,
@@ -137,7 +137,7 @@ def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site:
         TILE_ROWS=TILE_ROWS,
         TILE_FEATURES=256 // element_bytes if rank <= 64 else 128 // element_bytes,
         TILE_COLUMNS=_TILE_COLUMNS,
-        COLUMNS_A_PROGRAM=_COLUMNS_A_PROGRAM,
+        COLUMNS_PER_PROGRAM=_COLUMNS_PER_PROGRAM,
         num_warps=4,
         num_stages=3,
         enable_fp_fusion=True,  # triton's default changes with 3.10
@@ -182,7 +182,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_FEATURES: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    COLUMNS_A_PROGRAM: tl.constexpr,
+    COLUMNS_PER_PROGRAM: tl.constexpr,
 ):
     """Add to some columns of a tile of rows of one adapter."""
     tile = tiles + tl.program_id(0) * 3
@@ -207,8 +207,8 @@ def _add_tile(  # type: ignore[no-untyped-def]
         inner = tl.dot(r, d.T, inner, input_precision="ieee")
     inner = inner.to(dtype)  # [TILE_ROWS, RANK]
 
-    first = tl.program_id(1) * COLUMNS_A_PROGRAM
-    for column in tl.range(first, min(first + COLUMNS_A_PROGRAM, OUT_FEATURES), TILE_COLUMNS):
+    first = tl.program_id(1) * COLUMNS_PER_PROGRAM
+    for column in tl.range(first, min(first + COLUMNS_PER_PROGRAM, OUT_FEATURES), TILE_COLUMNS):
         columns = column + tl.arange(0, TILE_COLUMNS)
         is_column = columns < OUT_FEATURES
         u = tl.load(up + columns[:, None] * RANK + ranks[None, :], mask=is_column[:, None], other=0.0)

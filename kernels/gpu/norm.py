@@ -18,7 +18,7 @@ from radixkv.kernels.norm_style import TORCH, NormStyle
 
 # Columns at a time: 16 values a thread of 8 warps.
 _MAX_BLOCK_COLUMNS = 4096
-_COLUMNS_A_WARP = 512
+_COLUMNS_PER_WARP = 512
 
 
 def row_mean(rows: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _block_columns(num_columns: int) -> int:
 
 
 def _num_warps(block_columns: int) -> int:
-    return max(1, block_columns // _COLUMNS_A_WARP)
+    return max(1, block_columns // _COLUMNS_PER_WARP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,7 +10,7 @@ from radixkv.kernels.gpu.flat_rows import DTYPES
 
 # Columns of a program: 8 values a thread of 4 warps.
 _MAX_BLOCK_COLUMNS = 1024
-_COLUMNS_A_WARP = 256
+_COLUMNS_PER_WARP = 256
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             UP_STRIDE=up_stride,
             NUM_COLUMNS=num_columns,
             BLOCK_COLUMNS=block,
-            num_warps=max(1, block // _COLUMNS_A_WARP),
+            num_warps=max(1, block // _COLUMNS_PER_WARP),
             enable_fp_fusion=True,
         )
     return output.view(gate.shape)

@@ -1,6 +1,7 @@
 """Calls the GEMM of `gemm.cpp`: linear layers with a weight that was packed once.
 
-They are a `GemmBackend` once a library is in use. A row's bits depend on it alone, however many rows there are.
+This module is a `GemmBackend` as soon as `use` has set a library. The bits of an output row depend only on its input
+row and the weight, not on the number of rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from radixkv.kernels.native.library import KINDS
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
-DTYPES = tuple(KINDS)  # of weights that are multiplied
+DTYPES = tuple(KINDS)  # supported dtypes of weights
 
 
 class _Library(NamedTuple):
@@ -40,17 +41,22 @@ class _Matmul(ctypes.Structure):
 
 
 class Panels:
-    """Weights, laid out for `multiply` as one.
+    """One or more weights, packed in the layout that `multiply` reads, as one matrix.
 
     Args:
-        weights: `[features, in_features]`, which the library in use `multiplies`; the first one's features come first.
+        weights: `[features, in_features]` each, for which `multiplies` is true. Their features are concatenated in
+            order.
     """
 
     def __init__(self, *weights: torch.Tensor) -> None:
         library = _in_use()
-        self.out_features, (in_features, dtype) = sum(map(len, weights)), (weights[0].shape[1], weights[0].dtype)
-        num_features, num_numbers = library.panel_features, library.word_numbers[dtype]
-        num_panels, num_words = -(-self.out_features // num_features), in_features // num_numbers
+        in_features = weights[0].shape[1]
+        dtype = weights[0].dtype
+        self.out_features = sum(map(len, weights))
+        num_features = library.panel_features
+        num_numbers = library.word_numbers[dtype]
+        num_panels = -(-self.out_features // num_features)
+        num_words = in_features // num_numbers
         # [num_panels, num_words, features, numbers of a word]
         self.numbers = torch.empty(num_panels, num_words, num_features, num_numbers, dtype=dtype)
         start = 0
@@ -64,10 +70,10 @@ class Panels:
 
 
 def use(library: ctypes.CDLL) -> None:
-    """Let a library compute linear layers.
+    """Use a compiled library for all linear layers from now on.
 
     Args:
-        library: of `load_library`.
+        library: returned by `load_library`.
     """
     global _library
     names = ("multiply", "lay_out", "panel_features", "word_numbers")
@@ -80,7 +86,7 @@ def use(library: ctypes.CDLL) -> None:
 
 
 def multiplies(weight: torch.Tensor) -> bool:
-    """Whether a library is in use that computes a weight like this one."""
+    """Return whether a library is in use that supports a weight of this shape and dtype."""
     if _library is None or weight.dtype not in _library.word_numbers:
         return False
     return weight.shape[1] % _library.word_numbers[weight.dtype] == 0
@@ -92,14 +98,14 @@ def _in_use() -> _Library:
 
 
 def multiply(rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the output, as `GemmBackend.multiply` does. Sums are float32 and rounded once, after the bias."""
+    """Return the output, see `GemmBackend.multiply`. Sums are float32; they are rounded once, after adding the bias."""
     return _computed(rows, weight, bias, None, None)
 
 
 def gate(
     rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None, up: Panels, up_bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return SiLU of one output times another, rounded once."""
+    """Return the SiLU of the output of `weight`, times the output of `up`, rounded once."""
     return _computed(rows, weight, bias, up, up_bias)
 
 

@@ -12,8 +12,8 @@ from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 Run = tuple[int, int, tuple[int, ...]]  # first and end unit, and the requests
 
 
-def shared_runs(tables: list[list[int]], num_units: list[int], blocks_a_unit: int) -> list[Run]:
-    order, same_units = prefix_order(np.array(tables, dtype=np.int32), num_units, blocks_a_unit)
+def shared_runs(tables: list[list[int]], num_units: list[int], blocks_per_unit: int) -> list[Run]:
+    order, same_units = prefix_order(np.array(tables, dtype=np.int32), num_units, blocks_per_unit)
     runs = runs_in_order([num_units[request] for request in order], same_units.tolist())
     return [
         (first_unit, end_unit, tuple(sorted(order[first:end].tolist()))) for first_unit, end_unit, first, end in runs
@@ -21,7 +21,7 @@ def shared_runs(tables: list[list[int]], num_units: list[int], blocks_a_unit: in
 
 
 def _by_definition(
-    tables: list[list[int]], num_units: list[int], blocks_a_unit: int
+    tables: list[list[int]], num_units: list[int], blocks_per_unit: int
 ) -> dict[tuple[int, int], set[int]]:
     """Return the requests that share each unit of each request."""
     return {
@@ -29,30 +29,30 @@ def _by_definition(
             other
             for other, table in enumerate(tables)
             if num_units[other] > unit
-            and table[: (unit + 1) * blocks_a_unit] == tables[request][: (unit + 1) * blocks_a_unit]
+            and table[: (unit + 1) * blocks_per_unit] == tables[request][: (unit + 1) * blocks_per_unit]
         }
         for request, count in enumerate(num_units)
         for unit in range(count)
     }
 
 
-@pytest.mark.parametrize("blocks_a_unit", [1, 3])
-def test_each_unit_is_in_one_run_with_all_requests_that_share_it(blocks_a_unit: int) -> None:
+@pytest.mark.parametrize("blocks_per_unit", [1, 3])
+def test_each_unit_is_in_one_run_with_all_requests_that_share_it(blocks_per_unit: int) -> None:
     for seed in range(300):
         rng = random.Random(seed)
         tables: list[list[int]] = []
         for _ in range(rng.randint(1, 9)):
             base = rng.choice(tables)[: rng.randint(0, 12)] if tables and rng.random() < 0.8 else []
             tables.append(base + [rng.randint(0, 2) for _ in range(12 - len(base))])
-        num_units = [rng.randint(0, 12 // blocks_a_unit) for _ in tables]
-        runs = shared_runs(tables, num_units, blocks_a_unit)
+        num_units = [rng.randint(0, 12 // blocks_per_unit) for _ in tables]
+        runs = shared_runs(tables, num_units, blocks_per_unit)
         got: dict[tuple[int, int], set[int]] = {}
         for first_unit, end_unit, requests in runs:
             for request in requests:
                 for unit in range(first_unit, end_unit):
                     assert (request, unit) not in got, "one run a unit"
                     got[request, unit] = set(requests)
-        assert got == _by_definition(tables, num_units, blocks_a_unit)
+        assert got == _by_definition(tables, num_units, blocks_per_unit)
 
 
 def test_without_sharing_there_is_one_run_per_request() -> None:

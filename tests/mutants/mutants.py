@@ -498,8 +498,8 @@ ENGINE_MUTANTS = (
 KERNEL_MUTANTS = (
     Mutant(
         "kernels/shared_prefix.py",
-        "np.minimum(same_blocks // blocks_a_unit, np.minimum(ordered[1:], ordered[:-1]))",
-        "same_blocks // blocks_a_unit",
+        "np.minimum(same_blocks // blocks_per_unit, np.minimum(ordered[1:], ordered[:-1]))",
+        "same_blocks // blocks_per_unit",
     ),
     Mutant("kernels/shared_prefix.py", "        if common > start:\n", "        if True:\n"),
     Mutant(

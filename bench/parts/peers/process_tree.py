@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def read_processes() -> dict[int, tuple[int, float]]:
@@ -17,7 +17,7 @@ def read_processes() -> dict[int, tuple[int, float]]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            found[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_A_SECOND)
+            found[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_SECOND)
     return found
 
 

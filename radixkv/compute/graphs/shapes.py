@@ -19,7 +19,7 @@ _MOST_TOKENS = (128, 512)
 
 # Estimates: 25 launches a layer take the host 30 us each, and a GPU makes 4e14 operations a second.
 _LAUNCHES_S = 25 * 30e-6
-_OPERATIONS_A_S = 4e14
+_OPERATIONS_PER_S = 4e14
 
 # Requests in recorded steps for short prompts alone. Each has a row of logits, and a row costs time.
 _FEW_REQUESTS = 4
@@ -81,7 +81,7 @@ def most_recorded_tokens(num_parameters: int, num_layers: int) -> int:
         num_layers: layers of the model.
     """
     least, most = _MOST_TOKENS
-    num_tokens = num_layers * _LAUNCHES_S * _OPERATIONS_A_S / (2 * num_parameters)
+    num_tokens = num_layers * _LAUNCHES_S * _OPERATIONS_PER_S / (2 * num_parameters)
     return next((n for n in reversed(_doubling(least, most)) if n <= num_tokens), least)
 
 

@@ -29,8 +29,8 @@ Response = prefill_pb2.GenerateResponse | bytes
 class GenerateCall:
     """Runs the completions of one prompt and yields their responses.
 
-        start ─▶ one request of the engine per completion ─▶ TokenStream ─▶ responses: chunks, then a last one each
-        close: cancels what still runs
+        start ─▶ one request to the engine per completion ─▶ TokenStream ─▶ responses: chunks, then a last one each
+        close ─▶ cancels completions that still run
 
     Args:
         engine: generates.
@@ -38,7 +38,7 @@ class GenerateCall:
         writer: serializes large responses.
         held: counts the bytes of unsent tokens.
         params: the prompt.
-        stops: stop strings; None without any.
+        stops: stop strings; None if there are none.
     """
 
     def __init__(

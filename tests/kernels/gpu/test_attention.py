@@ -200,7 +200,7 @@ LEVELS = {1: (0, 8), 2: (0, 18), 4: (3, 5)}
 @pytest.fixture
 def eager_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Join rows wherever that reads fewer tiles, be they few."""
-    monkeypatch.setattr(joined_rows, "_SAVED_KEYS_A_ROW", 0.01)
+    monkeypatch.setattr(joined_rows, "_SAVED_KEYS_PER_ROW", 0.01)
 
 
 def shared_step(query_lens: list[int], heads: Heads, device: str, **options: Any) -> Step:

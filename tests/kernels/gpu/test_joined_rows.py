@@ -24,7 +24,7 @@ def joined(batch: PagedBatch, num_rows: int | list[int], tile_rows: int = 16, un
 @pytest.mark.parametrize("unit_tokens", [16, 32])
 def test_joins_hold_what_their_requests_share(unit_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random tables. With an eager rule every key of a request is joined that two of them share, in large tiles."""
-    monkeypatch.setattr(joined_rows, "_SAVED_KEYS_A_ROW", 1e-3)
+    monkeypatch.setattr(joined_rows, "_SAVED_KEYS_PER_ROW", 1e-3)
     num_joined = 0
     for seed in range(200):
         rng = random.Random(seed)

@@ -17,7 +17,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import AttentionPlan, plan_attention
 from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom
 
-_PROGRAM_US, _MERGE_US, _PARTIAL_US, _BYTES_A_US = 3.0, 3.0, 0.5, 3e6
+_PROGRAM_US, _MERGE_US, _PARTIAL_US, _BYTES_PER_US = 3.0, 3.0, 0.5, 3e6
 _PROGRAMS_BEFORE = 264
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -81,7 +81,7 @@ def _merge_us(plan: AttentionPlan, num_kv_heads: int) -> float:
     if not plan.num_partial_rows:
         return 0.0
     num_bytes = 2 * 4 * HEAD_DIM * num_kv_heads * plan.num_partial_rows
-    return _MERGE_US + _PARTIAL_US * int(plan.merges[:, 4].max()) + num_bytes / _BYTES_A_US
+    return _MERGE_US + _PARTIAL_US * int(plan.merges[:, 4].max()) + num_bytes / _BYTES_PER_US
 
 
 def batch_of(lens: Iterable[tuple[int, int]]) -> PagedBatch:
