@@ -42,7 +42,7 @@ _DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor core
 
 @dataclass(frozen=True, slots=True)
 class DequantizePlan:
-    """Blocks to dequantize in each layer of one step, for layers with the same number of query heads and the same window.
+    """Blocks to dequantize in each layer of one step, for layers with equally many query heads and the same window.
 
     Attributes:
         block_ids: int32 `[num_blocks]` on the device, all different. Plain block `i` holds block `block_ids[i]`.
