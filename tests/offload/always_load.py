@@ -11,9 +11,9 @@ class AlwaysLoad(LoadOrCompute):
     """Always loads stored blocks, and looks up those that may be stored, however long that takes."""
 
     def choose(self, start_token: int, stores: Sequence[str]) -> LoadDecision:
-        """Choose all."""
+        """Choose all blocks."""
         return LoadDecision(len(stores), None, None)
 
     def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
-        """Ask always."""
+        """Always ask."""
         return True

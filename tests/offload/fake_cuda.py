@@ -1,4 +1,4 @@
-"""CUDA streams, events and a runtime without a GPU, which do everything as late as the order of the streams allows."""
+"""CUDA streams, events and a runtime without a GPU, which run everything as late as the order of the streams allows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class FakeCuda(TorchFunctionMode):
         self._current = before
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """Launch what a step does."""
+        """Launch the work of a step."""
         self.compute.work.append(lambda: (kernel(), None)[1])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

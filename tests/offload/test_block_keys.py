@@ -72,8 +72,8 @@ def test_another_secret_makes_other_keys() -> None:
     assert BlockKeys(FORMAT, b"other").root(NAMESPACE) != KEYS.root(NAMESPACE) != BlockKeys(FORMAT).root(NAMESPACE)
 
 
-def test_keys_are_the_same_tomorrow() -> None:
-    """Whatever changes this loses what every shared and every persistent store holds."""
+def test_keys_are_stable() -> None:
+    """A change of these keys makes the contents of all shared and persistent stores useless."""
     key = KEYS.child(KEYS.root(NAMESPACE), tokens_of(1))
     assert key.hex() == "a87496d0d5617f08bb54197f046c6f3c57266d71bac4a6cba156ea42cfe8dcdb"
 

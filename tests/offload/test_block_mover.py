@@ -22,7 +22,7 @@ def pool_of(dtype: torch.dtype, *, is_by_layer: bool = False, is_latent: bool = 
 @pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4])
-def test_blocks_come_back_as_they_were(dtype: torch.dtype, is_by_layer: bool, is_latent: bool) -> None:
+def test_blocks_are_restored_bitwise(dtype: torch.dtype, is_by_layer: bool, is_latent: bool) -> None:
     pool = pool_of(dtype, is_by_layer=is_by_layer, is_latent=is_latent)
     mover = BlockMover([pool])
     before = pool.blocks.clone()
@@ -69,7 +69,7 @@ def test_both_orders_of_a_pool_make_the_same_payload() -> None:
     ]
 
 
-def test_payloads_of_pools_that_store_otherwise_have_other_layouts() -> None:
+def test_payloads_of_different_formats_have_different_layouts() -> None:
     pairs, latents = (pool_of(torch.float32, is_latent=is_latent) for is_latent in (False, True))
     assert BlockMover([pairs]).payload_bytes == 2 * BlockMover([latents]).payload_bytes
     assert len({payload_layout([pool]) for pool in (pairs, latents, pool_of(torch.int4))}) == 3
@@ -78,7 +78,7 @@ def test_payloads_of_pools_that_store_otherwise_have_other_layouts() -> None:
 @pytest.mark.parametrize("num_whole", [0, 2])
 @pytest.mark.parametrize("is_by_layer", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_a_block_comes_back_with_its_part_or_without(dtype: torch.dtype, is_by_layer: bool, num_whole: int) -> None:
+def test_a_block_is_restored_with_its_part_or_without(dtype: torch.dtype, is_by_layer: bool, num_whole: int) -> None:
     parts = pool_of(dtype, is_by_layer=is_by_layer)
     pool = pool_of(dtype, is_by_layer=is_by_layer, num_layers=num_whole)
     mover = BlockMover([pool], [parts])

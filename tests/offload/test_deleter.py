@@ -10,7 +10,7 @@ from tests.patience import PATIENCE_S
 
 
 class Store:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Sequence[bytes], Future[int | None]]] = []
@@ -20,7 +20,7 @@ class Store:
         return self.told[-1][1]
 
 
-def test_what_could_not_be_asked_is_asked_again() -> None:
+def test_failed_deletions_are_retried() -> None:
     store = Store()
     tier_index = TierIndex("disk", 10)
     deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
@@ -57,7 +57,7 @@ def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_d
     assert store.told[1][0] == [b"b"]
 
 
-def test_of_what_a_store_should_not_have_nothing_is_deleted_that_it_has_again() -> None:
+def test_blocks_that_are_stored_again_are_not_deleted() -> None:
     store = Store()
     tier_index = TierIndex("disk", 10)
     deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]
@@ -71,7 +71,7 @@ def test_of_what_a_store_should_not_have_nothing_is_deleted_that_it_has_again() 
     assert [keys for keys, _ in store.told] == [[b"c"], [b"b"]]
 
 
-def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
+def test_the_engine_is_woken_when_a_call_must_be_retried() -> None:
     store = Store()
     tier_index = TierIndex("disk", 10)
     woken = list[bool]()
@@ -83,7 +83,7 @@ def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
     assert woken == [True]
 
 
-def test_the_end_waits_for_what_is_not_deleted_yet() -> None:
+def test_finish_waits_for_open_deletions() -> None:
     store = Store()
     tier_index = TierIndex("disk", 10)
     deleter = Deleter(SimpleNamespace(tiers={"disk": tier_index}), {"disk": store})  # type: ignore[arg-type, dict-item]

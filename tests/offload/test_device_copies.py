@@ -1,4 +1,4 @@
-"""Copies between a GPU's pool and host memory, in streams that do everything as late as they may."""
+"""Copies between a GPU's pool and host memory, in streams that run everything as late as possible."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_blocks_are_read_after_the_step_before_and_before_the_step_after(gpu: Gp
     assert gpu.cuda.num_blocking_copies == 0
 
 
-def test_a_thread_that_waits_for_a_copy_waits_for_nothing_behind_it(gpu: Gpu) -> None:
+def test_waiting_for_a_copy_does_not_wait_for_later_ones(gpu: Gpu) -> None:
     gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(1))
     read = gpu.mover.read([3])
     gpu.cuda.launch(lambda: gpu.pool.blocks.fill_(2))
@@ -92,7 +92,7 @@ def test_a_block_is_saved_before_what_is_loaded_in_its_place(gpu: Gpu) -> None:
     assert set(gpu.pool.blocks[3].tolist()) == {2}
 
 
-def test_a_slot_is_not_used_again_before_the_copy_that_uses_it_is_complete(gpu: Gpu) -> None:
+def test_a_slot_is_not_reused_before_its_copy_is_complete(gpu: Gpu) -> None:
     for start in (lambda: gpu.mover.read([0, 1]).copy, lambda: gpu.mover.write([0], [staged(gpu), staged(gpu)][:1])):
         copy = start()  # the caller keeps no payload
         gc.collect()

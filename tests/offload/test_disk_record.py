@@ -1,4 +1,4 @@
-"""The next process finds whose blocks are on a disk, and none that it can't name."""
+"""The next process finds the blocks on the disk with their namespaces, and deletes blocks of unknown ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def store(path: Path, blocks: Sequence[BlockObject], noted: Sequence[Namespace])
 
 
 def read(path: Path) -> tuple[Sequence[tuple[bytes, Namespace]], int | None]:
-    """Return what a new process finds, and how many blocks the disk has then."""
+    """Return what a new process finds, and the number of blocks that the disk holds afterwards."""
     disk = disk_at(path)
     found, _ = DiskRecord(disk, KEYS).read()
     left = disk.size().num_objects
@@ -61,7 +61,7 @@ def read(path: Path) -> tuple[Sequence[tuple[bytes, Namespace]], int | None]:
     return found, left
 
 
-def test_blocks_are_found_with_their_owners_in_the_order_in_which_they_go(tmp_path: Path) -> None:
+def test_blocks_are_found_with_their_owners_in_eviction_order(tmp_path: Path) -> None:
     ours = blocks_of(ACME, range(12))
     theirs = blocks_of(OTHER, range(8))
     written = [ours[2], theirs[1], theirs[0], ours[1], ours[0]]
@@ -70,16 +70,16 @@ def test_blocks_are_found_with_their_owners_in_the_order_in_which_they_go(tmp_pa
     assert read(tmp_path) == ([(each.key, owners[each.key]) for each in written], 5)
 
 
-def test_what_nobody_can_purge_is_deleted(tmp_path: Path) -> None:
-    """Its owner is not known."""
+def test_blocks_of_unknown_namespaces_are_deleted(tmp_path: Path) -> None:
+    """The namespace is unknown."""
     ours = blocks_of(ACME, range(12))
     theirs = blocks_of(OTHER, range(8))
     store(tmp_path, [*ours, *theirs], [ACME])
     assert read(tmp_path) == ([(each.key, ACME) for each in ours], 3)
 
 
-def test_a_block_is_found_although_those_before_it_are_gone(tmp_path: Path) -> None:
-    """Ends of prompts leave the device before their beginnings, which a process that is killed takes with it."""
+def test_a_block_is_found_even_if_the_blocks_before_it_are_gone(tmp_path: Path) -> None:
+    """The end of a prompt is evicted to the disk before its beginning, which is lost if the process is killed."""
     ours = blocks_of(ACME, range(12))
     store(tmp_path, ours[1:], [ACME])
     assert read(tmp_path) == ([(each.key, ACME) for each in ours[1:]], 2)
@@ -93,7 +93,7 @@ def test_blocks_of_invoked_adapters_are_found(tmp_path: Path) -> None:
     assert read(tmp_path) == ([(first.key, ACME), (key, invoked)], 2)
 
 
-def test_blocks_of_namespaces_that_their_keys_do_not_tell_apart_are_deleted(tmp_path: Path) -> None:
+def test_blocks_of_namespaces_with_equal_tags_are_deleted(tmp_path: Path) -> None:
     """A namespace of another model has the same tags."""
     blocks = blocks_of(ACME, range(8))
     store(tmp_path, [*blocks, *blocks_of(OTHER, range(8))], [ACME, ACME._replace(model="another"), OTHER, OTHER])
@@ -108,7 +108,7 @@ def test_what_was_stored_with_another_secret_is_deleted(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_the_next_process_finds_blocks_in_the_order_that_was_noted(tmp_path: Path) -> None:
+def test_the_next_process_finds_blocks_in_the_recorded_order(tmp_path: Path) -> None:
     first, second, third = blocks_of(ACME, range(12))
     disk = disk_at(tmp_path)
     record = DiskRecord(disk, KEYS)
@@ -119,7 +119,7 @@ def test_the_next_process_finds_blocks_in_the_order_that_was_noted(tmp_path: Pat
     assert [key for key, _ in read(tmp_path)[0]] == [third.key, second.key, first.key]
 
 
-def test_priorities_end_at_the_same_time_of_day_whatever_the_clocks_begin_with(tmp_path: Path) -> None:
+def test_priorities_expire_at_the_same_time_of_day_in_the_next_process(tmp_path: Path) -> None:
     kept = [
         (b"a" * 32, RetentionHint(80, None)),
         (b"b" * 32, RetentionHint(10, 1060.0)),
@@ -135,7 +135,7 @@ def test_priorities_end_at_the_same_time_of_day_whatever_the_clocks_begin_with(t
         disk.close()
 
 
-def test_priorities_that_nobody_may_have_are_left_out(tmp_path: Path) -> None:
+def test_invalid_priorities_are_ignored(tmp_path: Path) -> None:
     disk = disk_at(tmp_path)
     PriorityFile(disk.path / "priorities").write(
         [StoredPriority(b"a" * 32, 101, None), StoredPriority(b"b" * 32, 80, float("nan"))]
@@ -144,7 +144,7 @@ def test_priorities_that_nobody_may_have_are_left_out(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_disk_that_fails_keeps_no_priorities(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_priorities_are_lost_if_the_disk_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk = disk_at(tmp_path)
     (tmp_path / FORMAT.fingerprint / "priorities").mkdir()
     record = DiskRecord(disk, KEYS)
@@ -182,7 +182,7 @@ def _fail(_: Sequence[bytes]) -> int:
     raise StoreUnavailable("gone")
 
 
-def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
+def test_namespaces_without_blocks_are_forgotten_when_there_are_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_record, "_MIN_UNUSED_NAMESPACES", 10)
@@ -205,7 +205,7 @@ def test_names_of_namespaces_without_blocks_are_forgotten_before_they_are_many(
     again.close()
 
 
-def test_what_is_stored_while_a_disk_is_read_is_no_block_of_an_earlier_process(
+def test_blocks_stored_during_the_scan_are_not_blocks_of_an_earlier_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(tmp_path, blocks_of(ACME, range(8)), [ACME])
@@ -225,7 +225,7 @@ def test_what_is_stored_while_a_disk_is_read_is_no_block_of_an_earlier_process(
     disk.close()
 
 
-def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tmp_path: Path) -> None:
+def test_retention_survives_a_process_that_ends_during_its_scan(tmp_path: Path) -> None:
     ours = blocks_of(ACME, range(12))
     may_list = threading.Event()
     store(tmp_path, ours, [ACME])
@@ -256,7 +256,7 @@ def test_retention_outlasts_a_process_that_ends_while_it_still_lists_the_disk(tm
 ROWS = [StoredPriority(bytes(32), 100, None), StoredPriority(b"\xff" * 32, 0, 1234.5)]
 
 
-def test_what_was_written_is_read_once(tmp_path: Path) -> None:
+def test_priorities_are_read_once(tmp_path: Path) -> None:
     PriorityFile(tmp_path / "priorities").write(ROWS[1:])
     PriorityFile(tmp_path / "priorities").write(ROWS)
     assert PriorityFile(tmp_path / "priorities").take() == ROWS
@@ -264,13 +264,13 @@ def test_what_was_written_is_read_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_file(tmp_path: Path) -> None:
     PriorityFile(tmp_path / "priorities").write([])
     assert (tmp_path / "priorities").stat().st_mode & 0o777 == 0o600
     assert PriorityFile(tmp_path / "priorities").take() == []
 
 
-def test_a_file_that_is_cut_holds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_file_has_no_priorities(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "priorities"
     PriorityFile(path).write(ROWS)
     path.write_bytes(path.read_bytes()[:-1])

@@ -6,7 +6,7 @@ BLOCK = 64
 
 
 def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None = None) -> LoadOrCompute:
-    """Make one that knows the time of a token, and of loads: seconds of a call, and seconds a block."""
+    """Return a choice with measured times: seconds per token, and of loads, seconds per call and per block."""
     choice = LoadOrCompute(BLOCK)
     choice.note_step(token_s * 512, [(0, 512)])
     for store, (call_s, block_s) in (loads or {}).items():
@@ -16,7 +16,7 @@ def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None
     return choice
 
 
-def test_what_was_never_measured_is_loaded() -> None:
+def test_a_tier_without_measurements_is_used() -> None:
     assert LoadOrCompute(BLOCK).choose(0, ["host"] * 3) == LoadDecision(3, None, None)
     assert measured().choose(0, ["host"] * 3).num_blocks == 3
 
@@ -63,7 +63,7 @@ def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
     assert 10 < num_left_out < 100
 
 
-def test_blocks_in_line_make_a_store_slower() -> None:
+def test_queued_blocks_make_a_store_slower() -> None:
     choice = measured(loads={"host": (0.0, 0.05)})
     assert choice.choose(0, ["host"] * 2).num_blocks == 2
     choice.note_start("host", 10)
@@ -89,7 +89,7 @@ def test_new_measurements_replace_old_ones() -> None:
     assert choice.choose(0, ["host"]).num_blocks == 1
 
 
-def test_steps_that_decode_tell_nothing_of_prompts() -> None:
+def test_decode_steps_do_not_count_as_prefill() -> None:
     choice = measured(loads={"host": (0.0, 0.1)})
     for _ in range(200):
         choice.note_step(1.0, [(100, 101), (200, 201)])
@@ -105,11 +105,11 @@ def test_a_step_counts_by_its_tokens() -> None:
     assert many.choose(0, ["host"]).num_blocks == 1
 
 
-def test_nothing_to_load_is_nothing_loaded() -> None:
+def test_without_stored_blocks_nothing_is_loaded() -> None:
     assert measured().choose(0, []) == LoadDecision(0, None, None)
 
 
-def test_a_shared_store_is_asked_for_what_takes_longer_to_compute_than_its_answer() -> None:
+def test_a_shared_store_is_asked_if_computing_takes_longer_than_its_answer() -> None:
     choice = measured()
     assert choice.is_worth_asking("redis", 0, 1)
     choice.note_answer("redis", 0.1)
@@ -117,7 +117,7 @@ def test_a_shared_store_is_asked_for_what_takes_longer_to_compute_than_its_answe
     assert choice.is_worth_asking("redis", 0, 128)
 
 
-def test_what_is_left_out_is_tried_again_after_a_while() -> None:
+def test_a_tier_that_was_too_slow_is_tried_again_after_a_while() -> None:
     choice = measured(loads={"disk": (0.0, 0.1)})
     choice.note_answer("redis", 0.1)
     assert not choice.choose(0, ["disk"]).num_blocks

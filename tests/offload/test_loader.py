@@ -1,4 +1,4 @@
-"""Blocks that are loaded for a model whose windowed layers have parts: a hit ends where its window has its own."""
+"""Loads for a model with windowed layers: a hit ends where the blocks of its window have their parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loaded(result: PrefillResult) -> tuple[int, int]:
 
 
 def parts_of(bench: TieredBench, ids: range) -> list[bool]:
-    """Whether each block that the device has of a prompt has its part."""
+    """Whether each block of a prompt on the device has its part."""
     (pool,) = bench.cache.windows.pools
     return [pool.part_of(each) != NO_PART for each in bench.cache.found_blocks(NAMESPACE, tokens(ids))]
 
@@ -75,7 +75,7 @@ def test_what_is_left_on_the_device_without_parts_is_of_no_use_where_the_store_h
     assert result.next_token_id == next_token(tokens(PROMPT))
 
 
-def test_others_leave_a_full_device_for_a_prompt_whose_end_is_loaded() -> None:
+def test_other_blocks_are_evicted_for_a_prompt_whose_end_is_loaded() -> None:
     bench = bench_of(num_blocks=24)
     bench.prefill(PROMPT)
     bench.clock.now += 1

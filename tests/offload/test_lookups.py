@@ -1,4 +1,4 @@
-"""Servers that share a store find in it what the others computed."""
+"""Servers that share a store find the blocks that the others computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def two_servers(num_blocks: int = 4) -> tuple[TieredBench, TieredBench, SteppedS
     return TieredBench(num_blocks, redis=store), TieredBench(num_blocks, redis=store), store
 
 
-def test_what_one_server_computed_another_one_finds() -> None:
+def test_one_server_finds_what_another_computed() -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT)
     assert store.memory.size().num_objects == 3, "stored when it is published, and nobody asks for anything more"
@@ -50,7 +50,7 @@ def test_generated_blocks_are_shared_as_well() -> None:
     assert remote(second.prefill([*answer, 1])) == 12
 
 
-def test_a_prompt_is_followed_as_far_as_it_is_stored() -> None:
+def test_a_prompt_is_loaded_up_to_the_first_block_that_is_not_stored() -> None:
     first, second, _ = two_servers(8)
     first.prefill(PROMPT)
     assert remote(second.prefill([*range(9), *range(50, 60)])) == 8
@@ -69,14 +69,14 @@ def test_a_gap_on_the_own_host_is_filled_from_the_shared_store() -> None:
     assert (usage.host_tokens, usage.remote_tokens) == (8, 4)
 
 
-def test_tenants_find_nothing_of_each_other() -> None:
+def test_tenants_do_not_find_blocks_of_each_other() -> None:
     first, second, _ = two_servers()
     first.prefill(PROMPT, tenant="acme")
     assert remote(second.prefill(PROMPT, tenant="other")) == 0
     assert remote(second.prefill(PROMPT, tenant="acme")) == 12
 
 
-def test_what_is_known_to_be_there_is_not_sent_again() -> None:
+def test_blocks_that_are_known_to_be_stored_are_not_sent_again() -> None:
     first, second, _ = two_servers()
     for bench in (first, second):
         bench.prefill(PROMPT)
@@ -95,7 +95,7 @@ def test_what_the_store_has_lost_is_computed_and_sent_again() -> None:
     assert store.memory.size().num_objects == 3
 
 
-def test_what_is_cached_or_may_not_be_read_is_not_asked_for() -> None:
+def test_cached_blocks_and_requests_that_do_not_read_the_cache_need_no_lookup() -> None:
     bench = TieredBench(redis=SteppedStore(100))
     bench.prefill(PROMPT)
     bench.submit(PROMPT)
@@ -104,7 +104,7 @@ def test_what_is_cached_or_may_not_be_read_is_not_asked_for() -> None:
     bench.run()
 
 
-def test_others_go_on_while_a_request_waits_for_an_answer() -> None:
+def test_other_requests_run_while_one_waits_for_a_lookup() -> None:
     bench = TieredBench(8, redis=SteppedStore(100))
     waiting = bench.submit(PROMPT)
     short = bench.submit(range(3))
@@ -116,7 +116,7 @@ def test_others_go_on_while_a_request_waits_for_an_answer() -> None:
 
 
 @pytest.mark.parametrize("error", [StoreLate("late"), StoreUnavailable("gone")])
-def test_without_an_answer_it_is_computed(error: Exception) -> None:
+def test_a_prompt_is_computed_if_the_lookup_fails(error: Exception) -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT)
     store.error = error
@@ -141,7 +141,7 @@ def test_a_request_that_was_purged_publishes_nothing_of_what_others_computed_sin
     assert second.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
 
 
-def test_who_is_cancelled_or_late_waits_for_no_answer() -> None:
+def test_a_cancelled_or_late_request_does_not_wait_for_its_lookup() -> None:
     bench = TieredBench(redis=SteppedStore(100))
     late = bench.submit(PROMPT, deadline_s=5.0)
     cancelled = bench.submit(FLOOD)
@@ -154,7 +154,7 @@ def test_who_is_cancelled_or_late_waits_for_no_answer() -> None:
     assert not bench.offload._lookups._num_open
 
 
-def test_nobody_asks_where_computing_is_faster_than_the_answer() -> None:
+def test_no_lookup_starts_if_computing_is_faster_than_the_answer() -> None:
     first, second, store = two_servers(16)
     first.prefill(PROMPT)
     second.choice.note_step(8e-6, [(0, 8)])
@@ -176,7 +176,7 @@ def test_nobody_asks_where_computing_is_faster_than_the_answer() -> None:
 
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_of_two_servers_reads_only_what_is_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_traffic_of_two_servers_reads_only_its_own_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake device raises where a position holds anything but K and V of this prefix."""
     monkeypatch.setattr(offload, "_RETRY_PERIOD_S", 0.0)
     rng = random.Random(seed)

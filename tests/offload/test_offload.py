@@ -1,4 +1,4 @@
-"""Blocks that leave the device come back exactly, whatever the stores do meanwhile."""
+"""Evicted blocks are restored exactly, whatever the stores do in the meantime."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_evicted_prompt_is_loaded_and_not_computed() -> None:
 def test_stores_do_not_work_while_a_step_keeps_the_host_busy(
     is_asynchronous: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They get what left when the step has been started, or when its answers were given if the host computes it."""
+    """Copies are saved after a step is launched, or after its results are sent if the host computes it."""
     bench = TieredBench()
     monkeypatch.setattr(bench.runner, "is_asynchronous", is_asynchronous)
     bench.prefill(PROMPT)
@@ -86,7 +86,7 @@ def test_stores_do_not_work_while_a_step_keeps_the_host_busy(
     assert [*seen, len(bench.stores["host"].calls)] == calls
 
 
-def test_a_probe_tells_what_is_stored() -> None:
+def test_a_probe_reports_stored_tokens() -> None:
     bench = TieredBench(num_blocks=6)
     bench.prefill(PROMPT)
     bench.evict(3)  # of four blocks
@@ -96,7 +96,7 @@ def test_a_probe_tells_what_is_stored() -> None:
 
 
 def at_rest() -> TieredBench:
-    """A bench whose store has taken a prompt's blocks since the engine has come to rest."""
+    """A bench whose store has stored the blocks of a prompt since the engine became idle."""
     bench = TieredBench()
     bench.prefill(PROMPT)
     bench.submit(FLOOD)
@@ -107,22 +107,22 @@ def at_rest() -> TieredBench:
     return bench
 
 
-def test_the_first_request_after_a_rest_loads_what_was_stored_meanwhile() -> None:
+def test_the_first_request_after_an_idle_time_loads_blocks_stored_in_it() -> None:
     assert loaded(at_rest().prefill(PROMPT)) == (0, 12, 0)
 
 
-def test_a_probe_after_a_rest_tells_what_was_stored_meanwhile() -> None:
+def test_a_probe_after_an_idle_time_reports_blocks_stored_in_it() -> None:
     assert at_rest().core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 12
 
 
 def flood(bench: TieredBench, num_prompts: int) -> None:
-    """Let other prompts pass through the device and the stores."""
+    """Run other prompts through the device and the stores."""
     for seed in range(1, num_prompts + 1):
         bench.prefill(range(1000 * seed, 1000 * seed + 15))
         bench.evict(4)
 
 
-def test_a_stored_prompt_that_is_retained_outlives_others() -> None:
+def test_a_retained_stored_prompt_is_evicted_after_others() -> None:
     bench = emptied(TieredBench(host=8))
     retained = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90, ttl_s=100.0))
     assert retained.grant == Grant(12, 0, 1, bench.clock() + 100.0), "three whole blocks are stored"
@@ -133,7 +133,7 @@ def test_a_stored_prompt_that_is_retained_outlives_others() -> None:
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
 
 
-def test_a_prompt_that_is_retained_no_more_goes_with_the_others() -> None:
+def test_a_prompt_whose_retention_ended_is_evicted_like_others() -> None:
     bench = emptied(TieredBench(host=8))
     bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90))
     bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(50))
@@ -141,7 +141,7 @@ def test_a_prompt_that_is_retained_no_more_goes_with_the_others() -> None:
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
 
 
-def test_a_prompt_that_is_nowhere_is_not_retained_when_it_comes() -> None:
+def test_a_prompt_that_is_not_stored_is_not_retained_later() -> None:
     bench = TieredBench(host=8)
     assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)
     flood(emptied(bench), 4)
@@ -159,7 +159,7 @@ def test_what_a_store_holds_is_listed_by_namespace() -> None:
 
 
 def fetched_from(bench: TieredBench, first_block: int = 0) -> FetchedBlocks:
-    """The prompt's blocks, as they come from another server."""
+    """The blocks of the prompt, as fetched from another server."""
     bench.prefill(PROMPT)
     blocks = list(bench.index.key_blocks(NAMESPACE, tokens(PROMPT)))[first_block:]
     block_ids = bench.cache.match(NAMESPACE, tokens(PROMPT)).block_ids.tolist()
@@ -182,8 +182,8 @@ def test_blocks_that_come_with_a_request_are_not_computed_and_stay() -> None:
     assert loaded(bench.prefill(PROMPT)) == (12, 0, 0)
 
 
-def test_fetched_blocks_are_there_until_the_engine_copied_them() -> None:
-    """Whoever fetched them counts their bytes as long."""
+def test_fetched_blocks_are_kept_until_the_engine_has_copied_them() -> None:
+    """The fetcher counts their bytes until then."""
     bench = TieredBench(num_blocks=4)
     fetched = fetched_from(TieredBench())
     busy = bench.generate(range(100, 106), 9)
@@ -201,7 +201,7 @@ def test_fetched_blocks_are_there_until_the_engine_copied_them() -> None:
     assert kept() is None
 
 
-def test_blocks_behind_others_that_are_gone_meanwhile_are_of_no_use() -> None:
+def test_fetched_blocks_after_evicted_ones_are_not_used() -> None:
     result = submitted(TieredBench(), fetched_from(TieredBench(), first_block=1))
     assert (result.usage.remote_tokens, result.usage.computed_tokens) == (0, 13)
 
@@ -211,7 +211,7 @@ def test_a_request_that_may_not_read_uses_no_blocks_that_come_with_it() -> None:
     assert (result.usage.remote_tokens, result.usage.computed_tokens) == (0, 13)
 
 
-def test_a_purge_takes_the_blocks_that_came_with_a_waiting_request() -> None:
+def test_a_purge_drops_the_blocks_that_came_with_a_waiting_request() -> None:
     bench = TieredBench()
     future: Future[PrefillResult] = Future()
     fetched = fetched_from(TieredBench())
@@ -221,7 +221,7 @@ def test_a_purge_takes_the_blocks_that_came_with_a_waiting_request() -> None:
     assert future.result(0).usage.computed_tokens == 13
 
 
-def test_without_stores_it_is_computed() -> None:
+def test_a_prompt_is_computed_without_stores() -> None:
     bench = emptied(TieredBench(host=100))
     bench.index.purge(None, None, None)
     assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
@@ -244,7 +244,7 @@ def test_a_partly_shared_block_is_replaced_by_the_whole_one() -> None:
 
 
 def test_a_partly_shared_block_is_replaced_also_for_a_request_that_writes_nothing() -> None:
-    """The copy of the shared part would come after what was loaded, and over it."""
+    """Otherwise the copy of the shared part would overwrite the loaded block."""
     bench = TieredBench(num_blocks=8)
     bench.prefill(PROMPT)
     bench.evict(4)
@@ -252,7 +252,7 @@ def test_a_partly_shared_block_is_replaced_also_for_a_request_that_writes_nothin
     assert loaded(bench.prefill(PROMPT, write_cache=False)) == (6, 6, 0)
 
 
-def test_blocks_that_leave_for_a_loaded_prompt_are_saved_before_they_are_written_over() -> None:
+def test_blocks_evicted_for_a_loaded_prompt_are_saved_before_they_are_overwritten() -> None:
     bench = emptied(TieredBench())
     bench.prefill(FLOOD)
     assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
@@ -273,7 +273,7 @@ def test_a_block_stored_once_is_not_written_again() -> None:
     assert sum(bench.offload.tiers["host"].counts().saved.values()) == 3
 
 
-def test_tenants_load_nothing_of_each_other() -> None:
+def test_tenants_do_not_load_blocks_of_each_other() -> None:
     bench = TieredBench()
     bench.prefill(PROMPT, tenant="acme")
     bench.prefill(FLOOD, tenant="acme")
@@ -282,7 +282,7 @@ def test_tenants_load_nothing_of_each_other() -> None:
     assert loaded(bench.prefill(PROMPT, tenant="acme")) == (0, 12, 0)
 
 
-def test_adapters_load_nothing_of_each_other() -> None:
+def test_adapters_do_not_load_blocks_of_each_other() -> None:
     bench = TieredBench()
     bench.prefill(PROMPT, adapter="law")
     bench.prefill(FLOOD)
@@ -291,7 +291,7 @@ def test_adapters_load_nothing_of_each_other() -> None:
     assert loaded(bench.prefill(PROMPT, adapter="law")) == (0, 12, 0)
 
 
-def test_other_requests_go_on_while_blocks_are_loaded() -> None:
+def test_other_requests_run_while_blocks_are_loaded() -> None:
     bench = emptied(TieredBench(num_blocks=5))
     waiting = bench.submit(PROMPT)
     assert not bench.core.has_work  # nothing to compute until the store answers
@@ -324,7 +324,7 @@ def test_what_a_store_does_not_answer_is_computed(error: Exception) -> None:
     assert result.next_token_id == next_token(tokens(PROMPT))
 
 
-def test_a_store_that_works_again_has_what_it_had() -> None:
+def test_a_store_that_recovers_still_has_its_blocks() -> None:
     bench = emptied(TieredBench(num_blocks=4))
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
@@ -344,8 +344,8 @@ def test_what_a_store_has_lost_is_computed_and_stored_again() -> None:
     assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
 
 
-def test_what_a_store_gave_up_and_took_in_one_call_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows which came first, so it is deleted."""
+def test_a_block_evicted_and_stored_in_one_call_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is unknown, so the block is deleted."""
     bench = TieredBench()
     (store,) = bench.stores.values()
     put = store.memory.put
@@ -357,7 +357,7 @@ def test_what_a_store_gave_up_and_took_in_one_call_is_not_trusted(monkeypatch: p
     assert len(bench.index.tiers["host"]) == store.memory.size().num_objects == 2
 
 
-def test_after_a_gap_nothing_is_used() -> None:
+def test_blocks_after_a_gap_are_not_used() -> None:
     bench = emptied(TieredBench())
     (store,) = bench.stores.values()
     found = bench.index.find(NAMESPACE, tokens(PROMPT), 0)
@@ -365,7 +365,7 @@ def test_after_a_gap_nothing_is_used() -> None:
     assert loaded(bench.prefill(PROMPT)) == (0, 4, 0)
 
 
-def test_a_request_that_is_cancelled_gives_its_load_back() -> None:
+def test_a_cancelled_request_releases_its_load() -> None:
     bench = emptied(TieredBench())
     (store,) = bench.stores.values()
     bench.submit(PROMPT).cancel()
@@ -385,7 +385,7 @@ def test_a_deadline_ends_a_request_that_waits_for_a_store() -> None:
     bench.run()
 
 
-def test_what_a_paused_generation_lost_is_loaded_and_not_computed_again() -> None:
+def test_evicted_blocks_of_a_preempted_generation_are_loaded_and_not_recomputed() -> None:
     bench = TieredBench(num_blocks=8)
     futures = [bench.generate(range(first, first + 9), 16) for first in (0, 100)]
     bench.run()
@@ -400,7 +400,7 @@ def test_what_a_paused_generation_lost_is_loaded_and_not_computed_again() -> Non
     assert bench.offload.tiers["host"].counts().loaded
 
 
-def test_a_generation_may_be_cancelled_while_it_waits_again() -> None:
+def test_a_preempted_generation_can_be_cancelled_while_its_blocks_are_loaded() -> None:
     bench = TieredBench(num_blocks=8)
     futures = [bench.generate(range(first, first + 9), 16) for first in (0, 100)]
     while not bench.offload._loader._pending:
@@ -419,7 +419,7 @@ def test_a_request_that_may_not_read_loads_nothing() -> None:
     assert loaded(bench.prefill(PROMPT, read_cache=False)) == (0, 0, 0)
 
 
-def test_a_request_that_may_not_write_publishes_nothing_of_what_it_loads() -> None:
+def test_a_request_that_does_not_write_the_cache_publishes_no_loaded_blocks() -> None:
     bench = emptied(TieredBench())
     assert loaded(bench.prefill(PROMPT, write_cache=False)) == (0, 12, 0)
     assert bench.cache.match(NAMESPACE, tokens(PROMPT)).cached_tokens == 0
@@ -433,7 +433,7 @@ def test_nothing_of_a_purged_namespace_is_loaded() -> None:
     assert store.memory.size().num_objects == 0
 
 
-def test_what_a_store_could_not_delete_is_deleted_later_also_if_no_request_comes() -> None:
+def test_failed_deletions_are_retried_even_without_requests() -> None:
     bench = emptied(TieredBench())
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
@@ -446,7 +446,7 @@ def test_what_a_store_could_not_delete_is_deleted_later_also_if_no_request_comes
     assert bench.core.seconds_to_rest() is None
 
 
-def test_deletions_that_fail_are_tried_once_in_a_second_and_in_one_call() -> None:
+def test_failed_deletions_are_retried_once_per_second_in_one_call() -> None:
     bench = TieredBench(host=3)
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
@@ -465,7 +465,7 @@ def test_deletions_that_fail_are_tried_once_in_a_second_and_in_one_call() -> Non
     assert len(store.calls) == 1
 
 
-def test_what_is_purged_and_leaves_again_before_the_store_works_is_deleted() -> None:
+def test_purged_blocks_that_are_evicted_again_before_the_store_recovers_are_deleted() -> None:
     bench = emptied(TieredBench())
     (store,) = bench.stores.values()
     store.error = StorePaused("paused")
@@ -507,7 +507,7 @@ def test_a_deletion_that_failed_is_tried_once_more_before_the_stores_are_closed(
     assert not bench.offload._deleter.has_failed
 
 
-def test_a_purge_tells_that_a_disk_could_not_be_read() -> None:
+def test_a_purge_reports_that_the_disk_could_not_be_scanned() -> None:
     bench = emptied(TieredBench(disk=100))
     bench.offload._earlier = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
     (ours, unknown) = bench.offload.purge("", None, None)
@@ -525,7 +525,7 @@ class SlowCopy(CompleteCopy):
         return self.is_over
 
 
-def test_what_a_store_lent_is_kept_until_the_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loans_are_held_until_the_device_has_copied_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = emptied(TieredBench(host=3))
     copy = SlowCopy(seconds=7.0)
     write = bench.mover.write
@@ -562,8 +562,8 @@ def _no_memory(*_: object) -> list[memoryview]:
     raise MemoryError
 
 
-def test_a_load_that_ends_while_steps_are_started_ahead_is_taken_up() -> None:
-    """Its wake-up may be over before the next step is looked at."""
+def test_a_load_that_ends_while_steps_run_ahead_is_used() -> None:
+    """Its wake-up may be consumed before the next step is checked."""
     bench = emptied(TieredBench(num_blocks=16))
     (store,) = bench.stores.values()
     long = bench.generate(range(100, 104), 40)
@@ -600,7 +600,7 @@ def test_a_purge_reaches_what_is_still_being_saved() -> None:
     assert loaded(bench.prefill(PROMPT)) == (0, 0, 0)
 
 
-def test_what_waits_to_be_stored_is_bounded() -> None:
+def test_copies_waiting_to_be_stored_are_bounded() -> None:
     bench = TieredBench(max_bytes=2 * 4096)
     bench.prefill(PROMPT)
     bench.submit(FLOOD)
@@ -611,7 +611,7 @@ def test_what_waits_to_be_stored_is_bounded() -> None:
     assert loaded(bench.prefill(PROMPT)) == (0, 8, 0), "the end was dropped"
 
 
-def test_what_is_loaded_at_a_time_is_bounded() -> None:
+def test_loaded_blocks_are_bounded() -> None:
     bench = emptied(TieredBench(max_bytes=4 * 4096))
     bench.offload._loader._num_free_blocks = 2
     result = bench.prefill(PROMPT)
@@ -622,7 +622,7 @@ def test_what_is_loaded_at_a_time_is_bounded() -> None:
 
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_traffic_reads_only_its_own_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake device raises where a position holds anything but K and V of this prefix."""
     monkeypatch.setattr(offload, "_RETRY_PERIOD_S", 0.0)
     rng = random.Random(seed)
@@ -669,7 +669,7 @@ def test_random_traffic_reads_only_what_is_its_own(seed: int, monkeypatch: pytes
     assert [store.memory.size().num_objects for store in bench.stores.values()] == [0, 0]
 
 
-def test_what_a_store_did_not_take_is_refused_whatever_the_reason() -> None:
+def test_objects_that_a_store_did_not_take_count_as_refused() -> None:
     bench = TieredBench(num_blocks=12, host=2)
     bench.prefill(range(13))
     (store,) = bench.stores.values()

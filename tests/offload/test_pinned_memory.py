@@ -38,13 +38,13 @@ def test_memory_that_cuda_refuses_to_pin_is_used_pageable(caplog: pytest.LogCapt
     assert cudart.unpinned == []
 
 
-def test_memory_that_is_not_there_is_refused() -> None:
+def test_memory_that_can_not_be_allocated_is_refused() -> None:
     for mapped in (map_memory, lambda num_bytes: map_pinned_memory(num_bytes, FakeCudaRuntime())):
         with pytest.raises(MemoryError, match="can't be mapped"):
             mapped(1 << 60)
 
 
-def test_a_slot_is_free_again_when_its_last_view_goes() -> None:
+def test_a_slot_is_free_again_when_its_last_view_is_collected() -> None:
     slots = StagingSlots(map_memory(2 * staging_stride(5000)), 5000)
     first = slots.take()
     second = slots.take()

@@ -40,7 +40,7 @@ def test_a_block_names_its_parent_tokens_and_owner() -> None:
 
 @pytest.mark.parametrize("digest", ["", "law"])
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
-def test_keys_go_on_after_a_block_as_from_the_start(digest: str, num_blocks: int) -> None:
+def test_keys_that_continue_from_a_block_equal_those_from_the_start(digest: str, num_blocks: int) -> None:
     marks = InvocationMarks()
     prompt = invoked(marks, digest, 6) if digest else PROMPT
     keys = PromptKeys(BlockKeys(FORMAT), marks)

@@ -28,7 +28,7 @@ def test_a_purge_is_over_when_the_last_store_has_answered() -> None:
     assert whole.result(0) == Purged(2, 1, {"host": 7, "disk": 0})
 
 
-def test_a_store_that_could_not_be_asked_is_told() -> None:
+def test_a_purge_reports_stores_that_could_not_be_asked() -> None:
     purge, (first, second, third) = begun("host", "host", "disk")
     whole = when_deleted(purge)
     first.set_result(None)

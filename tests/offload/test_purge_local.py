@@ -1,4 +1,4 @@
-"""A purge reaches what a store was told to give up, and has not."""
+"""A purge finds victims that a store has not evicted yet."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .tiered_bench import FORMAT, PAYLOAD_BYTES, SteppedStore, TieredBench
 
 
 def num_of(store: SteppedStore, tenant: str) -> int:
-    """Count a tenant's blocks in a store."""
+    """Count the blocks of a tenant in a store."""
     return len(store._keys_of(BlockKeys(FORMAT).scope(tenant, None, None)))
 
 
-def keeping_its_victim() -> tuple[TieredBench, SteppedStore]:
-    """A bench whose store is full of B's blocks, three of which are to go for three of A's that have left."""
+def with_queued_victims() -> tuple[TieredBench, SteppedStore]:
+    """A bench whose store is full of blocks of B, three of which are victims for three evicted blocks of A."""
     bench = TieredBench(num_blocks=8, host=4)
     store = bench.stores["host"]
     bench.prefill(range(16), tenant="B")
@@ -28,8 +28,8 @@ def keeping_its_victim() -> tuple[TieredBench, SteppedStore]:
     return bench, store
 
 
-def keeping() -> tuple[TieredBench, SteppedStore]:
-    """A bench whose store was told to give up four of B's blocks for A's, of which one was copied: three are left."""
+def with_kept_victims() -> tuple[TieredBench, SteppedStore]:
+    """A bench whose store got four victims of B but only one block of A, so it keeps three of the victims."""
     bench = TieredBench(num_blocks=8, max_bytes=PAYLOAD_BYTES, host=4)
     store = bench.stores["host"]
     bench.prefill(range(16), tenant="B")
@@ -44,30 +44,30 @@ def keeping() -> tuple[TieredBench, SteppedStore]:
 
 
 def purge(bench: TieredBench, store: SteppedStore) -> int | None:
-    """Purge B; returns what the store had, once it has done all that it was told."""
+    """Purge B; returns the deleted blocks once the store has run all calls."""
     (deletion,) = bench.offload.purge("B", None, None)
     assert isinstance(deletion, Deletion)
     store.run()
     return deletion.num_deleted.result(0)
 
 
-def test_a_store_that_was_not_told_yet_deletes_all_at_once() -> None:
-    bench, store = keeping_its_victim()
+def test_victims_not_yet_passed_to_the_store_are_deleted_with_the_rest() -> None:
+    bench, store = with_queued_victims()
     assert purge(bench, store) == 4
     assert num_of(store, "B") == 0
     bench.run()
     assert num_of(store, "A") == 3
 
 
-def test_what_a_store_was_told_to_victims_counts_until_it_has() -> None:
-    bench, store = keeping_its_victim()
+def test_victims_passed_to_the_store_count_until_they_are_evicted() -> None:
+    bench, store = with_queued_victims()
     bench.offload._saver.flush()
     assert purge(bench, store) == 1, "the others had gone before"
     assert (num_of(store, "A"), num_of(store, "B")) == (3, 0)
 
 
-def test_what_a_store_had_no_reason_to_victims_is_deleted_before_the_purge_is_answered() -> None:
-    bench, store = keeping()
+def test_victims_that_the_store_kept_are_deleted_before_the_purge_ends() -> None:
+    bench, store = with_kept_victims()
     assert bench.core.seconds_to_rest() == 1.0, "also if no request comes"
     assert purge(bench, store) == 3
     assert num_of(store, "B") == 0
@@ -76,8 +76,8 @@ def test_what_a_store_had_no_reason_to_victims_is_deleted_before_the_purge_is_an
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_a_store_failed_to_delete_is_told_by_the_next_purge(is_late: bool) -> None:
-    bench, store = keeping_its_victim()
+def test_the_next_purge_reports_deletions_that_failed(is_late: bool) -> None:
+    bench, store = with_queued_victims()
     bench.offload._saver.flush()
     store.error = StoreUnavailable("gone")
     store.run()
@@ -85,17 +85,17 @@ def test_what_a_store_failed_to_delete_is_told_by_the_next_purge(is_late: bool) 
     if not is_late:
         store.run()
     (deletion,) = bench.offload.purge("B", None, None)
-    told, store.calls = store.calls, store.calls[:-1]
+    calls, store.calls = store.calls, store.calls[:-1]
     store.run()
     store.error = None
-    store.calls = told[-1:]
+    store.calls = calls[-1:]
     store.run()
     assert deletion.num_deleted.result(0) == 4
     assert num_of(store, "B") == 0
 
 
-def test_blocks_of_others_that_are_victims_are_none_of_its_own() -> None:
-    bench, store = keeping()
+def test_victims_of_other_tenants_are_not_counted() -> None:
+    bench, store = with_kept_victims()
     (deletion,) = bench.offload.purge("C", None, None)
     store.run()
     assert deletion.num_deleted.result(0) == 0

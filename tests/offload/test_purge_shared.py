@@ -1,4 +1,4 @@
-"""A purge of one server reaches what all servers stored, however late the store answers."""
+"""A purge on one server deletes the blocks of all servers, however late the store answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_is_loaded_before_the_store_has_purged() -> None:
     assert not second.offload.purger.is_purging("redis", Namespace("fake"))
 
 
-def test_an_answer_that_is_older_than_a_purge_is_not_believed() -> None:
+def test_a_lookup_result_older_than_a_purge_is_ignored() -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT)
     future = second.submit(PROMPT)
@@ -58,7 +58,7 @@ def test_an_answer_that_is_older_than_a_purge_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("error", [StoreLate("late"), StoreUnavailable("gone")])
-def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
+def test_a_failed_purge_is_retried(error: Exception) -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT, tenant="acme")
     first.prefill(PROMPT, tenant="other")
@@ -77,7 +77,7 @@ def test_a_store_that_can_not_be_asked_is_asked_again(error: Exception) -> None:
     assert remote(second.prefill(PROMPT, tenant="other")) == 12
 
 
-def test_what_an_invoked_adapter_computed_is_neither_asked_for_nor_believed_before_the_store_has_purged_it() -> None:
+def test_blocks_of_an_invoked_adapter_are_not_looked_up_during_their_purge() -> None:
     bench, _, store = two_servers()
     marks = bench.cache.marks
     lookups = bench.offload._lookups
@@ -105,7 +105,7 @@ def test_what_an_invoked_adapter_computed_is_neither_asked_for_nor_believed_befo
     assert [each.block for each in found] == blocks[:1], "the base model's"
 
 
-def test_the_engine_is_woken_when_a_store_is_to_be_asked_again() -> None:
+def test_the_engine_is_woken_when_a_call_must_be_retried() -> None:
     store = SteppedStore(100)
     woken = list[bool]()
     first = TieredBench(redis=store, wake=lambda: woken.append(first.offload.purger.has_failed))

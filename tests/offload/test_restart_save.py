@@ -1,4 +1,4 @@
-"""Before the process ends the disk gets what was used last, and gives it up last."""
+"""On shutdown, recently used blocks are saved to the disk, and evicted last by the next process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMESPACE = Namespace("fake")
 
 
 class PromptStore(SteppedStore):
-    """A store that does at once what it is told, `num_calls` times."""
+    """A store that runs calls at once, `num_calls` times."""
 
     def __init__(self, num_blocks: int, num_calls: int = 1000) -> None:
         super().__init__(num_blocks)
@@ -35,7 +35,7 @@ class PromptStore(SteppedStore):
 
 
 class FakeRecord:
-    """Notes the order and the priorities that it is told."""
+    """Records the order and the priorities that it gets."""
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
@@ -52,7 +52,7 @@ class FakeRecord:
 
 
 def saved_last(bench: TieredBench, limit_s: float = 60.0) -> tuple[bool, list[bytes]]:
-    """Return whether all was saved, and the own tokens of what is on the disk then, what goes first at first."""
+    """Return whether all was saved, and the tokens of the blocks on the disk, in eviction order."""
     record: Any = FakeRecord()
     save = restart.ShutdownSave(bench.cache, bench.index, bench.offload._saver, record)
     is_whole = save.run(limit_s)
@@ -71,20 +71,20 @@ def blocks_of(*starts: int) -> list[bytes]:
     return [tokens(range(start, start + 4)) for start in starts]
 
 
-def test_what_was_used_last_goes_last_and_ends_before_beginnings() -> None:
+def test_recently_used_blocks_are_evicted_last_and_ends_before_beginnings() -> None:
     bench = TieredBench(num_blocks=12, disk=PromptStore(100))
     used(bench, 100, 200, 300, 200)
     assert saved_last(bench) == (True, blocks_of(108, 104, 100, 308, 304, 300, 208, 204, 200))
 
 
-def test_a_long_prompt_goes_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_evicted_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "_SAVED_AT_ONCE", 2)
     bench = TieredBench(num_blocks=12, disk=PromptStore(100))
     used(bench, 100, num_tokens=21)
     assert saved_last(bench) == (True, blocks_of(116, 112, 108, 104, 100))
 
 
-def test_what_had_left_before_goes_first() -> None:
+def test_blocks_evicted_before_shutdown_are_evicted_first() -> None:
     bench = TieredBench(num_blocks=12, disk=PromptStore(100))
     used(bench, 100)
     bench.evict(4)
@@ -92,7 +92,7 @@ def test_what_had_left_before_goes_first() -> None:
     assert saved_last(bench)[1] == blocks_of(108, 104, 100, 208, 204, 200)
 
 
-def test_what_is_retained_goes_after_all_others() -> None:
+def test_retained_blocks_are_evicted_last() -> None:
     """A fifth of the blocks may be: two of these three."""
     bench = TieredBench(num_blocks=12, disk=PromptStore(100))
     used(bench, 100, 200)
@@ -100,7 +100,7 @@ def test_what_is_retained_goes_after_all_others() -> None:
     assert saved_last(bench)[1] == blocks_of(108, 208, 204, 200, 104, 100)
 
 
-def test_the_next_process_is_told_what_is_retained() -> None:
+def test_priorities_are_recorded_for_the_next_process() -> None:
     bench = TieredBench(num_blocks=12, disk=PromptStore(100))
     used(bench, 100, 200)
     bench.core.retain(NAMESPACE, tokens(range(100, 108)), Retention(90, ttl_s=60.0))
@@ -127,14 +127,14 @@ def test_a_small_disk_gets_what_was_used_last() -> None:
     assert saved_last(bench)[1] == blocks_of(100, 208, 204, 200)
 
 
-def test_what_there_was_no_time_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shutdown_save_reports_that_time_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "_SAVED_AT_ONCE", 2)
     bench = TieredBench(num_blocks=12, disk=PromptStore(100, num_calls=2))
     used(bench, 100, 200)
     assert saved_last(bench, limit_s=0.0) == (False, blocks_of(208, 204, 200)), "of 100 to 108 nothing was written"
 
 
-def test_few_copies_that_may_wait_cut_no_prompt() -> None:
+def test_a_small_bound_of_waiting_copies_truncates_no_prompt() -> None:
     bench = TieredBench(num_blocks=12, max_bytes=2 * PAYLOAD_BYTES, disk=PromptStore(100))
     used(bench, 100)
     assert saved_last(bench) == (True, blocks_of(108, 104, 100))
@@ -144,7 +144,7 @@ def _no_memory(*_: object) -> None:
     raise MemoryError
 
 
-def test_blocks_that_were_dropped_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shutdown_save_reports_dropped_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = TieredBench(num_blocks=12, disk=PromptStore(100))
     used(bench, 100)
     monkeypatch.setattr(bench.mover, "read", _no_memory)

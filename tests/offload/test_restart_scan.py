@@ -1,4 +1,4 @@
-"""Blocks of a disk are known when its index was read, and a disk that fails holds none."""
+"""The blocks on the disk are added to the index by a scan; a failed scan adds none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACME = Namespace("model", "acme")
 
 
 class FakeRecord:
-    """Tells what it has when it is let."""
+    """Returns its blocks when the test says so."""
 
     def __init__(self, error: Exception | None = None, *, has_wishes: bool = False) -> None:
         self.may_answer = threading.Event()
@@ -68,7 +68,7 @@ def test_blocks_are_known_once_they_are_read_and_taken() -> None:
     assert tier_index.holds(b"a")
 
 
-def test_what_is_stored_meanwhile_goes_after_what_was_there() -> None:
+def test_blocks_stored_during_the_scan_are_evicted_after_earlier_ones() -> None:
     record = FakeRecord()
     blocks, tier_index = earlier(record)
     tier_index.add(b"new", ACME)
@@ -78,7 +78,7 @@ def test_what_is_stored_meanwhile_goes_after_what_was_there() -> None:
     assert list(tier_index) == [b"a", b"b", b"new"]
 
 
-def test_what_was_retained_goes_after_the_rest() -> None:
+def test_blocks_that_were_retained_are_evicted_last() -> None:
     record = FakeRecord(has_wishes=True)
     blocks, tier_index = earlier(record)
     record.may_answer.set()
@@ -88,7 +88,7 @@ def test_what_was_retained_goes_after_the_rest() -> None:
     assert tier_index.priority_of(b"a") == 90
 
 
-def test_a_disk_that_fails_is_told_and_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_scan_is_logged_and_finds_nothing(caplog: pytest.LogCaptureFixture) -> None:
     record = FakeRecord(StoreUnavailable("gone"))
     with caplog.at_level(logging.ERROR):
         blocks, tier_index = earlier(record)
@@ -99,7 +99,7 @@ def test_a_disk_that_fails_is_told_and_holds_nothing(caplog: pytest.LogCaptureFi
     assert "tier disk: the scan failed" in caplog.text
 
 
-def test_names_are_forgotten_only_once_all_is_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_namespaces_are_forgotten_only_after_the_scan(caplog: pytest.LogCaptureFixture) -> None:
     record = FakeRecord()
     blocks, _ = earlier(record)
     blocks.take()
@@ -116,7 +116,7 @@ def test_names_are_forgotten_only_once_all_is_known(caplog: pytest.LogCaptureFix
     assert broken.tidied == []
 
 
-def test_names_are_kept_of_what_is_found_while_it_is_looked_at() -> None:
+def test_namespaces_of_blocks_found_during_the_scan_are_kept() -> None:
     record = FakeRecord()
     blocks, _ = earlier(record)
     is_alive = blocks._reader.is_alive
@@ -135,7 +135,7 @@ def test_names_are_kept_of_what_is_found_while_it_is_looked_at() -> None:
     assert record.tidied == [[ACME]]
 
 
-def test_the_end_waits_for_what_is_found() -> None:
+def test_shutdown_waits_for_the_scan() -> None:
     record = FakeRecord()
     blocks, tier_index = earlier(record)
     assert not blocks.finish(0.0)
@@ -145,7 +145,7 @@ def test_the_end_waits_for_what_is_found() -> None:
     assert list(tier_index) == [b"a", b"b"]
 
 
-def test_the_end_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_wait_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def taking(*_: object) -> Iterator[None]:
         for _ in range(100):
             time.sleep(0.01)
@@ -161,7 +161,7 @@ def test_the_end_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def refusing(record: FakeRecord) -> DiskScan:
-    """Return what was read and can't be taken."""
+    """Return a result that can't be added to the index."""
 
     def delete(_: object) -> None:
         raise StoreUnavailable("gone")
@@ -173,7 +173,7 @@ def refusing(record: FakeRecord) -> DiskScan:
     return blocks
 
 
-def test_what_can_not_be_taken_is_told_once_and_nothing_is_forgotten() -> None:
+def test_a_failure_to_index_blocks_is_logged_once_and_no_namespace_is_forgotten() -> None:
     record = FakeRecord()
     blocks = refusing(record)
     with pytest.raises(StoreUnavailable):
@@ -185,7 +185,7 @@ def test_what_can_not_be_taken_is_told_once_and_nothing_is_forgotten() -> None:
     assert not blocks.finish(PATIENCE_S)
 
 
-def test_the_end_tells_what_can_not_be_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_reports_a_failure_to_index_blocks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         blocks = refusing(FakeRecord())
         assert not blocks.finish(PATIENCE_S)
@@ -193,7 +193,7 @@ def test_the_end_tells_what_can_not_be_taken(caplog: pytest.LogCaptureFixture) -
     assert "tier disk: adding its blocks to the index failed" in caplog.text
 
 
-def test_what_has_no_room_is_deleted() -> None:
+def test_blocks_without_room_in_the_index_are_deleted() -> None:
     record = FakeRecord()
     blocks, tier_index = earlier(record, num_blocks=1)
     record.may_answer.set()

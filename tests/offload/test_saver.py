@@ -1,4 +1,4 @@
-"""EvictedCopies of what leaves the device, and what stores make of them: they keep nothing that nobody knows of."""
+"""Saving evicted blocks: stores never hold a block that the index does not know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = range(100, 113)
 
 
 def compute(bench: TieredBench, ids: range) -> None:
-    """Compute a prompt while the store does nothing, and let it leave the device."""
+    """Compute a prompt while the store does nothing, and evict it."""
     bench.submit(ids)
     while bench.core.has_work:
         bench.core.step()
@@ -27,7 +27,7 @@ def compute(bench: TieredBench, ids: range) -> None:
     bench.offload._saver.flush()
 
 
-def test_a_block_that_leaves_again_before_the_store_gave_it_up_is_there_in_the_end() -> None:
+def test_a_block_evicted_again_before_the_store_dropped_it_is_stored() -> None:
     bench = TieredBench(host=3)
     bench.prefill(PROMPT)
     bench.evict(4)
@@ -54,7 +54,7 @@ def stored_without_parts(room_blocks: int = 100) -> TieredBench:
 
 
 def num_stored(bench: TieredBench) -> int:
-    """Count the blocks that stores have, of each of which the books know: a purge reaches no others."""
+    """Count the blocks in the stores, and assert that the index knows each, since a purge finds no others."""
     for name, store in bench.stores.items():
         assert set(store.memory._table._entries) == set(bench.index.tiers[name])
     return sum(map(len, bench.index.tiers.values()))
@@ -104,7 +104,7 @@ def test_a_store_keeps_nothing_of_a_block_whose_call_never_reached_it() -> None:
     assert num_stored(bench) == 0
 
 
-def test_nor_of_one_that_was_victims_and_came_back_before_the_store_was_told() -> None:
+def test_a_store_keeps_nothing_of_a_victim_that_was_evicted_again_and_dropped() -> None:
     bench = stored_without_parts(room_blocks=3)
     (store,) = bench.stores.values()
     bench.cache.evict(1)
@@ -116,7 +116,7 @@ def test_nor_of_one_that_was_victims_and_came_back_before_the_store_was_told() -
     assert num_stored(bench) == 0
 
 
-def test_what_a_store_was_not_given_is_not_deleted() -> None:
+def test_blocks_that_a_store_never_got_are_not_deleted() -> None:
     bench = TieredBench()
     (store,) = bench.stores.values()
     bench.prefill(PROMPT)

@@ -1,4 +1,4 @@
-"""An engine core with stores below a fake device, whose answers come when the test wants them."""
+"""An engine core with stores below a fake device, whose calls complete when the test says so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OBJECT_BYTES = object_bytes(BLOCK_SIZE, PAYLOAD_BYTES)
 
 
 class FakeMover:
-    """Moves what a fake runner has in its blocks, and remembers which parts were written."""
+    """Moves the blocks of a fake runner, and records which parts were written."""
 
     payload_bytes = PAYLOAD_BYTES
 
@@ -76,7 +76,7 @@ class FakeMover:
 
 
 class SteppedStore:
-    """Host memory that does what it is told when the test says so.
+    """Host memory whose calls run when the test says so.
 
     Attributes:
         num_blocks: blocks that it has room for.
@@ -92,7 +92,7 @@ class SteppedStore:
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Do all that it was told."""
+        """Run all queued calls."""
         calls, self.calls = self.calls, []
         for future, call in calls:
             if not future.set_running_or_notify_cancel():
@@ -188,7 +188,7 @@ class TieredBench(Bench):
         )  # type: ignore[arg-type]  # fmt: skip
 
     def evict(self, num_blocks: int) -> None:
-        """Evict, and let the stores have what leaves."""
+        """Evict blocks, and store them."""
         self.cache.evict(num_blocks)
         self.offload._saver.flush()
         for store in self.stores.values():

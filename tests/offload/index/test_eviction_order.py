@@ -3,7 +3,7 @@ import random
 from radixkv.offload.index.tier_index import EvictionOrder, EvictionRank
 
 
-def test_lower_levels_go_first_and_earlier_turns_within_one() -> None:
+def test_lower_levels_are_evicted_first_and_in_order_within_one() -> None:
     order = EvictionOrder()
     for turn, (key, level) in enumerate([(b"a", 90), (b"b", 50), (b"c", -1), (b"d", 50)]):
         order.put_last(key, level, turn)
@@ -11,7 +11,7 @@ def test_lower_levels_go_first_and_earlier_turns_within_one() -> None:
     assert order.first == EvictionRank(-1, 2, b"c")
 
 
-def test_a_key_that_is_put_again_leaves_its_old_place() -> None:
+def test_a_key_that_is_put_again_moves() -> None:
     order = EvictionOrder()
     order.put_last(b"a", 50, 0)
     order.put_last(b"b", 50, 1)

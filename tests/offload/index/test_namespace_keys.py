@@ -33,7 +33,7 @@ def test_a_namespace_without_keys_is_forgotten() -> None:
     assert owned.page(0, None, 10).namespaces == (StoredNamespace(OTHER, 1),)
 
 
-def test_pages_have_each_namespace_once_also_while_others_come_and_go() -> None:
+def test_pages_list_each_namespace_once_during_changes() -> None:
     owned = owned_of(a=ACME, b=SALTED, c=ACME, d=OTHER)
     first = owned.page(0, None, 2)
     assert first.namespaces == (StoredNamespace(ACME, 2), StoredNamespace(SALTED, 1))

@@ -1,4 +1,4 @@
-"""Keys of blocks in trees are those that their prompts give, and no token is hashed for every block after it."""
+"""Keys of blocks in trees equal those of their prompts, and no token is hashed once per block after it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class KeyWalk(CollisionWalk):
 
 
 @pytest.mark.parametrize("names", ["host", "redis", "host redis"])
-def test_keys_are_those_from_the_start_after_whatever_befalls_the_trees(names: str) -> None:
+def test_keys_equal_those_from_the_start_after_any_change_of_the_trees(names: str) -> None:
     tier_indexes = [TierIndex("host", 200) if name == "host" else SharedTierIndex(name) for name in names.split()]
     events = sum((KeyWalk(seed, tier_indexes).walk(1000) for seed in range(2)), Counter[str]())
     wanted = {"split", "cut", "joined", "shortened", "gone", "gone below a public prefix", "purged"}
@@ -153,7 +153,7 @@ STORES = pytest.mark.parametrize(
 
 
 @STORES
-def test_a_leaf_that_leaves_block_by_block_is_hashed_at_most_twice(store: TierIndex) -> None:
+def test_a_leaf_evicted_block_by_block_is_hashed_at_most_twice(store: TierIndex) -> None:
     counted = Counted(store)
     counted.put(range(LONG * BLOCK))
     counted.hashed()
@@ -204,7 +204,7 @@ def test_nodes_that_are_joined_keep_their_keys() -> None:
 
 
 @STORES
-def test_what_all_leaves_of_a_tree_follow_is_hashed_once(store: TierIndex) -> None:
+def test_the_common_prefix_of_all_leaves_is_hashed_once(store: TierIndex) -> None:
     counted = Counted(store, num_blocks=6 * LONG)
     prefix = counted.cache.public.register("system", "model", "", tokens(range(LONG * BLOCK)))
     with counted.cache.lease(prefix.namespace, prefix.tokens) as lease:
@@ -231,7 +231,7 @@ def test_a_leaf_with_a_priority_is_hashed_a_few_times(priority: int) -> None:
     assert {tier_index.priority_of(key) for key in tier_index} == {priority}
 
 
-def test_what_is_saved_in_runs_is_hashed_once() -> None:
+def test_blocks_saved_in_runs_are_hashed_once() -> None:
     counted = Counted(TierIndex("disk", 10 * LONG))
     counted.put(range(LONG * BLOCK))
     (node,) = counted.cache.nodes()

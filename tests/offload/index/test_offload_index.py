@@ -1,4 +1,4 @@
-"""Evicted blocks are noted with their keys, found behind what is on the device, and forgotten with their namespace."""
+"""Evicted blocks are queued with their keys, found after cached ones, and forgotten with their namespace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER = Namespace("model", "other")
 
 
 def key_blocks(namespace: Namespace, prompt: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
-    """Keys that tell what they stand for."""
+    """Readable keys."""
     parent = namespace.tenant.encode() if parent is None else parent
     for end in range(4 * BLOCK, len(prompt) + 1, 4 * BLOCK):
         own = prompt[end - 4 * BLOCK : end]
@@ -34,7 +34,7 @@ def key_blocks(namespace: Namespace, prompt: bytes, parent: bytes | None = None)
 
 
 class Cached:
-    """A cache of 4 blocks of 4 tokens, and what listens to it."""
+    """A cache of 4 blocks of 4 tokens, and its index of stored blocks."""
 
     def __init__(self, *tier_indexes: TierIndex, num_blocks: int = 4, clock: FakeClock | None = None) -> None:
         self.parts: dict[int, int] = {}
@@ -49,18 +49,18 @@ class Cached:
             lease.commit(len(ids))
 
     def departed(self) -> list[tuple[int, bytes]]:
-        """The block ids and own tokens of what has left."""
+        """The block ids and tokens of the evicted blocks."""
         evicted_blocks, _ = self.index.take_evicted_blocks()
         return [(each.block_id, each.block.tokens) for each in evicted_blocks]
 
     def find(self, ids: range, num_cached_blocks: int = 0, namespace: Namespace = ACME) -> list[StoredBlock]:
-        """Look a prompt up when all stores have what they were given."""
+        """Look up a prompt after all blocks are stored."""
         for name, tier_index in self.index.tiers.items():
             self.index.stored(name, list(tier_index))
         return self.index.find(namespace, tokens(ids), num_cached_blocks)
 
 
-def test_blocks_that_leave_are_named_with_their_place_the_last_one_first() -> None:
+def test_evicted_blocks_are_queued_the_last_one_first() -> None:
     cached = Cached()
     cached.put(range(12))
     block_ids = cached.cache.match(ACME, tokens(range(13))).block_ids.tolist()
@@ -88,7 +88,7 @@ def test_stored_blocks_are_found_behind_the_cached_ones_up_to_a_gap() -> None:
     assert len(cached.find(range(17), 1)) == 1
 
 
-def test_what_a_store_was_not_given_yet_is_not_found() -> None:
+def test_blocks_that_are_not_stored_yet_are_not_found() -> None:
     cached = Cached()
     cached.put(range(8))
     cached.cache.evict(2)
@@ -111,7 +111,7 @@ def test_another_tenant_finds_nothing() -> None:
     assert cached.find(range(9), namespace=OTHER) == []
 
 
-def test_what_is_stored_is_not_stored_again() -> None:
+def test_stored_blocks_are_not_stored_again() -> None:
     cached = Cached()
     cached.put(range(8))
     cached.cache.evict(2)
@@ -121,7 +121,7 @@ def test_what_is_stored_is_not_stored_again() -> None:
     assert cached.departed() == []
 
 
-def test_each_shelf_gets_what_it_does_not_have() -> None:
+def test_each_tier_gets_the_blocks_that_it_does_not_hold() -> None:
     small = TierIndex("host", 1)
     large = TierIndex("disk", 100)
     cached = Cached(small, large)
@@ -133,7 +133,7 @@ def test_each_shelf_gets_what_it_does_not_have() -> None:
     assert [each.tier for each in cached.find(range(9))] == ["host", "disk"]
 
 
-def test_loaded_blocks_are_the_first_to_go_the_last_of_a_prompt_before_all() -> None:
+def test_loaded_blocks_are_evicted_first_from_the_end_of_a_prompt() -> None:
     tier_index = TierIndex("host", 3)
     cached = Cached(tier_index)
     cached.put(range(8))
@@ -143,7 +143,7 @@ def test_loaded_blocks_are_the_first_to_go_the_last_of_a_prompt_before_all() -> 
     assert list(tier_index) == [keys[1], keys[0]]
 
 
-def test_a_purge_forgets_what_is_stored_and_what_is_about_to_be() -> None:
+def test_a_purge_forgets_stored_and_queued_blocks() -> None:
     cached = Cached(num_blocks=8)
     cached.put(range(8))
     cached.put(range(8), OTHER)
@@ -164,7 +164,7 @@ def test_a_purge_of_other_names_forgets_nothing(names: tuple[str | None, str | N
     assert len(cached.find(range(9))) == 2
 
 
-def test_what_hangs_below_a_public_prefix_is_found_by_the_whole_prompt() -> None:
+def test_blocks_below_a_public_prefix_are_found_by_the_whole_prompt() -> None:
     cached = Cached(num_blocks=8)
     prefix = cached.cache.public.register("system", "model", "", tokens(range(8)))
     with cached.cache.lease(prefix.namespace, prefix.tokens) as lease:
@@ -178,7 +178,7 @@ def test_what_hangs_below_a_public_prefix_is_found_by_the_whole_prompt() -> None
     assert [each.block.tokens for each in found] == [tokens(range(8, 12)), tokens(range(12, 16))]
 
 
-def test_what_hangs_below_a_prefix_that_is_gone_is_lost() -> None:
+def test_blocks_below_an_unregistered_prefix_are_not_stored() -> None:
     cached = Cached(num_blocks=8)
     prefix = cached.cache.public.register("system", "model", "", tokens(range(8)))
     with cached.cache.lease(prefix.namespace, prefix.tokens) as lease:
@@ -199,7 +199,7 @@ def test_public_blocks_are_not_stored() -> None:
     assert cached.departed() == []
 
 
-def test_without_shelves_nothing_is_noted() -> None:
+def test_without_tiers_nothing_is_queued() -> None:
     offload_index = OffloadIndex([], key_blocks, BLOCK)
     cache = PrefixCache(4, BLOCK, listeners=[offload_index])
     with cache.lease(ACME, tokens(range(8))) as lease:
@@ -209,7 +209,7 @@ def test_without_shelves_nothing_is_noted() -> None:
     assert cache.explain(ACME, tokens(range(8)), 0) is MissReason.EVICTED
 
 
-def test_what_was_kept_on_the_device_is_kept_on_shelves_and_so_is_what_comes_before_it() -> None:
+def test_retained_blocks_and_those_before_them_are_retained_in_tiers() -> None:
     tier_index = TierIndex("host", 4)
     cached = Cached(tier_index, num_blocks=8)
     cached.put(range(12))
@@ -221,7 +221,7 @@ def test_what_was_kept_on_the_device_is_kept_on_shelves_and_so_is_what_comes_bef
     assert [each.block.tokens for each in cached.find(range(12))] == [tokens(range(4)), tokens(range(4, 8))]
 
 
-def test_what_is_loaded_keeps_its_priority_for_the_next_time_that_it_leaves() -> None:
+def test_loaded_blocks_keep_their_priority_for_the_next_eviction() -> None:
     tier_index = TierIndex("host", 2)
     cached = Cached(tier_index)
     cached.put(range(4))
@@ -235,7 +235,7 @@ def test_what_is_loaded_keeps_its_priority_for_the_next_time_that_it_leaves() ->
     assert [each.block.tokens for each in cached.find(range(5))] == [tokens(range(4))]
 
 
-def test_a_priority_that_has_ended_on_the_device_is_none_on_shelves() -> None:
+def test_a_priority_that_expired_on_the_device_is_not_set_in_tiers() -> None:
     tier_index = TierIndex("host", 4)
     clock = FakeClock()
     cached = Cached(tier_index, clock=clock)
@@ -246,7 +246,7 @@ def test_a_priority_that_has_ended_on_the_device_is_none_on_shelves() -> None:
     assert tier_index.priority_of(next(iter(tier_index))) == 50
 
 
-def test_a_block_that_no_shelf_has_room_for_is_not_stored() -> None:
+def test_a_block_that_no_tier_has_room_for_is_not_stored() -> None:
     tier_index = TierIndex("host", 2, shares_of=lambda tenant: TierShares(floor=1.0 if tenant == "acme" else 0.0))
     cached = Cached(tier_index)
     cached.put(range(8))
@@ -257,7 +257,7 @@ def test_a_block_that_no_shelf_has_room_for_is_not_stored() -> None:
     assert cached.departed() == []
 
 
-def test_a_purge_forgets_what_was_kept() -> None:
+def test_a_purge_forgets_retained_blocks() -> None:
     tier_index = TierIndex("host", 4)
     cached = Cached(tier_index)
     for namespace in (ACME, OTHER):
@@ -290,7 +290,7 @@ def test_keys_tell_what_can_be_stored_and_can_be_put_last() -> None:
 
 
 def leave_with(cached: Cached, *parts: int) -> list[tuple[int | None, bytes]]:
-    """Let a prompt of two blocks leave whose parts these are. Returns what departs: its part, its tokens."""
+    """Evict a prompt of two blocks with these parts. Returns the parts and tokens of the evicted blocks."""
     cached.put(range(8))
     block_ids = cached.cache.match(ACME, tokens(range(9))).block_ids.tolist()
     cached.parts.update(zip(block_ids, parts, strict=True))
@@ -299,7 +299,7 @@ def leave_with(cached: Cached, *parts: int) -> list[tuple[int | None, bytes]]:
     return [(each.part_id, each.block.tokens) for each in evicted_blocks]
 
 
-def test_a_block_leaves_with_its_part_or_without() -> None:
+def test_a_block_is_evicted_with_its_part_or_without() -> None:
     cached = Cached()
     assert leave_with(cached, 7, NO_PART) == [(None, tokens(range(4, 8))), (7, tokens(range(4)))]
     assert [each.has_part for each in cached.find(range(9))] == [True, False]
@@ -325,7 +325,7 @@ def test_a_block_that_came_without_its_part_is_known_to_lack_it() -> None:
     assert cached.index.tiers["host"].partless == set()
 
 
-def test_what_is_victims_and_comes_back_is_written_once_more_if_it_has_a_part_now() -> None:
+def test_a_victim_that_is_evicted_again_is_rewritten_if_it_has_a_part_now() -> None:
     cached = Cached(TierIndex("host", 1))
     cached.put(range(4))
     cached.parts.update(dict.fromkeys(range(4), NO_PART))
@@ -362,13 +362,13 @@ def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
     assert grant == Grant(4, 0, 0)
 
 
-def test_what_may_not_be_retained_of_what_is_stored_is_told() -> None:
+def test_the_grant_says_what_is_not_retained_in_tiers() -> None:
     bench = TieredBench(host=8, retained_share=0.25)
     bench = emptied(bench)
     grant = bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant
     assert grant == Grant(8, 4, 1)
 
 
-def test_what_shared_stores_have_can_not_be_retained() -> None:
+def test_blocks_in_shared_stores_can_not_be_retained() -> None:
     bench = emptied(TieredBench(redis=100))
     assert bench.core.retain(NAMESPACE, tokens(PROMPT), Retention(90)).grant == Grant(0, 0, 13)

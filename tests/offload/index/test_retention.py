@@ -9,7 +9,7 @@ from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex
 ACME, OTHER, THIRD = (Namespace("m", tenant) for tenant in ("acme", "other", "third"))
 
 
-def test_a_block_of_which_nothing_is_known_has_the_default() -> None:
+def test_an_unknown_block_has_the_default_priority() -> None:
     assert RetentionHints().of(b"a") == 50
 
 
@@ -43,7 +43,7 @@ def test_priorities_end_at_their_time_a_bounded_number_at_once(monkeypatch) -> N
     assert (known.of(b"a"), known.of(b"d")) == (50, 80)
 
 
-def test_a_later_wish_replaces_the_end_of_an_earlier_one() -> None:
+def test_a_later_hint_replaces_the_expiry_of_an_earlier_one() -> None:
     known = RetentionHints()
     known.set(b"a", ACME, RetentionHint(80, 10.0))
     known.raise_to(b"a", ACME, RetentionHint(80, 20.0))
@@ -65,7 +65,7 @@ def test_the_same_priority_for_less_time_leaves_the_later_end() -> None:
     assert known.hint_of(b"a") == RetentionHint(90, 5.0)
 
 
-def test_beyond_the_bound_that_of_which_was_heard_longest_ago_is_forgotten() -> None:
+def test_beyond_the_bound_the_oldest_hint_is_forgotten() -> None:
     known = RetentionHints(max_keys=2)
     forgotten = [known.set(key, ACME, RetentionHint(80, 10.0)) for key in (b"a", b"b", b"a", b"c")]
     assert forgotten == [None, None, None, b"b"]
@@ -139,20 +139,20 @@ def holding(*keys: bytes, retained_share: float = 1.0) -> tuple[StoredRetention,
     return StoredRetention({"host": tier_index, "redis": shared}), tier_index
 
 
-def test_blocks_before_one_that_is_kept_are_kept_too() -> None:
+def test_blocks_before_a_retained_one_are_retained_too() -> None:
     retention, tier_index = holding(b"a", b"b", b"c", b"x")
     retention.set(PATH[:2], 1, RetentionHint(90, None))
     assert list(tier_index) == [b"c", b"x", b"b", b"a"]
     assert retention.granted(PATH, 90) == (2, 3)
 
 
-def test_blocks_before_one_that_may_go_first_stay() -> None:
+def test_blocks_before_one_of_low_priority_keep_theirs() -> None:
     retention, tier_index = holding(b"a", b"b", b"x")
     retention.set(PATH[:2], 1, RetentionHint(20, None))
     assert list(tier_index) == [b"b", b"a", b"x"]
 
 
-def test_a_block_that_is_on_the_device_keeps_its_place_until_it_leaves() -> None:
+def test_a_block_on_the_device_keeps_its_position_until_it_is_evicted() -> None:
     retention, tier_index = holding(b"a", b"x")
     tier_index.note_loaded(b"a")
     retention.set(PATH[:1], 0, RetentionHint(90, None))
@@ -161,7 +161,7 @@ def test_a_block_that_is_on_the_device_keeps_its_place_until_it_leaves() -> None
     assert list(tier_index) == [b"x", b"a"]
 
 
-def test_the_end_of_a_priority_takes_it_back() -> None:
+def test_an_expired_priority_is_reset() -> None:
     retention, tier_index = holding(b"a", b"x")
     retention.set(PATH[:1], 0, RetentionHint(90, 10.0))
     retention.expire(9.0)
@@ -174,14 +174,14 @@ def test_the_end_of_a_priority_takes_it_back() -> None:
 PROMPT = [KeyedBlock(key, parent, b"", ACME) for key, parent in ((b"a", b""), (b"b", b"a"), (b"c", b"b"))]
 
 
-def test_blocks_before_those_that_leave_are_kept_as_long() -> None:
+def test_blocks_before_evicted_ones_are_retained_as_long() -> None:
     retention, _ = holding()
     retention.note_leaving(PROMPT[2:], RetentionHint(90, None), 2, iter(PROMPT))
     assert [retention.priority_of(block.key) for block in PROMPT] == [90, 90, 90]
 
 
 @pytest.mark.parametrize("before", [RetentionHint(80, 10.0), RetentionHint(90, None)])
-def test_what_comes_before_those_that_leave_is_not_asked_for_if_it_is_kept_as_long(before: RetentionHint) -> None:
+def test_blocks_before_evicted_ones_get_no_hint_if_retained_as_long(before: RetentionHint) -> None:
     retention, _ = holding()
     retention.note(PROMPT[:2], 1, before)
     path = iter(PROMPT)
@@ -191,7 +191,7 @@ def test_what_comes_before_those_that_leave_is_not_asked_for_if_it_is_kept_as_lo
 
 
 @pytest.mark.parametrize("before", [RetentionHint(70, None), RetentionHint(80, 9.0)])
-def test_what_is_not_kept_as_long_as_those_that_leave_is_from_now_on(before: RetentionHint) -> None:
+def test_blocks_before_evicted_ones_get_a_hint_if_not_retained_as_long(before: RetentionHint) -> None:
     retention, tier_index = holding(b"a")
     retention.note(PROMPT[:2], 1, before)
     retention.note_leaving(PROMPT[2:], RetentionHint(80, 10.0), 2, iter(PROMPT))
@@ -199,7 +199,7 @@ def test_what_is_not_kept_as_long_as_those_that_leave_is_from_now_on(before: Ret
     assert tier_index.priority_of(b"a") == 80
 
 
-def test_what_may_go_first_asks_for_nothing_before_it() -> None:
+def test_a_low_priority_sets_nothing_on_the_blocks_before_it() -> None:
     retention, _ = holding()
     path = iter(PROMPT)
     retention.note_leaving(PROMPT[2:], RetentionHint(10, None), 2, path)
@@ -207,7 +207,7 @@ def test_what_may_go_first_asks_for_nothing_before_it() -> None:
     assert list(path) == PROMPT
 
 
-def test_what_left_with_a_priority_does_not_lower_one_that_was_asked_for() -> None:
+def test_the_priority_of_an_evicted_block_does_not_lower_a_requested_one() -> None:
     retention, _ = holding(b"a")
     retention.set(PATH[:1], 0, RetentionHint(90, None))
     retention.note(PATH[:1], 0, RetentionHint(60, None))
@@ -216,7 +216,7 @@ def test_what_left_with_a_priority_does_not_lower_one_that_was_asked_for() -> No
     assert retention.priority_of(b"a") == 50
 
 
-def test_a_block_whose_priority_is_forgotten_goes_with_those_that_have_none() -> None:
+def test_a_block_whose_priority_is_forgotten_is_evicted_like_others() -> None:
     retention, tier_index = holding(b"a", b"b", b"c", b"x")
     retention._retentions = RetentionHints(max_keys=2)
     for block in PATH:
@@ -230,7 +230,7 @@ def test_a_block_whose_priority_is_forgotten_goes_with_those_that_have_none() ->
     assert len(restored.retained) == 2
 
 
-def test_another_process_goes_on_with_the_priorities() -> None:
+def test_another_process_restores_the_priorities() -> None:
     retention, tier_index = holding(b"a", b"b", b"c", b"x", b"y")
     retention.set(PATH, 2, RetentionHint(20, 10.0))
     retention.set(PATH[:2], 0, RetentionHint(90, None))
@@ -250,13 +250,13 @@ def test_a_purge_forgets_priorities() -> None:
     assert retention.priority_of(b"a") == 50
 
 
-def test_where_not_all_may_be_kept_the_beginning_is() -> None:
+def test_if_not_all_blocks_can_be_retained_the_first_ones_are() -> None:
     retention, _ = holding(b"a", b"b", b"c", b"x", retained_share=0.2)  # of ten blocks
     retention.set(PATH, 0, RetentionHint(90, None))
     assert retention.granted(PATH, 90) == (2, 3)
 
 
-def test_a_block_that_is_nowhere_gets_no_priority_and_loses_what_it_had() -> None:
+def test_a_block_that_no_tier_holds_gets_no_priority() -> None:
     retention, tier_index = holding(b"a", b"c")
     retention.note(PATH, 1, RetentionHint(80, None))
     retention.set(PATH, 1, RetentionHint(90, None))

@@ -20,20 +20,20 @@ def shelf_of(*keys: bytes, num_blocks: int = 3) -> TierIndex:
     return tier_index
 
 
-def test_what_left_the_device_longest_ago_goes_first() -> None:
+def test_the_block_that_left_the_device_first_is_evicted_first() -> None:
     tier_index = shelf_of(b"a", b"b", b"c")
     assert tier_index.add(b"d", ACME) == b"a"
     assert list(tier_index) == [b"b", b"c", b"d"]
     assert b"a" not in tier_index
 
 
-def test_what_leaves_again_goes_last() -> None:
+def test_a_block_that_leaves_the_device_again_is_evicted_last() -> None:
     tier_index = shelf_of(b"a", b"b", b"c")
     tier_index.note_left(b"a")
     assert tier_index.add(b"d", ACME) == b"b"
 
 
-def test_what_is_on_the_device_as_well_goes_before_all_else() -> None:
+def test_blocks_that_are_also_on_the_device_are_evicted_first() -> None:
     tier_index = shelf_of(b"a", b"b", b"c")
     tier_index.note_loaded(b"c")
     tier_index.note_loaded(b"b")
@@ -41,14 +41,14 @@ def test_what_is_on_the_device_as_well_goes_before_all_else() -> None:
     assert tier_index.add(b"d", ACME) == b"c"
 
 
-def test_what_left_the_device_again_is_no_spare() -> None:
+def test_a_block_that_left_the_device_again_is_not_evicted_first() -> None:
     tier_index = shelf_of(b"a", b"b", b"c")
     tier_index.note_loaded(b"c")
     tier_index.note_left(b"c")
     assert list(tier_index) == [b"a", b"b", b"c"]
 
 
-def test_blocks_of_an_earlier_process_go_before_those_of_this_one() -> None:
+def test_blocks_of_an_earlier_process_are_evicted_before_those_of_this_one() -> None:
     tier_index = shelf_of(b"new", num_blocks=4)
     assert tier_index.add_found([(b"old", OTHER), (b"new", OTHER)]) == []
     assert tier_index.add_found([(b"older", OTHER), (b"oldest", OTHER)]) == []
@@ -56,7 +56,7 @@ def test_blocks_of_an_earlier_process_go_before_those_of_this_one() -> None:
     assert tier_index.remove_all(ACME) == [b"new"]
 
 
-def test_of_too_many_found_blocks_those_that_go_last_are_kept() -> None:
+def test_of_too_many_found_blocks_the_most_recent_are_kept() -> None:
     tier_index = shelf_of(b"new", num_blocks=2)
     assert tier_index.add_found([(b"old", OTHER), (b"older", OTHER)]) == [b"older"]
     assert list(tier_index) == [b"old", b"new"]
@@ -119,7 +119,7 @@ def test_a_share_of_less_than_a_block_is_a_block() -> None:
     assert [tier_index.add(key, ACME) for key in (b"a", b"b")] == [None, b"a"]
 
 
-def test_what_callers_asked_to_keep_goes_last_and_what_they_need_less_first() -> None:
+def test_high_priorities_are_evicted_last_and_low_ones_first() -> None:
     tier_index = TierIndex("host", 4)
     for key, priority in ((b"kept", 90), (b"low", 20), (b"a", 50), (b"b", 50)):
         tier_index.add(key, ACME, priority)
@@ -128,7 +128,7 @@ def test_what_callers_asked_to_keep_goes_last_and_what_they_need_less_first() ->
     assert b"kept" in tier_index
 
 
-def test_nothing_goes_for_what_is_worth_less() -> None:
+def test_no_block_is_evicted_for_one_of_lower_priority() -> None:
     tier_index = TierIndex("host", 1)
     tier_index.add(b"a", ACME)
     assert not tier_index.has_room_for("acme", 49)
@@ -138,7 +138,7 @@ def test_nothing_goes_for_what_is_worth_less() -> None:
     assert tier_index.has_room_for("acme", 90)
 
 
-def test_no_more_may_be_kept_than_a_part_of_the_room() -> None:
+def test_retained_blocks_are_limited_to_a_share_of_the_tier() -> None:
     tier_index = TierIndex("host", 4, retained_share=0.5)
     for key in (b"a", b"b", b"c"):
         tier_index.add(key, ACME, 90)
@@ -151,14 +151,14 @@ def test_no_more_may_be_kept_than_a_part_of_the_room() -> None:
     assert tier_index.priority_of(b"d") == 80
 
 
-def test_a_tenant_without_kept_blocks_takes_no_place_of_another() -> None:
+def test_a_tenant_without_retained_blocks_takes_no_share_of_another() -> None:
     tier_index = TierIndex("host", 4, retained_share=0.25)
     tier_index.add(b"a", ACME, 90)
     tier_index.add(b"o", OTHER, 95)
     assert [tier_index.priority_of(key) for key in (b"a", b"o")] == [90, 50]
 
 
-def test_no_more_of_a_tenant_may_be_kept_than_its_part() -> None:
+def test_retained_blocks_of_a_tenant_are_limited_to_its_share() -> None:
     tier_index = TierIndex("host", 4, shares_of=lambda tenant: TierShares(retained=0.25 if tenant == "acme" else 1.0))
     for key, namespace in ((b"a", ACME), (b"b", ACME), (b"c", OTHER)):
         tier_index.add(key, namespace, 90)
@@ -205,7 +205,7 @@ def test_where_floors_take_all_the_room_others_have_none() -> None:
     assert tier_index.add(b"o", OTHER) is None
 
 
-def test_a_page_tells_what_is_retained_of_each_namespace() -> None:
+def test_a_page_reports_the_retained_blocks_of_each_namespace() -> None:
     tier_index = shelf_of(b"a", num_blocks=9)
     for key, namespace, priority in ((b"b", ACME, 90), (b"c", ACME, 60), (b"d", ACME, 50), (b"e", OTHER, 51)):
         tier_index.add(key, namespace, priority)
@@ -226,8 +226,8 @@ WALK_SHARES = {
 }
 
 
-def goes_for(tier_index: TierIndex, tenant: str) -> bytes | None:
-    """Return what may go for a block of a tenant, found by looking at every block; None if there is room."""
+def victim_for(tier_index: TierIndex, tenant: str) -> bytes | None:
+    """Return the victim for a block of a tenant, by brute force; None if there is room."""
     counts = tier_index.owned.num_by_tenant
     parts = WALK_SHARES[tenant]
     has_its_share = parts.ceiling is not None and counts[tenant] >= parts.ceiling * tier_index.num_blocks
@@ -241,7 +241,7 @@ def goes_for(tier_index: TierIndex, tenant: str) -> bytes | None:
 
 
 def require_bounds(tier_index: TierIndex) -> None:
-    """Count what is retained, and compare it with the books and their bounds."""
+    """Count retained blocks, and compare them with the counters and their bounds."""
     retained = [
         key for key in tier_index if not tier_index.is_on_device(key) and tier_index.priority_of(key) > DEFAULT_PRIORITY
     ]
@@ -256,7 +256,7 @@ def require_bounds(tier_index: TierIndex) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
+def test_a_random_walk_evicts_only_allowed_victims(seed: int) -> None:
     rng = random.Random(seed)
     tier_index = TierIndex("host", 10, shares_of=WALK_SHARES.__getitem__, retained_share=0.5)
     num_victims = num_refused = 0
@@ -267,7 +267,7 @@ def test_in_a_walk_nothing_goes_but_what_may(seed: int) -> None:
         choice = rng.random()
         if choice < 0.7:
             key = number.to_bytes(2, "big")
-            victim = goes_for(tier_index, tenant)
+            victim = victim_for(tier_index, tenant)
             may_come = victim is None or (
                 victim != b"" and (tier_index.is_on_device(victim) or tier_index.priority_of(victim) <= priority)
             )
@@ -303,7 +303,7 @@ def test_a_block_that_is_written_once_more_can_not_be_loaded_meanwhile() -> None
 NAMESPACE = Namespace("m")
 
 
-def test_it_forgets_what_was_used_longest_ago_and_the_store_does_not() -> None:
+def test_the_index_of_a_shared_store_forgets_the_least_recently_used() -> None:
     tier_index = SharedTierIndex("redis", 2)
     for key in (b"a", b"b"):
         assert tier_index.add(key, NAMESPACE) is None

@@ -1,4 +1,4 @@
-"""Backends that the tests of all stores run over. Each is made with room for a number of objects."""
+"""The backends over which the tests of all stores run, each with room for a number of objects."""
 
 from __future__ import annotations
 

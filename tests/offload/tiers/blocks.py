@@ -1,4 +1,4 @@
-"""Small blocks for tests of stores: their content follows from a number."""
+"""Small blocks for tests of stores, whose content is derived from a number."""
 
 from __future__ import annotations
 

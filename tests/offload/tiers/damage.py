@@ -1,4 +1,4 @@
-"""Hostile runs: damaged objects, and writers that are killed. Nothing wrong may be served.
+"""Corrupts objects and files, and kills writers, and checks that no wrong block is served.
 
 python -m tests.offload.tiers.damage --cases 100000
 python -m tests.offload.tiers.damage --kills 1000
@@ -49,7 +49,7 @@ def cut(data: bytes, chance: random.Random) -> bytes:
 
 
 def tear(data: bytes, chance: random.Random) -> bytes:
-    """The object up to somewhere, and from there on an older one that was in the slot."""
+    """A torn write: a prefix of the object, followed by the older object in the slot."""
     place = chance.randrange(1, len(data))
     other = stored(NUM_BLOCKS + 1, 0, CIPHER if len(data) != len(stored(0)) else None)
     torn = data[:place] + other[place:]
@@ -70,35 +70,35 @@ DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (flip_bits, cut, 
 
 
 def damaged_objects(num_cases: int, seed: int) -> Counter[str]:
-    """Open damaged objects; returns how many were served, and how many were found for which reason."""
+    """Open damaged objects; counts those that were served, and the others by their fault."""
     chance = random.Random(seed)
     ciphers = (None, CIPHER)
     sound = {(number, cipher): stored(number, 0, cipher) for number in range(NUM_BLOCKS) for cipher in ciphers}
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for case in range(num_cases):
         number = chance.randrange(NUM_BLOCKS)
         cipher = chance.choice(ciphers)
         data = DAMAGES[case % len(DAMAGES)](sound[number, cipher], chance)
         result = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
-        told[result.value if isinstance(result, ObjectFault) else "served"] += 1
-    return told
+        counts[result.value if isinstance(result, ObjectFault) else "served"] += 1
+    return counts
 
 
 def damaged_files(num_cases: int, seed: int) -> Counter[str]:
-    """Change the files of a closed disk store in places; returns what the next process says of its blocks.
+    """Corrupt the files of a closed disk store; counts how the next process reads its blocks.
 
-    A block that is served must be right, which most are: a case changes a few places.
+    Most blocks are still right, since each case changes only a few places.
     """
     chance = random.Random(seed)
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(num_cases):
             store = disk_at(Path(folder), NUM_SLOTS, native_copies())
             _fill(store)
             store.close()
             damage_files(Path(folder), chance)
-            told.update(served_by(disk_at(Path(folder), NUM_SLOTS, native_copies())))
-    return told
+            counts.update(served_by(disk_at(Path(folder), NUM_SLOTS, native_copies())))
+    return counts
 
 
 def damage_files(folder: Path, chance: random.Random) -> None:
@@ -122,26 +122,26 @@ def _fill(store: StoreBackend) -> None:
 
 
 def served_by(store: StoreBackend) -> Counter[str]:
-    """Ask a store for every block of every generation, and close it; counts what came, and what was wrong."""
-    told: Counter[str] = Counter()
+    """Load every block from a store, and close it; counts right, wrong and missing blocks."""
+    counts: Counter[str] = Counter()
     tier = Tier("disk", ThreadedStore(store), PAYLOAD_BYTES)
     found = tier.load([wanted(number) for number in range(NUM_BLOCKS)]).result(PATIENCE_S)
     for number, each in enumerate(found):
         if isinstance(each, LoadedBlock):
-            told["right" if each.payload == payload_of(number) else "wrong"] += 1
+            counts["right" if each.payload == payload_of(number) else "wrong"] += 1
         else:
-            told["absent" if each is Absence.ABSENT else each.value] += 1
+            counts["absent" if each is Absence.ABSENT else each.value] += 1
     tier.close()
-    return told
+    return counts
 
 
 def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Counter[str]:
-    """Kill writers at random moments, one after the other in one directory; returns what the next process found.
+    """Kill writers at random moments, in one directory; counts how the next process reads the blocks.
 
     Every other one writes in C++, where there is a compiler.
     """
     chance = random.Random(seed)
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     library = _library_file()
     with tempfile.TemporaryDirectory() as folder:
         for kill in range(num_kills):
@@ -150,11 +150,11 @@ def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Cou
             with subprocess.Popen(command, cwd=ROOT_FOLDER, stdout=subprocess.PIPE) as process:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"ready\n"
-                time.sleep(chance.random() * 0.02)  # the random moment, nothing is waited for
+                time.sleep(chance.random() * 0.02)  # a random moment
                 process.kill()
-            told.update(served_by(disk_at(Path(folder), num_slots, native_copies())))
-            told["restarts"] += 1
-    return told
+            counts.update(served_by(disk_at(Path(folder), num_slots, native_copies())))
+            counts["restarts"] += 1
+    return counts
 
 
 def _library_file() -> list[str]:
@@ -167,11 +167,13 @@ def _library_file() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.offload.tiers.damage", description=__doc__)
-    parser.add_argument("--cases", type=int, default=0, help="damaged objects, and a hundredth of it damaged files")
-    parser.add_argument("--kills", type=int, default=0, help="writers that are killed")
+    parser.add_argument(
+        "--cases", type=int, default=0, help="number of damaged objects; a hundredth as many damaged files"
+    )
+    parser.add_argument("--kills", type=int, default=0, help="number of killed writers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    logging.disable(logging.WARNING)  # what is found is counted
+    logging.disable(logging.WARNING)  # faults are counted
     objects = damaged_objects(args.cases, args.seed)
     files = damaged_files(args.cases // 100, args.seed)
     kills = killed_writers(args.kills, args.seed)

@@ -1,4 +1,4 @@
-"""Disk stores for tests, without the rest of the backends: a writer that is killed a thousand times starts fast."""
+"""Disk stores for tests, in a module of their own so that writers that are soon killed start fast."""
 
 from __future__ import annotations
 

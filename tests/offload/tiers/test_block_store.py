@@ -1,4 +1,4 @@
-"""Behavior that every store must have: the same tests for all of them."""
+"""Tests that every store must pass."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def get(store: BlockStore, *numbers: int) -> list[bytes | None]:
     return [loan and bytes(loan.data) for loan in loans]
 
 
-def test_what_was_put_is_got_in_the_order_of_the_keys(store: BlockStore) -> None:
+def test_get_returns_objects_in_the_order_of_the_keys(store: BlockStore) -> None:
     assert put(store, 1, 2, 3) == (STORED,) * 3
     assert get(store, 3, 9, 1, 3) == [stored(3), None, stored(1), stored(3)]
 
 
-def test_a_loan_opens_as_what_it_is(store: BlockStore) -> None:
+def test_a_loan_is_a_valid_object(store: BlockStore) -> None:
     put(store, 1)
     (loan,) = store.get([key_of(1)]).result(PATIENCE_S)
     assert loan is not None
@@ -67,7 +67,7 @@ def test_empty_batches_are_answered(store: BlockStore) -> None:
     assert store.delete([]).result(PATIENCE_S) == 0
 
 
-def test_what_was_deleted_is_gone(store: BlockStore) -> None:
+def test_deleted_objects_are_gone(store: BlockStore) -> None:
     put(store, 1, 2)
     assert store.delete([key_of(1), key_of(7)]).result(PATIENCE_S) == 1
     assert store.exists([key_of(1), key_of(2)]).result(PATIENCE_S) == [False, True]
@@ -86,7 +86,7 @@ def test_the_same_object_again_changes_nothing(store: BlockStore) -> None:
     assert get(store, 1) == [stored(1)]
 
 
-def test_a_loan_stays_as_it_is(store: BlockStore) -> None:
+def test_a_loan_does_not_change(store: BlockStore) -> None:
     put(store, 1)
     (loan,) = store.get([key_of(1)]).result(PATIENCE_S)
     store.delete([key_of(1)]).result(PATIENCE_S)
@@ -95,7 +95,7 @@ def test_a_loan_stays_as_it_is(store: BlockStore) -> None:
     assert loan.data == stored(1)
 
 
-def test_a_batch_is_as_large_as_it_is(store: BlockStore) -> None:
+def test_large_batches_are_stored_as_a_whole(store: BlockStore) -> None:
     assert set(put(store, *range(60))) == {STORED}
     assert get(store, *range(60)) == [stored(number) for number in range(60)]
 

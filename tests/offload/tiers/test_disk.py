@@ -43,7 +43,7 @@ def room_of(path: Path) -> list[int]:
 
 
 class Power:
-    """Power of a machine, whose disk has the index as it was when it was last waited for."""
+    """Simulates a power failure, after which the disk has the index as it was at the last sync."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         self._path = path
@@ -60,7 +60,7 @@ class Power:
         self._synced = self.index.read_bytes()
 
     def fail(self, store: DiskStore, first_lines: bytes = b"") -> None:
-        """End a store, and lose what the disk did not have; of the index it had the given lines, if any."""
+        """Close a store and lose writes that were not synced, except the given index lines, if any."""
         index = self.index.read_bytes() if first_lines else self._synced
         store.close()
         self.index.write_bytes(first_lines + index[len(first_lines) :])
@@ -95,7 +95,7 @@ def test_the_next_process_evicts_what_was_written_first(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_deleted_block_does_not_come_back_in_an_earlier_generation(tmp_path: Path) -> None:
+def test_a_deleted_block_does_not_reappear_in_an_earlier_generation(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(1, generation=1)])
     loading = store._table.find(key_of(1))
@@ -110,7 +110,7 @@ def test_a_deleted_block_does_not_come_back_in_an_earlier_generation(tmp_path: P
     again.close()
 
 
-def test_a_deleted_block_does_not_come_back_after_a_power_failure_left_it_twice(
+def test_a_deleted_block_does_not_reappear_after_a_power_failure_left_it_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     power = Power(monkeypatch, tmp_path)
@@ -131,9 +131,7 @@ def test_a_deleted_block_does_not_come_back_after_a_power_failure_left_it_twice(
     store.close()
 
 
-def test_an_evicted_block_does_not_come_back_once_it_was_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evicted_block_does_not_reappear_after_its_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_at(tmp_path, 1).close()
     power = Power(monkeypatch, tmp_path)
     store = disk_at(tmp_path, 1)
@@ -160,7 +158,7 @@ def test_the_bound_holds_and_the_directory_shrinks_with_it(tmp_path: Path) -> No
     smaller.close()
 
 
-def test_neighbors_and_strangers_are_read_in_one_batch(tmp_path: Path) -> None:
+def test_adjacent_and_distant_slots_are_read_in_one_batch(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 200)
     store.put([block(number) for number in range(150)])
     numbers = [*range(10), 149, 70, 71, 20, *range(100, 30, -1)]
@@ -168,7 +166,7 @@ def test_neighbors_and_strangers_are_read_in_one_batch(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_buffer_is_used_again_after_its_loan_and_not_before(tmp_path: Path) -> None:
+def test_a_buffer_is_reused_only_after_its_loan(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(1), block(2), block(3)])
     first, second = store.get([key_of(1), key_of(2)])
@@ -183,7 +181,7 @@ def test_a_buffer_is_used_again_after_its_loan_and_not_before(tmp_path: Path) ->
     store.close()
 
 
-def test_keys_are_listed_in_the_order_in_which_objects_go(tmp_path: Path) -> None:
+def test_keys_are_listed_in_eviction_order(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(number) for number in (2, 1, 3)])
     got(store, 1)
@@ -191,7 +189,7 @@ def test_keys_are_listed_in_the_order_in_which_objects_go(tmp_path: Path) -> Non
     store.close()
 
 
-def test_the_next_process_evicts_in_the_order_of_use(tmp_path: Path) -> None:
+def test_the_next_process_evicts_in_lru_order(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 3)
     store.put([block(number) for number in (1, 2, 3)])
     got(store, 1)
@@ -201,7 +199,7 @@ def test_the_next_process_evicts_in_the_order_of_use(tmp_path: Path) -> None:
     again.close()
 
 
-def test_the_next_process_evicts_in_the_order_that_was_told(tmp_path: Path) -> None:
+def test_the_next_process_evicts_in_the_persisted_order(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 4)
     store.put([block(number) for number in (1, 2, 3, 4)])
     store.persist_order([key_of(number) for number in (9, 3, 1, 2)])
@@ -217,7 +215,7 @@ def test_the_next_process_evicts_in_the_order_that_was_told(tmp_path: Path) -> N
     third.close()
 
 
-def test_a_disk_that_fails_at_the_end_keeps_its_order_and_lets_go(
+def test_a_disk_that_fails_on_close_keeps_its_order_and_is_unlocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = disk_at(tmp_path, 8)
@@ -277,7 +275,7 @@ def test_a_label_says_what_a_directory_holds(tmp_path: Path) -> None:
     assert all((directory_of(tmp_path) / name).stat().st_mode & 0o77 == 0 for name in ("heads", "blocks"))
 
 
-def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreUnavailable, match=r"tiers.disk_path: expected a directory to write to, got .*file"):
         disk_at(tmp_path / "file", 8)
@@ -295,7 +293,7 @@ def test_without_a_bound_half_of_what_is_free_is_taken(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_path_without_room_is_named_and_not_a_bound_that_nobody_set() -> None:
+def test_an_error_about_space_names_the_path_if_no_bound_is_set() -> None:
     message = r"^tiers\.disk_path: expected at least 16384 free bytes, half of them for blocks, got less: /proc/nope$"
     with pytest.raises(StoreUnavailable, match=message):
         DiskStore(Path("/proc/nope"), FORMAT, OBJECT_BYTES, None)
@@ -351,9 +349,7 @@ def test_a_disk_without_any_room_stores_nothing(tmp_path: Path, monkeypatch: pyt
     store.close()
 
 
-def test_a_disk_that_fails_is_an_error_that_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_raises_and_leaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = disk_at(tmp_path, 2)
     store.put([block(1)])
 
@@ -395,7 +391,7 @@ def _full(*_: object) -> None:
 
 
 @pytest.mark.parametrize("slow_call", ["fdatasync", "posix_fallocate"])
-def test_nothing_that_a_writer_waits_for_makes_loads_wait(
+def test_loads_do_not_wait_for_what_writers_wait_for(
     slow_call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_file, "_GROWTH_BYTES", 4 * SLOT_BYTES)
@@ -418,7 +414,7 @@ def test_nothing_that_a_writer_waits_for_makes_loads_wait(
     store.close()
 
 
-def test_a_load_without_memory_keeps_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_runs_out_of_memory_releases_its_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = disk_at(tmp_path, 1)
     store.put([block(1)])
     with monkeypatch.context() as patched:
@@ -433,7 +429,7 @@ def _no_memory() -> memoryview:
     raise MemoryError
 
 
-def test_a_store_that_can_not_begin_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_to_open_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(NamespaceFile, "__init__", _full)
     with pytest.raises(StoreUnavailable, match="No space left"):
@@ -452,7 +448,7 @@ def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest
     store.close()
 
 
-def test_of_a_batch_that_is_larger_than_the_store_the_last_ones_stay(tmp_path: Path) -> None:
+def test_a_batch_larger_than_the_store_leaves_its_last_objects(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 4)
     result = store.put([block(number) for number in range(10)])
     assert set(result.outcomes) == {PutOutcome.STORED}
@@ -461,7 +457,7 @@ def test_of_a_batch_that_is_larger_than_the_store_the_last_ones_stay(tmp_path: P
     store.close()
 
 
-def test_of_equal_keys_in_a_batch_the_latest_generation_stays(tmp_path: Path) -> None:
+def test_of_equal_keys_in_a_batch_the_latest_generation_is_kept(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(8), block(9)])
     generations = (1, 2, 2, 1)
@@ -475,7 +471,7 @@ def test_of_equal_keys_in_a_batch_the_latest_generation_stays(tmp_path: Path) ->
     again.close()
 
 
-def test_what_is_deleted_while_its_batch_is_written_is_gone_and_its_slot_free(
+def test_an_object_deleted_during_its_write_is_gone_and_its_slot_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = disk_at(tmp_path, 8)
@@ -509,7 +505,7 @@ def test_a_batch_that_fails_leaves_all_of_its_slots_free(tmp_path: Path, monkeyp
     store.close()
 
 
-def test_an_object_that_can_not_be_packed_leaves_its_slot_free(tmp_path: Path) -> None:
+def test_an_object_that_fails_to_serialize_leaves_its_slot_free(tmp_path: Path) -> None:
     store = disk_at(tmp_path, 1)
     broken = BlockObject(None, ROOT, 0, tokens_of(1), memoryview(b""))  # type: ignore[arg-type]
     with pytest.raises(Exception, match="must be a bytes object"):
@@ -519,24 +515,24 @@ def test_an_object_that_can_not_be_packed_leaves_its_slot_free(tmp_path: Path) -
 
 
 def test_no_damaged_object_is_served() -> None:
-    told = damaged_objects(2_000, seed=1)
-    assert told["served"] == 0
-    assert told.total() == 2_000
-    assert {"cut", "foreign", "damaged"} <= set(told)
+    counts = damaged_objects(2_000, seed=1)
+    assert counts["served"] == 0
+    assert counts.total() == 2_000
+    assert {"cut", "foreign", "damaged"} <= set(counts)
 
 
 def test_no_damaged_file_serves_anything_wrong() -> None:
-    told = damaged_files(60, seed=1)
-    assert told["wrong"] == 0
-    assert told["right"] > 60
-    assert told["damaged"] > 0
-    assert told["foreign"] > 0
+    counts = damaged_files(60, seed=1)
+    assert counts["wrong"] == 0
+    assert counts["right"] > 60
+    assert counts["damaged"] > 0
+    assert counts["foreign"] > 0
 
 
 def test_a_writer_that_is_killed_leaves_nothing_wrong() -> None:
-    told = killed_writers(20, seed=1)
-    assert (told["wrong"], told["restarts"]) == (0, 20)
-    assert told["right"] > 0
+    counts = killed_writers(20, seed=1)
+    assert (counts["wrong"], counts["restarts"]) == (0, 20)
+    assert counts["right"] > 0
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ LIMIT_S = 0.5
 WRITE_LIMIT_S = 10.0
 
 
-class StandingClock:
-    """Time that passes when the test says so."""
+class ManualClock:
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -45,7 +45,7 @@ class StandingClock:
 
 
 class SilentStore:
-    """Answers when the test does."""
+    """A store whose calls complete when the test says so."""
 
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
@@ -66,13 +66,13 @@ class SilentStore:
 
 class Guarded:
     def __init__(self) -> None:
-        self.clock = StandingClock()
+        self.clock = ManualClock()
         self.inner = SilentStore()
         circuit = CircuitBreaker(self.clock.now_s, max_failures=3, first_pause_s=1.0, max_pause_s=60.0)
         limits = {"limit_s": LIMIT_S, "write_limit_s": WRITE_LIMIT_S}
         self.store = GuardedStore("shared", self.inner, self.clock, circuit, **limits)
 
-    def hang(self, num_calls: int) -> None:
+    def time_out(self, num_calls: int) -> None:
         for _ in range(num_calls):
             self.store.get([b"key"])
         self.clock.advance(LIMIT_S)
@@ -112,7 +112,7 @@ def test_a_call_without_answer_ends_at_its_limit(guarded: Guarded) -> None:
     assert guarded.store.counts().late == 2
 
 
-def test_a_late_answer_gives_back_what_it_lent(guarded: Guarded) -> None:
+def test_a_late_answer_releases_its_loans(guarded: Guarded) -> None:
     loading = guarded.store.get([])
     released = []
     (call,) = guarded.inner.calls
@@ -132,8 +132,8 @@ def test_an_error_is_the_answer_and_counted(guarded: Guarded) -> None:
     assert guarded.store.counts().failed == 1
 
 
-def test_a_store_that_fails_again_and_again_is_left_alone(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
-    guarded.hang(3)
+def test_the_circuit_opens_after_repeated_failures(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    guarded.time_out(3)
     assert isinstance(guarded.store.get([]).exception(0), StorePaused)
     assert len(guarded.inner.calls) == 3
     counts = guarded.store.counts()
@@ -141,7 +141,7 @@ def test_a_store_that_fails_again_and_again_is_left_alone(guarded: Guarded, capl
     assert caplog.text.count("store shared: switched off for a while after failures") == 1
 
 
-def test_a_greeting_tells_at_once_that_a_store_is_away(guarded: Guarded) -> None:
+def test_the_probe_finds_out_that_a_store_is_unavailable(guarded: Guarded) -> None:
     circuit = CircuitBreaker(guarded.clock.now_s, is_known=False)
     store = GuardedStore("shared", guarded.inner, guarded.clock, circuit)
     store.greet()
@@ -154,20 +154,20 @@ def test_a_greeting_tells_at_once_that_a_store_is_away(guarded: Guarded) -> None
     assert circuit.state is CircuitState.CLOSED
 
 
-def test_it_is_tried_with_one_call_after_each_pause_and_pauses_grow(guarded: Guarded) -> None:
-    guarded.hang(3)
+def test_one_trial_call_follows_each_pause_and_pauses_grow(guarded: Guarded) -> None:
+    guarded.time_out(3)
     for pause_s in (1.0, 2.0, 4.0):
         num_before = len(guarded.inner.calls)
         guarded.clock.advance(pause_s - 0.125)
         guarded.store.get([])
         assert len(guarded.inner.calls) == num_before
         guarded.clock.advance(0.125)
-        guarded.hang(5)
+        guarded.time_out(5)
         assert len(guarded.inner.calls) == num_before + 1
 
 
-def test_it_is_used_again_when_it_answers(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
-    guarded.hang(3)
+def test_a_store_that_answers_again_is_used_again(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    guarded.time_out(3)
     guarded.clock.advance(1.0)
     guarded.store.get([])
     guarded.inner.calls[-1].set_result([])
@@ -186,7 +186,7 @@ def test_a_full_queue_is_no_failure_of_the_store(guarded: Guarded) -> None:
     assert guarded.store.counts().state is CircuitState.CLOSED
 
 
-def test_a_cancelled_call_cancels_the_stores_and_says_nothing_about_it(guarded: Guarded) -> None:
+def test_a_cancelled_call_is_passed_on_and_is_no_failure(guarded: Guarded) -> None:
     for _ in range(10):
         assert guarded.store.get([]).cancel()
     assert all(call.cancelled() for call in guarded.inner.calls)
@@ -196,7 +196,7 @@ def test_a_cancelled_call_cancels_the_stores_and_says_nothing_about_it(guarded: 
 
 
 def test_a_cancelled_trial_is_followed_by_another(guarded: Guarded) -> None:
-    guarded.hang(3)
+    guarded.time_out(3)
     guarded.clock.advance(1.0)
     guarded.store.get([]).cancel()
     guarded.store.get([])
@@ -204,7 +204,7 @@ def test_a_cancelled_trial_is_followed_by_another(guarded: Guarded) -> None:
     assert guarded.store.counts().state is CircuitState.CLOSED
 
 
-def test_a_tier_over_a_store_that_hangs_misses_after_the_limit_and_then_at_once(guarded: Guarded) -> None:
+def test_a_tier_over_a_blocked_store_misses_after_the_limit_and_then_at_once(guarded: Guarded) -> None:
     tier = Tier("shared", guarded.store, PAYLOAD_BYTES)
     loads = [tier.load([wanted(1)]) for _ in range(3)]
     guarded.clock.advance(LIMIT_S)
@@ -212,7 +212,7 @@ def test_a_tier_over_a_store_that_hangs_misses_after_the_limit_and_then_at_once(
     assert tier.load([wanted(1)]).result(PATIENCE_S) == [Absence.UNAVAILABLE]
 
 
-def test_calls_leave_the_collector_no_circle(guarded: Guarded) -> None:
+def test_calls_leave_no_reference_cycle(guarded: Guarded) -> None:
     tier = Tier("shared", guarded.store, PAYLOAD_BYTES)
     gc.disable()
     try:

@@ -38,7 +38,7 @@ def test_failures_in_a_row_open_it(circuit: CircuitBreaker) -> None:
     assert (circuit.state, circuit.num_opened) == (CircuitState.OPEN, 1)
 
 
-def test_after_a_pause_one_call_goes_through(circuit: CircuitBreaker, clock: Clock) -> None:
+def test_after_a_pause_one_trial_call_is_allowed(circuit: CircuitBreaker, clock: Clock) -> None:
     open_it(circuit)
     clock.now_s = 0.99
     assert not circuit.lets_through()
@@ -66,7 +66,7 @@ def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(circuit: 
     assert circuit.num_opened == 2
 
 
-def test_a_call_that_says_nothing_lets_the_next_one_try(circuit: CircuitBreaker, clock: Clock) -> None:
+def test_an_inconclusive_trial_call_is_followed_by_another(circuit: CircuitBreaker, clock: Clock) -> None:
     open_it(circuit)
     clock.now_s = 1.0
     assert circuit.lets_through()
@@ -84,7 +84,7 @@ def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: Circuit
     assert circuit.num_opened == 1
 
 
-def test_an_unknown_store_is_left_alone_after_one_failure_until_it_has_answered(clock: Clock) -> None:
+def test_the_circuit_of_an_unknown_store_opens_after_one_failure(clock: Clock) -> None:
     circuit = CircuitBreaker(clock, is_known=False)
     assert circuit.fail()
     clock.now_s = 1.0

@@ -7,7 +7,7 @@ from radixkv.offload.tiers.guard import TimerThread
 from tests.patience import PATIENCE_S
 
 
-def test_calls_come_in_the_order_in_which_they_are_due() -> None:
+def test_timers_fire_in_the_order_of_their_due_times() -> None:
     clock = TimerThread()
     calls = []
     is_last = threading.Event()
@@ -21,7 +21,7 @@ def test_calls_come_in_the_order_in_which_they_are_due() -> None:
     clock.close()
 
 
-def test_a_cancelled_call_never_comes() -> None:
+def test_a_cancelled_timer_does_not_fire() -> None:
     clock = TimerThread()
     calls = []
     is_last = threading.Event()

@@ -17,7 +17,7 @@ def keys(*numbers: int) -> list[bytes]:
     return [key_of(number) for number in numbers]
 
 
-def test_the_bound_is_the_arena_and_what_was_not_used_for_longest_goes() -> None:
+def test_the_arena_is_the_bound_and_the_least_recently_used_is_evicted() -> None:
     with host_memory(3) as memory:
         memory.put([block(number) for number in (1, 2, 3)])
         memory.get(keys(1))
@@ -27,7 +27,7 @@ def test_the_bound_is_the_arena_and_what_was_not_used_for_longest_goes() -> None
         assert memory.size().used_bytes == memory.size().capacity_bytes == 3 * SLOT_BYTES
 
 
-def test_what_is_lent_is_never_evicted_and_all_lent_is_no_room() -> None:
+def test_lent_objects_are_never_evicted() -> None:
     with host_memory(2) as memory:
         memory.put([block(1), block(2)])
         loans = memory.get(keys(1, 2))
@@ -37,7 +37,7 @@ def test_what_is_lent_is_never_evicted_and_all_lent_is_no_room() -> None:
         assert memory.put([block(3)]).evicted == (key_of(2),)
 
 
-def test_a_loan_that_nobody_holds_is_over() -> None:
+def test_a_loan_without_references_is_released() -> None:
     with host_memory(1) as memory:
         memory.put([block(1)])
         loans = memory.get(keys(1))
@@ -62,7 +62,7 @@ def test_an_object_that_fits_no_slot_is_refused() -> None:
         assert memory.put([large, block(2)]).outcomes == (PutOutcome.TOO_LARGE, PutOutcome.STORED)
 
 
-def test_an_object_that_can_not_be_packed_leaves_its_slot_free() -> None:
+def test_an_object_that_fails_to_serialize_leaves_its_slot_free() -> None:
     with host_memory(1) as memory:
         broken = block(1)._replace(key=None)
         with pytest.raises(Exception, match="argument for 's' must be a bytes object"):
@@ -75,6 +75,6 @@ def test_an_arena_has_room_for_an_object() -> None:
         HostStore(map_memory(OBJECT_BYTES - 1), OBJECT_BYTES)
 
 
-def test_memory_that_is_not_there_is_refused() -> None:
+def test_memory_that_can_not_be_allocated_is_refused() -> None:
     with pytest.raises(ConfigError, match="host_bytes: expected memory"):
         open_backend("host", StoreOptions(FORMAT, OBJECT_BYTES, max_bytes=1 << 60))

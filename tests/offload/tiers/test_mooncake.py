@@ -20,7 +20,7 @@ def got(store: MooncakeStore, *numbers: int) -> list[bytes | None]:
     return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
 
 
-def test_what_one_server_wrote_another_finds() -> None:
+def test_one_server_finds_what_another_stored() -> None:
     with mooncake_master(free_port()) as master:
         first = MooncakeStore(master, OBJECT_BYTES, **SIZES)
         second = MooncakeStore(master, OBJECT_BYTES, **SIZES)
@@ -35,7 +35,7 @@ def test_what_one_server_wrote_another_finds() -> None:
         second.close()
 
 
-def test_a_master_that_goes_is_an_error() -> None:
+def test_losing_the_master_is_an_error() -> None:
     with mooncake_master(free_port()) as master:
         store = MooncakeStore(master, OBJECT_BYTES, **SIZES)
         store.put([block(1)])
@@ -44,7 +44,7 @@ def test_a_master_that_goes_is_an_error() -> None:
     store.close()
 
 
-def test_a_master_that_comes_later_is_used() -> None:
+def test_a_master_that_starts_later_is_used() -> None:
     port = free_port()
     store = MooncakeStore(f"127.0.0.1:{port}", OBJECT_BYTES, **SIZES)
     with pytest.raises(

@@ -70,7 +70,7 @@ def test_a_line_that_is_not_ours_is_left_out(rubbish: bytes, tmp_path: Path) -> 
     assert names_in(path) == {ROOT: ODD, bytes(32): Namespace("model")}
 
 
-def test_every_cut_leaves_whole_lines(tmp_path: Path) -> None:
+def test_every_truncation_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "names"
     names = NamespaceFile(path)
     add(names, ROOT, Namespace("model", "first"))
@@ -85,7 +85,7 @@ def test_every_cut_leaves_whole_lines(tmp_path: Path) -> None:
         }
 
 
-def test_only_this_user_reads_the_names(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_namespaces(tmp_path: Path) -> None:
     NamespaceFile(tmp_path / "names").close()
     assert (tmp_path / "names").stat().st_mode & 0o777 == 0o600
 
@@ -128,7 +128,7 @@ def test_the_file_is_written_anew_where_most_lines_are_of_no_use(tmp_path: Path)
     assert names_in(path).keys() == names.by_root().keys() == {roots[0], *roots[6:9]}
 
 
-def test_lines_that_earlier_processes_wrote_more_than_once_go_too(tmp_path: Path) -> None:
+def test_duplicate_lines_of_earlier_processes_are_removed_too(tmp_path: Path) -> None:
     path = tmp_path / "names"
     names = NamespaceFile(path)
     add(names, ROOT, ODD)

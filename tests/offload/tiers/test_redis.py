@@ -41,7 +41,7 @@ def got(store: RedisStore, *numbers: int) -> list[bytes | None]:
 
 
 @pytest.mark.usefixtures("client")
-def test_what_one_server_wrote_another_finds(server: RedisServer) -> None:
+def test_one_server_finds_what_another_stored(server: RedisServer) -> None:
     first = store_of(server)
     second = store_of(server)
     first.put([block(1), block(2)])
@@ -111,7 +111,7 @@ def test_a_server_without_memory_has_no_room(server: RedisServer, client: redis.
     assert store.put([block(2)]).outcomes == (PutOutcome.STORED,)
 
 
-def test_a_wrong_password_is_told_without_it(tmp_path: Path) -> None:
+def test_an_error_about_a_wrong_password_does_not_contain_it(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--requirepass", "correct") as server:
         for login, error in ((":wrong@", "AuthenticationError"), ("", "AuthenticationError")):
             store = RedisStore(f"redis://{login}127.0.0.1:{server.port}/0", OBJECT_BYTES, timeout_s=60.0)
@@ -122,7 +122,7 @@ def test_a_wrong_password_is_told_without_it(tmp_path: Path) -> None:
         assert right.put([block(1)]).outcomes == (PutOutcome.STORED,)
 
 
-def test_a_server_that_comes_later_goes_and_comes_again_is_used(tmp_path: Path) -> None:
+def test_a_server_that_starts_later_and_restarts_is_used(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         server.stop()
         store = store_of(server)
@@ -139,7 +139,7 @@ def test_a_server_that_comes_later_goes_and_comes_again_is_used(tmp_path: Path) 
         assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
 
 
-def test_a_server_that_does_not_answer_is_victims(server: RedisServer) -> None:
+def test_a_call_times_out_if_the_server_does_not_answer(server: RedisServer) -> None:
     store = store_of(server, timeout_s=0.2)
     store.exists([key_of(1)])
     server.pause()

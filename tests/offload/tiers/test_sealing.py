@@ -24,8 +24,8 @@ def test_the_same_block_is_never_sealed_alike() -> None:
     assert len({stored(1, 0, CIPHER)[128:] for _ in range(100)}) == 100
 
 
-def test_a_head_is_bound_to_what_it_heads() -> None:
-    """Somebody who can write into the store, and computes a new checksum, lifts the generation of an object."""
+def test_a_modified_head_is_detected() -> None:
+    """An attacker with write access raises the generation of an object, and computes a new checksum."""
     data = bytearray(stored(1, 4, CIPHER))
     data[24] = 9
     data[-16:] = xxh3_128(data[:-16]).digest()

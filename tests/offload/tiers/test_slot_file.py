@@ -59,7 +59,7 @@ def test_slots_have_room_for_plain_and_sealed_objects(payload_bytes: int) -> Non
         assert not sizes.slot_bytes % PAGE_BYTES
 
 
-def test_objects_are_read_in_the_order_of_the_disk_and_come_as_they_were_asked_for(
+def test_objects_are_read_in_the_order_of_slots_and_returned_in_that_of_the_call(
     file: SlotFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_objects([(slot, numbered(slot + 1)) for slot in range(4)])
@@ -119,7 +119,7 @@ def test_a_cut_object_has_no_checksum(
     file.close()
 
 
-def test_the_disk_is_told_of_strangers_and_not_of_neighbors(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_is_announced_for_distant_slots_only(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
 
     rooms = {file._heads: SIZES.head_room, file._blocks: SIZES.body_room}

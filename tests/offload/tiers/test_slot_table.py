@@ -4,7 +4,7 @@ from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
 
 
 def fill(table: SlotTable, *keys: bytes, victims: tuple[bytes, ...] = ()) -> list[bytes]:
-    """Put keys one by one; returns what left for them."""
+    """Put keys one by one; returns the evicted keys."""
     gone = []
     left = iter(victims)
     for key in keys:
@@ -15,7 +15,7 @@ def fill(table: SlotTable, *keys: bytes, victims: tuple[bytes, ...] = ()) -> lis
     return gone
 
 
-def test_what_was_not_used_for_longest_goes_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     table = SlotTable(3)
     assert fill(table, b"a", b"b", b"c") == []
     table.find(b"a")
@@ -31,26 +31,26 @@ def test_the_first_free_slot_is_taken() -> None:
     assert [table.claim(key, iter(()))[0] for key in (b"e", b"f", b"g")] == [0, 1, 3]
 
 
-def test_what_is_put_last_goes_last() -> None:
+def test_put_last_moves_to_the_end_of_the_eviction_order() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b", b"c")
     table.put_last([b"b", b"nothing", b"a"])
     assert fill(table, b"d", b"e", b"f") == [b"c", b"b", b"a"]
 
 
-def test_what_the_caller_gives_up_goes_before() -> None:
+def test_victims_are_evicted_first() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b", b"c")
     assert fill(table, b"d", b"e", b"f", victims=(b"nothing", b"c", b"b")) == [b"c", b"b", b"a"]
 
 
-def test_no_more_is_victims_than_is_needed() -> None:
+def test_no_more_victims_are_evicted_than_needed() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b")
     assert fill(table, b"c", b"d", victims=(b"b", b"a")) == [b"b"]
 
 
-def test_what_is_read_stays_and_its_slot_too() -> None:
+def test_objects_being_read_are_not_evicted() -> None:
     table = SlotTable(1)
     fill(table, b"a")
     entry = table.find(b"a")
@@ -63,7 +63,7 @@ def test_what_is_read_stays_and_its_slot_too() -> None:
     assert table.num_free == 1
 
 
-def test_nothing_else_goes_instead_of_what_is_victims_and_read() -> None:
+def test_nothing_is_evicted_in_place_of_a_victim_that_is_being_read() -> None:
     table = SlotTable(3)
     fill(table, b"a", b"b", b"c")
     entry = table.find(b"b")
@@ -74,7 +74,7 @@ def test_nothing_else_goes_instead_of_what_is_victims_and_read() -> None:
     assert [key for key, _ in table] == [b"a", b"b", b"e"]
 
 
-def test_what_is_removed_while_it_is_written_is_not_found_later() -> None:
+def test_an_object_removed_during_its_write_is_not_published() -> None:
     table = SlotTable(1)
     slot, _ = table.claim(b"a", iter(()))
     assert slot is not None

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_S, wait_until
 
 
 class GatedBackend(StoreBackend):
-    """Calls wait at a gate, and note that they came."""
+    """A backend whose calls are recorded, and wait for an event."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -149,7 +149,7 @@ def test_what_waits_when_a_store_closes_fails(backend: GatedBackend) -> None:
     assert backend.is_closed
 
 
-def test_a_call_that_hangs_does_not_keep_close(
+def test_a_blocked_call_does_not_block_close(
     backend: GatedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(threaded_store, "_CLOSE_PATIENCE_S", 0.0)
@@ -169,7 +169,7 @@ def test_an_error_of_a_store_is_the_answer(backend: GatedBackend) -> None:
     store.close()
 
 
-def test_any_other_error_is_told_without_its_words_and_ends_no_thread(backend: GatedBackend) -> None:
+def test_any_other_error_is_reported_without_its_message_and_ends_no_thread(backend: GatedBackend) -> None:
     backend.error = ValueError("password")
     backend.gate.set()
     backend.num_readers = 1

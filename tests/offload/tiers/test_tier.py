@@ -27,7 +27,7 @@ def tier() -> Iterator[Tier]:
 
 
 class PendingStore:
-    """Answers when the test does."""
+    """A store whose calls complete when the test says so."""
 
     def __init__(self) -> None:
         self.answer: Future[Any] = Future()
@@ -66,7 +66,7 @@ def test_saved_blocks_are_loaded_and_counted(tier: Tier) -> None:
     assert (counts.misses, counts.saved) == ({Absence.ABSENT: 1}, {PutOutcome.STORED: 2})
 
 
-def test_evictions_are_told_and_counted(tier: Tier) -> None:
+def test_evictions_are_reported_and_counted(tier: Tier) -> None:
     tier.save([block(number) for number in range(4)]).result(PATIENCE_S)
     result = tier.save([block(9)], victims=[key_of(2)]).result(PATIENCE_S)
     assert result is not None
@@ -82,7 +82,7 @@ def test_a_block_of_another_size_is_a_miss_and_deleted(tier: Tier) -> None:
     assert tier.exists([key_of(1)]).result(PATIENCE_S) == [False]
 
 
-def test_a_damaged_block_is_a_miss_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_block_is_a_miss_that_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         store, tier = pending()
         loading = tier.load([wanted(1), wanted(2)])
