@@ -265,7 +265,7 @@ class Loader:
         The former contents of its blocks must have been saved.
 
         On a GPU this only launches the copies. Steps that are launched later wait for them on the device, and what the
-        stores lent is kept until they are complete.
+        stores lent is held until they are complete.
 
         Returns:
             Tokens at the start of the prompt whose K and V exist for the steps after this.
@@ -303,7 +303,7 @@ class Loader:
 
     @property
     def is_copying(self) -> bool:
-        """Whether what stores lent is kept until the device has copied it."""
+        """Whether loans of stores are held until the device has copied the bytes."""
         return bool(self._copying)
 
     @property
@@ -349,14 +349,14 @@ class Loader:
     def _blocks_before(self, request: Request, lease: Lease, first_block: int) -> BlockIds:
         """Return the blocks on the device before those that were loaded.
 
-        A lease does not have those from whose end nobody could go on, since they lack their parts. It gets them when it
-        publishes what was loaded after them, as any block that a tree had first.
+        The lease excludes cached blocks from which no request can continue, since their windowed layers are gone.
+        It gets these blocks when it publishes the loaded blocks after them, because the tree already has them.
         """
         own = lease.block_ids[: lease.cached_tokens // self._cache.block_size]
         if own.size >= first_block or not _publishes(request) or lease.root_run.tokens:
             return own
         known = self._cache.found_blocks(request.namespace, request.tokens)[:first_block]
-        return known if known.size == first_block else own  # what was there has left meanwhile
+        return known if known.size == first_block else own  # some were evicted in the meantime
 
     def _num_usable(self, namespace: Namespace, block_ids: BlockIds, have_part: Sequence[bool]) -> int:
         keeps_all = namespace.tenant == PUBLIC_TENANT

@@ -33,7 +33,7 @@ from radixkv.scheduling.step_plan import Slice
 _log = logging.getLogger(__name__)
 CLOSE_LIMIT_S = 10.0
 _RETRY_PERIOD_S = 1.0
-_NEWS_PERIOD_S = 0.05  # between two checks for finished saves while a listener is on
+_POLL_PERIOD_S = 0.05  # between two checks for finished saves while a listener is on
 
 
 def do_nothing() -> None:
@@ -92,24 +92,24 @@ class Offload:
         self._loader = Loader(cache, offload_index, self.tiers, mover, self._choice, clock, wake, max_bytes)
         shared = {name: tier for name, tier in self.tiers.items() if offload_index.tiers[name].is_shared}
         self.purger = SharedPurger(shared, keys, wake)
-        self._own_purger = LocalPurger(offload_index, self._saver, self._deleter, keys)
+        self._local_purger = LocalPurger(offload_index, self._saver, self._deleter, keys)
         self._lookups = Lookups(offload_index, shared, self.purger, choice, clock, wake, cache.block_size)
-        self._copies: EvictedCopies | None = None  # that were not given to the tiers yet
+        self._copies: EvictedCopies | None = None  # not passed to the tiers yet
         self._next_retry_s = clock()
         self._resuming: set[Request] = set()  # preempted requests for which `begin_again` was called
-        self._earlier = None
+        self._disk_scan = None
         if record is not None:
             tier_index = offload_index.tiers["disk"]
             delete = partial(self._deleter.delete, "disk")
-            self._earlier = DiskScan(record, tier_index, offload_index.retention, delete, wake)
+            self._disk_scan = DiskScan(record, tier_index, offload_index.retention, delete, wake)
         self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:
         """Seconds until `copy` must be called although no step runs; None if that is not needed."""
-        if self.index.has_evicted_blocks or (self._earlier is not None and self._earlier.has_more):
+        if self.index.has_evicted_blocks or (self._disk_scan is not None and self._disk_scan.has_more):
             return 0.0
         if self.index.listener.is_on and self._saver.has_waiting:
-            return _NEWS_PERIOD_S
+            return _POLL_PERIOD_S
         is_unfinished = self._saver.has_waiting or self._deleter.has_failed or self.purger.has_failed
         is_unfinished = is_unfinished or self._loader.is_copying
         return _RETRY_PERIOD_S if is_unfinished else None
@@ -122,7 +122,7 @@ class Offload:
 
     def begin(self, request: Request) -> bool:
         """Start to load blocks for a new request. Returns whether the request must wait until `ready` returns it."""
-        self._take_news()
+        self._poll()
         fetched, request.fetched = request.fetched, None
         if not request.params.read_cache:
             return False
@@ -146,12 +146,12 @@ class Offload:
 
     def stored_blocks(self, tenant: str) -> dict[str, int]:
         """Count a tenant's blocks in each tier. In shared stores, only known blocks count."""
-        self._take_news()
+        self._poll()
         return {name: tier_index.owned.num_by_tenant[tenant] for name, tier_index in self.index.tiers.items()}
 
     def stored_tokens(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> int:
         """Count the tokens after the cached ones that tiers are known to hold."""
-        self._take_news()
+        self._poll()
         first_block, found = self._loader.find(namespace, tokens, self._num_cached_blocks(namespace, tokens))
         return max(0, (first_block + len(found)) * self._cache.block_size - cached_tokens) if found else 0
 
@@ -166,7 +166,7 @@ class Offload:
         Returns:
             What was granted in total.
         """
-        self._take_news()
+        self._poll()
         size = self._cache.block_size
         now_s = self._clock()
         return grant_stored(self.index, size, namespace, tokens, retention, on_device, now_s)
@@ -180,7 +180,7 @@ class Offload:
         tier_index = self.index.tiers.get(name)
         if tier_index is None:
             raise InvalidRequest(f"store: expected one of {', '.join(self.index.tiers)}, got {name!r}")
-        self._take_news()
+        self._poll()
         return tier_index.page(start, tenant, max_listed)
 
     @property
@@ -199,7 +199,7 @@ class Offload:
         No block may be evicted between this and `save`.
         """
         assert self._copies is None, "stores have got what was copied before"
-        self._take_found()
+        self._take_scanned()
         self.index.retention.expire(self._clock())
         self._retry()
         self._copies = self._saver.copy()
@@ -233,25 +233,25 @@ class Offload:
 
     def reading(self) -> Iterator[None]:
         """Yield until the disk is scanned."""
-        return iter(()) if self._earlier is None else self._earlier.reading()
+        return iter(()) if self._disk_scan is None else self._disk_scan.reading()
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> list[Deletion]:
         """Purge the namespaces with these names, None for any, from all tiers; in shared stores, for all servers.
 
         Waiting requests do not get any of these blocks. The disk must be scanned before; see `reading`.
         """
-        self._take_found()
+        self._take_scanned()
         self._loader.forget(tenant, adapter, salt)
-        own = self._own_purger.purge(tenant, adapter, salt)
+        own = self._local_purger.purge(tenant, adapter, salt)
         purges = self.purger.purge(tenant, adapter, salt)
-        if self._earlier is not None and self._earlier.has_failed:
+        if self._disk_scan is not None and self._disk_scan.has_failed:
             own.append(Deletion("disk", not_asked()))
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:
         """Save the device to the disk and finish deletions, in at most 10 s, then close the tiers."""
         deadline_s = time.monotonic() + CLOSE_LIMIT_S
-        knows_disk = self._earlier is None or self._earlier.finish(CLOSE_LIMIT_S / 2)
+        knows_disk = self._disk_scan is None or self._disk_scan.finish(CLOSE_LIMIT_S / 2)
         if not knows_disk:
             _log.warning("tier disk: the scan did not finish before shutdown, so retention may be lost")
         self._loader.close()
@@ -282,14 +282,14 @@ class Offload:
             self._deleter.retry()
             self.purger.retry()
 
-    def _take_news(self) -> None:
+    def _poll(self) -> None:
         """Process finished saves and part of the disk scan."""
         self._saver.note_ended()
-        self._take_found()
+        self._take_scanned()
 
-    def _take_found(self) -> None:
-        if self._earlier is not None:
-            self._earlier.take()
+    def _take_scanned(self) -> None:
+        if self._disk_scan is not None:
+            self._disk_scan.take()
 
 
 def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> TierStats:

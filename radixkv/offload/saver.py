@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
-    """A batch given to a tier: its name, the keys, and the keys it evicts for them."""
+    """A batch that a tier stores: the name of the tier, the keys, and the keys to evict for them."""
 
     name: str
     keys: Sequence[bytes]
@@ -182,7 +182,7 @@ class Saver:
         # A pending key was evicted again, and a later save stores it.
         left = filter(self._index.tiers[name].holds, result.evicted)
         self._index.lost(name, [*refused, *left])
-        gone = {*refused, *result.evicted} - set(keys) | absent  # others were passed without need, or purged
+        gone = {*refused, *result.evicted} - set(keys) | absent  # the other victims were not needed, or were purged
         self._delete(name, [key for key in (*keys, *victims) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:
@@ -191,8 +191,8 @@ class Saver:
             self._deleter.delete_unknown(name, keys)
 
 
-def _object(departure: EvictedBlock, payload: memoryview, tier: Tier, wait: Callable[[], None]) -> BlockObject:
-    block = departure.block
-    generation = int(departure.part_id is not None)  # a later generation replaces an object without windowed layers
+def _object(evicted: EvictedBlock, payload: memoryview, tier: Tier, wait: Callable[[], None]) -> BlockObject:
+    block = evicted.block
+    generation = int(evicted.part_id is not None)  # a later generation replaces an object without windowed layers
     cipher = tier.cipher_of(block.namespace.tenant)
     return BlockObject(block.key, block.parent, generation, block.tokens, payload, cipher, wait)

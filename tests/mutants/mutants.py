@@ -741,8 +741,8 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "offload/index/offload_index.py",
-        "            if tier_index is None:\n                break\n",
-        "            if tier_index is None:\n                continue\n",
+        "            if name is None:\n                break\n",
+        "            if name is None:\n                continue\n",
     ),
     Mutant(
         "offload/index/offload_index.py",
@@ -1244,7 +1244,7 @@ PART_MUTANTS = (
         "        self.owned",
     ),
     Mutant("offload/block_mover.py", "payload[self.block_bytes :]", "payload[: -self.block_bytes]"),
-    Mutant("offload/saver.py", "int(departure.part_id is not None)", "0"),
+    Mutant("offload/saver.py", "int(evicted.part_id is not None)", "0"),
     Mutant(
         "offload/loader.py",
         "            self._cache.touch(request.namespace, request.tokens)\n",

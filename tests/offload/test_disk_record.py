@@ -243,7 +243,7 @@ def test_retention_survives_a_process_that_ends_during_its_scan(tmp_path: Path) 
     bench = TieredBench(disk=8)
     offload = bench.offload
     tier_index = bench.index.tiers["disk"]
-    offload._earlier = DiskScan(record, tier_index, bench.index.retention, lambda keys: None)
+    offload._disk_scan = DiskScan(record, tier_index, bench.index.retention, lambda keys: None)
     offload._last_save = ShutdownSave(bench.cache, bench.index, offload._saver, record)
     threading.Timer(0.05, may_list.set).start()
     offload.close()

@@ -509,7 +509,7 @@ def test_a_deletion_that_failed_is_tried_once_more_before_the_stores_are_closed(
 
 def test_a_purge_reports_that_the_disk_could_not_be_scanned() -> None:
     bench = emptied(TieredBench(disk=100))
-    bench.offload._earlier = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
+    bench.offload._disk_scan = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
     (ours, unknown) = bench.offload.purge("", None, None)
     bench.run()
     assert (ours.store, ours.num_deleted.result(0)) == ("disk", 3)

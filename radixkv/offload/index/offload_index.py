@@ -136,7 +136,7 @@ class OffloadIndex(Listener):
         """Give a node the keys of the nodes that are merged into it."""
         self._node_keys.joined(uppers, lower)
 
-    def leave(self, node: Node, start: int, end: int, tier_indexes: Iterable[str]) -> list[bytes]:
+    def leave(self, node: Node, start: int, end: int, tier_names: Iterable[str]) -> list[bytes]:
         """Queue the blocks from `start` to `end` of a node for those tiers that do not hold them yet.
 
         Returns:
@@ -160,9 +160,9 @@ class OffloadIndex(Listener):
             self.retention.note_leaving(blocks, hint, first, self.key_blocks(namespace, tokens))
         block_ids = memoryview(node.block_ids).cast("i")[start : start + len(blocks)]
         pairs = list(zip(blocks, block_ids, strict=True))
-        for block, block_id in reversed(pairs):  # the end goes first on tier_indexes, too
+        for block, block_id in reversed(pairs):  # tiers also evict the end of a prompt first
             part_id = self._part_of(block_id)
-            names = [name for name in tier_indexes if self._wants(self.tiers[name], block, part_id)]
+            names = [name for name in tier_names if self._wants(self.tiers[name], block, part_id)]
             if names:
                 self._evicted_blocks.append(
                     EvictedBlock(block, block_id, names, None if part_id == NO_PART else part_id)
@@ -216,10 +216,10 @@ class OffloadIndex(Listener):
         """
         found: list[StoredBlock] = []
         for block in islice(self.key_blocks(namespace, tokens[:-TOKEN_BYTES]), num_cached_blocks, None):
-            tier_index = next((name for name, tier_index in self.tiers.items() if tier_index.holds(block.key)), None)
-            if tier_index is None:
+            name = next((name for name, tier_index in self.tiers.items() if tier_index.holds(block.key)), None)
+            if name is None:
                 break
-            found.append(StoredBlock(block, tier_index, block.key not in self.tiers[tier_index].partless))
+            found.append(StoredBlock(block, name, block.key not in self.tiers[name].partless))
         if self.listener.is_on:
             self.listener.met(namespace, tokens, num_cached_blocks, [each.block for each in found])
         return found
@@ -306,9 +306,8 @@ class OffloadIndex(Listener):
             tier_index.partless.add(block.key)
         if block.key not in victims:
             return True
-        del victims[
-            block.key
-        ]  # the store was not asked to delete it, and still holds it, perhaps without its windowed layers
+        # The store was not asked to evict it, and still holds it, perhaps without its windowed layers.
+        del victims[block.key]
         if has_part:
             tier_index.expect(block.key)
             return True
@@ -325,7 +324,7 @@ def grant_stored(
     on_device: Grant,
     now_s: float,
 ) -> Grant:
-    """Give what is stored of a prompt a priority, whatever it was before; shared stores know none.
+    """Set the priority of the stored blocks of a prompt, whatever it was before. Shared stores have no priorities.
 
     Args:
         offload_index: knows what is stored.

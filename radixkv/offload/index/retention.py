@@ -198,7 +198,7 @@ class StoredRetention:
         self._give(list(filter(self._is_stored, path)), num_before, hint, self._retentions.set)
 
     def hints(self, tier_index: TierIndex) -> list[tuple[bytes, RetentionHint]]:
-        """List the blocks of a store that have another priority than the default, the one that goes first at first."""
+        """List the blocks of a tier whose priority is not the default, in eviction order."""
         found = ((key, self._retentions.hint_of(key)) for key in tier_index)
         return [(key, hint) for key, hint in found if hint is not None]
 

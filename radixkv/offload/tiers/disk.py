@@ -273,11 +273,11 @@ class DiskStore(StoreBackend):
         Their bytes stay on the disk until they are overwritten.
         """
         with self._lock, _failures(self.path):
-            gone = [entry for key in keys if (entry := self._table.remove(key)) is not None]
-            self._file.clear_lines(entry.slot for entry in gone)
+            removed = [entry for key in keys if (entry := self._table.remove(key)) is not None]
+            self._file.clear_lines(entry.slot for entry in removed)
         with _failures(self.path):
             self._file.sync_lines()  # loads do not wait for it
-        return len(gone)
+        return len(removed)
 
     def size(self) -> StoreSize:
         """Return the number of objects, and the slots in bytes."""
@@ -347,8 +347,8 @@ class DiskStore(StoreBackend):
                 outcomes.append(PutOutcome.ALREADY_THERE)
                 continue
             older = self._table.find(each.key)
-            slot, gone = self._table.claim(each.key, victims)
-            evicted += gone
+            slot, evicted_keys = self._table.claim(each.key, victims)
+            evicted += evicted_keys
             if older is not None:
                 useless.add(older.slot)
             if slot is None:
@@ -356,7 +356,7 @@ class DiskStore(StoreBackend):
                 continue
             outcomes.append(PutOutcome.STORED)
             claimed.append((slot, each))
-            if gone:
+            if evicted_keys:
                 useless.add(slot)
         self._file.clear_lines(useless)
         return outcomes, evicted
