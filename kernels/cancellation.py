@@ -1,6 +1,6 @@
-"""Makes inputs whose sums show the order of addition, even where half precision would nearly always hide it.
+"""Makes cancellation-sensitive inputs, which reveal the summation order even in half precision.
 
-Numbers come in pairs whose products cancel. The rounding of the partial sums is left, and all its digits depend on the
+Values come in pairs whose products cancel. What remains is the rounding of the partial sums, which depends on the
 order:
 
     row     [  3.1    0.7    3.1    0.7  ]
@@ -23,7 +23,7 @@ _BIAS = 1e-4  # about what is left
 def sensitive_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Make rows, a weight and a bias whose product would be the bias, if its sums were not rounded.
+    """Make rows, a weight and a bias for which the linear layer returns the bias, except for rounding of its sums.
 
     Args:
         weight: `[out_features, in_features]`; its shape, dtype, device and strides are taken.

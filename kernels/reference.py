@@ -203,7 +203,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def add_low_rank(
     rows: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor, down: torch.Tensor, up: torch.Tensor
 ) -> None:
-    """Add `up @ (down @ row)` to some rows of a product, in place. `down @ row` is rounded to the rows' dtype.
+    """Add `up @ (down @ row)` to some rows of a layer's output, in place. `down @ row` is rounded to the rows' dtype.
 
     Args:
         rows: `[num_rows, in_features]`.

@@ -110,7 +110,7 @@ def _fill_head_dim(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _missing_dims(head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many zeros fill up a sum over the head dims to a length that all processors add up alike."""
+    """Return the padding of the head dim to a length for which all processors add up in the same order."""
     return 0 if dtype == torch.float32 else -head_dim % SUM_MULTIPLE
 
 
@@ -128,7 +128,7 @@ def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, sc
         return tail
     num_kv_heads, num_rows = tail_lse.shape
     num_last = 1 if scoring.sinks is None else 2  # the tail, and a sink as a piece without values
-    # Zeros behind the rows fill up whole vectors.
+    # Rows are padded with zeros to whole vectors.
     lses = tail_lse.new_zeros(group.num_pieces + num_last, num_kv_heads, num_rows + -num_rows % VECTOR_ELEMENTS)
     lses[:-num_last, :, :num_rows] = float("-inf")
     lses[-num_last, :, :num_rows] = tail_lse
@@ -225,7 +225,7 @@ def _attend(
         Rows like `query`, and the logarithms of their sums of weights, float32 `[n, num_kv_heads, num_rows]`.
     """
     if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_PER_BLOCK and torch.get_num_threads() > 1:
-        # The library would compute a lone product on all its threads, and its sums in parts.
+        # The library would compute a single matmul on all its threads, and its sums in parts.
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
         rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
         return rows[:1], lse[:1]

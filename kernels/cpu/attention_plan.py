@@ -1,13 +1,13 @@
 """Plans paged attention on a CPU. Made once per step, read by every layer.
 
-The keys of a row are cut into pieces at fixed positions, whoever attends and whatever is cached:
+The keys of a row are split into pieces at fixed positions, independent of the batch and of the cache:
 
     position   0 ............ 512 ........... 1024 ... 1280 ... 1408
     pieces     [ unit 0 ......)[ unit 1 ......)[ part  )[ tail  )       of the rows of the tile [1280, 1408)
 
-Rows see units of 512 keys and parts of 256 keys as a whole, so rows of many requests can stand in one product over
-them: those whose blocks are the same. Only the tail, which ends with a row's tile of 128 positions, is masked. A row's
-pieces, and the order in which they are merged, depend on its position alone.
+Rows attend to whole units of 512 keys and whole parts of 256 keys, so one matmul can serve the rows of all requests
+that share these blocks. Only the tail, which ends with a row's tile of 128 positions, is masked. A row's pieces, and
+the order in which they are merged, depend on its position alone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PART_TOKENS = 256
 # Query tokens that see the same keys. A tile of 64 tokens has fewer masked keys, and needs twice the number of calls.
 TILE_TOKENS = 128
 
-# A matrix product of fewer than four rows takes another way through the library, with another order of sums.
+# For matmuls of fewer than four rows, the library takes another code path, with another summation order.
 ROWS_MULTIPLE = 16
 
-# From 64 rows on, processors with AMX take another way for half precision, which adds up numbers 32 at a time. Sums of
-# another length come out differently, so head dims and windows are filled up with zeros.
+# From 64 rows on, processors with AMX take another code path for half precision, which adds up 32 terms at a time. Sums
+# of other lengths round differently, so head dims and windows are padded with zeros.
 SUM_MULTIPLE = 32
 
 

@@ -68,14 +68,14 @@ def pack_int8(weight: torch.Tensor) -> Int8Weight:
 def int8_linear(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply rows `[num_rows, in_features]`. Returns `[num_rows, out_features]` in the rows' dtype."""
     integers, scales = quantize_rows(rows)
-    product = _integer_product(integers, weight).mul_(scales)
+    output = _int8_matmul(integers, weight).mul_(scales)
     if bias is not None:
-        product.add_(bias)
-    return product.to(rows.dtype)
+        output.add_(bias)
+    return output.to(rows.dtype)
 
 
 def adds_integers_exactly() -> bool:
-    """Whether products of 8 bits are exact on this machine: without VNNI, sums of two may be cut off at 16 bits."""
+    """Whether int8 matmuls are exact on this machine: without VNNI, sums of two products may saturate at 16 bits."""
     if not torch._C._has_mkldnn:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -85,14 +85,14 @@ def adds_integers_exactly() -> bool:
         )
         rows[0] = weight[0] = _LARGEST
         packed = pack_int8(weight.float())
-        if not torch.equal(_integer_product(rows.to(torch.int8), packed), (rows @ weight.t()).float() * packed.scales):
+        if not torch.equal(_int8_matmul(rows.to(torch.int8), packed), (rows @ weight.t()).float() * packed.scales):
             return False
     return True
 
 
-def _integer_product(integers: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
-    """The product of integers, times the weight's scales, float32."""
-    product: torch.Tensor = _ONEDNN.qlinear_pointwise(
+def _int8_matmul(integers: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+    """The int8 matmul, times the weight's scales, in float32."""
+    output: torch.Tensor = _ONEDNN.qlinear_pointwise(
         integers, 1.0, 0, *weight, None, 1.0, 0, torch.float32, "none", [], ""
     )
-    return product
+    return output

@@ -1,7 +1,7 @@
-"""Computes functions of rows whose rows have the same bits, whatever their number. For CPUs.
+"""Makes row functions of CPU libraries batch-invariant.
 
-A library adds up each row of a product in an order that depends on the number of rows. Here a product is made of calls
-with a few numbers of rows only, all of numbers whose rows were seen to agree:
+The order in which a library adds up a row of a matmul depends on the row count. Here a matmul is split into calls with
+a few fixed row counts, which gave bitwise identical results when they were checked:
 
     37 rows      [-------- 32 --------)[-- 8: 5 and zeros --)
 """
@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
 
-# Numbers of rows that a call may have. Numbers between cost up to a third more, and each costs 1 to 10 ms to prepare.
-# 384 are not among them: as 256 and 128 they take 1 to 3 % longer, and to try them took a fifth of a first load.
+# Row counts of calls. Row counts in between take up to a third longer, and checking each takes 1 to 10 ms. 384 is not
+# one of them: as 256 and 128 it takes 1 to 3 % longer, and checking it took a fifth of the first load.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
 
@@ -72,12 +72,12 @@ def tiles_of(costs: tuple[tuple[int, float], ...]) -> RowTiles:
 
 
 def in_tiles(function: RowFunction, rows: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
-    """Compute a function of rows, each by itself, in calls of the numbers of rows that `tiles` knows.
+    """Apply a row function in calls with the row counts of `tiles`.
 
     Args:
         function: takes `[num_rows, in_features]` and returns `[num_rows, out_features]`.
         rows: `[num_rows, in_features]`, at least one row.
-        tiles: numbers of rows.
+        tiles: the row counts.
 
     Returns:
         `[num_rows, out_features]`.

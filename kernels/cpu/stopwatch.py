@@ -54,7 +54,7 @@ class Stopwatch:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls that waited took 30 ms together, so that times tell little.
+        """Whether calls that waited for a processor took 30 ms together, so that timings are unreliable.
 
         With two threads a call takes as long as others may have a processor, 8 ms in place of 0.03; one thread wins.
         """
@@ -99,7 +99,7 @@ def _is_enough(took: Sequence[Took]) -> bool:
 def waited_s() -> float:
     """Return how long threads of this process were ready to run and had no processor, in seconds since they began.
 
-    0 where Linux does not tell.
+    0 if the system does not report it.
     """
     waited_ns = 0
     for thread in os.listdir(_THREADS) if _THREADS.is_dir() else ():

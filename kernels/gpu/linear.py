@@ -79,7 +79,7 @@ Tiles = Literal["both sizes", "one size"] | None
 
 
 def tried_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles:
-    """Try which tiles give rows the same bits on this GPU, whatever their number and place.
+    """Check which tiles are batch-invariant on this GPU, for any row count and position.
 
     `linear` fixes the order of summation. The trial finds out whether compiler and hardware keep to it, with inputs
     that are sensitive to cancellation.

@@ -81,7 +81,7 @@ class LowRankStep:
         return cls(*(to_device(each, device) for each in tensors))
 
 
-# Ranks that weights are filled up to with zeros. Larger ones would take more shared memory than there is.
+# Ranks that weights are padded to. Larger ranks would exceed shared memory.
 RANKS = (16, 32, 64, 128)
 
 _TILE_COLUMNS = 64
@@ -90,7 +90,7 @@ _TRIED_ROWS = 50  # of a trial: three tiles and a part of one
 
 
 def padded_rank(rank: int) -> int | None:
-    """Return the rank that weights of a rank are filled up to; None if it is too large.
+    """Return the rank that weights of a rank are padded to; None if it is too large.
 
     >>> padded_rank(3), padded_rank(16), padded_rank(17), padded_rank(129)
     (16, 16, 32, None)
@@ -145,7 +145,7 @@ def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site:
 
 
 def low_rank_rows_agree(down: torch.Tensor, up: torch.Tensor) -> bool:
-    """Whether rows of `add_low_rank` have the same bits on this GPU, whatever their number and place.
+    """Whether `add_low_rank` is batch-invariant on this GPU, for any row count and position.
 
     Args:
         down: `[rank, in_features]` with one of `RANKS`.

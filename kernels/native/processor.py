@@ -12,13 +12,13 @@ _NAMES = ("model name", "flags", "Features", "stepping")
 
 
 def processor_facts(cpuinfo: Path = _CPUINFO) -> list[str]:
-    """Return the lines of /proc/cpuinfo that tell processors apart. What was kept for a processor is found by them.
+    """Return the lines of /proc/cpuinfo that distinguish processors. They are part of the keys of cached choices.
 
     Args:
         cpuinfo: the file.
 
     Returns:
-        Different lines, sorted, whatever the number of processors; none where the system has no such file.
+        Distinct lines, sorted, independent of the number of processors; empty if the system has no such file.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()

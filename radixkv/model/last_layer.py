@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = 24
 
-# Largest distance of logits in fast mode, relative to the largest: products of other numbers of rows round otherwise.
+# Tolerance of logits in fast mode, relative to the largest: matmuls with another row count round differently.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 

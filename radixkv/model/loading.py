@@ -120,7 +120,7 @@ def _require_int8(device: torch.device) -> None:
         raise ConfigError(f'model.weights: expected "auto" on {device}, got "int8", which runs on a CPU only')
     if not adds_integers_exactly():
         raise ConfigError(
-            'model.weights: expected "auto" on this processor, got "int8": its sums of products of 8 bits are not exact'
+            'model.weights: expected "auto" on this processor, got "int8": its int8 matmuls are not exact (no VNNI)'
         )
 
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def native_library() -> ctypes.CDLL | None:
     """Return the C++ kernels for this machine, compiling them where that was not done before; None if there are none.
 
-    Without them one warning says why, what it costs and what to do. With them, products can be computed by them.
+    Without them, one warning gives the reason, the cost and the remedy. With them, they are a GEMM backend too.
     """
     try:
         library = load_library(cache_directory())

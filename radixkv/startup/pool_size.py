@@ -100,7 +100,7 @@ def reserve_step_memory(model: Model, kernels: AttentionKernels, storage: KVStor
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that this process can still take; None where the system does not tell.
+    """Bytes of main memory that this process can still take; None if the system does not report it.
 
     The least of what the machine has and what the control group (version 2) allows.
 

@@ -37,12 +37,12 @@ def _require_adapter_directory(config: Config) -> None:
     if directory and not Path(directory).is_dir():
         raise ConfigError(f"model.adapter_directory: expected a directory, got {directory!r}")
     if directory and not config.max_adapters:
-        raise ConfigError("model.max_adapters: expected at least 1 beside model.adapter_directory, got 0")
+        raise ConfigError("model.max_adapters: expected at least 1 with model.adapter_directory, got 0")
 
 
 def _require_tiers(tiers: TiersConfig) -> None:
     if tiers.disk_path is None and tiers.disk_bytes is not None:
-        raise ConfigError("tiers.disk_path: expected a directory beside tiers.disk_bytes, got none")
+        raise ConfigError("tiers.disk_path: expected a directory with tiers.disk_bytes, got none")
     if tiers.disk_path == "":  # which would be the directory of the process
         raise ConfigError("tiers.disk_path: expected a directory, got an empty path")
     _ = secret_of(tiers), ciphers_of(tiers)

@@ -350,7 +350,7 @@ def test_a_second_server_runs_without_the_directory(
 
 
 def test_room_without_a_directory_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tiers\.disk_path: expected a directory beside tiers\.disk_bytes"):
+    with pytest.raises(ConfigError, match=r"tiers\.disk_path: expected a directory with tiers\.disk_bytes"):
         build_engine(config(checkpoint, "tiers.disk_bytes=1000"))
 
 

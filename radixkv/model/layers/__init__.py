@@ -1,9 +1,9 @@
 """Faster layers in place of those of transformers: linear layers with prepacked or merged weights, and fused layers.
 
 On a CPU several GEMM libraries and weight layouts are tried at load for each shape of weight, with few rows and with
-many. Linear layers use the fastest; in exact mode the fastest whose rows have the same bits in any batch, called only
-with numbers of rows that were tried. `~/.cache/radixkv/gemms.json` keeps the choices for this machine, its libraries
-and the number of threads. A weight is freed once it is packed; one that is also an embedding is held twice.
+many. Linear layers use the fastest; in exact mode the fastest one that is batch-invariant, called only with row counts
+that were checked. `~/.cache/radixkv/gemms.json` keeps the choices for this machine, its libraries
+and the number of threads. A weight is freed once it is packed; one that is also an embedding is stored twice.
 
 Then known norms, gated MLPs, attention and whole layers are fused: see `FusedCpuLayers` and `FusedGpuLayers`.
 

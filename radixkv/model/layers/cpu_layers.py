@@ -127,8 +127,8 @@ def _head_norm(norm: RowFunction, head_dim: int) -> NativeNorm:
     return native
 
 
-def _weights(product: RowFunction) -> Weights:
-    weights = product.native_weights if isinstance(product, Matmul) else None
+def _weights(matmul: RowFunction) -> Weights:
+    weights = matmul.native_weights if isinstance(matmul, Matmul) else None
     if weights is None:
         raise _NotInOneCall
     return weights
@@ -162,7 +162,7 @@ class FusedAttention:
     def takes(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
         """Whether cosines and sines are of whole heads, contiguous, and in the dtype of rows.
 
-        Those of OLMo stay in float32, so that products with them are not rounded before they are added.
+        OLMo keeps them in float32, so that terms are not rounded before they are added.
         """
         shape = (1, rows.shape[1], self.head_dim)
         return all(
@@ -209,11 +209,11 @@ class FusedCpuLayers(ReplacedParts):
     Args:
         module: the model, on a CPU and in evaluation mode.
         is_exact: whether bits of a row must not depend on other rows.
-        library: kernels in C++; None lets torch compute what is between products.
+        library: the C++ kernels; None to compute the operations between matmuls with torch.
 
     Attributes:
-        computes_rows_alone: whether all that the model does with a row depends on that row, also where it is the only
-            one. So it is in a model of known layers whose norms and products are in C++.
+        computes_rows_alone: whether all operations of the model are batch-invariant, even for a single row. This holds
+            if all layers are known and their norms and matmuls are in C++.
     """
 
     def __init__(self, module: nn.Module, *, is_exact: bool, library: ctypes.CDLL | None = None) -> None:

@@ -233,20 +233,20 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
                 and _can_gate(layers, choices, shares.of(part, layers))
             ):
                 continue
-            make = partial(_product, choices=choices, counts=counts, share=shares.of(part, layers))
+            make = partial(_choose_matmul, choices=choices, counts=counts, share=shares.of(part, layers))
             packed.update(zip(layers, _merged(layers, make), strict=False))
         for name, child in children.items():
             if child not in packed:
                 parameters = _parameters(child)
                 most_rows = _LOGIT_ROWS if child is head else SIZES[-1]
-                product = (
+                matmul = (
                     None
                     if parameters is None
-                    else _product([parameters], choices, counts, shares.of(part, [child]), most_rows)
+                    else _choose_matmul([parameters], choices, counts, shares.of(part, [child]), most_rows)
                 )
-                if product is None:
+                if matmul is None:
                     continue
-                packed[child] = PackedLinear(product)
+                packed[child] = PackedLinear(matmul)
             setattr(part, name, packed[child])
     if counts:
         _log.info("matmuls by library: %s", ", ".join(f"{name} {count}" for name, count in counts.most_common()))
@@ -369,7 +369,7 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | 
     return weight, bias
 
 
-def _product(
+def _choose_matmul(
     parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     choices: GemmTuner,
     counts: Counter[str],

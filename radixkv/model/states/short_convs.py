@@ -143,6 +143,6 @@ def _require_agreement(part: Any) -> None:
         ours = torch.cat(parts, 1)
         if own.shape != ours.shape or not (own - ours).abs().max() <= _TOLERANCE[weight.dtype] * own.abs().max():
             raise UnsupportedModel(
-                f"{type(part).__name__}: expected a short convolution between two products, got a layer that computes "
-                "something else"
+                f"{type(part).__name__}: expected a short convolution between two projections, got a layer that "
+                "computes something else"
             )

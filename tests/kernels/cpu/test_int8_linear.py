@@ -52,13 +52,13 @@ def test_a_row_does_not_depend_on_the_row_count() -> None:
 
 
 def test_saturating_accumulation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = int8_module._integer_product
+    exact = int8_module._int8_matmul
 
     def cut_off(integers: torch.Tensor, weight: int8_module.Int8Weight) -> torch.Tensor:
         limit = 32_767 * weight.scales
         return exact(integers, weight).clamp(-limit, limit)
 
-    monkeypatch.setattr(int8_module, "_integer_product", cut_off)
+    monkeypatch.setattr(int8_module, "_int8_matmul", cut_off)
     assert not adds_integers_exactly()
 
 

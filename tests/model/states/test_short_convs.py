@@ -80,7 +80,7 @@ def test_a_layer_that_computes_something_else_is_refused_by_name(change: str, mo
     if change == "activation":
         forward = type(part).forward
         monkeypatch.setattr(type(part), "forward", lambda *args: forward(*args).tanh())
-        reason = "expected a short convolution between two products"
+        reason = "expected a short convolution between two projections"
     elif change == "dilation":
         part.conv.dilation = (2,)
     elif change == "in_proj":
@@ -88,7 +88,7 @@ def test_a_layer_that_computes_something_else_is_refused_by_name(change: str, mo
     else:
         forward = type(part).forward
         monkeypatch.setattr(type(part), "forward", lambda *args: forward(*args) + 0.1)
-        reason = "expected a short convolution between two products"
+        reason = "expected a short convolution between two projections"
     with pytest.raises(UnsupportedModel, match=f"^Lfm2ShortConv: {reason}"):
         ShortConvs(module)
 
