@@ -1,6 +1,5 @@
 import copy
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from radixkv.config import ModelConfig
 from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.attention.interface import AttentionCall
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.loading import load_model
@@ -36,11 +36,10 @@ def test_state_outside_the_cache_is_detected(gemma2: Model) -> None:
 
 @pytest.mark.parametrize("lost", ["window", "softcap"])
 def test_an_ignored_attention_feature_is_detected(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend: Callable[..., torch.Tensor] = PagedStep.attend
+    attend = PagedStep.attend
 
-    def attend_without(self: PagedStep, *args: Any) -> torch.Tensor:
-        *tensors, scoring = args
-        return attend(self, *tensors, dataclasses.replace(scoring, **{lost: None}))
+    def attend_without(self: PagedStep, call: AttentionCall) -> torch.Tensor:
+        return attend(self, call._replace(scoring=dataclasses.replace(call.scoring, **{lost: None})))
 
     config = copy.deepcopy(CONFIGS["gemma2"])
     config.attn_logit_softcapping = 5.0  # the scores of random weights are small

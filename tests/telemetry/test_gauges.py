@@ -128,7 +128,7 @@ def test_an_adapter_with_two_names_counts_once() -> None:
     engine = FakeEngine()
     engine.adapters.load_now("law", Path("one"))
     engine.adapters.load_now("court", Path("one"))
-    engine.adapters._names.take("law")
+    engine.adapters._names.acquire("law")
     for name in ("law", "court"):
         engine.adapters.load_now(name, Path("two"))
     values = scrape(engine)

@@ -126,8 +126,8 @@ def test_the_command_reads_and_prints_text(
 
 def test_a_text_and_its_token_ids_have_the_same_result(client: Client, tokenizer: Tokenizer) -> None:
     chunks = list(client.generate(PROMPT, max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
-    chunks = list(client.generate(tokenizer.encode(PROMPT), max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
-    token_ids, last = [token_id for each in chunks for token_id in each.token_ids], chunks[-1]
+    of_ids = list(client.generate(tokenizer.encode(PROMPT), max_new_tokens=40, temperature=1.0, seed=5, tenant="text"))
+    token_ids, last = [token_id for each in of_ids for token_id in each.token_ids], of_ids[-1]
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == token_ids
     assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(token_ids)
     assert last.usage.cached_tokens == last.usage.prompt_tokens - 1, "the text was cached under the same tokens"

@@ -233,7 +233,12 @@ def restarts_matchers_at_each_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def continues_without_an_allowed_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SliceResult, "refusal", None)
+    predict = step.predict
+
+    def predict_without_refusals(*args: Any) -> list[Prediction]:
+        return [prediction._replace(refusal=None) for prediction in predict(*args)]
+
+    patch.setattr(step, "predict", predict_without_refusals)
 
 
 def resumes_no_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
