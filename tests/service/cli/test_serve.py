@@ -27,7 +27,7 @@ from tests.service.command_line import LAUNCHER, fake_service, install, launch
     ("arguments", "message"),
     [
         (["--port", "70000"], "server.port: expected 0 to 65535, got 70000"),
-        (["--role", "decode"], "transfer.role: expected sections kv_sources to fetch from beside decode, got none"),
+        (["--role", "decode"], "transfer.role: expected sections kv_sources to fetch from with decode, got none"),
         (
             ["--set", "kv_sources.a.address=127.0.0.1:1", "--set", "kv_sources.a.tls_ca=/nowhere.pem"],
             "kv_sources.a.tls_ca: expected a file of certificates in PEM, got ",
