@@ -221,7 +221,7 @@ def test_a_matmul_that_is_not_batch_invariant_is_rejected_by_name(
     directory = write_checkpoint(CONFIGS["llama"], tmp_path)
 
     monkeypatch.setattr(GemmTuner, "choose", lambda _, weight, *__, **___: None)
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: expected the rows"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: no batch-invariant matmul"):
         load_model(ModelConfig(path=str(directory), device="cpu"))
 
 
