@@ -162,5 +162,5 @@ def test_a_check_sees_a_lost_place(cache: PrefixCache) -> None:
     with pytest.raises(InvariantViolation, match="a node has no place"):
         cache.check()
     node.place, node.start_bytes = 0, 4
-    with pytest.raises(InvariantViolation, match="begins elsewhere"):
+    with pytest.raises(InvariantViolation, match="does not begin where its parent ends"):
         cache.check()
