@@ -146,7 +146,7 @@ def test_an_unread_response_does_not_end_other_calls() -> None:
             connection_to(address) as connection,
         ):
             prompt = prefill_pb2.PrefillRequest(token_ids=[1, 2, 3])
-            large = prefill_pb2.PrefillRequest(token_ids=[1] * 2000)
+            large = prefill_pb2.PrefillRequest(token_ids=[1] * 8000)
             unread = connection.prefill.Generate(
                 prefill_pb2.GenerateRequest(prefill=large, max_new_tokens=2, prompt_logprobs=100)
             )
