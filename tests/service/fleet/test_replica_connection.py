@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from radixkv.config import Config, ServerConfig
+from radixkv.service.fleet import replica_connection
 from radixkv.service.fleet.replica import replica_server
 from radixkv.service.fleet.replica_connection import HealthCheckTimes, ReplicaConnection, ReplicaLost
 from radixkv.v1 import prefill_pb2
@@ -137,7 +138,13 @@ def test_calls_keep_neither_health_nor_events_waiting() -> None:
     run(test)
 
 
-def test_an_unread_response_does_not_end_other_calls() -> None:
+def test_an_unread_response_does_not_end_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The window of a call stays at 64 KiB, so that the response can't be sent unread. gRPC would grow it with the load.
+    own_options = replica_connection.channel_options
+    monkeypatch.setattr(
+        replica_connection, "channel_options", lambda *args: (*own_options(*args), ("grpc.http2.bdp_probe", 0))
+    )
+
     async def test() -> None:
         engine = FakeEngine(is_gated=True)
         bounds = replica_server(Config(server=ServerConfig(send_timeout_s=0.2)), "127.0.0.1")
