@@ -29,8 +29,8 @@ class Compression:
     """A bound on the K/V entries of a generation, and the rule that enforces it. Results differ from those with all
     K/V.
 
-    The prompt is computed and cached as always. What follows is computed from the entries that are kept, and nobody
-    else ever reads it.
+    The prompt is computed and cached as always. The K/V of generated tokens is computed from the entries that are kept,
+    and is never published to other requests.
 
     Attributes:
         policy: `streaming_llm` keeps the first tokens and the last ones; `h2o` the last ones, and of the others those

@@ -128,7 +128,7 @@ def _socket_fds() -> list[tuple[int, int]]:
 
 
 def _stop_listening(fd: int, duplicate: socket.socket) -> None:
-    """Close the listening socket of gRPC, which is left with one that nobody connects to.
+    """Close the listening socket of gRPC, and give gRPC an idle socket that no client connects to in its place.
 
     If gRPC accepted from a socket that does not listen, it would log an error.
     """
