@@ -346,8 +346,8 @@ class OrderTrial:
 _LENGTHS_TOKENS = (1024, 8192)
 _NUM_KINDS = 13
 # Uses and insertions between two plans; a plan takes 0.5 ms. A quarter or four times as many make no difference on the
-# conversation trace. In a small cache blocks are reused sooner, so a
-# plan is made after half its number of blocks there.
+# conversation trace. In a small cache blocks are reused sooner, so there a plan is made after half as many as the cache
+# has blocks.
 _EVENTS_PER_PLAN = 256
 _LEAST_EVENTS_PER_PLAN = 16
 _KEPT_PER_EVENT = 0.99 ** (1 / 256)  # counts are halved within 18,000 events

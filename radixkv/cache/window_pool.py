@@ -91,11 +91,9 @@ class WindowPool:
         table       3     -     0     -     -     1          the part of each, if it has one
         parts    [ of 2 | of 5 | free | of 0 ]               memory of these layers, for fewer tokens
 
-    A part is pinned while it is in the window of a running request. Others stay, because another prompt may continue
-    there,
-    and are evicted when parts run out: first those that a request has passed, then those where a request ended or a hit
-        was
-    found; of both kinds the least recently used first.
+    A part is pinned while it is in the window of a running request. Unpinned parts stay, because another prompt may
+    continue there, until parts run out: first those are evicted that a request has passed, then those where a request
+    ended or a hit was found; of both kinds the least recently used first.
 
               need                  let_go                     evicted, for another block
         free ──────▶ pinned ◀─────────────────▶ unpinned, in a queue ──────────────▶ pinned
