@@ -1,4 +1,4 @@
-"""Brings what the host prepares for a step to the device."""
+"""Copies the tensors that the host prepares for a step to the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ALIGNMENT_BYTES = 16  # what kernels may assume of an address
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Bring a tensor from the host to a device.
+    """Copy a tensor from the host to a device.
 
-    A GPU gets it through pinned memory, so that the host does not wait: a copy from pageable memory waits for
-    everything that was launched before it. Torch does not reuse the pinned memory before the copy is done.
+    For a GPU, the tensor is copied through pinned memory, so that the host does not wait: a copy from pageable memory
+    waits for everything that was launched before it. PyTorch does not reuse the pinned memory before the copy is done.
 
     Args:
         tensor: any shape. Do not change it afterwards: on a CPU it is returned itself.
@@ -27,10 +27,10 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 class StagedArrays:
-    """Arrays in one region that the host fills for every step, so that one copy brings all of them to the device.
+    """Arrays in one region of memory that the host fills for every step, so that one copy uploads all of them.
 
-        host      [ input_ids )[ slots )[ block_tables ............ )    pinned; two of them, in turn, so that
-                     │ upload                                            one is filled while the other comes over
+        host      [ input_ids )[ slots )[ block_tables ............ )    pinned; two regions alternate, so that
+                     │ upload                                            one is filled while the other is uploaded
         device    [ input_ids )[ slots )[ block_tables ............ )    always at the same addresses
 
     Attributes:
@@ -55,14 +55,19 @@ class StagedArrays:
 
     @property
     def host(self) -> dict[str, torch.Tensor]:
-        """The arrays that the next upload brings over, by name. The upload before the last one must be done."""
+        """The arrays that the next `upload` copies, by name.
+
+        The upload before the last one read the same memory. Write to it only after that upload is done.
+        """
         return self._hosts[0][1]
 
     def upload(self, num_rows: int) -> None:
-        """Bring the host's arrays to the device. Then `host` is the other region, with what was written before.
+        """Copy the host's arrays to the device, without waiting.
+
+        From then on `host` is the other region, which still contains what was written for the previous upload.
 
         Args:
-            num_rows: rows to bring of the last array; the other arrays come whole.
+            num_rows: number of rows of the last array to copy. The other arrays are copied as a whole.
         """
         end = self._last_start + num_rows * self._last_row_bytes
         region, _ = self._hosts[0]

@@ -1,10 +1,8 @@
-"""Lays rows out as a contiguous, aligned matrix, whatever view they come as.
+"""Reshapes rows into a contiguous matrix whose address is a multiple of 16 bytes, copying them if necessary.
 
-Triton compiles another kernel for a pointer that is not a multiple of 16 bytes, with other vectors of loads and so,
-perhaps, another order of sums. A view such as `rows[3:]` may start at one, and is copied:
-
-    rows[3:]     16 |  | 32      a row of 6 bytes: the view starts at byte 18
-    flat_rows    16 |            a copy starts where an allocation does
+Triton specializes a kernel on whether a pointer is a multiple of 16 bytes. A kernel for unaligned pointers may load
+different vectors and add up in a different order, so its results may have different bits. A view may be unaligned: if
+a row has 6 bytes, `rows[3:]` begins at byte 18 of the allocation. Such a view is copied into a new, aligned allocation.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column.
 
     Returns:
-        `[num_rows, num_columns]`, contiguous: a view of `rows` if that is laid out so, else a copy.
+        `[num_rows, num_columns]`, contiguous: a view of `rows` if they are contiguous and aligned, else a copy.
 
     Raises:
         ValueError: another dtype, no dimension, or no columns.

@@ -24,7 +24,8 @@ from radixkv.kernels.shared_prefix import OrderedRun, prefix_order, runs_in_orde
 # values.
 _SAVED_KEYS_PER_ROW = 4
 
-# Keys are joined in units of this size if splits depend on the batch; in exact mode, in units of a split.
+# In fast mode, where the length of splits depends on the batch, keys are joined in units of this size. In exact mode,
+# splits have a fixed length, and a unit is one split.
 _UNIT_TOKENS = 256
 
 
@@ -34,7 +35,7 @@ class Join(NamedTuple):
     Attributes:
         first_key, end_key: positions, half open, the same for all these requests.
         first_row, end_row: joined rows, half open.
-        requests: the requests whose rows they are, in the order of the rows.
+        requests: the requests that these rows belong to, in the order of the rows.
     """
 
     first_key: int
@@ -51,7 +52,8 @@ class Joins:
     Attributes:
         joins: ordered so that a join precedes those that continue its keys.
         requests: requests in the order of their rows, `[num_joined_requests]`.
-        end_keys: keys that each request of the batch has in joins, all from position 0, `[num_requests]`.
+        end_keys: for each request of the batch, the number of its keys that joins read; these begin at position 0,
+            `[num_requests]`.
     """
 
     joins: tuple[Join, ...]
@@ -71,16 +73,17 @@ class Joins:
         return keys[join], np.minimum(rows[join] - nth * tile_rows, tile_rows)
 
     def pieces(self, tile_rows: int, splits: Splits) -> tuple[Ints, Ints]:
-        """Cut the joins into tiles of rows, and their keys into splits.
+        """Cut the joins into pieces, each of which is one tile of rows and one split of keys.
 
         Args:
             tile_rows: joined rows of a tile.
             splits: how keys are cut.
 
         Returns:
-            Pieces `[6, num_pieces]`: a request whose block table has the keys, first and end joined row of the tile,
-            first and end key, and the index of the piece among those that each of its rows sees. And the number of
-            pieces that each request of the batch sees, `[num_requests]`.
+            The pieces, `[6, num_pieces]`, and the number of pieces that each request of the batch sees,
+            `[num_requests]`. The six numbers of a piece are a request whose block table has the keys, the first and the
+            end joined row of the tile, the first and the end key, and the index of the piece among those that its rows
+            see.
         """
         num_seen = np.zeros_like(self.end_keys)
         parts = [np.empty((6, 0), dtype=np.int64)]
@@ -108,7 +111,7 @@ def may_join(batch: PagedBatch, window: int | None) -> bool:
 
 
 def unit_tokens(block_size: int) -> int:
-    """Return the keys of a unit if splits depend on the batch: at least a block.
+    """Return the number of keys of a unit in fast mode, which is at least a block.
 
     >>> unit_tokens(64), unit_tokens(512)
     (256, 512)
