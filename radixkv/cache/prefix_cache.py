@@ -59,7 +59,7 @@ class _Found(NamedTuple):
         namespace: of the tree.
         cached_tokens: tokens that can be reused.
         root_tokens: tokens of a public prefix above the tree.
-        root_run: the same as a run; empty for most trees.
+        root_run: the tokens and blocks of that public prefix; empty for most trees.
         prefix: that public prefix; None for most trees.
         node: the deepest node of the tree that shares a reused token; None if none does.
         found_bytes: bytes of the prompt that are in the tree, whether or not all of them can be reused.
@@ -154,7 +154,7 @@ class PrefixCache:
         policy = policy or EvictionPolicy()
         self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
         counting = [self._queue] if self._queue.has_probation else []
-        # Listeners still see the priority of what is evicted.
+        # `RetainedNodes` resets the priority of an evicted node, so listeners that read the priority come before it.
         self._changes = Changes(
             (*listeners, self._retained, self.held, policy, *counting, self._evicted, self.segments)
         )
@@ -225,7 +225,7 @@ class PrefixCache:
 
     @property
     def num_retained_blocks(self) -> int:
-        """Published blocks with a priority above the default, and those before them."""
+        """Published blocks with a priority above the default, and the blocks before them on their paths."""
         self._evictor.expire()
         return self._retained.num_blocks
 
@@ -235,7 +235,7 @@ class PrefixCache:
         return len(self._trees)
 
     def nodes(self) -> Iterator[Node]:
-        """Iterate over the nodes of all trees, parents before children. They may not change meanwhile."""
+        """Iterate over the nodes of all trees, parents before children. The trees must not change meanwhile."""
         return (node for tree in self._trees.values() for node in tree.nodes())
 
     def match(self, namespace: Namespace, tokens: bytes) -> Match:
@@ -256,7 +256,8 @@ class PrefixCache:
     def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> _Found:
         """Look a prompt up in the tree of its namespace, and below the public prefixes that it begins with.
 
-        The tree of the namespace may have more than those below a prefix: what was cached before the prefix was public.
+        A prompt that begins with a public prefix may have more tokens in the tree of its own namespace than in the tree
+        below the prefix, because it was cached there before the prefix was registered. The longest match wins.
 
         Args:
             namespace, tokens: the prompt.
@@ -299,7 +300,7 @@ class PrefixCache:
             return self.windows.longest(packed_block_ids, num_tokens)
         block_ids = np.frombuffer(packed_block_ids, dtype=np.int32)
         before = -1
-        while before != num_tokens:  # what suits one may not suit the other
+        while before != num_tokens:  # a shorter prefix for the one may lack something of the other
             before = num_tokens
             num_tokens = self.snapshots.longest(block_ids, self.windows.longest(packed_block_ids, num_tokens))
         return num_tokens
@@ -313,7 +314,7 @@ class PrefixCache:
         return 0 if tree is None else min(tree.match(tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
 
     def found_blocks(self, namespace: Namespace, tokens: bytes) -> BlockIds:
-        """Return the whole blocks of `num_found_tokens`, int32."""
+        """Return the ids of the whole blocks among the tokens that `num_found_tokens` counts, int32."""
         tree = self._trees.get(namespace)
         if tree is None:
             return np.empty(0, np.int32)
@@ -336,7 +337,8 @@ class PrefixCache:
     ) -> MissReason:
         """Return why the tokens after the cached ones have to be computed. Complexity: O(tokens) for each namespace.
 
-        ADAPTER_CHANGED is returned if the prompt is cached under one of its `former` keys, or was until that drained.
+        ADAPTER_CHANGED is returned if more of the prompt is cached under one of its `former` keys, those of adapters
+        that had the requested name before, or was cached there until that adapter was drained.
         """
         if self.snapshots is not None:
             found_tokens = self.num_found_tokens(namespace, tokens)
@@ -379,7 +381,7 @@ class PrefixCache:
             namespace: where to look and to publish.
             tokens: the prompt, little-endian uint32 bytes; at least one token.
             read: reuse cached blocks.
-            num_spared_blocks: blocks that must be free or evictable after this.
+            num_spared_blocks: blocks that must still be free or evictable after the lease is opened.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so what it finds does not count as reuse.
 
@@ -465,7 +467,7 @@ class PrefixCache:
         )
 
     def touch(self, namespace: Namespace, tokens: bytes) -> None:
-        """Mark what is cached of a prompt as used now, whether or not it can be reused, to evict it later."""
+        """Record a use of the cached part of a prompt, so that it is evicted later, even if it cannot be reused now."""
         tree = self._trees.get(namespace)
         node, found_bytes = (None, 0) if tree is None else tree.match(tokens)[:2]
         if node is not None:
@@ -480,19 +482,22 @@ class PrefixCache:
         against `max_retained_blocks`; if the range does not fit, as much of its beginning is granted as does. A
         priority lasts until it expires, is replaced, or the block is evicted because nothing worth less is left.
 
-        A node has one priority: a high one for a short time replaces a low one for a long time. A range that ends in a
-        block covers one of the cached blocks that begin so. A path of hundreds of nodes is cut no further.
+        A node has one priority: a high one for a short time replaces a low one for a long time. If the range ends
+        inside a block and several cached blocks begin with these tokens, one of them gets the priority. On a path of
+        more than 256 nodes, only whole nodes get the priority.
 
         Args:
             namespace: where to look.
             tokens: the prompt, little-endian uint32 bytes.
             retention: range, priority and time to live.
-            only_raise: leave nodes that have a higher priority, the default included, or the same one for longer.
+            only_raise: do not change nodes that have a higher priority, which may be the default one, or that have the
+                same priority for at least as long.
 
         Raises:
             InvalidRequest: `tokens` is not whole tokens, or a field of `retention` is out of range.
 
-        Complexity: O(depth + log leaves) for each node of the range, and up to three cuts over the path's tokens.
+        Complexity: O(depth + log leaves) for each node of the range, and up to three splits of nodes, each O(tokens of
+        the path).
         """
         self._evictor.expire()
         require_tokens(tokens)
@@ -511,7 +516,7 @@ class PrefixCache:
         return public.joined(own)
 
     def expire(self) -> None:
-        """End priorities whose time has come, 256 at most."""
+        """Reset priorities that have expired, at most 256 per call."""
         self._evictor.expire()
 
     def evict(self, num_blocks: int, *, tenant: str | None = None) -> int:
@@ -525,32 +530,38 @@ class PrefixCache:
         Returns:
             Blocks freed: `num_blocks`, or fewer if no more are evictable.
 
-        Complexity: O(log leaves + tenants with a quota) a leaf, and a pass over the path of a shortened one.
+        Complexity: O(log leaves + tenants with a quota) per leaf, and a pass over the path of a leaf of which only a
+        part is evicted.
         """
         return self._evictor.evict(num_blocks, tenant)
 
     def purge(self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None) -> Purged:
         """Forget whole namespaces at once. No later request finds anything of them.
 
-        Requests that use them go on with the blocks that they have, and publish nothing more. None matches any name.
+        Requests that use these namespaces continue with the blocks that they have, and publish nothing more. A filter
+        that is None matches any name.
         """
         return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt))
 
     def purging(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Purged]:
-        """Forget whole namespaces, in slices between which the cache may be used; see `namespaces/purge.py`."""
+        """Forget whole namespaces, in slices between which the cache may be used; see `purge.py`."""
         return purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
 
     def draining(self, adapter: str) -> Generator[None, None, Purged]:
-        """Forget what was cached with an adapter that no request has, and explain later misses of its names."""
+        """Forget, in slices, what was cached with an adapter that no request uses, and remember it to explain misses.
+
+        Args:
+            adapter: digest of the adapter.
+        """
         self.public.unregister_all(adapter)
         if self.marks.has(adapter):
             return self._evicted.draining(adapter, sweep(self.segments, self._evictor, self.marks, adapter))
         return self._evicted.draining(adapter, self.purging(adapter=adapter))
 
     def check(self) -> None:
-        """Recount everything, and raise InvariantViolation if something does not add up. Complexity: O(everything)."""
+        """Recount everything, and raise InvariantViolation if anything is inconsistent. Complexity: O(everything)."""
         self._evictor.expire()
         audit(self._state, self.leases)
         self.segments.check(self.nodes())
@@ -563,7 +574,7 @@ class PrefixCache:
         return upper
 
     def _freed(self, block_ids: BlockIds) -> None:
-        """Take back what windowed layers and states have of blocks that are free now."""
+        """Free the parts of windowed layers and the state snapshots of blocks that are free now."""
         self.windows.freed(block_ids)
         if self.snapshots is not None:
             self.snapshots.freed(block_ids)

@@ -15,17 +15,18 @@ from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tenants import TenantUsage
 from radixkv.tokens import TOKEN_BYTES
 
-# Longer paths are not split further: each node costs every request that uses the path a microsecond.
+# Paths of more nodes are not split further: each node costs every request that uses the path a microsecond.
 _MAX_CUT_NODES = 256
-# The others expire in the next calls: 40,000 at once would take 0.4 s.
+# Maximum number of priorities that one call of `expire` resets; the next calls reset the others. 40,000 at once would
+# take 0.4 s.
 _MAX_ENDED_AT_ONCE = 256
 
 
 class RetainedNodes(Listener):
     """Gives nodes a priority, and resets it when it expires.
 
-    A node is retained while its priority is above the default. So is every node before it, which cannot be evicted
-    earlier:
+    A node is retained while its priority is above the default. Its ancestors are retained as well, because a node
+    cannot be evicted before its descendants:
 
         root ── [50] ── [90] ─┬─ [50]        retained: the first two, whatever priority the first has
                               └─ [20]
@@ -158,7 +159,7 @@ class RetainedNodes(Listener):
         return nodes
 
     def end_after(self, leaf: Node, num_blocks: int) -> None:
-        """Limit the priority of a leaf that has grown to its first `num_blocks`, by splitting it."""
+        """Give the blocks after the first `num_blocks` of a grown leaf the default priority, by splitting the leaf."""
         if leaf.num_blocks > num_blocks:
             if num_blocks:
                 self._cut(leaf, num_blocks)

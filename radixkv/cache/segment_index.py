@@ -18,8 +18,8 @@ from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
-# Work of one call on the engine's thread, so that it takes under 1 ms: 2,048 positions are scanned in 0.3 ms, 512 nodes
-# are sorted by heat in 0.5 ms, and 256 segments are created in 0.3 ms.
+# Maximum work of one call, so that it occupies the engine's thread for less than 1 ms: places that are scanned (2,048
+# take 0.3 ms), nodes that are sorted by heat (512 take 0.5 ms), and segments that are created (256 take 0.3 ms).
 MAX_PASSED = 2048
 MAX_COMPARED = 512
 MAX_SEGMENTS = 256
@@ -74,7 +74,7 @@ class SegmentIndex(Listener):
     def hottest(
         self, start: int, stride: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS
     ) -> SegmentPage:
-        """List the hottest segments of `MAX_COMPARED` places, and the segments before them.
+        """List the hottest segments among `MAX_COMPARED` places, and their ancestors in the tree.
 
         Args:
             start: the place to begin at.
@@ -83,7 +83,8 @@ class SegmentIndex(Listener):
             max_segments: at most `MAX_SEGMENTS` are listed.
 
         Returns:
-            A page, unordered. A segment that is hot because many others continue it is found through any of these.
+            A page, unordered. A segment that is hot because many others continue it is listed as soon as one of these
+            is among the places.
 
         Complexity: O(`MAX_COMPARED` log `MAX_COMPARED`).
         """
@@ -129,7 +130,7 @@ class SegmentIndex(Listener):
         return found
 
     def slices(self) -> Iterator[list[Node]]:
-        """Iterate over all nodes, `MAX_PASSED` places at a time, as they are at the time of each call."""
+        """Iterate over all nodes, `MAX_PASSED` places at a time. Each slice reads the places when it is requested."""
         start = 0
         while start < len(self._nodes):
             yield [node for node in self._nodes[start : start + MAX_PASSED] if node is not None]
@@ -192,7 +193,7 @@ class SegmentIndex(Listener):
         self._nodes[node.place] = None
         heapq.heappush(self._free, node.place)
         node.place = NO_PLACE
-        if len(self._free) == len(self._nodes):  # a purge of everything frees the memory
+        if len(self._free) == len(self._nodes):  # no nodes are left, so free the memory
             self._nodes = []
             self._free = []
 
