@@ -215,7 +215,7 @@ def test_an_unloaded_adapter_is_not_found_and_its_cache_is_freed(client: Client,
         ("of-another-model", "adapter_model.safetensors model.layers.0"),
         ("../outside", "path: expected a directory below the service's model.adapter_directory"),
         ("way-out", "path: expected a directory below the service's model.adapter_directory"),
-        ("missing", "got a path without one"),
+        ("missing", "got a path that is not a directory"),
     ],
 )
 def test_an_invalid_adapter_is_refused(client: Client, path: str, words: str) -> None:

@@ -11,10 +11,10 @@ _EXPECTED = "path: expected a directory below the service's model.adapter_direct
 
 
 class AdapterDirectory:
-    """Resolves the paths of callers, none of which may leave the directory.
+    """Resolves paths that callers send, and refuses those that lead out of the directory.
 
-    Symbolic links are resolved before a path is checked, including those of the files in a directory. A path outside is
-    refused with the same message whether it exists or not.
+    Symbolic links are resolved before a path is checked, including those of the files in a directory. A path outside
+    the directory is refused with the same message whether it exists or not.
 
     Args:
         root: the directory; empty to refuse every call.
@@ -49,5 +49,5 @@ class AdapterDirectory:
         if not all(each.is_relative_to(root) for each in reached):
             raise InvalidRequest(f"{_EXPECTED}, got a path that leads out of it")
         if not is_directory:
-            raise InvalidRequest(f"{_EXPECTED}, got a path without one")
+            raise InvalidRequest(f"{_EXPECTED}, got a path that is not a directory")
         return directory
