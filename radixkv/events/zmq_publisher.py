@@ -18,9 +18,9 @@ from radixkv.events.replays import ReplayServer, sequence_frame
 from radixkv.events.zmq_forms import PAYLOADS
 
 _MAX_PORT = 65_535
-_REPLAY_PERIOD_MS = 10  # between two turns of replays with slow readers
+_REPLAY_PERIOD_MS = 10  # maximum time between two turns of replays
 _MAX_WRITTEN = 256  # serialized batches that are cached for replays
-_LINGER_MS = 500  # for the last messages to leave
+_LINGER_MS = 500  # how long `close` waits for the last messages to be sent
 
 _logger = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ _logger = logging.getLogger(__name__)
 class ZmqPublisher:
     """Publishes each batch as `[topic, sequence, payload]` on a PUB socket, and again on request; see `ReplayServer`.
 
-    The engine's thread wakes this thread with one byte unless it is awake, and never blocks. A slow subscriber loses
-    messages, sees a gap in the sequence, and requests a replay.
+    The engine's thread wakes the publisher's thread with one byte on a socket, unless it is awake already, and never
+    blocks. A slow subscriber loses messages, sees a gap in the sequence, and requests a replay.
 
     Args:
-        source: the log, which records events from now on.
+        source: the source of the event log; the publisher switches recording on.
         config: `zmq_endpoint` is not None.
 
     Attributes:
@@ -79,7 +79,7 @@ class ZmqPublisher:
         self._thread.join()
 
     def _wake(self) -> None:
-        """Wake the thread. Called on the engine's."""
+        """Wake the publisher's thread. Called on the engine's thread."""
         if not self._is_waking:
             self._is_waking = True
             with contextlib.suppress(OSError):  # the publisher was closed, or is about to wake
@@ -103,7 +103,7 @@ class ZmqPublisher:
                     replays.advance(self._number)
             self._publish()
         except Exception:
-            _logger.exception("events are published over ZMQ no more")
+            _logger.exception("stopped publishing events over ZMQ because of an error")
         finally:
             self._context.destroy(linger=_LINGER_MS)
             self._waking.close()
@@ -115,7 +115,7 @@ class ZmqPublisher:
             try:
                 payload = self._payload(self._number + 1)
             except EventsLost:
-                _logger.warning("more events than are kept came before they were published; subscribers see a gap")
+                _logger.warning("the event log dropped events before they were published; subscribers see a gap")
                 self._number = self._log.first - 1
                 continue
             self._number += 1
@@ -136,7 +136,8 @@ def require_addresses(config: EventsConfig) -> None:
     """
     kinds = {"zmq_endpoint": zmq.PUB, "replay_endpoint": zmq.ROUTER}
     endpoints = {"zmq_endpoint": config.zmq_endpoint, "replay_endpoint": config.replay_endpoint}
-    with zmq.Context() as context, contextlib.ExitStack() as ends:  # whose end waits until the addresses are free again
+    # Leaving the context waits until the addresses are free again.
+    with zmq.Context() as context, contextlib.ExitStack() as ends:
         for key, endpoint in endpoints.items():
             if endpoint is not None:
                 ends.enter_context(_bound(context, kinds[key], key, endpoint)[0])
