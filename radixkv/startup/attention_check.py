@@ -1,4 +1,4 @@
-"""Tries attention kernels: right on this machine, and in exact mode with bits that do not depend on the batch."""
+"""Checks that attention kernels compute correctly on this machine and, in exact mode, independently of the batch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.refusals import SERVE_FAST, reason_of
 from radixkv.storage.device_pool import KVShape
 
-# Tokens of the trial: more than the keys of a split on a GPU, and than a tile of queries on a CPU.
+# Tokens of the trial: on a GPU more than the keys of one split, on a CPU more than one tile of queries.
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 
-# The queries are cut here into parts: a single one, a few, more than the rows of a tile, and the last one alone, whose
-# sums cancel the most.
+# Where the queries are cut into parts: the first query alone, parts of fewer and of more queries than a tile has rows,
+# and the last query alone, whose sums cancel the most.
 _CUTS = (1, 18, 70, 199)
 
-# The largest distance of a row from the reference, relative to the row's norm: rounding, and the order of sums.
+# Maximum distance of a row from the reference, relative to the row's norm. It allows for rounding and for another order
+# of sums.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 
@@ -76,7 +77,8 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
 
 def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
     inputs = sensitive_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
-    if shape.is_latent and what == "values":  # all keys are zeros, and so are the queries
+    # A latent pool stores one tensor as keys and values. Since all queries are zeros here, the keys change no score.
+    if shape.is_latent and what == "values":
         query, _, value = inputs
         inputs = query, value, value
     at_once = trial.attend(*inputs, scale=CANCELLING_SCALE)
@@ -84,7 +86,7 @@ def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Liter
 
 
 class _Reference(TorchKernels):
-    """The operations as they are defined."""
+    """Attention kernels that call the reference implementation."""
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
@@ -93,7 +95,7 @@ class _Reference(TorchKernels):
 
 
 class _Trial:
-    """One layer of K and V, and the last queries over it."""
+    """Runs the attention of the last `_NUM_QUERIES` queries over one layer of K and V."""
 
     def __init__(self, kernels: AttentionKernels, kind: AttentionKind, use: AttentionUse) -> None:
         self.num_tokens = _NUM_TOKENS[use.device.type]
@@ -106,7 +108,7 @@ class _Trial:
             is_by_layer=kernels.wants_pool_by_layer,
             is_latent=use.shape.is_latent,
         )
-        self._pool.blocks.fill_(0xFF)  # NaN, of the scales where the numbers themselves are integers
+        self._pool.blocks.fill_(0xFF)  # NaN; in a pool of integers, the scales are NaN
         self._table = np.arange(num_blocks, dtype=np.int32)
         np.random.default_rng(0).shuffle(self._table[num_blocks // 2 :])  # some adjacent blocks, and some that are not
         self._kernels = kernels
@@ -123,7 +125,9 @@ class _Trial:
         scale: float,
         cuts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """Attend from the last queries, in parts that begin at `cuts`, each next to two requests that share K/V.
+        """Attend from the last queries. With `cuts`, compute them in parts, each in a batch with two other requests.
+
+        The parts begin at `cuts`. The other requests use the same K/V.
 
         Returns:
             Float32 `[num_queries, num_query_heads, head_dim]`.
@@ -137,7 +141,7 @@ class _Trial:
             if not cuts:
                 rows.append(self._run(self._kernels, query[first:last], self._batch([end - start], [last]), scale))
                 continue
-            shared = self.num_tokens - _NUM_QUERIES  # tokens of the company that shares a prefix
+            shared = self.num_tokens - _NUM_QUERIES  # length of the longer neighbour, all of which is a shared prefix
             packed = torch.cat((query[:7], query[first:last], query[shared - 3 : shared]))
             batch = self._batch([7, end - start, 3], [7, last, shared])
             rows.append(self._run(self._kernels, packed, batch, scale)[7:-3])
@@ -156,7 +160,7 @@ class _Trial:
     def _placed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Bring inputs to the device; no value where a key is its value."""
+        """Copy the inputs to the device. The value is None for a latent pool, whose keys are its values."""
         query, key, value = (tensor.to(self._device, self._dtype) for tensor in (query, key, value))
         return query, key, None if self._pool.is_latent else value
 

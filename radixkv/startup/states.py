@@ -1,4 +1,4 @@
-"""Makes room for the states that some models keep for each sequence, and refuses what can't be done with them yet."""
+"""Sizes the memory for recurrent states, and refuses features that do not support models with such states yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape
 
-# Snapshots at least, without `cache.state_bytes`.
+# Minimum number of snapshots if `cache.state_bytes` is not set.
 _LEAST_SNAPSHOTS = 64
 
 _log = logging.getLogger(__name__)
@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 def make_state_slots(
     model: Model, kv_shape: KVShape, num_blocks: int, config: Config, limits: EngineConfig
 ) -> StateSlots | None:
-    """Return the slots for states of a model that keeps some; None for any other. Logs how many they are.
+    """Return the slots for the recurrent states of a model; None for a model without them. Logs their number.
 
     Args:
         model: the model.
-        kv_shape: its K and V as the pool stores them.
+        kv_shape: the model's K and V as the pool stores them.
         num_blocks: blocks of the pool.
         config: the configuration; `cache` says how much the snapshots may take.
-        limits: requests that run at the same time.
+        limits: says how many requests may run at the same time.
 
     Raises:
         UnsupportedModel: the configuration asks for something that can't be done with states.
@@ -41,7 +41,7 @@ def make_state_slots(
         if config.cache.state_bytes is None
         else config.cache.state_bytes // shape.slot_bytes
     )
-    num_snapshots = min(num_snapshots, num_blocks)  # a block has one
+    num_snapshots = min(num_snapshots, num_blocks)  # a block has at most one
     num_requests = limits.max_running_requests
     _log.info(
         "allocated room for %d snapshots of states and for %d running requests: %.1f kB each, %.1f MB in all",
@@ -54,7 +54,7 @@ def make_state_slots(
 
 
 def _require_possible(model: Model, config: Config) -> None:
-    """Refuse K/V that come from elsewhere: their states would be missing, and all tokens would be computed again."""
+    """Refuse tiers, shared stores and transfer: they keep K/V without states, so all tokens would be computed again."""
     tiers, transfer = config.tiers, config.transfer
     asked = {
         "tiers.host_bytes": tiers.host_bytes,
