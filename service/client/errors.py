@@ -4,7 +4,7 @@
     └── ServiceError                 a call failed
         ├── InvalidArgument          the request is wrong, and would be wrong again
         │   └── OutOfRange           the service has restarted since this event number, or the events were dropped
-        ├── FailedPrecondition       the request is valid, but the configuration or the K/V format rules it out
+        ├── FailedPrecondition       the request is valid, but a ceiling, the configuration or the K/V format forbids it
         ├── NotFound                 the adapter, lease, public prefix or tokenizer does not exist
         ├── Unimplemented            the service does not offer this call, or its configuration leaves it out
         ├── Unauthenticated          the call has no valid credential
@@ -30,8 +30,9 @@ is one line that says what happened and what to do. Each is a `grpc.RpcError`, a
     except Unavailable:
         ...  # retry on another replica
 
-Three kinds of exception are not in this tree: invalid arguments raise a `ValueError` or a `TypeError`, unreadable files
-an `OSError`, and a task that is cancelled while it awaits an `AsyncClient` gets `asyncio.CancelledError`.
+Three kinds of exception are not in this tree: arguments that the client itself rejects raise a `ValueError` or a
+`TypeError`, unreadable files an `OSError`, and a task that is cancelled while it awaits an `AsyncClient` gets
+`asyncio.CancelledError`.
 """
 
 from __future__ import annotations
@@ -107,12 +108,12 @@ class ServiceError(grpc.aio.AioRpcError):
 
 
 # Code for the synchronous API checks `isinstance(error, grpc.Call)` before it reads a status. gRPC's own exceptions
-# pass this check too, and implement no more of its methods than these.
-grpc.Call.register(ServiceError)  # type: ignore[attr-defined]  # an ABC, which its stubs don't say
+# pass this check as well, although they implement no more methods of `grpc.Call` than `ServiceError` does.
+grpc.Call.register(ServiceError)  # type: ignore[attr-defined]  # the stubs don't say that it is an ABC
 
 
 class InvalidArgument(ServiceError):
-    """The request is wrong; a retry fails too. The text names the field, what was expected and what came."""
+    """The request is wrong; a retry fails too. The text names the field, the expected value and the received one."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 

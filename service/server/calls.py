@@ -15,7 +15,7 @@ _POLL_S = 0.005
 
 
 def when_over(callback: Callable[[], object]) -> None:
-    """Call `callback()` when the current call has ended. For use by the task of the call.
+    """Call `callback()` when the current call has ended. Must be called in the task of that call.
 
     gRPC's own `ServicerContext.add_done_callback` leaves a reference cycle through the call, which only the garbage
     collector frees.
@@ -35,9 +35,9 @@ def _run(callback: Callable[[], object], _: object) -> None:
 
 
 class InFlightCalls:
-    """The calls between the start of their handler and the moment when gRPC has written their response to the socket.
+    """The calls whose handler has started and whose response gRPC has not written to the socket completely.
 
-    For use on one event loop.
+    Not thread-safe: use it on one event loop.
     """
 
     def __init__(self) -> None:

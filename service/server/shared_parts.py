@@ -18,7 +18,7 @@ class SharedParts:
         readers: subscriptions to cache events; None if the engine logs none.
         tokenizer: the model's tokenizer.
         grammars: compiles the grammars that constrain generation.
-        held: counts the bytes of requests and unsent responses.
+        held: limits the bytes that requests and unsent responses hold in memory.
     """
 
     readers: EventReaders | None

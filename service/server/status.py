@@ -56,7 +56,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     StepHangs: grpc.StatusCode.UNAVAILABLE,
     ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     StepFailed: grpc.StatusCode.INTERNAL,
-    StoreError: grpc.StatusCode.UNAVAILABLE,  # requests never fail because of one: a miss is computed
+    StoreError: grpc.StatusCode.UNAVAILABLE,  # requests don't fail with it; they continue without the store
     InvariantViolation: grpc.StatusCode.INTERNAL,
 }
 
