@@ -115,7 +115,7 @@ campaign: $(STAMP)
 mutants: $(STAMP)
 	$(PY) -m tests.mutants.mutation_check
 
-# TRACE is any file in Mooncake's JSONL format.
+# TRACE is any file that `radixkv simulate` reads.
 bench: $(STAMP)
 	mkdir -p build/bench
 	$(PY) -m bench.replay --workload shared-prefix --groups 8 --requests 400 --prefix-tokens 1024 --suffix-tokens 64 \

@@ -281,7 +281,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench.tree", description=__doc__.splitlines()[0] if __doc__ else ""
     )
     parser.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE", help="requests in Mooncake's JSONL format, plain or gzip"
+        "--trace", type=Path, required=True, metavar="FILE", help="requests in a format of `radixkv simulate`"
     )
     parser.add_argument("--limit", type=int, default=3000, metavar="N", help="the first N requests; default 3000")
     parser.add_argument("--block-size", type=int, default=64, metavar="B", help="default 64")

@@ -39,7 +39,9 @@ _DECISIONS = ((16, 8_192), (16, 32_768), (64, 8_192), (64, 32_768), (64, 131_072
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate and time. Returns 1 if prefix routing misses its targets for hit rate or load spread."""
     parser = argparse.ArgumentParser(description="Simulate fleets, and time routing decisions.")
-    parser.add_argument("--trace", type=Path, help="requests in Mooncake's format (default: only the made ones)")
+    parser.add_argument(
+        "--trace", type=Path, help="requests in a format of `radixkv simulate` (default: only the made ones)"
+    )
     parser.add_argument("--limit", type=positive, help="the first N requests of each trace (default: all)")
     parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="of each replica's cache")
     parser.add_argument("--replicas", type=positive, help="only fleets of that many (default: 8 and 64)")

@@ -18,7 +18,7 @@ from bench.parts.workloads import (
     trace_arrivals,
 )
 from radixkv.config.needed_package import missing_package
-from radixkv.planning.trace import load_trace, tokens_per_scaled_id
+from radixkv.planning.trace import load_trace
 
 DEFAULT_CONCURRENCY = 4
 DEFAULT_REQUESTS = 1000
@@ -90,7 +90,7 @@ class ReplayOptions:
             groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
             kind = f"{self.prefix_tokens:,} shared + {self.suffix_tokens:,} own tokens each, {groups}"
         else:
-            kind = f"{self.trace.name}, {tokens_per_scaled_id(self.scale)} tokens a hash id (scale {self.scale:g})"
+            kind = f"{self.trace.name}, scale {self.scale:g}"
         whose = f", {self.adapters} adapters in turn" if self.adapters else ""
         whose += f", {self.tenants} tenants" if self.tenants > 1 else ""
         whose += ", public prefixes" if self.public_prefix else ""
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--groups", type=_whole(1), default=1, metavar="N", help="different prefixes; default 1")
     shared.add_argument("--public-prefix", action="store_true", help="make the prefixes public before")
     trace = parser.add_argument_group("mooncake")
-    trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in Mooncake's JSONL format, plain or gzip")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in a format of `radixkv simulate`")
     trace.add_argument("--limit", type=_whole(1), metavar="N", help="the first N requests only")
     trace.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="shorten all prompts; default 1")
     trace.add_argument("--pace", choices=("fast", "trace"), default="fast", help="trace: send at the timestamps")

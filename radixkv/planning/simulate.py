@@ -208,7 +208,8 @@ class _CacheReplay:
 
     def _set_next_uses(self, future: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
-        ids = np.minimum(last_tokens // TOKENS_PER_ID, len(self._requests[index].hash_ids) - 1)
+        request = self._requests[index]
+        ids = np.minimum(last_tokens // request.tokens_per_id, len(request.hash_ids) - 1)
         # The tree may keep its own copy of a partly filled last block.
         known = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
         next_uses = self._next_uses[index][ids]

@@ -1,34 +1,47 @@
-"""Mooncake request traces: reads them, and generates the tokens of each prompt from its hash ids.
+"""Request traces: reads them in any of the known formats, and generates the tokens of each prompt from its ids.
 
-A trace is a file of JSON lines, one request per line: `timestamp` (ms), `input_length`, `output_length` (tokens) and
-`hash_ids`. Each id represents 512 tokens, the last one the rest of the prompt. Equal ids represent equal tokens.
+A trace says when each request came, how many tokens its prompt has, and which ids its blocks have: equal ids at the
+beginning of two prompts are equal tokens. `radixkv/planning/trace_formats.py` is the table of formats.
 """
 
 from __future__ import annotations
 
-import gzip
+import hashlib
 import itertools
-import json
+import logging
 import math
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from radixkv.errors import ConfigError
+from radixkv.planning.trace_formats import (
+    FORMATS,
+    MAX_TOKENS_PER_ID,
+    TIME_UNITS,
+    RecordedRequest,
+    TimeUnit,
+    TraceFormat,
+    detect_format,
+)
+from radixkv.planning.trace_records import read_records
 
 TOKENS_PER_ID = 512
+AUTO = "auto"
+MAX_TRACE_IDS = 2**28  # 2 GiB of references
 
 # splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MAX_VOCAB_SIZE = 2**32
-_GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1; no JSON begins with it
+_NUM_IDS = 2**64
+_CLOCK_MS = 1e11  # 1973: later timestamps are the time of day, and are counted from the first one
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,49 +50,80 @@ class TraceRequest:
 
     Attributes:
         timestamp_ms: arrival time, counted from the start of the trace.
-        input_length: prompt tokens, `512 * (len(hash_ids) - 1) < input_length <= 512 * len(hash_ids)`.
-        output_length: generated tokens.
-        hash_ids: ids of the prompt's blocks, in prompt order.
+        input_length: prompt tokens, `tokens_per_id * (len(hash_ids) - 1) < input_length <= tokens_per_id *
+            len(hash_ids)`.
+        output_length: generated tokens; 0 if the trace does not say so.
+        hash_ids: ids of the prompt's blocks, in prompt order, each in `[0, 2**64)`.
+        tokens_per_id: tokens of an id; the last one covers the rest of the prompt.
     """
 
     timestamp_ms: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    tokens_per_id: int = TOKENS_PER_ID
 
 
-def load_trace(path: str | Path, *, limit: int | None = None) -> list[TraceRequest]:
-    """Read a trace in file order.
+def load_trace(
+    path: str | Path,
+    *,
+    limit: int | None = None,
+    format_name: str = AUTO,
+    tokens_per_id: int | None = None,
+    timestamps: TimeUnit | None = None,
+) -> list[TraceRequest]:
+    """Read a trace in the order of its timestamps, with a line in the log if that is not the order of the file.
 
-    Blank lines are skipped. Reading stops after `limit` requests, so later lines may be damaged.
+    Blank lines are skipped. A request without a timestamp comes with the one before it. Reading stops after `limit`
+    requests, so later lines may be damaged; events of vLLM are all read. Integer ids below 2**64 stay what they are;
+    other ids become hashes.
 
     Args:
-        path: a Mooncake JSONL file, plain or compressed with gzip. The first two bytes decide, not the name.
+        path: a file in one of the formats, plain or compressed with gzip, or a directory of such files. The first bytes
+            decide, not the name.
         limit: the most requests to read; None for all.
+        format_name: a key of `FORMATS`, or `auto` to detect it by the first record.
+        tokens_per_id: tokens of an id, `[1, 2**16]`; None for what the file says, or for the format's usual number.
+        timestamps: the unit of the timestamps; None for the format's.
 
     Raises:
-        ConfigError: the file can't be read or decompressed, holds no request, or a line is not a request. The message
-            names the line, the field, what was expected and what came.
+        ConfigError: the file can't be read or decompressed, holds no request, has lengths or text instead of ids, or a
+            line is not a request. The message names the line, the field, what was expected and what came.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"trace limit: expected at least 1, got {limit}")
-    requests: list[TraceRequest] = []
-    try:
-        for line_number, line in enumerate(_lines(Path(path)), start=1):
-            if line.isspace():
-                continue
-            requests.append(_parse_request(line, f"{path}:{line_number}"))
-            if len(requests) == limit:
-                break
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(
-            f"trace {path}: expected whole gzip data, got damage after {len(requests)} requests ({error})"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"trace {path}: expected a readable file, got: {error.strerror}") from error
-    if not requests:
+    if format_name not in (AUTO, *FORMATS):
+        raise ConfigError(f"trace format: expected one of {', '.join((AUTO, *FORMATS))}, got {format_name}")
+    if timestamps not in (None, *TIME_UNITS):
+        raise ConfigError(f"trace timestamps: expected one of {', '.join(TIME_UNITS)}, got {timestamps}")
+    if tokens_per_id is not None and not 1 <= tokens_per_id <= MAX_TOKENS_PER_ID:
+        raise ConfigError(f"tokens_per_id: expected 1 to {MAX_TOKENS_PER_ID}, got {tokens_per_id}")
+    records = read_records(Path(path))
+    first = next(records, None)
+    if first is None:
         raise ConfigError(f"trace {path}: expected at least one request, got an empty file")
-    return requests
+    trace_format = detect_format(first) if format_name == AUTO else FORMATS[format_name]
+    recorded: list[RecordedRequest] = []
+    num_ids = 0
+    for request in trace_format.read(itertools.chain([first], records), timestamps or trace_format.time_unit):
+        recorded.append(request)
+        num_ids += len(request.ids)
+        if num_ids > MAX_TRACE_IDS:
+            raise ConfigError(
+                f"{request.where}: expected at most {MAX_TRACE_IDS:,} ids in all, got more; read only the first "
+                f"{len(recorded) - 1:,} requests with a limit"
+            )
+        if len(recorded) == limit:
+            break
+    if not recorded:
+        raise ConfigError(f"trace {path}: expected at least one request in the format {trace_format.name}, got none")
+    usual = tokens_per_id or trace_format.tokens_per_id or _fitting_tokens_per_id(recorded, trace_format)
+    numbers = _IdNumbers()
+    requests = [
+        _numbered(index, request, tokens_per_id or request.tokens_per_id or usual, trace_format, numbers)
+        for index, request in enumerate(recorded)
+    ]
+    return _in_order(requests, recorded, trace_format, path)
 
 
 def block_tokens(
@@ -91,7 +135,7 @@ def block_tokens(
     larger one gives.
 
     Args:
-        hash_id: `[0, 2**63)`.
+        hash_id: `[0, 2**64)`.
         tokens_per_id: number of tokens to make, at least 1.
         vocab_size: token ids are in `[0, vocab_size)`; at most 2**32.
 
@@ -118,15 +162,15 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
     Complexity:
         Linear in the prompt, about 5 ns per token: the 145M tokens of the conversation trace take 0.7 s.
     """
-    tokens_per_id = tokens_per_scaled_id(scale)
-    last_tokens = request.input_length - TOKENS_PER_ID * (len(request.hash_ids) - 1)
-    kept_of_last = max(1, (last_tokens * tokens_per_id + TOKENS_PER_ID // 2) // TOKENS_PER_ID)
+    tokens_per_id = tokens_per_scaled_id(scale, request.tokens_per_id)
+    last_tokens = request.input_length - request.tokens_per_id * (len(request.hash_ids) - 1)
+    kept_of_last = max(1, (last_tokens * tokens_per_id + request.tokens_per_id // 2) // request.tokens_per_id)
     tokens = _blocks(request.hash_ids, tokens_per_id, vocab_size).reshape(-1)
     return tokens[: tokens_per_id * (len(request.hash_ids) - 1) + kept_of_last]
 
 
-def tokens_per_scaled_id(scale: float) -> int:
-    """Return the tokens of an id at this scale: `round(512 * scale)`, at least 1.
+def tokens_per_scaled_id(scale: float, tokens_per_id: int = TOKENS_PER_ID) -> int:
+    """Return the tokens of an id at this scale: `round(tokens_per_id * scale)`, at least 1.
 
     Raises:
         ConfigError: the scale is not a positive finite number.
@@ -136,13 +180,7 @@ def tokens_per_scaled_id(scale: float) -> int:
     """
     if not (math.isfinite(scale) and scale > 0):
         raise ConfigError(f"trace scale: expected a positive number, got {scale}")
-    return max(1, round(TOKENS_PER_ID * scale))
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        is_compressed = file.peek(2)[:2] == _GZIP_MAGIC  # a pipe can be peeked at, but not read again
-        yield from gzip.GzipFile(fileobj=file) if is_compressed else file
+    return max(1, round(tokens_per_id * scale))
 
 
 def _blocks(hash_ids: Sequence[int], tokens_per_id: int, vocab_size: int) -> npt.NDArray[np.uint32]:
@@ -168,55 +206,86 @@ def _mix(values: npt.NDArray[np.uint64]) -> None:
     values ^= values >> np.uint64(31)
 
 
-def _parse_request(line: bytes, where: str) -> TraceRequest:
-    try:
-        fields = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: expected a JSON object, got bytes that are not UTF-8 text") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: expected a JSON object, got text that is not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: expected a JSON object, got {_shown(fields)}")
-    hash_ids = _require(fields, "hash_ids", where)
-    if not isinstance(hash_ids, list) or not hash_ids:
-        raise ConfigError(f"{where}: hash_ids: expected a list of at least one id, got {_shown(hash_ids)}")
-    for position, hash_id in enumerate(hash_ids):
-        _require_int(hash_id, f"hash_ids[{position}]", 0, where)
-    input_length = _require_int(_require(fields, "input_length", where), "input_length", 1, where)
-    most = TOKENS_PER_ID * len(hash_ids)
-    if not most - TOKENS_PER_ID < input_length <= most:
+class _IdNumbers:
+    """The numbers of ids: an integer in `[0, 2**64)` is its own number, any other id has a hash of 64 bits."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[tuple[str, int | str | bytes], int] = {}
+
+    def of(self, request: RecordedRequest) -> tuple[int, ...]:
+        """Return the numbers of a request's ids, the same ones on every machine."""
+        scope, hashes = request.scope, self._hashes
+        if not scope and all(isinstance(each, int) and 0 <= each < _NUM_IDS for each in request.ids):
+            return tuple(request.ids)  # type: ignore[arg-type]
+        numbers = []
+        for each in request.ids:
+            key = scope, each
+            if (number := hashes.get(key)) is None:
+                number = hashes[key] = self.hash_of(scope, each)
+            numbers.append(number)
+        return tuple(numbers)
+
+    @staticmethod
+    def hash_of(scope: str, value: int | str | bytes) -> int:
+        """Return the hash of an id in its scope."""
+        text = f"{scope}\0{type(value).__name__}\0{value!r}"
+        return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _numbered(
+    index: int, request: RecordedRequest, tokens_per_id: int, trace_format: TraceFormat, numbers: _IdNumbers
+) -> TraceRequest:
+    """Return a request whose ids cover its prompt; a rest after its ids gets an id that no other request has."""
+    num_ids, length = len(request.ids), request.input_length
+    lengths = _lengths(num_ids, tokens_per_id, trace_format.may_end_after_ids)
+    if length not in lengths:
         raise ConfigError(
-            f"{where}: input_length: expected {most - TOKENS_PER_ID + 1} to {most} tokens for {len(hash_ids)} hash_ids "
-            f"of {TOKENS_PER_ID} tokens, got {input_length}"
+            f"{request.where}: input_length: expected {lengths.start} to {lengths.stop - 1} tokens for {num_ids} "
+            f"hash_ids of {tokens_per_id} tokens, got {length}"
         )
-    return TraceRequest(
-        timestamp_ms=_require_time(_require(fields, "timestamp", where), where),
-        input_length=input_length,
-        output_length=_require_int(_require(fields, "output_length", where), "output_length", 0, where),
-        hash_ids=tuple(hash_ids),
-    )
+    ids = numbers.of(request)
+    if length > tokens_per_id * num_ids:
+        ids = (*ids, numbers.hash_of("rest", index))
+    return TraceRequest(request.time_ms or 0.0, length, request.output_length, ids, tokens_per_id)
 
 
-def _require(fields: dict[str, Any], name: str, where: str) -> object:
-    try:
-        return fields[name]
-    except KeyError:
-        got = ", ".join(itertools.islice(fields, 8)) or "none"
-        raise ConfigError(f"{where}: {name}: expected this field of a Mooncake trace, got fields: {got}") from None
+def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: TraceFormat) -> int:
+    """Return the power of two that fits the lengths of all requests; 512 if it does, or if none does.
+
+    Two powers of two fit only if each prompt has one id, which then covers it whatever its size.
+    """
+    asked = [(len(each.ids), each.input_length) for each in recorded if each.tokens_per_id is None]
+    powers = [TOKENS_PER_ID, *(1 << power for power in range(MAX_TOKENS_PER_ID.bit_length()))]
+    for may_end_after_ids in sorted({False, trace_format.may_end_after_ids}):
+        for power in powers:
+            if all(length in _lengths(num_ids, power, may_end_after_ids) for num_ids, length in asked):
+                return power
+    return TOKENS_PER_ID
 
 
-def _require_int(value: object, name: str, least: int, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        raise ConfigError(f"{where}: {name}: expected an integer of at least {least}, got {_shown(value)}")
-    return value
+def _lengths(num_ids: int, tokens_per_id: int, may_end_after_ids: bool) -> range:
+    """Return the lengths that a prompt of so many ids can have."""
+    most = tokens_per_id * (num_ids + 1) - 1 if may_end_after_ids else tokens_per_id * num_ids
+    return range(tokens_per_id * max(num_ids - 1, 0) + 1, most + 1)
 
 
-def _require_time(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-        raise ConfigError(f"{where}: timestamp: expected milliseconds of at least 0, got {_shown(value)}")
-    return value
-
-
-def _shown(value: object) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= 60 else text[:57] + "..."
+def _in_order(
+    requests: list[TraceRequest], recorded: Sequence[RecordedRequest], trace_format: TraceFormat, path: str | Path
+) -> list[TraceRequest]:
+    """Return the requests in the order of their timestamps; those without one follow the request before them."""
+    latest_ms, time_ms, num_early = 0.0, 0.0, 0
+    times_ms: list[float] = []
+    for each in recorded:
+        time_ms = time_ms if each.time_ms is None else each.time_ms
+        num_early += time_ms < latest_ms
+        latest_ms = max(latest_ms, time_ms)
+        times_ms.append(time_ms)
+    if num_early and trace_format.is_in_order:
+        message = "trace %s: %d of %d requests have an earlier timestamp than one before them; they are sorted"
+        _logger.warning(message, path, num_early, len(requests))
+    if num_untimed := sum(each.time_ms is None for each in recorded):
+        message = "trace %s: %d of %d requests have no timestamp; each comes with the one before it"
+        _logger.warning(message, path, num_untimed, len(requests))
+    start_ms = min(times_ms) if min(times_ms) >= _CLOCK_MS else 0.0
+    order = sorted(range(len(requests)), key=times_ms.__getitem__)
+    return [replace(requests[index], timestamp_ms=times_ms[index] - start_ms) for index in order]

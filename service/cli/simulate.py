@@ -17,16 +17,16 @@ from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
 from radixkv.planning.tiers import TierCapacity
-from radixkv.planning.trace import TraceRequest, load_trace
+from radixkv.planning.trace import TraceRequest
 from radixkv.service.cli.argument_types import COUNTS, capacities, names, positive, share
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.simulate_fleet import FLEET_OPTIONS, fleets_of, run_fleets
 from radixkv.service.cli.terminal import aligned, progress_bar
 from radixkv.service.cli.tier_options import tier_capacities, tier_option
+from radixkv.service.cli.trace_options import TRACE_OPTIONS, requests_of
 
 _OPTIONS = (
-    Option("trace", "TRACE", None, "file of requests in Mooncake's JSONL format, plain or gzip"),
     Option("--capacity-tokens", "N[,N...]", capacities, "capacity of the cache in tokens", more={"required": True}),
     Option("--policy", "P[,P...]", names, f"eviction policies: {', '.join(SIMULATED_POLICIES)}", "adaptive"),
     Option("--block-size", "B", positive, "tokens per block", 512),
@@ -39,7 +39,6 @@ _OPTIONS = (
         1.0,
     ),
     tier_option("tiers for blocks that are evicted from the cache"),
-    Option("--limit", "N", positive, "replay only the first N requests (default: all)"),
     flag("--json", "print a JSON list with one object per policy and capacity"),
     Option(
         "--plot",
@@ -53,7 +52,7 @@ _OPTIONS = (
 def add_arguments(simulate: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     simulate.description = f"Replay a trace without a model to find the hit rate for each capacity and policy. {COUNTS}"
-    add_options(simulate, _OPTIONS)
+    add_options(simulate, (*TRACE_OPTIONS, *_OPTIONS))
     fleet = simulate.add_argument_group("a fleet", "Several servers, each with a cache of --capacity-tokens.")
     add_options(fleet, FLEET_OPTIONS)
     model = simulate.add_argument_group("the model", "Needed only for tiers whose size is in bytes.")
@@ -71,63 +70,31 @@ def _run(arguments: argparse.Namespace) -> str:
         model = model_of(arguments)
         return layout_of(model, subject).token_bytes(format_of(model, arguments))
 
-    return run_simulations(
-        arguments.trace,
-        capacities_tokens=arguments.capacity_tokens,
-        policies=arguments.policy,
-        block_size=arguments.block_size,
-        probation_share=arguments.probation_share,
-        tiers=tier_capacities(arguments.tiers, token_bytes_of, arguments.block_size),
-        limit=arguments.limit,
-        plot=arguments.plot,
-        as_json=arguments.json,
-    )
+    tiers = tier_capacities(arguments.tiers, token_bytes_of, arguments.block_size)
+    return run_simulations(arguments, tiers)
 
 
-def run_simulations(
-    trace: str,
-    *,
-    capacities_tokens: Sequence[int],
-    policies: Sequence[str],
-    block_size: int,
-    probation_share: float,
-    tiers: Sequence[TierCapacity],
-    limit: int | None,
-    plot: str | None,
-    as_json: bool,
-) -> str:
-    """Replay a trace for each policy and capacity.
-
-    Args:
-        trace: a Mooncake JSONL file, plain or compressed with gzip.
-        capacities_tokens: tokens that the cache holds.
-        policies: names from `SIMULATED_POLICIES`.
-        block_size: tokens per block.
-        probation_share: share of the cache beyond which one-shot prompts are evicted first.
-        tiers: the tiers below the cache, the fastest first.
-        limit: maximum number of requests to replay; None for all.
-        plot: PNG file to write, or None. The plot always includes the optimum.
-        as_json: return a JSON list instead of a table.
-
-    Returns:
-        The text to print.
+def run_simulations(arguments: argparse.Namespace, tiers: Sequence[TierCapacity]) -> str:
+    """Replay the trace for each policy and capacity. A plot always includes the optimum. Returns the text to print.
 
     Raises:
         ConfigError: an argument makes no sense; raised before anything is replayed.
     """
+    policies, capacities_tokens, block_size = arguments.policy, arguments.capacity_tokens, arguments.block_size
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
         check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers)
+    plot = None if arguments.plot is None else Path(arguments.plot)
     if plot is not None:
-        _require_plottable(Path(plot))
-    requests = load_trace(trace, limit=limit)
+        _require_plottable(plot)
+    requests, probation_share = requests_of(arguments), arguments.probation_share
     simulations = _simulate_all(requests, policies, capacities_tokens, block_size, probation_share, tiers)
     if plot is not None:
         from radixkv.service.cli.hit_rate_plot import draw_hit_rates
 
         bound_policies = [] if OPTIMAL in policies else [OPTIMAL]
         bound = _simulate_all(requests, bound_policies, capacities_tokens, block_size, probation_share, tiers)
-        draw_hit_rates(Path(plot), [*simulations, *bound], Path(trace).name)
-    if as_json:
+        draw_hit_rates(plot, [*simulations, *bound], Path(arguments.trace).name)
+    if arguments.json:
         return json.dumps([_object_of(simulation) for simulation in simulations], indent=2)
     return simulation_table(simulations)
 

@@ -12,11 +12,12 @@ from typing import Any
 from radixkv.errors import ConfigError
 from radixkv.planning.fleet_simulation import Fleet, FleetSimulation, check_fleet, simulate_fleet
 from radixkv.planning.simulate import Simulation, simulate
-from radixkv.planning.trace import TraceRequest, load_trace
+from radixkv.planning.trace import TraceRequest
 from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 from radixkv.service.cli.options import Option
 from radixkv.service.cli.terminal import aligned, progress_bar
+from radixkv.service.cli.trace_options import requests_of
 
 _TOKENS_PER_S = 20_000
 _MAX_REPLICAS = 1024
@@ -81,7 +82,7 @@ def run_fleets(arguments: argparse.Namespace, fleets: Sequence[Fleet]) -> str:
     routings, block_size = arguments.routing or [PREFIX], arguments.block_size
     for policy, fleet, routing in itertools.product(arguments.policy, fleets, routings):
         check_fleet(fleet, routing=routing, policy=policy, block_size=block_size)
-    requests = load_trace(arguments.trace, limit=arguments.limit)
+    requests = requests_of(arguments)
     results = [
         result
         for policy, fleet in itertools.product(arguments.policy, fleets)

@@ -46,6 +46,44 @@ def test_simulate_reads_a_compressed_trace(capsys, chat_trace):
     assert capsys.readouterr().out.startswith("3 requests, 3,100 prompt tokens")
 
 
+def test_simulate_reads_other_formats_by_detection_or_by_name(capsys, caplog, tmp_path):
+    file = tmp_path / "bailian.jsonl"
+    row = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 40, "hash_ids": [1, 2, 3]}
+    file.write_text(f"{json.dumps(row)}\n{json.dumps(row | {'hash_ids': [1, 2, 4], 'timestamp': 0.25})}\n")
+    found = []
+    for options in (
+        [],
+        ["--format", "bailian"],
+        ["--format", "mooncake", "--tokens-per-id", "16", "--timestamps", "s"],
+    ):
+        arguments = ["simulate", str(file), "--capacity-tokens", "1k", "--block-size", "16", "--json", *options]
+        assert main(arguments) == 0
+        found.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
+    assert found == [32, 32, 32]
+    sorted_line = f"trace {file}: 1 of 2 requests have an earlier timestamp than one before them; they are sorted"
+    assert caplog.messages == [sorted_line] * 3
+    assert "'azure'" in usage_error(capsys, "simulate", str(file), "--capacity-tokens", "1k", "--format", "azure")
+
+
+def test_a_fleet_reads_other_formats_too(capsys, tmp_path):
+    file = tmp_path / "weka.json"
+    requests = [{"t": time, "type": "n", "in": 130, "out": 1, "hash_ids": [1, 2]} for time in (0, 10)]
+    file.write_text(json.dumps({"block_size": 64, "hash_id_scope": "local", "requests": requests}, indent=1))
+    assert main(["simulate", str(file), "--capacity-tokens", "64k", "--replicas", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["cached_tokens"] == 128
+
+
+def test_simulate_names_the_next_step_for_lengths_and_texts(capsys, tmp_path):
+    file = tmp_path / "trace"
+    for text, step in (
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n", "`radixkv plan` answers questions about lengths"),
+        ('[{"conversations": [{"from": "human", "value": "hi"}]}]', "convert it with `radixkv trace"),
+    ):
+        file.write_text(text)
+        assert main(["simulate", str(file), "--capacity-tokens", "64k"]) == 2
+        assert step in capsys.readouterr().err
+
+
 def test_simulate_prints_a_table_and_takes_a_block_size_and_a_limit(capsys, chat_trace):
     options = ["--capacity-tokens", "64k", "--block-size", "64", "--limit", "2"]
     assert main(["simulate", chat_trace, *options]) == 0

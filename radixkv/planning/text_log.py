@@ -1,0 +1,105 @@
+"""Prompts and answers in files of texts: ShareGPT, LMSYS, OpenAI's batch and fine-tuning files, and plain prompts.
+
+| record | what it holds |
+|---|---|
+| `{"conversations": [{"from": "human", "value": TEXT}, ...]}` | ShareGPT: a chat; each answer is a request |
+| `{"conversation": [{"role": "user", "content": TEXT}, ...]}` | LMSYS: the same |
+| `{"messages": [...]}` | a chat if it ends with an answer of the model, otherwise one request |
+| `{"body": {"messages": [...]}}`, `{"payload": ...}`, `{"request": ...}` | OpenAI's batch file: one request |
+| `{"prompt": TEXT}`, also `text_input`, `text` or `input` | one request |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.errors import ConfigError
+from radixkv.planning.trace_records import Record, shown
+
+Message = Mapping[str, Any]
+
+_CHATS = ("conversations", "conversation", "messages")
+_BODIES = ("body", "payload", "request")
+_PROMPTS = ("prompt", "text_input", "text", "input")
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_ANSWERS = frozenset({"assistant", "model"})
+_TIMES_S = ("tstamp", "created", "created_at")  # of LMSYS' arena, and of OpenAI
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """One request with its text.
+
+    Attributes:
+        where: its place in the file, for error messages.
+        time_s: seconds since 1970; None if the file does not say so.
+        prompt: a text, or the messages of a chat.
+        answer: text of the answer; None if there is none.
+        tools: functions that the model may call, in the form of OpenAI's API.
+    """
+
+    where: str
+    time_s: float | None
+    prompt: str | Sequence[Message]
+    answer: str | None = None
+    tools: Sequence[Message] | None = None
+
+
+def text_requests(record: Record) -> Iterator[TextRequest]:
+    """Yield the requests of a record: one, or one per answer of a chat.
+
+    Raises:
+        ConfigError: the record has no text. The message names the line, what was expected and what came.
+    """
+    where, fields = record
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: expected a JSON object, got {shown(fields)}")
+    body = next((fields[each] for each in _BODIES if isinstance(fields.get(each), dict)), fields)
+    time_s = next((fields[each] for each in _TIMES_S if _is_time(fields.get(each))), None)
+    chat = next((each for each in _CHATS if isinstance(body.get(each), list)), None)
+    if chat is not None:
+        tools = body.get("tools")
+        yield from _chat_requests(where, time_s, chat, body[chat], tools if isinstance(tools, list) else None)
+        return
+    prompt = next((body[each] for each in _PROMPTS if isinstance(body.get(each), str) and body[each]), None)
+    if prompt is None:
+        expected = ", ".join((*_CHATS, *_BODIES, *_PROMPTS))
+        got = ", ".join(map(str, list(body)[:8])) or "none"
+        raise ConfigError(f"{where}: expected text in one of the fields {expected}; got fields: {got}")
+    yield TextRequest(where, time_s, prompt)
+
+
+def _chat_requests(
+    where: str, time_s: float | None, field: str, values: Sequence[Any], tools: Sequence[Message] | None
+) -> Iterator[TextRequest]:
+    messages = [_message(each, f"{where}: {field}[{index}]") for index, each in enumerate(values)]
+    if not messages:
+        raise ConfigError(f"{where}: {field}: expected at least one message, got none")
+    is_answer = [each["role"] in _ANSWERS for each in messages]
+    if field != "messages" or is_answer[-1]:
+        for index, message in enumerate(messages):
+            if is_answer[index] and index:
+                content = message.get("content")
+                yield TextRequest(where, time_s, messages[:index], content if isinstance(content, str) else "", tools)
+    if not is_answer[-1]:
+        yield TextRequest(where, time_s, messages, None, tools)
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected a message, got {shown(value)}")
+    role = value.get("role", value.get("from"))
+    if not isinstance(role, str):
+        raise ConfigError(
+            f"{where}: expected a message with a role, got fields: {', '.join(map(str, list(value)[:8]))}"
+        )
+    role = _ROLES.get(role, role)
+    if "role" in value:
+        return {**value, "role": role}
+    return {"role": role, "content": value.get("value", "")}
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**40

@@ -1,0 +1,499 @@
+"""The formats of traces: a table with one reader per format.
+
+| format | timestamps | ids | tokens of an id |
+|---|---|---|---|
+| `mooncake` | ms | `hash_ids` of the whole prompt, the last id covers the rest | 512, or the power of two that fits |
+| `bailian` | s | the same | 16 |
+| `dynamo` | ms | the same, or of complete blocks only; with sessions | in the file, or the power of two that fits |
+| `weka` | s | of complete blocks only, local to a session | in the file, 64 |
+| `vllm` | s | hashes of blocks in BlockStored events | in the events |
+
+A reader turns records into `RecordedRequest`s. `radixkv/planning/trace.py` makes the requests of a simulation from
+them: ids of any kind become numbers, and the order that of the timestamps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from radixkv.errors import ConfigError
+from radixkv.planning.trace_records import Record, shown
+
+TimeUnit = Literal["ms", "s"]
+TIME_UNITS: Mapping[TimeUnit, float] = {"ms": 1.0, "s": 1000.0}  # milliseconds
+
+MAX_PROMPT_TOKENS = 2**26
+MAX_TOKENS_PER_ID = 2**16
+_MAX_INTEGER = 2**63
+_UNIT_NAMES: Mapping[TimeUnit, str] = {"ms": "milliseconds", "s": "seconds"}
+_TEXT_FIELDS = ("messages", "conversations", "conversation", "prompt", "text", "text_input", "body", "payload")
+_CONVERT = "convert it with `radixkv trace FILE --tokenizer DIR --output TRACE`"
+_EVENTS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+_DEVICE_MEDIA = frozenset({None, "gpu", "GPU"})
+_SAME_REQUEST_S = 2.0  # a prefill goes on after a step, a decoded block follows in 16 steps; a person takes longer
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request as its format has it.
+
+    Attributes:
+        where: its place in the file, for error messages.
+        time_ms: when it came; None if it came with the request before it.
+        input_length: prompt tokens.
+        output_length: generated tokens; 0 if that is not known.
+        ids: of the prompt's blocks: int, str or bytes.
+        scope: requests share equal ids only if they have the same scope.
+        tokens_per_id: tokens of an id; None if the file does not say so.
+    """
+
+    where: str
+    time_ms: float | None
+    input_length: int
+    output_length: int
+    ids: Sequence[int | str | bytes]
+    scope: str = ""
+    tokens_per_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFormat:
+    """One format.
+
+    Attributes:
+        name: value of `--format`.
+        about: one line for people.
+        is_format_of: whether a file whose first record is this one has this format.
+        read: yields requests from the records of a file, whose timestamps have this unit.
+        time_unit: the usual unit of its timestamps.
+        tokens_per_id: tokens of an id if the file does not say so; None for the power of two that fits all requests,
+            512 if that does.
+        may_end_after_ids: whether a prompt may end up to one block after its ids, with tokens that no other one shares.
+        is_in_order: whether the file is supposed to have the order of the timestamps.
+    """
+
+    name: str
+    about: str
+    is_format_of: Callable[[Any], bool]
+    read: Callable[[Iterable[Record], TimeUnit], Iterator[RecordedRequest]]
+    time_unit: TimeUnit
+    tokens_per_id: int | None = None
+    may_end_after_ids: bool = False
+    is_in_order: bool = True
+
+
+def detect_format(record: Record) -> TraceFormat:
+    """Return the format of a file by its first record; `mooncake` if it has none of the others.
+
+    Raises:
+        ConfigError: the record contains text instead of ids. The message names the next step.
+    """
+    fields = record.value
+    if isinstance(fields, dict) and "hash_ids" not in fields and "requests" not in fields:
+        found = next((each for each in _TEXT_FIELDS if each in fields), None)
+        if found is not None and not any(each.is_format_of(fields) for each in FORMATS.values()):
+            raise ConfigError(f"{record.where}: expected a trace with hash_ids, got text in `{found}`; {_CONVERT}")
+    return next((each for each in FORMATS.values() if each.is_format_of(fields)), FORMATS["mooncake"])
+
+
+# Mooncake, and what has its fields
+
+
+def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> Iterator[RecordedRequest]:
+    for where, value in records:
+        fields = _object(value, where)
+        ids = _ids(_field(fields, "hash_ids", where, trace), "hash_ids", 1, where)
+        yield RecordedRequest(
+            where,
+            _time_ms(fields.get("timestamp"), "timestamp", where, unit),
+            _integer(_field(fields, "input_length", where, trace), "input_length", 1, where),
+            _output_length(fields.get("output_length"), "output_length", where),
+            ids,
+        )
+
+
+def _is_bailian(value: Any) -> bool:
+    return isinstance(value, dict) and "hash_ids" in value and "chat_id" in value
+
+
+# Dynamo: a log of its frontend, Mooncake's fields with sessions, and the same after a header
+
+
+_DYNAMO_FIELDS = frozenset({"session_id", "delay", "delay_ms", "created_time", "input_tokens", "output_tokens"})
+
+
+def _is_dynamo(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    is_log = str(value.get("event_type")).startswith(("request_", "tool_"))
+    has_schema = str(value.get("schema")).startswith("dynamo.")
+    return is_log or has_schema or ("hash_ids" in value and not _DYNAMO_FIELDS.isdisjoint(value))
+
+
+def _read_dynamo(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRequest]:
+    session_times_ms: dict[str, float] = {}
+    tokens_per_id, is_local = None, False
+    for where, value in records:
+        fields = _object(value, where)
+        if "event_type" in fields:
+            if (request := _dynamo_logged(fields, where, unit)) is not None:
+                yield request
+        elif "schema" in fields and "hash_ids" not in fields:
+            tokens_per_id = _tokens_per_id(_field(fields, "block_size", where, "Dynamo"), "block_size", where)
+            is_local = fields.get("hash_id_scope") == "local"
+        else:
+            time_ms = _session_time_ms(fields, session_times_ms, where, unit)
+            scope = str(fields.get("play_id", "")) if is_local else ""
+            yield _dynamo_row(fields, where, time_ms, scope, tokens_per_id)
+
+
+def _dynamo_logged(fields: dict[str, Any], where: str, unit: TimeUnit) -> RecordedRequest | None:
+    """Return the request of a line of the frontend's log; None if the line is not the end of a request with its ids."""
+    request = fields.get("request")
+    if fields["event_type"] != "request_end" or not isinstance(request, dict) or not request.get("replay"):
+        return None
+    replay = _object(request["replay"], f"{where}: request.replay")
+    name = "request_received_ms" if request.get("request_received_ms") is not None else "event_time_unix_ms"
+    return RecordedRequest(
+        where,
+        _time_ms(request.get(name, fields.get(name)), name, where, unit),
+        _integer(_field(replay, "input_length", where, "Dynamo"), "input_length", 1, where),
+        _output_length(request.get("output_tokens"), "output_tokens", where),
+        _ids(_field(replay, "input_sequence_hashes", where, "Dynamo"), "input_sequence_hashes", 0, where),
+        tokens_per_id=_tokens_per_id(_field(replay, "trace_block_size", where, "Dynamo"), "trace_block_size", where),
+    )
+
+
+def _dynamo_row(
+    fields: dict[str, Any], where: str, time_ms: float | None, scope: str, tokens_per_id: int | None
+) -> RecordedRequest:
+    length = "input_tokens" if "input_tokens" in fields else "input_length"
+    output = "output_tokens" if "output_tokens" in fields else "output_length"
+    return RecordedRequest(
+        where,
+        time_ms,
+        _integer(_field(fields, length, where, "Dynamo"), length, 1, where),
+        _output_length(fields.get(output), output, where),
+        _ids(_field(fields, "hash_ids", where, "Dynamo"), "hash_ids", 0, where),
+        scope,
+        tokens_per_id,
+    )
+
+
+def _session_time_ms(
+    fields: dict[str, Any], session_times_ms: dict[str, float], where: str, unit: TimeUnit
+) -> float | None:
+    """Return the time of a request: its own, or that of the one before it in its session plus a delay."""
+    names = ("timestamp", "created_time", "not_before_ms")
+    name = next((each for each in names if fields.get(each) is not None), "timestamp")
+    time_ms = _time_ms(fields.get(name), name, where, unit)
+    session = fields.get("session_id")
+    if session is None:
+        return time_ms
+    key = f"{fields.get('play_id', '')}\0{session}"
+    if time_ms is None and key in session_times_ms:
+        delay = next((each for each in ("delay", "delay_ms") if fields.get(each) is not None), "delay")
+        time_ms = session_times_ms[key] + (_time_ms(fields.get(delay), delay, where, unit) or 0.0)
+    if time_ms is not None:
+        session_times_ms[key] = time_ms
+    return time_ms
+
+
+# weka: sessions of agents, one JSON object each
+
+
+def _is_weka(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("requests"), list)
+
+
+def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRequest]:
+    for number, (where, value) in enumerate(records):
+        session = _object(value, where)
+        tokens_per_id = _tokens_per_id(session.get("block_size", 64), "block_size", where)
+        scope = "" if session.get("hash_id_scope") == "global" else f"session {number}"
+        requests = _field(session, "requests", where, "weka")
+        if not isinstance(requests, list):
+            raise ConfigError(f"{where}: requests: expected a list of requests, got {shown(requests)}")
+        for place, fields, time_ms in _weka_requests(requests, where, unit):
+            length = "input_length" if "input_length" in fields else "in"
+            output = "output_length" if "output_length" in fields else "out"
+            yield RecordedRequest(
+                place,
+                time_ms,
+                _integer(_field(fields, length, place, "weka"), length, 1, place),
+                _output_length(fields.get(output), output, place),
+                _ids(fields.get("hash_ids", []), "hash_ids", 0, place),
+                scope,
+                tokens_per_id,
+            )
+
+
+def _weka_requests(
+    requests: Sequence[Any], where: str, unit: TimeUnit
+) -> Iterator[tuple[str, dict[str, Any], float | None]]:
+    """Yield the requests of a session and of its subagents, with their times since the session's start.
+
+    The requests of a subagent count from its start, or, if none of them is earlier than that, from the session's.
+    """
+    waiting = [(f"{where}: requests", requests, 0.0)]
+    while waiting:
+        place, level, start_ms = waiting.pop(0)
+        for index, value in enumerate(level):
+            here = f"{place}[{index}]"
+            fields = _object(value, here)
+            time_ms = _time_ms(fields.get("t"), "t", here, unit)
+            time_ms = None if time_ms is None else start_ms + time_ms
+            if "requests" not in fields:
+                yield here, fields, time_ms
+                continue
+            inner = fields["requests"]
+            if not isinstance(inner, list):
+                raise ConfigError(f"{here}: requests: expected a list of requests, got {shown(inner)}")
+            times = [_time_ms(_object(each, here).get("t"), "t", here, unit) or 0.0 for each in inner]
+            is_absolute = time_ms is None or min(times, default=0.0) >= time_ms > 0
+            waiting.append((f"{here}.requests", inner, start_ms if is_absolute else time_ms or 0.0))
+
+
+# vLLM: the log of its K/V events
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A prompt that BlockStored events wrote, which may go on."""
+
+    where: str
+    time_ms: float | None
+    hashes: list[int | str | bytes]
+    tokens_per_id: int
+    last_where: str
+    last_ms: float | None
+
+
+def _is_vllm(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("type") in _EVENTS or ("ts" in value and isinstance(value.get("events"), list))
+    if not isinstance(value, list) or not value:
+        return False
+    is_batch = len(value) >= 2 and isinstance(value[0], int | float) and isinstance(value[1], list)
+    return is_batch or (isinstance(value[0], str) and value[0] in _EVENTS)
+
+
+def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRequest]:
+    """Yield a request for each prompt whose blocks were stored.
+
+    An event without a parent begins a prompt. One with a parent belongs to a prompt that begins with the blocks up to
+    that parent: it is the request that wrote the parent itself, if that was in an earlier step and at most two seconds
+    ago, since chunks of a prefill and decoded blocks are stored one after the other; otherwise it is another request.
+    """
+    chains: list[_Chain] = []
+    parents: dict[int | str | bytes, int | str | bytes | None] = {}
+    last_blocks: dict[int | str | bytes, _Chain] = {}
+    group: object = None
+    for where, time_ms, event in _vllm_events(records, unit):
+        hashes, parent, tokens_per_id, event_group = _stored(event, where)
+        if not hashes:
+            continue
+        group = event_group if group is None else group
+        if event_group != group:  # of a model with several kinds of layers: the first kind counts
+            continue
+        chain = None if parent is None else last_blocks.get(parent)
+        if parent is None or chain is None or not _goes_on(chain, where, time_ms):
+            chain = _Chain(where, time_ms, _path(parent, parents), tokens_per_id, where, time_ms)
+            chains.append(chain)
+        else:
+            del last_blocks[parent]
+        chain.hashes += hashes
+        chain.last_where, chain.last_ms = where, time_ms
+        for block_hash, before in zip(hashes, [parent, *hashes], strict=False):
+            parents.setdefault(block_hash, before)
+        last_blocks[hashes[-1]] = chain
+        if len(chain.hashes) * tokens_per_id > MAX_PROMPT_TOKENS:
+            raise ConfigError(f"{where}: expected prompts of at most {MAX_PROMPT_TOKENS:,} tokens, got a longer one")
+    for chain in chains:
+        num_tokens = len(chain.hashes) * chain.tokens_per_id
+        yield RecordedRequest(
+            chain.where, chain.time_ms, num_tokens, 0, chain.hashes, tokens_per_id=chain.tokens_per_id
+        )
+
+
+def _goes_on(chain: _Chain, where: str, time_ms: float | None) -> bool:
+    if time_ms is None or chain.last_ms is None or chain.last_where == where:
+        return False
+    return time_ms - chain.last_ms <= 1000 * _SAME_REQUEST_S
+
+
+def _path(
+    block_hash: int | str | bytes | None, parents: Mapping[int | str | bytes, int | str | bytes | None]
+) -> list[int | str | bytes]:
+    """Return the hashes from the first block to this one, as far as the log has them."""
+    path: list[int | str | bytes] = []
+    seen = set()
+    while block_hash is not None and block_hash not in seen:
+        path.append(block_hash)
+        seen.add(block_hash)
+        block_hash = parents.get(block_hash)
+    path.reverse()
+    return path
+
+
+def _vllm_events(
+    records: Iterable[Record], unit: TimeUnit
+) -> Iterator[tuple[str, float | None, dict[str, Any] | list[Any]]]:
+    """Yield the BlockStored events of batches or of single events, each as a map or an array."""
+    for where, value in records:
+        if isinstance(value, dict) and "events" in value:
+            time, events = value.get("ts"), value["events"]
+        elif isinstance(value, list) and len(value) >= 2 and isinstance(value[1], list) and not _has_event_name(value):
+            time, events = value[0], value[1]
+        else:
+            time, events = value.get("ts") if isinstance(value, dict) else None, [value]
+        time_ms = _time_ms(time, "ts", where, unit)
+        if not isinstance(events, list):
+            raise ConfigError(f"{where}: events: expected a list of events, got {shown(events)}")
+        for event in events:
+            name = event.get("type") if isinstance(event, dict) else event[0] if _has_event_name(event) else None
+            if name not in _EVENTS:
+                raise ConfigError(f"{where}: expected events {', '.join(sorted(_EVENTS))}, got {shown(event)}")
+            if name == "BlockStored":
+                yield where, time_ms, event
+
+
+def _has_event_name(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], str)
+
+
+_STORED_FIELDS = (
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+)
+
+
+def _stored(
+    event: dict[str, Any] | list[Any], where: str
+) -> tuple[Sequence[int | str | bytes], int | str | bytes | None, int, object]:
+    """Return hashes, parent, tokens of a block and group of a BlockStored event; no hashes if it is of another tier."""
+    fields = event if isinstance(event, dict) else dict(zip(_STORED_FIELDS, event, strict=False))
+    if fields.get("medium") not in _DEVICE_MEDIA:
+        return (), None, 1, None
+    hashes = _ids(_field(fields, "block_hashes", where, "vLLM"), "block_hashes", 0, where)
+    parent = fields.get("parent_block_hash")
+    parents = [] if parent is None else _ids([parent], "parent_block_hash", 1, where)
+    tokens_per_id = _tokens_per_id(_field(fields, "block_size", where, "vLLM"), "block_size", where)
+    return hashes, (parents[0] if parents else None), tokens_per_id, fields.get("group_idx") or 0
+
+
+# Fields
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected a JSON object, got {shown(value)}")
+    return value
+
+
+def _field(fields: Mapping[str, Any], name: str, where: str, trace: str) -> object:
+    try:
+        return fields[name]
+    except KeyError:
+        got = ", ".join(map(str, itertools.islice(fields, 8))) or "none"
+        message = f"{where}: {name}: expected this field of a {trace} trace, got fields: {got}"
+        if name == "hash_ids":
+            message += "; without ids a trace does not say which prompts share a prefix"
+            message += f"; if it has text, {_CONVERT}" if any(each in fields for each in _TEXT_FIELDS) else ""
+        raise ConfigError(message) from None
+
+
+def _integer(value: object, name: str, least: int, where: str, most: int = MAX_PROMPT_TOKENS) -> int:
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_INTEGER:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{where}: {name}: expected an integer of at least {least}, got {shown(value)}")
+    if value > most:
+        raise ConfigError(f"{where}: {name}: expected at most {most:,}, got {shown(value)}")
+    return value
+
+
+def _output_length(value: object, name: str, where: str) -> int:
+    return 0 if value is None else _integer(value, name, 0, where, _MAX_INTEGER)
+
+
+def _tokens_per_id(value: object, name: str, where: str) -> int:
+    return _integer(value, name, 1, where, MAX_TOKENS_PER_ID)
+
+
+def _time_ms(value: object, name: str, where: str, unit: TimeUnit) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MAX_INTEGER:
+        raise ConfigError(f"{where}: {name}: expected {_UNIT_NAMES[unit]} of at least 0, got {shown(value)}")
+    return value if unit == "ms" else value * TIME_UNITS[unit]
+
+
+def _ids(value: object, name: str, least: int, where: str) -> Sequence[int | str | bytes]:
+    """Return ids of any kind. Whole floats, as some writers of JSON make of integers, count as integers."""
+    if not isinstance(value, list) or len(value) < least:
+        raise ConfigError(f"{where}: {name}: expected a list{' of at least one id' * least}, got {shown(value)}")
+    if {int, str, bytes}.issuperset(map(type, value)):
+        return value
+    ids: list[int | str | bytes] = []
+    for position, each in enumerate(value):
+        if isinstance(each, float) and math.isfinite(each) and each.is_integer():
+            each = int(each)
+        if isinstance(each, bool) or not isinstance(each, int | str | bytes):
+            message = f"{where}: {name}[{position}]: expected an integer or a string, got {shown(each)}"
+            raise ConfigError(message)
+        ids.append(each)
+    return ids
+
+
+FORMATS: Mapping[str, TraceFormat] = {
+    each.name: each
+    for each in (
+        TraceFormat(
+            "weka",
+            "sessions of agents, each a JSON object with requests",
+            _is_weka,
+            _read_weka,
+            "s",
+            may_end_after_ids=True,
+            is_in_order=False,
+        ),
+        TraceFormat("vllm", "K/V events of vLLM, as msgpack or JSON lines", _is_vllm, _read_vllm, "s"),
+        TraceFormat(
+            "bailian",
+            "Alibaba's requests with chat_id and hash_ids",
+            _is_bailian,
+            partial(_read_mooncake, trace="Bailian"),
+            "s",
+            tokens_per_id=16,
+        ),
+        TraceFormat(
+            "dynamo",
+            "Dynamo's request log, and Mooncake's fields with sessions",
+            _is_dynamo,
+            _read_dynamo,
+            "ms",
+            may_end_after_ids=True,
+        ),
+        TraceFormat(
+            "mooncake",
+            "requests with timestamp, input_length, output_length and hash_ids",
+            lambda value: isinstance(value, dict) and "hash_ids" in value,
+            partial(_read_mooncake, trace="Mooncake"),
+            "ms",
+        ),
+    )
+}
