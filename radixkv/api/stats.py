@@ -221,6 +221,9 @@ class TierStats:
         refused_blocks: blocks that the tier refused.
         dropped_blocks: blocks that were not sent to the tier because too many were waiting.
         evicted_blocks: blocks that the tier evicted.
+        touched_blocks: blocks that were used on the device, and that a shared store was notified of and still had.
+        rewritten_blocks: blocks that were used on the device, that a shared store had evicted, and that were queued to
+            be written again.
     """
 
     tier: str
@@ -237,6 +240,8 @@ class TierStats:
     refused_blocks: int
     dropped_blocks: int
     evicted_blocks: int
+    touched_blocks: int = 0
+    rewritten_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,13 @@ from radixkv.offload.restart import DiskScan, ShutdownSave
 from radixkv.offload.saver import EvictedCopies, Saver
 from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.tier import Tier
+from radixkv.offload.touches import Touches
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.step_plan import Slice
 
 _log = logging.getLogger(__name__)
 CLOSE_LIMIT_S = 10.0
+_LAST_TOUCH_LIMIT_S = 1.0
 _RETRY_PERIOD_S = 1.0
 _POLL_PERIOD_S = 0.05  # between two checks for finished saves while a listener is on
 
@@ -94,6 +96,7 @@ class Offload:
         self.purger = SharedPurger(shared, keys, wake)
         self._local_purger = LocalPurger(offload_index, self._saver, self._deleter, keys)
         self._lookups = Lookups(offload_index, shared, self.purger, choice, clock, wake, cache.block_size)
+        self._touches = Touches(offload_index, shared, clock, wake)
         self._copies: EvictedCopies | None = None  # not passed to the tiers yet
         self._next_retry_s = clock()
         self._resuming: set[Request] = set()  # preempted requests for which `begin_again` was called
@@ -112,13 +115,24 @@ class Offload:
             return _POLL_PERIOD_S
         is_unfinished = self._saver.has_waiting or self._deleter.has_failed or self.purger.has_failed
         is_unfinished = is_unfinished or self._loader.is_copying
-        return _RETRY_PERIOD_S if is_unfinished else None
+        until_touch_s = self._touches.seconds_to_rest()
+        if not is_unfinished:
+            return until_touch_s
+        return _RETRY_PERIOD_S if until_touch_s is None else min(_RETRY_PERIOD_S, until_touch_s)
 
     def stats(self) -> list[TierStats]:
         """Return the statistics of the tiers, the fastest first, then those that could not be opened. Thread-safe."""
         computed = self._loader.num_computed_blocks
         dropped = self._saver.num_dropped_blocks
-        return [*(stats_of(tier, computed[name], dropped[name]) for name, tier in self.tiers.items()), *self._closed]
+        touched = self._touches.num_touched_blocks
+        rewritten = self._touches.num_rewritten_blocks
+        return [
+            *(
+                stats_of(tier, computed[name], dropped[name], touched[name], rewritten[name])
+                for name, tier in self.tiers.items()
+            ),
+            *self._closed,
+        ]
 
     def begin(self, request: Request) -> bool:
         """Start to load blocks for a new request. Returns whether the request must wait until `ready` returns it."""
@@ -202,6 +216,7 @@ class Offload:
         self._take_scanned()
         self.index.retention.expire(self._clock())
         self._retry()
+        self._touches.take_up()
         self._copies = self._saver.copy()
 
     def save(self) -> None:
@@ -209,6 +224,7 @@ class Offload:
         copies, self._copies = self._copies, None
         if copies is not None:
             self._saver.save(copies)
+        self._touches.send()  # after the writes, so that what was published with them is as recent as they are
 
     def fill(self, request: Request, lease: Lease) -> int:
         """Copy loaded blocks into a request's blocks; see `Loader.fill`."""
@@ -256,6 +272,8 @@ class Offload:
             _log.warning("tier disk: the scan did not finish before shutdown, so retention may be lost")
         self._loader.close()
         self._deleter.retry()  # stores delete before they write
+        self._saver.flush()
+        self._touches.finish(_LAST_TOUCH_LIMIT_S)
         if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
             _log.warning("tiers: not all blocks were stored within %s s of shutdown", CLOSE_LIMIT_S)
         if not self._deleter.finish(max(0.0, deadline_s - time.monotonic())):
@@ -292,13 +310,21 @@ class Offload:
             self._disk_scan.take()
 
 
-def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> TierStats:
+def stats_of(
+    tier: Tier,
+    num_computed_blocks: int,
+    num_dropped_blocks: int,
+    num_touched_blocks: int = 0,
+    num_rewritten_blocks: int = 0,
+) -> TierStats:
     """Return the statistics of a tier. Any thread may call this.
 
     Args:
         tier: the tier.
         num_computed_blocks: blocks that it held and that were recomputed because that was faster.
         num_dropped_blocks: blocks that were dropped because too many copies waited.
+        num_touched_blocks: blocks of hits on the device that a shared store was notified of, and still had.
+        num_rewritten_blocks: blocks of such hits that it had lost, and that were queued to be written again.
     """
     size = tier.size()
     counts = tier.counts()
@@ -318,6 +344,8 @@ def stats_of(tier: Tier, num_computed_blocks: int, num_dropped_blocks: int) -> T
         refused_blocks=counts.failed_saves + refused,
         dropped_blocks=num_dropped_blocks,
         evicted_blocks=counts.evicted,
+        touched_blocks=num_touched_blocks,
+        rewritten_blocks=num_rewritten_blocks,
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Half of the default scrape timeout of Prometheus, 10 s. The engine answers between two steps.
 _TIMEOUT_S = 5.0
+_OUTCOMES = ("loaded", "missed", "computed", "saved", "refused", "dropped", "evicted", "touched", "rewritten")
 _EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, StateStats(), PartStats())
 
 
@@ -202,7 +203,7 @@ def _tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
         yield _by_label(f"radixkv_tier_{name}", documentation, "tier", known)
     outcomes = CounterMetricFamily("radixkv_tier_blocks", "Blocks of the tier, by outcome.", labels=["tier", "outcome"])
     for each in tiers:
-        for outcome in ("loaded", "missed", "computed", "saved", "refused", "dropped", "evicted"):
+        for outcome in _OUTCOMES:
             outcomes.add_metric([each.tier, outcome], getattr(each, f"{outcome}_blocks"))
     yield outcomes
     loaded = CounterMetricFamily("radixkv_tier_loaded_bytes", "Bytes of K/V loaded from the tier.", labels=["tier"])

@@ -298,7 +298,7 @@ class PartStats(_message.Message):
     def __init__(self, free: _Optional[int] = ..., needed: _Optional[int] = ..., kept: _Optional[int] = ..., given_up: _Optional[int] = ..., shortened_hits: _Optional[int] = ..., lost_tokens: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "is_working", "blocks", "used_bytes", "capacity_bytes", "loaded_blocks", "loaded_bytes", "missed_blocks", "saved_blocks", "refused_blocks", "evicted_blocks", "computed_blocks", "dropped_blocks", "load_s")
+    __slots__ = ("tier", "is_working", "blocks", "used_bytes", "capacity_bytes", "loaded_blocks", "loaded_bytes", "missed_blocks", "saved_blocks", "refused_blocks", "evicted_blocks", "computed_blocks", "dropped_blocks", "load_s", "touched_blocks", "rewritten_blocks")
     TIER_FIELD_NUMBER: _ClassVar[int]
     IS_WORKING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +313,8 @@ class TierStats(_message.Message):
     COMPUTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    TOUCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REWRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     is_working: bool
     blocks: int
@@ -327,7 +329,9 @@ class TierStats(_message.Message):
     computed_blocks: int
     dropped_blocks: int
     load_s: float
-    def __init__(self, tier: _Optional[str] = ..., is_working: bool = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., missed_blocks: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., computed_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., load_s: _Optional[float] = ...) -> None: ...
+    touched_blocks: int
+    rewritten_blocks: int
+    def __init__(self, tier: _Optional[str] = ..., is_working: bool = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., missed_blocks: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., computed_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., load_s: _Optional[float] = ..., touched_blocks: _Optional[int] = ..., rewritten_blocks: _Optional[int] = ...) -> None: ...
 
 class TimeStats(_message.Message):
     __slots__ = ("bounds_s", "counts", "sum_s")

@@ -82,6 +82,7 @@ class SteppedStore:
         num_blocks: blocks that it has room for.
         calls: what it was told and has not done.
         error: raised by calls; None while it works.
+        touches: the keys of each touch.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -90,6 +91,7 @@ class SteppedStore:
         self.memory = HostStore(map_memory(num_blocks * slot_bytes), OBJECT_BYTES)
         self.calls: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.error: Exception | None = None
+        self.touches: list[Sequence[bytes]] = []
 
     def run(self) -> None:
         """Run all queued calls."""
@@ -109,6 +111,10 @@ class SteppedStore:
         return self._later(lambda: self.memory.get(keys))
 
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        return self._later(lambda: self.memory.exists(keys))
+
+    def touch(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        self.touches.append(keys)
         return self._later(lambda: self.memory.exists(keys))
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:

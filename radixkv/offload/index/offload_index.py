@@ -16,6 +16,7 @@ from radixkv.offload.index.node_keys import NodeKeys
 from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock, StoredBlock
 from radixkv.offload.index.retention import RetentionHint, StoredRetention
 from radixkv.offload.index.tier_index import StoreListener, TierIndex
+from radixkv.offload.index.used_nodes import UsedNodes
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -59,6 +60,7 @@ class OffloadIndex(Listener):
         key_blocks: see above.
         retention: priorities of stored blocks.
         listener: is notified of what the tiers hold; see `subscribe`.
+        used_nodes: what was used or published recently, if there are shared stores; see `Touches`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class OffloadIndex(Listener):
         self.retention = StoredRetention(self.tiers)
         self.listener = StoreListener()
         self.key_blocks = key_blocks
+        self.used_nodes = UsedNodes(block_size)
         self._shared = [tier_index.name for tier_index in tiers if tier_index.is_shared]
         self._part_of = part_of
         self._tokens_of_prefix: Callable[[Namespace], bytes | None] = lambda namespace: (
@@ -108,6 +111,11 @@ class OffloadIndex(Listener):
         """Whether blocks are to be stored; see `take_evicted_blocks`."""
         return bool(self._evicted_blocks)
 
+    def used(self, node: Node, num_bytes: int, now_s: float) -> None:
+        """Note a use for the shared stores. Complexity: O(1)."""
+        if self._shared:
+            self.used_nodes.add(node, num_bytes)
+
     def inserted(self, leaf: Node, now_s: float) -> None:
         """Queue a new leaf for the shared stores."""
         self.grown(leaf, leaf.num_blocks, now_s)
@@ -116,6 +124,7 @@ class OffloadIndex(Listener):
         """Queue the blocks at the end of a leaf that are now full for the shared stores."""
         if self._shared:
             self.leave(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
+            self.used_nodes.add(leaf, leaf.start_bytes + len(leaf.tokens))  # so that its beginning is the most recent
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Queue evicted blocks for the tiers; see `leave`."""
@@ -123,18 +132,26 @@ class OffloadIndex(Listener):
         if self.tiers:
             self.leave(leaf, num_kept_blocks, leaf.num_blocks, self.tiers)
         self._node_keys.shortened(leaf, num_kept_blocks)
+        if not num_kept_blocks:
+            self.used_nodes.evicted(leaf)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
         """Divide the keys between the two halves of a split node."""
-        self._node_keys.split(lower)
+        self.cut(lower)
 
     def cut(self, lower: Node) -> None:
         """Divide the keys between the two halves of a split node."""
         self._node_keys.split(lower)
+        self.used_nodes.split(lower)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
         """Give a node the keys of the nodes that are merged into it."""
         self._node_keys.joined(uppers, lower)
+        self.used_nodes.joined(uppers, lower)
+
+    def purged(self, node: Node) -> None:
+        """Forget the uses of a node."""
+        self.used_nodes.purged(node)
 
     def leave(self, node: Node, start: int, end: int, tier_names: Iterable[str]) -> list[bytes]:
         """Queue the blocks from `start` to `end` of a node for those tiers that do not hold them yet.
@@ -170,6 +187,26 @@ class OffloadIndex(Listener):
         if self.listener.is_on:
             self.listener.met(namespace, tokens, first, blocks)
         return [block.key for block in blocks]
+
+    def store_again(self, name: str, keys: Sequence[bytes]) -> int:
+        """Queue those of the blocks of the last touch that are still on the device for a shared store.
+
+        Args:
+            name: of the store, which does not hold these blocks.
+            keys: of the blocks.
+
+        Returns:
+            The number of blocks that were queued.
+
+        Complexity: O(blocks of the touched nodes), and a hash of the tokens of those that have such a block.
+        """
+        wanted = set(keys)
+        num_queued = len(self._evicted_blocks)
+        for node in sorted(self.used_nodes.taken, key=lambda node: -node.start_bytes):  # a prompt's end first
+            places = [place for place, key in enumerate(node.keys or ()) if key in wanted]
+            if places:
+                self.leave(node, places[0], places[-1] + 1, [name])
+        return len(self._evicted_blocks) - num_queued
 
     def left(self, name: str, keys: Sequence[bytes]) -> None:
         """Move blocks to the end of the eviction order, their end first; keys in the order of the prompt."""

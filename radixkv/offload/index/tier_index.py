@@ -195,6 +195,10 @@ class TierIndex:
         """Whether a block can be loaded."""
         return key in self.owned and key not in self._expected
 
+    def is_pending(self, key: bytes) -> bool:
+        """Whether a block is being stored."""
+        return key in self._expected
+
     def may_have(self, key: bytes) -> bool:
         """Whether the store may hold an object of a block, perhaps one without its windowed layers."""
         return self.holds(key) or key in self._rewritten

@@ -116,6 +116,9 @@ class BlockStore(Protocol):
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Return whether there is an object under each key."""
 
+    def touch(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Mark the objects of a shared store as used, the last one most recently; see `StoreBackend.touch`."""
+
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Delete objects. Return the number of those that existed."""
 
@@ -151,6 +154,14 @@ class StoreBackend(ABC):
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key."""
+
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
+        """Mark objects as used, so that the store evicts them later, and return which of the keys have one.
+
+        The last key is to be the most recently used one. Called only for stores that servers share. By default, this is
+        `exists`, which suits stores that do not evict by recency, or for which that is a use.
+        """
+        return self.exists(keys)
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:

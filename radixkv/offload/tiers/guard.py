@@ -210,7 +210,7 @@ class GuardedStore:
         timers: clock and timers.
         circuit: the circuit breaker, with the same clock.
         limit_s: time limit of `get` and `exists`.
-        write_limit_s: time limit of `put` and `delete`, for which no request waits.
+        write_limit_s: time limit of `put`, `touch` and `delete`, for which no request waits.
         purge_limit_s: time limit of `purge`, which may scan all keys.
     """
 
@@ -246,6 +246,10 @@ class GuardedStore:
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Return whether there is an object under each key."""
         return self._call(lambda: self._store.exists(keys), self._limit_s)
+
+    def touch(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Mark objects of a shared store as used."""
+        return self._call(lambda: self._store.touch(keys), self._write_limit_s)
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Delete objects. Return the number of those that existed."""

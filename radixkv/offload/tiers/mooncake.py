@@ -69,7 +69,11 @@ class MooncakeStore(StoreBackend):
         return found
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether there is an object under each key."""
+        """Return whether there is an object under each key.
+
+        The master counts this as a use: it renews the leases of the objects, and evicts those first whose leases ended
+        first. So this is also `touch`.
+        """
         codes = self._client().batch_is_exist([_name(key) for key in keys]) if keys else []
         return [_required(code, 0, 1) == 1 for code in codes]
 

@@ -22,8 +22,8 @@ _CLOSE_PATIENCE_S = 10.0  # a call that blocks longer is abandoned
 class ThreadedStore:
     """A backend behind futures: the `BlockStore` of every backend.
 
-    Reads have their own threads, so that they do not wait for writes. Writes and deletions run one at a time, in the
-    order of their calls, so a deletion also covers earlier writes.
+    Reads have their own threads, so that they do not wait for writes. Writes, touches and deletions run one at a time,
+    in the order of their calls, so a deletion also covers earlier writes.
 
     Args:
         backend: does the work, with `num_readers` concurrent reads. It is closed with this store.
@@ -48,6 +48,10 @@ class ThreadedStore:
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Return whether there is an object under each key."""
         return self._reads.submit(lambda: self._backend.exists(keys))
+
+    def touch(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Mark objects as used, after earlier writes."""
+        return self._writes.submit(lambda: self._backend.touch(keys))
 
     def delete(self, keys: Sequence[bytes]) -> Future[int]:
         """Delete objects. Return the number of those that existed."""

@@ -172,6 +172,15 @@ class Tier:
 
         return _then(self._store.exists(keys), converted, lambda _: None)
 
+    def touch(self, keys: Sequence[bytes]) -> Future[list[bool] | None]:
+        """Mark blocks of a shared store as used. Return as `exists` does."""
+
+        def converted(found: list[bool]) -> list[bool]:
+            self._require_results(found, len(keys))
+            return found
+
+        return _then(self._store.touch(keys), converted, lambda _: None)
+
     def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
         """Delete blocks. Return the number of deleted blocks, None if the call fails."""
         return _then(self._store.delete(keys), lambda number: number, lambda _: None)

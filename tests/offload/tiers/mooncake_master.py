@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def mooncake_master(port: int) -> Iterator[str]:
+def mooncake_master(port: int, *settings: str) -> Iterator[str]:
     """Start a master; yields its address."""
     package = importlib.util.find_spec("mooncake")
     assert package is not None
@@ -43,6 +43,7 @@ def mooncake_master(port: int) -> Iterator[str]:
         f"--metrics_port={free_port()}",
         "--rpc_address=127.0.0.1",
         "--metrics_host=127.0.0.1",
+        *settings,
     ]
     command = [str(Path(package.origin).parent / "mooncake_master"), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -35,6 +35,25 @@ def test_one_server_finds_what_another_stored() -> None:
         second.close()
 
 
+def test_what_is_touched_outlives_what_is_not() -> None:
+    size = 256 << 10
+    with mooncake_master(free_port(), "--default_kv_lease_ttl=100") as master:
+        store = MooncakeStore(master, size + 4096, **SIZES)
+
+        def put(number: int) -> PutOutcome:
+            return store.put([block(number)._replace(payload=memoryview(bytes(size)))]).outcomes[0]
+
+        hot, cold = [key_of(number) for number in range(4)], [key_of(number) for number in range(4, 8)]
+        assert {put(number) for number in range(8)} == {PutOutcome.STORED}
+        num_stored = 0
+        for number in range(8, 400):  # several times what there is room for; a full master evicts after a while
+            num_stored += put(number) is PutOutcome.STORED
+            assert store.touch(hot) == [True] * 4
+        assert num_stored > 100
+        assert not any(store.exists(cold))
+        store.close()
+
+
 def test_losing_the_master_is_an_error() -> None:
     with mooncake_master(free_port()) as master:
         store = MooncakeStore(master, OBJECT_BYTES, **SIZES)

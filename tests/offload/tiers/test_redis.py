@@ -12,6 +12,7 @@ import redis
 from radixkv.errors import ConfigError, StoreUnavailable
 from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.redis import RedisStore
+from tests.patience import wait_until
 
 from .blocks import OBJECT_BYTES, block, key_of, stored
 from .redis_server import SERVER, WHY_NOT, RedisServer, redis_server
@@ -85,6 +86,20 @@ def test_objects_have_a_time_to_live_that_each_use_begins_again(server: RedisSer
     client.pexpire(name, 500_000)
     store.exists([key_of(1)])
     assert client.pttl(name) <= 500_000
+
+
+def test_a_touch_is_a_use_and_a_lookup_is_none(server: RedisServer, client: redis.Redis) -> None:
+    """Redis counts neither `EXISTS` nor what happens on a device; it rounds idle times to seconds."""
+    store = store_of(server, ttl_s=1000.0)
+    store.put([block(1)])
+    (name,) = client.keys()
+    client.pexpire(name, 500_000)
+    wait_until(lambda: client.object("idletime", name) >= 2)
+    assert store.exists([key_of(1)]) == [True]
+    assert client.object("idletime", name) >= 2
+    assert store.touch([key_of(2), key_of(1), key_of(3)]) == [False, True, False]
+    assert client.object("idletime", name) < 2
+    assert client.pttl(name) > 500_000
 
 
 @pytest.mark.usefixtures("client")

@@ -1,0 +1,133 @@
+"""Keeps the blocks that requests use on the device recent in the shared stores, and writes lost ones again."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from radixkv.offload.index.offload_index import OffloadIndex
+from radixkv.offload.tiers.tier import Tier
+
+_PERIOD_S = 0.25  # between two touches
+_KEYS_PER_TOUCH = 512
+_KEYS_PER_S = 2048.0  # on average; a key takes 6 us of a store's thread
+# Blocks that are written again: so many at once, and so many per second on average. Otherwise servers that use more
+# blocks than a store has room for would evict and write them again endlessly.
+_MAX_REWRITES = 64
+_REWRITES_PER_S = 16.0
+
+
+class _Touched(NamedTuple):
+    """The result of a touch: which of the keys the store has; None if the call failed."""
+
+    store: str
+    keys: Sequence[bytes]
+    are_there: list[bool] | None
+
+
+class Touches:
+    """Touches used blocks in the shared stores, which otherwise see only the loads and not the hits on the device.
+
+        hit, hit, published ──▶ send, at most once per period ──▶ stores ──▶ take_up: what is gone is queued again
+
+    A hit costs the engine's thread one entry in a dictionary. While a touch is in flight, uses are collected for the
+    next one. If a call fails, its uses are dropped.
+
+    Args:
+        offload_index: collects the uses, and queues what is written again.
+        tiers: the shared stores by name.
+        clock: seconds, monotonic.
+        wake: called on a store's thread when a result is there, so that the engine calls `take_up`.
+
+    Attributes:
+        num_touched_blocks: used blocks that a store still had, by store.
+        num_rewritten_blocks: used blocks that a store had lost, and that were queued again, by store.
+    """
+
+    def __init__(
+        self,
+        offload_index: OffloadIndex,
+        tiers: Mapping[str, Tier],
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self.num_touched_blocks: Counter[str] = Counter()
+        self.num_rewritten_blocks: Counter[str] = Counter()
+        self._index = offload_index
+        self._tiers = tiers
+        self._clock = clock
+        self._wake = wake
+        self._due_s = clock()
+        self._num_open = 0
+        self._answers: queue.SimpleQueue[_Touched] = queue.SimpleQueue()
+        self._may_rewrite = float(_MAX_REWRITES)
+        self._budgeted_s = self._due_s
+
+    def seconds_to_rest(self) -> float | None:
+        """Seconds until `take_up` or `send` has something to do; None if it has not."""
+        if not self._answers.empty():
+            return 0.0
+        if self._num_open or not self._index.used_nodes:
+            return None
+        return max(0.0, self._due_s - self._clock())
+
+    def send(self) -> None:
+        """Touch the blocks that were used since the last touch, if the next touch is due."""
+        now_s = self._clock()
+        if not self._tiers or now_s < self._due_s or self._num_open or not self._index.used_nodes:
+            return
+        used = self._index.used_nodes.take(_KEYS_PER_TOUCH)
+        self._due_s = now_s + max(_PERIOD_S, len(used) / _KEYS_PER_S)
+        for name, tier in self._tiers.items():
+            keys = [key for key in used if not self._index.tiers[name].is_pending(key)]
+            if keys:
+                self._num_open += 1
+                tier.touch(keys).add_done_callback(partial(self._end, name, keys))
+
+    def take_up(self) -> None:
+        """Process the results of touches: queue the blocks that a store has lost and the device still has."""
+        while not self._answers.empty():
+            self._take_up(self._answers.get())
+
+    def finish(self, limit_s: float) -> None:
+        """Touch what was used since the last touch on shutdown, and queue what is gone, in at most `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
+        while self._num_open or self._index.used_nodes:
+            self._due_s = self._clock()
+            self.send()
+            try:
+                if self._num_open:
+                    self._take_up(self._answers.get(timeout=max(0.0, deadline_s - time.monotonic())))
+            except queue.Empty:
+                return
+
+    def _take_up(self, touched: _Touched) -> None:
+        store, keys, are_there = touched
+        self._num_open -= 1
+        if are_there is None:
+            return
+        gone = [key for key, is_there in zip(keys, are_there, strict=True) if not is_there]
+        self.num_touched_blocks[store] += len(keys) - len(gone)
+        if gone:
+            self._rewrite(store, gone)
+
+    def _rewrite(self, store: str, gone: Sequence[bytes]) -> None:
+        """Queue as many lost blocks as the budget allows, first the beginnings of prompts, which others need."""
+        now_s = self._clock()
+        earned = (now_s - self._budgeted_s) * _REWRITES_PER_S
+        self._may_rewrite = min(float(_MAX_REWRITES), self._may_rewrite + earned)
+        self._budgeted_s = now_s
+        self._index.lost(store, gone)
+        num_blocks = self._index.store_again(store, gone[max(0, len(gone) - int(self._may_rewrite)) :])
+        self._may_rewrite -= num_blocks
+        self.num_rewritten_blocks[store] += num_blocks
+
+    def _end(self, store: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:
+        """Queue a result. Runs on a thread of the store."""
+        self._answers.put(_Touched(store, keys, None if touched.cancelled() else touched.result()))
+        self._wake()

@@ -1,0 +1,184 @@
+"""Shared stores learn of hits on the device, and get back the blocks that they have lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.errors import StoreLate
+from radixkv.namespace import Namespace
+from radixkv.offload import touches
+from tests.fake_runner import tokens
+
+from .tiered_bench import SteppedStore, TieredBench
+
+NAMESPACE = Namespace("fake")
+HOT = range(33)  # eight whole blocks and a token
+
+
+def bench_and_store(**options: int) -> tuple[TieredBench, SteppedStore]:
+    bench = TieredBench(**{"num_blocks": 40, "redis": 100, **options})
+    return bench, bench.stores["redis"]
+
+
+def keys_of(bench: TieredBench, prompt: range) -> list[bytes]:
+    return [block.key for block in bench.index.key_blocks(NAMESPACE, tokens(prompt))]
+
+
+def ask(bench: TieredBench, suffix: int) -> None:
+    """Ask a question about the hot prefix."""
+    bench.prefill([*HOT[:32], *range(1000 * suffix, 1000 * suffix + 5)])
+
+
+def lose(store: SteppedStore, keys: list[bytes]) -> None:
+    """Let the store evict blocks by itself, as Redis does."""
+    assert store.memory.delete(keys) == len(keys)
+
+
+def test_a_hit_on_the_device_is_a_use_in_the_store() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    store.touches.clear()
+    bench.prefill(HOT)
+    assert store.touches == [keys_of(bench, HOT)[::-1]], "the beginning of the prompt is the most recent"
+    assert bench.offload.stats()[0].touched_blocks >= 8
+
+
+def test_a_prompt_that_is_published_in_parts_ends_with_a_use_of_its_beginning() -> None:
+    bench, store = bench_and_store(num_parts=40)  # whose steps are short
+    bench.prefill(HOT)
+    assert store.touches[-1] == keys_of(bench, HOT)[::-1]
+
+
+def test_tokens_after_a_shared_prefix_are_not_used() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(range(33))
+    store.touches.clear()
+    bench.prefill([*range(18), *range(100, 103)])  # four whole blocks and a half are shared
+    (touched,) = store.touches
+    assert touched[-4:] == keys_of(bench, range(16))[::-1]
+    assert not set(touched) & set(keys_of(bench, range(33))[4:])
+
+
+def test_many_hits_are_one_touch() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    store.touches.clear()
+    for suffix in range(1, 7):
+        bench.submit([*HOT[:32], 1000 * suffix])
+    bench.run()
+    assert len(store.touches) == 1
+    assert sorted(store.touches[0]) == sorted(keys_of(bench, HOT))
+
+
+def test_what_the_store_has_lost_is_written_again() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    hot = keys_of(bench, HOT)
+    lose(store, hot[2:5])
+    ask(bench, 1)
+    assert store.memory.exists(hot) == [True] * 8
+    assert bench.offload.stats()[0].rewritten_blocks == 3
+    other = TieredBench(num_blocks=40, redis=store)
+    assert other.prefill(HOT).usage.remote_tokens == 32
+    assert [each.next_token_id for each in (other.prefill(HOT), bench.prefill(HOT))] == [
+        bench.prefill(HOT).next_token_id
+    ] * 2
+
+
+def test_what_left_the_device_in_the_meantime_is_written_when_it_is_computed_again() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    hot = keys_of(bench, HOT)
+    lose(store, hot)
+    bench.submit(HOT)
+    bench.core.step()
+    store.calls, calls = [], store.calls  # the touch is in flight
+    bench.cache.evict(40)
+    store.calls += calls
+    bench.run()
+    assert bench.offload.stats()[0].rewritten_blocks == 0
+    bench.prefill(HOT)
+    assert store.memory.exists(hot) == [True] * 8
+
+
+def test_a_block_that_is_being_stored_is_not_touched() -> None:
+    bench, store = bench_and_store()
+    bench.submit(HOT)
+    while bench.core.has_work:
+        bench.core.step()
+    bench.clock.now += 10
+    bench.core.step()
+    assert not store.touches
+    bench.run()
+    assert len(store.touches) <= 1
+    assert store.memory.exists(keys_of(bench, HOT)) == [True] * 8
+
+
+def test_a_failed_touch_writes_nothing() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    lose(store, keys_of(bench, HOT))
+    store.error = StoreLate("late")
+    ask(bench, 1)
+    store.error = None
+    assert bench.offload.stats()[0].rewritten_blocks == 0
+    ask(bench, 2)
+    assert bench.offload.stats()[0].rewritten_blocks == 8
+
+
+def test_a_store_that_is_too_small_is_not_written_to_endlessly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touches, "_MAX_REWRITES", 4)
+    monkeypatch.setattr(touches, "_REWRITES_PER_S", 0.0)
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    hot = keys_of(bench, HOT)
+    for suffix in range(1, 9):
+        gone = [key for key, is_there in zip(hot, store.memory.exists(hot), strict=True) if is_there]
+        lose(store, gone)
+        ask(bench, suffix)
+    assert bench.offload.stats()[0].rewritten_blocks == 4
+
+
+def test_the_beginning_is_written_first_when_not_all_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touches, "_MAX_REWRITES", 3)
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    hot = keys_of(bench, HOT)
+    lose(store, hot)
+    ask(bench, 1)
+    assert store.memory.exists(hot) == [True] * 3 + [False] * 5
+
+
+def test_a_purged_prompt_is_not_written_again() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    bench.submit(HOT)
+    bench.core.step()  # its use is not sent yet, or in flight
+    purge = bench.core.purging(tenant=None, adapter=None, salt=None)
+    for _ in purge:
+        pass
+    bench.run()
+    assert store.memory.exists(keys_of(bench, HOT)) == [False] * 8
+
+
+def test_shutdown_touches_and_writes_what_was_used_last() -> None:
+    bench, store = bench_and_store()
+    bench.prefill(HOT)
+    hot = keys_of(bench, HOT)
+    lose(store, hot)
+    bench.submit(HOT)
+    while bench.core.has_work:
+        bench.core.step()
+    run = store._later
+    store._later = lambda call: (run(call), store.run())[0]  # answers at once
+    store.run()
+    bench.offload.close()
+    assert store.memory.exists(hot) == [True] * 8
+
+
+def test_without_shared_stores_nothing_is_collected() -> None:
+    bench = TieredBench(host=100)
+    bench.prefill(HOT[:13])
+    bench.prefill(HOT[:13])
+    assert not bench.index.used_nodes
+    assert not bench.stores["host"].touches
