@@ -54,7 +54,8 @@ class Lease:
         node_used_s: time of the last use of `node` before this lease.
         root_run: the part of a public prefix above the tree; empty for most leases.
         public_tokens: tokens of `cached_tokens` that come from a public prefix.
-        found_tokens: tokens that were cached; more than `cached_tokens` if windowed layers lack some of their K/V.
+        found_tokens: tokens that were cached; more than `cached_tokens` if windowed layers lack some of their K/V, or
+            if there was no room to reuse all of them.
         num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.

@@ -33,6 +33,7 @@ from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.segment_index import SegmentIndex
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
+from radixkv.errors import CapacityError
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
@@ -254,24 +255,31 @@ class PrefixCache:
         return Match(found.cached_tokens, block_ids, found.num_nodes)
 
     def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> _Found:
+        """Look a prompt up in all its trees, and return the one that has the most of it; see `_find_all`."""
+        return self._find_all(namespace, tokens, read)[0]
+
+    def _find_all(self, namespace: Namespace, tokens: bytes, read: bool = True) -> Sequence[_Found]:
         """Look a prompt up in the tree of its namespace, and below the public prefixes that it begins with.
 
         A prompt that begins with a public prefix may have more tokens in the tree of its own namespace than in the tree
-        below the prefix, because it was cached there before the prefix was registered. The longest match wins.
+        below the prefix, because it was cached there before the prefix was registered.
 
         Args:
             namespace, tokens: the prompt.
             read: if False, nothing is looked up.
+
+        Returns:
+            What each tree has of the prompt, the most first. At least one.
 
         Raises:
             InvalidRequest: `tokens` is empty or not whole tokens.
         """
         require_tokens(tokens)
         own = self._find_in_tree(namespace, tokens, None, read)
-        if read and self.public.are_any_computed:
-            rooted = [self._find_in_tree(root.namespace, tokens, root) for root in self.public.roots(namespace, tokens)]
-            return max((*rooted, own), key=lambda each: (each.cached_tokens, each.root_tokens))
-        return own
+        if not read or not self.public.are_any_computed:
+            return (own,)
+        rooted = [self._find_in_tree(root.namespace, tokens, root) for root in self.public.roots(namespace, tokens)]
+        return sorted((*rooted, own), key=lambda each: (each.cached_tokens, each.root_tokens), reverse=True)
 
     def _find_in_tree(self, namespace: Namespace, tokens: bytes, root: PublicRoot | None, read: bool = True) -> _Found:
         """Look a prompt up in one tree, which need not exist, below a public prefix if there is a root."""
@@ -322,15 +330,11 @@ class PrefixCache:
         num_tokens = min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         return np.frombuffer(packed, np.int32, num_tokens // self.block_size)
 
-    def path_of(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> tuple[Path, int]:
-        """Return the blocks that a prompt would keep if its lease were held, and the number of nodes visited."""
-        found = self._find(namespace, tokens, read)
-        num_blocks = -(-len(tokens) // (self.block_size * TOKEN_BYTES))
-        return Path(found.node, found.cached_tokens // self.block_size, num_blocks), found.num_nodes
-
     def num_root_tokens(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> int:
-        """Return the tokens of the public prefix above the tree in which a prompt would be published."""
-        return self._find(namespace, tokens, read).root_tokens
+        """Return the maximum number of tokens that a lease of a prompt can have from a public prefix, in whole
+        blocks.
+        """
+        return max(found.root_tokens for found in self._find_all(namespace, tokens, read))
 
     def explain(
         self, namespace: Namespace, tokens: bytes, cached_tokens: int, former: Sequence[PromptKey] = ()
@@ -368,56 +372,67 @@ class PrefixCache:
         *,
         read: bool = True,
         num_spared_blocks: int = 0,
+        num_private_blocks: int = 0,
         num_expected_tokens: int = 0,
         is_resumed: bool = False,
+        require_path: Callable[[Path, int], None] | None = None,
     ) -> Lease:
         """Open a lease of a prompt: cached blocks are pinned, missing blocks are allocated.
 
         Unused leaves are evicted if there are too few free blocks. If that would not suffice, nothing is evicted and
-        nothing changes. Reuse never makes a lease fail that would succeed without it: in a full cache the partly reused
-        block may be given up, so `cached_tokens` may be less than a match found.
+        nothing changes. Reuse never makes a lease fail that would succeed without it, so `cached_tokens` may be less
+        than a match found: in a full cache the partly reused block may be given up, and a prompt that begins with a
+        public prefix is leased below it if its own tree has more, but leaves too little room. That tree may hold the
+        blocks of the prefix a second time.
 
         Args:
             namespace: where to look and to publish.
             tokens: the prompt, little-endian uint32 bytes; at least one token.
             read: reuse cached blocks.
             num_spared_blocks: blocks that must still be free or evictable after the lease is opened.
+            num_private_blocks: blocks that the caller reserves next with `Lease.reserve_private`, which then succeeds.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so what it finds does not count as reuse.
+            require_path: called with the blocks that the lease would keep if it were held, and the number of nodes
+                visited to find them. It raises OutOfBlocks or QuotaExceeded if these may not be held.
 
         Returns:
             A lease that the caller must close.
 
         Raises:
             InvalidRequest: `tokens` is empty or not whole tokens.
-            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few.
+            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few, or `require_path` raised it.
         """
         num_tokens = len(tokens) // TOKEN_BYTES
         most_tokens = max(num_expected_tokens, num_tokens)
         keeps_all = namespace.tenant == PUBLIC_TENANT
         if self.windows.pools:
             self.windows.require_room(most_tokens, keeps_all=keeps_all)
-        found = self._find(namespace, tokens, read)
-        _, cached_tokens, root_tokens, root_run, prefix, node, found_bytes, packed, num_nodes = found
-        found_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
-        reusable_tokens = cached_tokens
+        places = self._find_all(namespace, tokens, read)
         tenant = namespace.tenant
         usage = self.tenants[tenant]
-        num_new_blocks = -(-num_tokens // self.block_size) - cached_tokens // self.block_size
-        num_spare_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks) - num_new_blocks
-        while num_spare_blocks < self._pins.num_unpinned_blocks(node, num_spare_blocks):
-            node, cached_tokens, num_missing_blocks = self._pins.narrowed(
-                node, cached_tokens, num_spare_blocks, root_tokens
-            )
-            if num_missing_blocks:
-                raise self._evictor.shortage(num_missing_blocks, tenant, usage, num_spared_blocks)
-            fewer_tokens = self._reusable_tokens(packed, cached_tokens)  # windowed layers may need other blocks now
-            if fewer_tokens == cached_tokens:
+        num_blocks = -(-num_tokens // self.block_size)
+        num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks) - num_private_blocks
+        shortages: list[int] = []
+        refusals: list[CapacityError] = []
+        for found in places:
+            node, cached_tokens, num_missing_blocks = self._fit(found, num_blocks, num_takeable_blocks)
+            try:
+                if require_path is not None:
+                    require_path(Path(node, cached_tokens // self.block_size, num_blocks), found.num_nodes)
+            except CapacityError as error:
+                refusals.append(error)
+                continue
+            if not num_missing_blocks:
                 break
-            num_more_blocks = cached_tokens // self.block_size - fewer_tokens // self.block_size
-            num_new_blocks += num_more_blocks
-            num_spare_blocks -= num_more_blocks
-            cached_tokens = fewer_tokens
+            shortages.append(num_missing_blocks)
+        else:
+            if shortages:
+                raise self._evictor.shortage(min(shortages), tenant, usage, num_spared_blocks)
+            raise refusals[0]
+        _, reusable_tokens, root_tokens, root_run, prefix, _, found_bytes, packed, num_nodes = found
+        found_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        num_new_blocks = num_blocks - cached_tokens // self.block_size
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
@@ -458,13 +473,41 @@ class PrefixCache:
             node_used_s=node_used_s,
             root_run=root_run,
             public_tokens=cached_tokens if has_copied_public else root_tokens,
-            found_tokens=found_tokens,
+            found_tokens=max(found_tokens, places[0].cached_tokens),
             num_expected_tokens=num_expected_tokens,
             num_nodes=num_nodes,
             is_resumed=is_resumed,
             windows=windows,
             on_close=on_close,
         )
+
+    def _fit(self, found: _Found, num_blocks: int, num_takeable_blocks: int) -> tuple[Node | None, int, int]:
+        """Decide how much a lease reuses of what was found, given the blocks that it could take.
+
+        Args:
+            found: a part of the prompt that is cached.
+            num_blocks: blocks of the whole prompt.
+            num_takeable_blocks: blocks that are free or can be evicted for the lease, the reused ones included.
+
+        Returns:
+            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing. If any are
+            missing, there is no room for the lease here, and the others are those that were found.
+        """
+        node, cached_tokens = found.node, found.cached_tokens
+        num_spare_blocks = num_takeable_blocks - num_blocks + cached_tokens // self.block_size
+        while num_spare_blocks < self._pins.num_unpinned_blocks(node, num_spare_blocks):
+            node, cached_tokens, num_missing_blocks = self._pins.narrowed(
+                node, cached_tokens, num_spare_blocks, found.root_tokens
+            )
+            if num_missing_blocks:
+                return found.node, found.cached_tokens, num_missing_blocks
+            # Windowed layers may need other blocks now.
+            fewer_tokens = self._reusable_tokens(found.packed_block_ids, cached_tokens)
+            if fewer_tokens == cached_tokens:
+                break
+            num_spare_blocks -= cached_tokens // self.block_size - fewer_tokens // self.block_size
+            cached_tokens = fewer_tokens
+        return node, cached_tokens, 0
 
     def touch(self, namespace: Namespace, tokens: bytes) -> None:
         """Record a use of the cached part of a prompt, so that it is evicted later, even if it cannot be reused now."""

@@ -10,7 +10,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.cache.held_blocks import Path
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.errors import CapacityError, QuotaExceeded
+from radixkv.errors import CapacityError, Cause, QuotaExceeded
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.lending import Lending
 from radixkv.scheduling.request import Request
@@ -108,17 +108,14 @@ class Admitter:
                 request.found_tokens = self._cache.num_found_tokens(request.namespace, tokens)
             if self._flights.follow(request, request.found_tokens, cached_tokens):
                 return Admission.FOLLOWS
-        if params.hold_lease:
-            try:
-                self._held_leases.require_room(request, self._path_of(request), running)
-            except CapacityError as error:
-                return self._end(request, error)
         num_spared_blocks = 0
         if running and not is_passing:
             num_spared_blocks = sum(map(_may_grow, running)) + self._lending.num_lent_blocks
         try:
-            lease = self._lease(request, tokens, num_spared_blocks)
+            lease = self._lease(request, tokens, num_spared_blocks, running)
         except CapacityError as error:
+            if error.cause is Cause.HOLD_LEASE:
+                return self._end(request, error)
             borrowing = None if isinstance(error, QuotaExceeded) else self._borrow(request, running)
             if borrowing is None:
                 return self._without_room(request, running, error)
@@ -133,23 +130,26 @@ class Admitter:
             self._flights.lead(request)
         return Admission.ADMITTED
 
-    def _lease(self, request: Request, tokens: bytes, num_spared_blocks: int) -> Lease:
+    def _lease(self, request: Request, tokens: bytes, num_spared_blocks: int, running: Collection[Request]) -> Lease:
         """Allocate the blocks of a request: those of its prompt, and private ones if it will need any."""
         num_private_tokens = 0 if request.compression is None else request.num_private_tokens
+
+        def require_held_path(path: Path, num_nodes: int) -> None:
+            request.num_nodes = num_nodes
+            self._held_leases.require_room(request, path, running)
+
         lease = self._cache.lease(
             request.namespace,
             tokens,
             read=request.params.read_cache,
-            num_spared_blocks=num_spared_blocks + -(-num_private_tokens // self._cache.block_size),
+            num_spared_blocks=num_spared_blocks,
+            num_private_blocks=-(-num_private_tokens // self._cache.block_size),
             num_expected_tokens=request.num_expected_tokens,
             is_resumed=request.has_computed,
+            require_path=require_held_path if request.params.hold_lease else None,
         )
         if num_private_tokens:
-            try:
-                lease.reserve_private(num_private_tokens)
-            except CapacityError:
-                lease.close_unused()
-                raise
+            lease.reserve_private(num_private_tokens)
         return lease
 
     def _borrow(self, request: Request, running: Collection[Request]) -> Lease | None:
@@ -161,7 +161,7 @@ class Admitter:
             return None
         lease = None
         try:
-            lease = self._lease(request, request.tokens, num_growing)
+            lease = self._lease(request, request.tokens, num_growing, running)
             lease.reserve(self._lending.max_tokens(request))
         except CapacityError:
             if lease is not None:
@@ -177,12 +177,6 @@ class Admitter:
             return Admission.OVER_QUOTA if may_wait else self._end(request, error)
         return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
 
-    def _path_of(self, request: Request) -> Path:
-        """Look up the path that a request which will hold its lease shares."""
-        read = request.params.read_cache
-        path, request.num_nodes = self._cache.path_of(request.namespace, request.tokens, read=read)
-        return path
-
     def _start(self, request: Request, lease: Lease, tokens: bytes) -> None:
         """Let a request continue after the cached tokens of its lease, and those that were loaded."""
         request.lease = lease
@@ -196,7 +190,7 @@ class Admitter:
         if not request.has_computed:
             reuse.cached_tokens = cached_tokens
             reuse.public_tokens = lease.public_tokens
-            reuse.miss_reason = self._explain(request, tokens, cached_tokens)
+            reuse.miss_reason = self._explain(request, lease, tokens, cached_tokens)
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
@@ -205,12 +199,14 @@ class Admitter:
             request.state = states.open(lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens)
         self._on_start(request)
 
-    def _explain(self, request: Request, tokens: bytes, cached_tokens: int) -> MissReason:
+    def _explain(self, request: Request, lease: Lease, tokens: bytes, cached_tokens: int) -> MissReason:
         """Return why the tokens after the reused ones have to be computed."""
         if not request.params.read_cache:
             return MissReason.READ_DISABLED
         if cached_tokens < request.reuse.stored_upto:
             return MissReason.NOT_LOADED
+        if self._cache.snapshots is None and cached_tokens < lease.found_tokens:
+            return MissReason.EVICTED  # or there was no room to reuse all of it
         return self._cache.explain(request.namespace, tokens, cached_tokens, request.former)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:

@@ -10,6 +10,7 @@ from radixkv.config import EVICTION_POLICIES
 from tests.cache.walk.cache_walk import (
     DEEP,
     PARTED,
+    PUBLIC,
     ROOMY,
     SHARED,
     TIGHT,
@@ -98,6 +99,17 @@ def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int)
 def test_a_path_that_is_too_long_loses_branches_and_nothing_else(world: World) -> None:
     events = walk(world, "lru", dice_of(5, steps=4000))
     wanted = {"blocks thinned", "long paths closed after a purge", "blocks purged while in use", "leases kept"}
+    assert {event for event in wanted if not events[event]} == set()
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("num_steps", [1500, pytest.param(8000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", PUBLIC, ids=world_id)
+def test_a_prompt_is_leased_wherever_there_is_room(world: World, num_steps: int) -> None:
+    events = walk(world, "lru", dice_of(4, num_steps))
+    wanted = {"texts made public", "texts no longer public", "public tokens", "evicted blocks", "OutOfBlocks"}
+    wanted |= {"refused although nothing runs"} if world.num_blocks < 20 else set()
+    wanted |= {"leased where there is room"} if world.num_blocks in (10, 12) else set()
     assert {event for event in wanted if not events[event]} == set()
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
+from radixkv.cache.held_blocks import Path
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.public_prefixes import PublicPrefix
 from radixkv.cache.purge import all_slices
 from radixkv.cache.tenants import Quota
-from radixkv.errors import InvalidRequest, OutOfBlocks, UnknownPublicPrefix
+from radixkv.errors import InvalidRequest, OutOfBlocks, QuotaExceeded, UnknownPublicPrefix
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 from tests.fakes import spell
@@ -207,8 +208,9 @@ def test_a_held_lease_keeps_its_own_blocks_and_the_prefix_until_it_is_closed() -
     prefix = _make_public(cache, spell("abcdefgh"))
     lease = cache.lease(_ACME, spell("abcdefghijk"))
     lease.commit(11)
-    path, _ = cache.path_of(_ACME, spell("abcdefghijk"), read=True)
-    assert path.num_blocks - path.num_shared_blocks == 1
+    paths: list[tuple[Path, int]] = []
+    cache.lease(_ACME, spell("abcdefghijk"), require_path=lambda *path: paths.append(path)).close()
+    assert paths == [(Path(lease.node, 2, 3), 1)]
     lease.hold()
     cache.public.unregister("p")
     assert (prefix.num_users, cache.public.num_blocks) == (1, 2)
@@ -257,6 +259,67 @@ def test_a_full_pool_gives_up_the_copied_tokens_before_it_refuses() -> None:
         assert (lease.cached_tokens, lease.public_tokens) == (6, 6)
         with pytest.raises(OutOfBlocks):
             cache.lease(_OTHER, spell("abcdefg"))
+    cache.check()
+
+
+_PROMPT = spell("abcdefghijklmnopqrst12345678zzzz")  # 8 blocks
+
+
+def _full_of_duplicates(num_blocks: int, **options: object) -> PrefixCache:
+    """Return a cache in which a tenant has 5 blocks of a prompt, of which 4 blocks became public."""
+    cache = _cache(num_blocks, max_public_blocks=4, **options)
+    _serve(cache, _ACME, _PROMPT[: 20 * TOKEN_BYTES])
+    _make_public(cache, _PROMPT[: 16 * TOKEN_BYTES])
+    return cache
+
+
+def test_a_prompt_that_fits_only_below_the_prefix_is_leased_there() -> None:
+    cache = _full_of_duplicates(10)
+    assert cache.match(_ACME, _PROMPT).cached_tokens == 20
+    with cache.lease(_ACME, _PROMPT) as lease:
+        assert (lease.cached_tokens, lease.public_tokens, lease.found_tokens) == (16, 16, 20)
+        cache.check()
+        lease.commit(lease.num_tokens)
+    assert _serve(cache, _ACME, _PROMPT) == (31, 16)
+    with pytest.raises(OutOfBlocks, match=r"^blocks: expected 1 more, got "):
+        cache.lease(_ACME, _PROMPT + spell("y" * 9))
+    cache.check()
+
+
+def test_a_prompt_that_fits_everywhere_reuses_the_most() -> None:
+    cache = _full_of_duplicates(12)
+    with cache.lease(_ACME, _PROMPT) as lease:
+        assert (lease.cached_tokens, lease.public_tokens) == (20, 0)
+
+
+def test_a_ceiling_that_only_the_prefix_leaves_room_below_refuses_nothing() -> None:
+    cache = _full_of_duplicates(32, quotas={"acme": Quota(ceiling_blocks=6)})
+    with cache.lease(_ACME, _PROMPT) as lease:
+        assert lease.public_tokens == 16
+    cache.check()
+
+
+def test_private_blocks_count_where_a_prompt_is_leased() -> None:
+    cache = _full_of_duplicates(32, quotas={"acme": Quota(ceiling_blocks=8)})
+    with cache.lease(_ACME, _PROMPT, num_private_blocks=1) as lease:
+        assert lease.public_tokens == 16
+        lease.reserve_private(_BLOCK)
+        cache.check()
+    with pytest.raises(QuotaExceeded):
+        cache.lease(_ACME, _PROMPT, num_private_blocks=5)
+
+
+def test_a_lease_that_may_be_held_only_below_the_prefix_is_opened_there() -> None:
+    cache = _full_of_duplicates(32)
+
+    def require_room(path: Path, _: int) -> None:
+        if cache.held.num_more([path]) > 4:
+            raise QuotaExceeded("hold_lease: expected at most 4 blocks")
+
+    with cache.lease(_ACME, _PROMPT, require_path=require_room) as lease:
+        assert lease.public_tokens == 16
+    with pytest.raises(QuotaExceeded, match=r"^hold_lease"):
+        cache.lease(_ACME, _PROMPT + spell("y"), require_path=require_room)
     cache.check()
 
 

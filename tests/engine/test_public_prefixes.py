@@ -25,7 +25,7 @@ from radixkv.errors import (
 from radixkv.namespace import PUBLIC_TENANT
 from tests.adapter_doubles import FakeDevice
 from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, params
-from tests.fake_runner import next_token, tokens
+from tests.fake_runner import FakeRunner, next_token, tokens
 from tests.patience import PATIENCE_S, wait_until
 
 SYSTEM = range(3 * BLOCK_SIZE + 1)
@@ -70,6 +70,21 @@ def ask(engine: Engine, tenant: str, ids: list[int], **fields: object) -> tuple[
 
 def listed(engine: Engine) -> list[str]:
     return [each.name for each in engine.public.listing().result(PATIENCE_S)]
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [32, 21, 24])
+def test_a_prompt_and_its_answer_fit_below_a_prefix_that_its_tenant_had_cached_before(num_prompt_tokens: int) -> None:
+    cache = PrefixCache(10, BLOCK_SIZE, max_public_blocks=4)
+    engine = Engine(FakeRunner(10, BLOCK_SIZE), cache, EngineConfig(max_step_tokens=64))
+    engine.start()
+    prompt = list(range(32))
+    ask(engine, "acme", prompt[: 5 * BLOCK_SIZE])
+    register(engine, ids=range(4 * BLOCK_SIZE))
+    sampling = Sampling(36 - num_prompt_tokens, ignore_eos=True)
+    generation = engine.generate(params(prompt[:num_prompt_tokens], tenant="acme"), sampling, lambda chunk: None)
+    generation.result(PATIENCE_S)
+    assert ask(engine, "acme", prompt)[1] == 4 * BLOCK_SIZE
+    engine.stop()
 
 
 def test_a_registered_prefix_is_computed_once_and_used_by_all(engine: Engine, runner: GatedRunner) -> None:

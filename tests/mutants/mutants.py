@@ -125,7 +125,9 @@ CACHE_MUTANTS = (
     Mutant("cache/public_prefixes.py", "- 1  # the last token is always computed", ""),
     Mutant("cache/public_prefixes.py", "state.tenants.quota_of(namespace.tenant).uses_public_prefixes:", ":"),
     Mutant("cache/prefix_cache.py", "            self.public.enter(prefix)\n", ""),
-    Mutant("cache/prefix_cache.py", "max((*rooted, own), key", "min((*rooted, own), key"),
+    Mutant("cache/prefix_cache.py", "each.root_tokens), reverse=True)", "each.root_tokens))"),
+    Mutant("cache/prefix_cache.py", "        for found in places:\n", "        for found in places[:1]:\n"),
+    Mutant("cache/prefix_cache.py", "usage, num_spared_blocks) - num_private_blocks", "usage, num_spared_blocks)"),
     Mutant("cache/public_prefixes.py", "if start <= num_shared and may_have_more", "if False"),
     Mutant("cache/public_prefixes.py", "if start <= num_shared and ", "if "),
     Mutant(
@@ -321,7 +323,9 @@ ENGINE_MUTANTS = (
     ),
     Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
     Mutant(
-        "scheduling/admission.py", "self._lease(request, tokens, num_spared_blocks)", "self._lease(request, tokens, 0)"
+        "scheduling/admission.py",
+        "self._lease(request, tokens, num_spared_blocks, running)",
+        "self._lease(request, tokens, 0, running)",
     ),
     Mutant("scheduling/admission.py", "is_resumed=request.has_computed", "is_resumed=False"),
     Mutant("scheduling/admission.py", "        if running and not is_passing:\n", "        if running:\n"),

@@ -22,16 +22,19 @@ import pytest
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.cache.held_blocks import Path
-from radixkv.cache.node import Node
+from radixkv.cache.lease import Lease
+from radixkv.cache.node import Node, path_to
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.public_prefixes import PublicPrefix
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.tenants import Quota
 from radixkv.cache.window_pool import Reach, WindowPool
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVError
-from radixkv.namespace import Namespace, PromptKey
+from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
+from radixkv.tokens import shared_bytes
 from tests.cache.walk.oracle import STEP_TOKENS, Holder, Oracle
 from tests.cache.walk.retention_oracle import Ask
 from tests.events.event_oracle import WatchedCache
@@ -65,6 +68,7 @@ class World:
     parts: tuple[tuple[int, Reach], ...] = ()  # how many each group has, and what it needs
     max_path_nodes: int = 512
     keeps: bool = False  # whether leases are held after their requests
+    public_texts: tuple[str, ...] = ()  # digits, which are made public and private again
 
     def quota_of(self, tenant: str) -> Quota:
         return dict(self.quotas).get(tenant, self.default_quota)
@@ -130,7 +134,32 @@ DEEP = [
     World(block_size=1, num_blocks=40, max_tokens=14, max_retained_blocks=6, max_path_nodes=2, keeps=True),
     World(block_size=4, num_blocks=30, max_tokens=36, num_namespaces=1, max_path_nodes=2, keeps=True),
 ]
-WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *DEEP)
+PUBLIC = [
+    World(block_size=1, num_blocks=16, max_tokens=13, max_leases=3, public_texts=("0100", "1101", "11011")),
+    World(block_size=4, num_blocks=12, max_tokens=44, max_leases=2, public_texts=("010011" * 3, "01001110")),
+    World(block_size=2, num_blocks=16, max_tokens=26, max_leases=3, keeps=True, public_texts=("010011", "1" * 9)),
+    World(block_size=16, num_blocks=10, max_tokens=144, num_namespaces=1, max_leases=2, public_texts=("01" * 32,)),
+    World(
+        block_size=2,
+        num_blocks=30,
+        max_tokens=40,
+        public_texts=("0100110", "010001", "110"),
+        quotas=(
+            ("", Quota(floor_blocks=6, ceiling_blocks=16)),
+            ("a", Quota(ceiling_blocks=11)),
+            (PUBLIC_TENANT, Quota(floor_blocks=3)),
+        ),
+    ),
+    World(
+        block_size=2,
+        num_blocks=40,
+        max_tokens=30,
+        max_leases=4,
+        parts=((40, Reach(5)), (38, Reach(2))),
+        public_texts=("0100110", "1100"),
+    ),
+]
+WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *DEEP, *PUBLIC)
 EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
 
 
@@ -142,6 +171,29 @@ class Counts(NamedTuple):
     num_published: int
     num_pinned: int
     num_evicted: int
+
+
+class Place(NamedTuple):
+    """Where a prompt can be leased.
+
+    Attributes:
+        namespace: of the tree in which it would be published.
+        cached_tokens: tokens that could be reused.
+        root_tokens: tokens of the public prefix above the tree.
+        are_pinned: whether each block of the reused tokens is kept from eviction anyway.
+    """
+
+    namespace: Namespace
+    cached_tokens: int
+    root_tokens: int
+    are_pinned: list[bool]
+
+    def num_needed_blocks(self, cached_tokens: int, num_blocks: int, block_size: int) -> int:
+        """Count the blocks that a lease takes if it reuses `cached_tokens`, those that it keeps from eviction
+        included.
+        """
+        num_new = num_blocks - cached_tokens // block_size
+        return num_new + self.are_pinned[: -(-cached_tokens // block_size)].count(False)
 
 
 class Walk:
@@ -170,9 +222,13 @@ class Walk:
             evicted_prefixes=16,
             listeners=[self.watch.feed],
             windows=self.parts,
+            max_public_blocks=world.num_blocks // 2,
         )
         self.watch.feed.switch_on(self.cache.nodes)
         self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks, self.parts)
+        self.texts = [np.array([*map(int, text)], dtype="<u4").tobytes() for text in world.public_texts]
+        self.oracle.public_texts = tuple(self.texts)
+        self.public: dict[bytes, PublicPrefix] = {}
         self.holders: list[Holder] = []
         self.closed = self.cache.lease(NAMESPACES[0], b"\1\0\0\0")
         self.closed.close()
@@ -187,7 +243,8 @@ class Walk:
             self.close: 6,
             self.keep: world.keeps,
             self.evict: world.evicts,
-            self.retain: 2 * world.evicts,
+            self.retain: 2 * world.evicts * (not self.texts),
+            self.publish_text: 3 * bool(self.texts),
             self.purge: 0.1 * world.evicts,
             self.drain: 0.1 * world.evicts,
             self.misuse: 1,
@@ -217,15 +274,17 @@ class Walk:
         for holder in self.holders:
             holder.verify()
             if not holder.is_revoked:
-                assert self.oracle.num_published(holder.identities) >= holder.num_matchable
+                num_published = self.oracle.num_published(holder.identities)
+                assert max(num_published, holder.lease.public_tokens) >= holder.num_matchable
 
     def match(self) -> None:
         namespace, tokens = self._namespace(), self._prompt()
         match = self.cache.match(namespace, tokens)
         identities = self.oracle.identities(namespace, tokens)
         num_reusable = self.oracle.num_reusable(identities)
-        assert match.cached_tokens == self.oracle.num_with_parts(self.cache, namespace, tokens, num_reusable)
-        self.oracle.verify_match(match, identities)
+        places = self._places(namespace, tokens)
+        assert match.cached_tokens == places[0].cached_tokens
+        self.oracle.verify_match(match, self.oracle.contents(namespace, tokens))
         former = namespace._replace(adapter="b" if namespace.adapter == "a" else "a")
         keys = [PromptKey(former, tokens)] if namespace.adapter else []
         reason = self.cache.explain(namespace, tokens, match.cached_tokens, keys)
@@ -241,44 +300,83 @@ class Walk:
             assert reason is MissReason.EVICTED
             self.events["matches cut short"] += 1
         elif reason in (MissReason.EVICTED, MissReason.EXPIRED):
-            assert self.oracle.was_published(int(identities[:block_end][-1]))
+            ends = [self.oracle.identities(place.namespace, tokens)[:block_end][-1] for place in places]
+            assert any(self.oracle.was_published(int(end)) for end in ends)
         self.events[f"explained as {reason.value}"] += 1
 
     def lease(self) -> None:
         if len(self.holders) == self.world.max_leases:
             return self.close()
         namespace, tokens, read = self._namespace(), self._prompt(), self.random.random() < 0.85
-        identities = self.oracle.identities(namespace, tokens)
-        num_reusable = self.oracle.num_reusable(identities) if read else 0
-        num_reusable = self.oracle.num_with_parts(self.cache, namespace, tokens, num_reusable)
+        num_blocks = -(-len(tokens) // (4 * self.world.block_size))
+        places = self._places(namespace, tokens) if read else [Place(namespace, 0, 0, [])]
+        takeable = self._num_takeable(namespace.tenant)
+        choices = [(place, self._num_reused(place, tokens, num_blocks, takeable)) for place in places]
+        place, num_reused = next(((place, num) for place, num in choices if num is not None), (places[0], None))
         num_expected = 2 * self.world.max_tokens + self.world.block_size if self.parts.pools else 0
         before, floors = self._counts(), self._floors(namespace.tenant)
         try:
             lease = self.cache.lease(namespace, tokens, read=read, num_expected_tokens=num_expected)
         except CapacityError as error:
-            num_blocks = -(-identities.size // self.world.block_size)
             is_for_parts = "parts of" in str(error)
-            assert is_for_parts or num_blocks > self._num_takeable(namespace.tenant)
-            assert not is_for_parts or self.holders, "one request always has the parts that it may need"
+            assert is_for_parts or num_reused is None, f"it has room at {place}"
+            if not self.holders:
+                assert not is_for_parts, "one request always has the parts that it may need"
+                num_root_blocks = max(place.root_tokens for place in places) // self.world.block_size
+                assert num_blocks - num_root_blocks > self._num_at_most(namespace.tenant), "it fits when nothing runs"
+                self.events["refused although nothing runs"] += 1
             assert self._counts() == before
             self.events["refused for its parts"] += is_for_parts
             self.events[type(error).__name__] += 1
             return None
         self._verify_floors(floors)
-        if lease.cached_tokens != num_reusable:  # the block shared in part was given up, for the last block there was
-            whole = num_reusable // self.world.block_size * self.world.block_size
-            assert lease.cached_tokens == self.oracle.num_with_parts(self.cache, namespace, tokens, whole)
-            self.events["less within reach"] += lease.cached_tokens < whole
+        assert (lease.cached_tokens, lease.root_run.num_tokens) == (num_reused, place.root_tokens)
+        if lease.cached_tokens != place.cached_tokens:  # the block shared in part was given up, for the last block
+            self.events["less within reach"] += place.cached_tokens - lease.cached_tokens > self.world.block_size
             assert self._num_takeable(namespace.tenant) == 0
             self.events["shared blocks given up"] += 1
+        self.events["leased where there is room"] += place is not places[0]
+        self.events["public tokens"] += lease.public_tokens
         num_new_blocks = lease.block_ids.size - lease.cached_tokens // self.world.block_size
         num_evicted, num_missing = self.cache.num_evicted_blocks - before.num_evicted, num_new_blocks - before.num_free
         assert num_evicted == max(0, num_missing) or (self.world.quotas and num_evicted > num_missing)
-        holder = Holder(self.oracle, lease, identities)
-        holder.receive()
+        holder = self._receive(lease)
         self.holders.append(holder)
         self.events["copies"] += lease.copy is not None
         return None
+
+    def _receive(self, lease: Lease) -> Holder:
+        tokens = bytes(lease.tokens)
+        identities = self.oracle.identities(lease.namespace, tokens)
+        holder = Holder(self.oracle, lease, identities, self.oracle.contents(lease.namespace, tokens))
+        holder.receive()
+        return holder
+
+    def publish_text(self) -> None:
+        """Make a text public, or no longer."""
+        text = self.random.choice(self.texts)
+        prefix = self.public.pop(text, None)
+        if prefix is not None:
+            self.cache.public.unregister(prefix.name)
+            self.events["texts no longer public"] += 1
+            return
+        try:
+            prefix = self.cache.public.register(text.hex(), "m", "", text)
+        except CapacityError:
+            self.events["texts refused"] += 1
+            return
+        try:
+            with self.cache.lease(prefix.namespace, text) as lease:
+                holder = self._receive(lease)
+                holder.write(lease.num_tokens)
+                lease.commit(lease.num_tokens)
+            self.cache.public.activate(prefix)
+        except CapacityError:
+            self.cache.public.abandon(prefix)
+            self.events["texts refused"] += 1
+            return
+        self.public[text] = prefix
+        self.events["texts made public"] += 1
 
     def write(self) -> None:
         if holder := self._holder():
@@ -308,7 +406,7 @@ class Walk:
         assert lease.commit(upto) == expected
 
         assert lease.committed_tokens == end
-        if end:
+        if end > lease.public_tokens:
             self.oracle.publish(lease.namespace, bytes(lease.tokens[: end * 4]), holder.identities[:end])
         grown = len(self.cache.segments) - num_segments
         self.events["splits"] += grown == 2
@@ -417,7 +515,8 @@ class Walk:
 
         def is_gone(namespace: Namespace) -> bool:
             pairs = ((tenant, namespace.tenant), (adapter, namespace.adapter), (salt, namespace.salt))
-            return all(wanted is None or wanted == name for wanted, name in pairs)
+            is_named = all(wanted is None or wanted == name for wanted, name in pairs)
+            return is_named and namespace.tenant != PUBLIC_TENANT
 
         num_free, num_published = self.cache.pool.num_free, self.cache.pool.num_published
         purged = forget()
@@ -455,6 +554,8 @@ class Walk:
     def _prompt(self) -> bytes:
         """Make a prompt: often the beginning of an earlier one, then random tokens."""
         old = self.random.choice(self.prompts)
+        if self.texts and self.random.random() < 0.6:
+            old = tuple(np.frombuffer(self.random.choice(self.texts), dtype="<u4").tolist())
         kept = old[: self.random.choice((len(old), self.random.randint(0, len(old))))]
         room = self.world.max_tokens - len(kept)
         num_fresh = self.random.choice((self.random.randint(0, room), self.random.randint(0, min(room, 2))))
@@ -465,6 +566,53 @@ class Walk:
         else:
             self.prompts[self.random.randrange(12)] = prompt
         return np.array(prompt, dtype="<u4").tobytes()
+
+    def _places(self, namespace: Namespace, tokens: bytes) -> list[Place]:
+        """List the places where a prompt can be leased, those that have the most of it first."""
+        oracle, size = self.oracle, self.world.block_size
+        num_found = oracle.num_reusable(oracle.identities(namespace, tokens))
+        num_cached = oracle.num_with_parts(self.cache, namespace, tokens, num_found)
+        places = [Place(namespace, num_cached, 0, self._are_pinned(namespace, tokens))]
+        if namespace.adapter or not self.world.quota_of(namespace.tenant).uses_public_prefixes:
+            return places
+        for text, prefix in self.public.items():
+            num_shared = min(shared_bytes(text, tokens, 0) // 4, len(tokens) // 4 - 1)
+            for start in range(size, num_shared + 1, size):
+                rooted = namespace._replace(public_prefix=f"{prefix.namespace.salt}:{start}")
+                num_cached = start if num_shared - start >= size else num_shared
+                are_pinned = [True] * -(-num_cached // size)
+                if rooted in self.cache._trees:
+                    num_found = oracle.num_reusable(oracle.identities(rooted, tokens))
+                    num_found = oracle.num_with_parts(self.cache, rooted, tokens, num_found)
+                    if num_found >= num_cached and num_found > start:
+                        num_cached, are_pinned = num_found, self._are_pinned(rooted, tokens)
+                places.append(Place(rooted, num_cached, start, are_pinned))
+        return sorted(places, key=lambda place: (place.cached_tokens, place.root_tokens), reverse=True)
+
+    def _are_pinned(self, namespace: Namespace, tokens: bytes) -> list[bool]:
+        """Whether each block of a prompt that is cached in a tree is kept from eviction."""
+        tree = self.cache._trees.get(namespace)
+        if tree is None:
+            return []
+        nodes = path_to(tree.match(tokens)[0])
+        own = [node.ref_count > 0 for node in nodes for _ in range(node.num_blocks)]
+        return [True] * (namespace.public_prefix_tokens // self.world.block_size) + own
+
+    def _num_reused(self, place: Place, tokens: bytes, num_blocks: int, takeable: float) -> int | None:
+        """Count the tokens that a lease must reuse at a place; None if there is no room for it."""
+        size = self.world.block_size
+        if place.num_needed_blocks(place.cached_tokens, num_blocks, size) <= takeable:
+            return place.cached_tokens
+        whole = place.cached_tokens // size * size
+        if whole > place.root_tokens:
+            whole = max(place.root_tokens, self.oracle.num_with_parts(self.cache, place.namespace, tokens, whole))
+        return whole if place.num_needed_blocks(whole, num_blocks, size) <= takeable else None
+
+    def _num_at_most(self, tenant: str) -> float:
+        """Count the blocks that one lease of a tenant can have beyond public prefixes when nothing else runs."""
+        ceiling = self.world.quota_of(tenant).ceiling_blocks
+        num_blocks = self.world.num_blocks - self.cache.public.num_kept_blocks - self._num_kept_from(tenant)
+        return min(num_blocks, math.inf if ceiling is None else ceiling)
 
     def _leaves(self) -> dict[Node, tuple[int, int]]:
         """Priority and blocks of each leaf that may be evicted."""
@@ -507,6 +655,8 @@ class Walk:
         """Close all leases and evict everything; then no block may be missing."""
         for holder in self.holders:
             holder.lease.close()
+        for prefix in self.public.values():
+            self.cache.public.unregister(prefix.name)
         num_published = self.cache.pool.num_published
         assert self.cache.num_evictable_blocks == num_published
         assert sum(self.cache.evict(self.world.num_blocks + 1, tenant=tenant) for tenant in ("", "a")) == num_published

@@ -40,7 +40,9 @@ class Oracle:
         self.part_content = [np.full((pool.num_parts, block_size), FREE, dtype=np.int64) for pool in self.parts.pools]
         self.retention = RetentionOracle(block_size, max_retained_blocks)
         self.content = np.full((num_blocks, block_size), FREE, dtype=np.int64)
+        self.public_texts: tuple[bytes, ...] = ()
         self._identities: dict[tuple[object, int], int] = {}
+        self._contents: dict[object, int] = {}
         self._handed_out: set[int] = set()
         self._published: set[int] = set()
         self._ever_published: set[int] = set()
@@ -52,6 +54,26 @@ class Oracle:
         before: object = tuple(namespace)  # not the cache's word for which namespaces are equal
         for token in np.frombuffer(tokens, dtype="<u4").tolist():
             before = self._identities.setdefault((before, token), len(self._identities))
+            numbers.append(before)
+        return np.array(numbers, dtype=np.int64)
+
+    def contents(self, namespace: Namespace, tokens: bytes) -> Identities:
+        """Return the number that the K/V of each token must have, wherever the prompt is leased.
+
+        Tokens with which a public text begins have the same K/V in all namespaces of their adapter. For all others this
+        is the number of the prefix in its namespace.
+        """
+        plain = namespace._replace(public_prefix="")
+        if not self.public_texts:
+            return self.identities(plain, tokens)
+        is_public = namespace.adapter == ""
+        numbers = []
+        before: object = tuple(plain)
+        for end, token in enumerate(np.frombuffer(tokens, dtype="<u4").tolist(), 1):
+            head = bytes(tokens[: 4 * end])
+            is_public = is_public and any(text.startswith(head) for text in self.public_texts)
+            key: object = ("public", head) if is_public else (before, token)
+            before = self._contents.setdefault(key, len(self._contents))
             numbers.append(before)
         return np.array(numbers, dtype=np.int64)
 
@@ -70,8 +92,8 @@ class Oracle:
         if not self.parts.pools or not num_tokens:
             return num_tokens
         blocks = np.frombuffer(cache._trees[namespace].match(tokens)[2], dtype=np.int32)
-        identities = self.identities(namespace, tokens)
-        return next(upto for upto in range(num_tokens, -1, -1) if self._has_parts(blocks, identities, upto))
+        contents = self.contents(namespace, tokens)
+        return next(upto for upto in range(num_tokens, -1, -1) if self._has_parts(blocks, contents, upto))
 
     def _has_parts(self, blocks: npt.NDArray[np.int32], identities: Identities, upto: int) -> bool:
         """Whether each token within reach has a part. Those that there are hold the right content."""
@@ -108,7 +130,7 @@ class Oracle:
         runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
             tree = cache._trees.get(namespace)
-            kept_bytes = 0 if tree is None else tree.match(tokens)[1]
+            kept_bytes = 4 * namespace.public_prefix_tokens if tree is None else tree.match(tokens)[1]
             if kept_bytes:
                 tokens = tokens[:kept_bytes]
                 self.publish(namespace, tokens, self.identities(namespace, tokens))
@@ -158,6 +180,7 @@ class Holder:
     oracle: Oracle
     lease: Lease
     identities: Identities
+    contents: Identities
     num_written: int = 0
     is_revoked: bool = False
     kept_block_ids: npt.NDArray[np.int32] | None = None  # once it only keeps them
@@ -186,7 +209,7 @@ class Holder:
 
     def _write(self, position: int) -> None:
         block, offset = divmod(position, self.oracle.block_size)
-        self.oracle.content[self.lease.block_ids[block], offset] = self.identities[position]
+        self.oracle.content[self.lease.block_ids[block], offset] = self.contents[position]
 
     def write_parts(self, upto: int) -> None:
         """Compute one step, with the parts of blocks."""
@@ -197,9 +220,9 @@ class Holder:
                 content[copy.target] = content[copy.source]
             for position in range(max(0, start - pool.reach.num_tokens), start):
                 held = content[part_ids[position // size], position % size]
-                assert held == self.identities[position], f"token {position} within reach is not what was computed"
+                assert held == self.contents[position], f"token {position} within reach is not what was computed"
             for position in range(start, upto):
-                content[part_ids[position // size], position % size] = self.identities[position]
+                content[part_ids[position // size], position % size] = self.contents[position]
             holder.settle(upto)
         self.copy_block()
         for position in range(start, upto):
@@ -225,6 +248,7 @@ class Holder:
         new = self.lease.block_ids[~np.isin(self.lease.block_ids, before)]
         self.oracle.hand_out(new)
         self.identities = self.oracle.identities(self.lease.namespace, self.lease.tokens)
+        self.contents = self.oracle.contents(self.lease.namespace, self.lease.tokens)
         assert self.lease.block_ids.size == -(-self.lease.num_tokens // self.oracle.block_size)
         return int(new.size)
 
@@ -248,4 +272,4 @@ class Holder:
             block_ids = self.kept_block_ids
         if copy is not None:
             block_ids = np.where(block_ids == copy.target, np.int32(copy.source), block_ids)
-        self.oracle.verify(block_ids, self.identities[: self.num_written])
+        self.oracle.verify(block_ids, self.contents[: self.num_written])
