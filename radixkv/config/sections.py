@@ -272,15 +272,20 @@ class EventsConfig:
         zmq_endpoint: address of the ZMQ PUB socket, such as `tcp://127.0.0.1:5557`. Default: no ZMQ.
         replay_endpoint: address of the ZMQ ROUTER socket from which readers request missed batches again; requires
             `zmq_endpoint`.
-        form: encoding of an event in a ZMQ message: `array`, `map` or `plain_map`. Only `map` has the field that tells
-            namespaces apart, so the other two contain only blocks that may be matched by their tokens alone.
-            `plain_map` is for readers that reject messages with that field.
+        curve_key_file: file with the secret key of both sockets, as `zmq.auth.create_certificates` writes it; requires
+            `curve_clients`. Peers must then authenticate themselves with CURVE. Default: everyone who can connect may
+            read, so addresses must be of this machine unless `server.insecure` is set.
+        curve_clients: directory with a file NAME.key for each peer that may connect, with its public key.
+        form: encoding of an event in a ZMQ message: `array`, or `map`, also called `plain_map`. Messages contain only
+            blocks that may be matched by their tokens alone: those of `gateway.tenant` without an adapter and a salt.
         topic: first frame of each ZMQ message. Some routers read the server's name from it: `kv@SERVER@MODEL`.
         block_size: tokens per event block, independent of the block size of the pool.
     """
 
     zmq_endpoint: str | None = None
     replay_endpoint: str | None = None
+    curve_key_file: str | None = None
+    curve_clients: str | None = None
     form: Annotated[str, OneOf("array", "map", "plain_map")] = "array"
     topic: str = ""
     block_size: Annotated[int, Range(1, 1024)] = 16

@@ -4,103 +4,81 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import zmq
+from collections.abc import Callable, Sequence
 
 from radixkv.errors import EventsLost
-from radixkv.events.event_log import EventLog
+from radixkv.events.published_batches import SEQUENCE_BYTES, Message, PublishedBatches
 
-MAX_REPLAYS = 64
-_BATCHES_PER_TURN = 100
-_STALLED_S = 30.0
-_SEQUENCE_BYTES = 8
-_END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
+_LOG_PERIOD_S = 60.0
 
 _logger = logging.getLogger(__name__)
 
 
-def sequence_frame(log: EventLog, number: int) -> bytes:
-    """Write the number of a batch as readers over ZMQ count them: from 0 in each life of the process."""
-    return (number - log.start - 1).to_bytes(_SEQUENCE_BYTES, "big")
+class ReplayReader:
+    """Answers the replay requests of one reader, one after the other.
 
+        request   [b"", first sequence wanted]
+        answers   [b"", topic, sequence, payload] ..., then [b"", topic, -1, b""]
 
-@dataclass(slots=True)
-class _ReplayState:
-    """A replay under way: who gets it, the last number that was sent, and when it began or got on last."""
-
-    reader: bytes
-    number: int
-    moved_s: float
-
-
-class ReplayServer:
-    """Answers replay requests on a ROUTER socket, round-robin with a few batches per turn.
-
-        request   [reader, b"", first sequence wanted]
-        answers   [reader, b"", topic, sequence, payload] ..., then [reader, b"", topic, -1, b""]
-
-    A replay is dropped if its reader accepts nothing for 30 seconds; of more than 64 concurrent replays, the oldest is.
+    Requests are not read during a replay, so a reader can't make them pile up.
 
     Args:
-        socket: a bound ROUTER socket, which is owned by this object from then on.
-        log: the batches.
-        topic: of all messages.
-        payload: serializes the batch with a number.
+        batches: what was published.
+        note_malformed: is called for each malformed request, which is not answered.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], log: EventLog, topic: bytes, payload: Callable[[int], bytes]) -> None:
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue raises, instead of dropping messages
-        self._socket = socket
-        self._log = log
-        self._topic = topic
-        self._payload = payload
-        self._replays: deque[_ReplayState] = deque()
+    def __init__(self, batches: PublishedBatches, note_malformed: Callable[[], None]) -> None:
+        self._batches = batches
+        self._note_malformed = note_malformed
+        self._number: int | None = None
 
     @property
-    def has_replays(self) -> bool:
-        """Whether any replay is in progress."""
-        return bool(self._replays)
+    def is_busy(self) -> bool:
+        """Whether a replay is in progress."""
+        return self._number is not None
 
-    def read_requests(self) -> None:
-        """Read pending requests. An invalid one is logged and not answered."""
-        while self._socket.poll(0):
-            frames = self._socket.recv_multipart()
-            if len(frames) != 3 or frames[1] or len(frames[2]) != _SEQUENCE_BYTES:
-                _logger.warning("a request for a replay has not the frames b'' and a sequence of eight bytes")
-                continue
-            number = self._log.start + int.from_bytes(frames[2], "big")
-            if len(self._replays) == MAX_REPLAYS:
-                self._replays.popleft()
-            self._replays.append(_ReplayState(frames[0], max(number, self._log.first - 1), time.monotonic()))
+    def receive(self, frames: Sequence[bytes]) -> None:
+        """Take a request. The reader must not be busy."""
+        if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_BYTES:
+            self._note_malformed()
+        else:
+            self._number = self._batches.numbered(frames[1])
 
-    def advance(self, last: int) -> None:
-        """Send the next batches to each reader, up to the number `last`."""
-        for _ in range(len(self._replays)):
-            replay = self._replays.popleft()
-            if not self._is_done(replay, last):
-                self._replays.append(replay)
-
-    def _is_done(self, replay: _ReplayState, last: int) -> bool:
+    def next_message(self) -> tuple[bytes, *Message] | None:
+        """Return the next message of the replay; None if there is none."""
+        if self._number is None:
+            return None
+        self._number = max(self._number, self._batches.oldest)
         try:
-            for _ in range(_BATCHES_PER_TURN):
-                replay.number = max(replay.number, self._log.first - 1)
-                if replay.number >= last:
-                    self._send(replay, _END, b"")
-                    return True
-                payload = self._payload(replay.number + 1)
-                self._send(replay, sequence_frame(self._log, replay.number + 1), payload)
-                replay.number += 1
-                replay.moved_s = time.monotonic()
-        except zmq.Again:  # the queue of the reader is full
-            return time.monotonic() - replay.moved_s > _STALLED_S
+            message = self._batches.after(self._number)
         except EventsLost:  # dropped in the meantime: continue with what is kept
-            return False
-        except zmq.ZMQError:  # the reader has disconnected
-            return True
-        return False
+            return self.next_message()
+        self._number = None if message is None else self._number + 1
+        return b"", *(message or self._batches.end)
 
-    def _send(self, replay: _ReplayState, sequence: bytes, payload: bytes) -> None:
-        self._socket.send_multipart((replay.reader, b"", self._topic, sequence, payload), zmq.NOBLOCK)
+
+class MalformedRequests:
+    """Counts malformed requests, and logs them at most once per minute.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_unlogged = 0
+        self._next_log_s = 0.0
+
+    def note(self) -> None:
+        """Count a request."""
+        self._num_unlogged += 1
+        now_s = self._clock()
+        if now_s >= self._next_log_s:
+            _logger.warning(
+                "%d malformed requests for replays were not answered: expected the frames b'' and a sequence number of "
+                "eight bytes; further ones are logged once per %g s",
+                self._num_unlogged,
+                _LOG_PERIOD_S,
+            )
+            self._num_unlogged = 0
+            self._next_log_s = now_s + _LOG_PERIOD_S

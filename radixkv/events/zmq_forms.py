@@ -1,13 +1,10 @@
 """Batches as the messages that vLLM publishes over ZMQ: msgpack, with events as arrays or as maps.
 
     array       ["BlockStored", hashes, parent, tokens, block size, lora id, medium, lora name, extra keys]
-    map         {"type": "BlockStored", "block_hashes": hashes, ..., "cache_salt": salt}
-    plain_map   the same without "cache_salt"
+    map         {"type": "BlockStored", "block_hashes": hashes, ...}, also called plain_map
 
-Source: vLLM's `KVEventBatch`. Readers of arrays take a salt in `extra_keys` for no salt at all, so blocks that may not
-be matched by tokens are left out of arrays; in maps they have a `cache_salt`. Some readers of maps (vllm-router 0.1.17)
-drop a message with a field that they do not know, and with it all other events of the step, so plain maps leave those
-blocks out too.
+Source: vLLM's `KVEventBatch`. Blocks that may not be matched by tokens, such as those of salted prompts, are left out:
+readers over ZMQ have no credentials of a tenant, and could not compute the name of a namespace, which is secret.
 """
 
 from __future__ import annotations
@@ -29,20 +26,15 @@ def array_payload(batch: EventBatch) -> bytes:
     return _payload(batch, [_as_array(event) for event in batch.device_events if _is_plain(event)])
 
 
-def plain_map_payload(batch: EventBatch) -> bytes:
+def map_payload(batch: EventBatch) -> bytes:
     """Write the events of a batch that need no isolation, as maps; maybe none."""
     return _payload(batch, [_as_map(event) for event in batch.device_events if _is_plain(event)])
-
-
-def map_payload(batch: EventBatch) -> bytes:
-    """Write the events of a batch as maps."""
-    return _payload(batch, [_as_map(event) for event in batch.device_events])
 
 
 PAYLOADS: dict[str, Callable[[EventBatch], bytes]] = {
     "array": array_payload,
     "map": map_payload,
-    "plain_map": plain_map_payload,
+    "plain_map": map_payload,
 }
 
 
@@ -71,7 +63,7 @@ def _as_map(event: Event) -> dict[str, Any]:
     hashes = _numbers(event.block_hashes, "<u8")
     if not isinstance(event, BlocksStored):
         return {"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM}
-    fields = {
+    return {
         "type": "BlockStored",
         "block_hashes": hashes,
         "parent_block_hash": event.parent_hash,
@@ -81,9 +73,6 @@ def _as_map(event: Event) -> dict[str, Any]:
         "medium": _MEDIUM,
         "lora_name": None,
     }
-    if event.cache_salt:
-        fields["cache_salt"] = event.cache_salt
-    return fields
 
 
 def _numbers(packed: bytes, dtype: str) -> list[int]:

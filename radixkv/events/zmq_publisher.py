@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import selectors
 import socket
 import threading
-from functools import lru_cache
+import time
+from collections.abc import Callable
+from functools import partial
 
-import zmq
-
-from radixkv.api.events import EventBatch
 from radixkv.config import EventsConfig
-from radixkv.errors import ConfigError, EventsLost
+from radixkv.errors import ConfigError
+from radixkv.events.curve_keys import read_curve_keys
+from radixkv.events.published_batches import PublishedBatches
 from radixkv.events.readers import EventSource
-from radixkv.events.replays import ReplayServer, sequence_frame
+from radixkv.events.replays import MalformedRequests, ReplayReader
+from radixkv.events.subscriber import Subscriber
+from radixkv.events.zmq_address import ZmqAddress, end_listening
 from radixkv.events.zmq_forms import PAYLOADS
+from radixkv.events.zmq_port import ZmqPort
+from radixkv.events.zmtp import Null, Security
 
-_MAX_PORT = 65_535
-_REPLAY_PERIOD_MS = 10  # maximum time between two turns of replays
-_MAX_WRITTEN = 256  # serialized batches that are cached for replays
-_LINGER_MS = 500  # how long `close` waits for the last messages to be sent
+# Turns of the thread begin at least this long apart, so that peers get a bounded number of units of work per second,
+# which take a tenth of a core, whatever they send.
+_TURN_S = 0.01
+_CHECK_PERIOD_S = 1.0  # of connections that are late
+_FLUSH_S = 0.5  # for the last messages to leave
+_JOIN_S = 3.0
 
 _logger = logging.getLogger(__name__)
 
 
 class ZmqPublisher:
-    """Publishes each batch as `[topic, sequence, payload]` on a PUB socket, and again on request; see `ReplayServer`.
+    """Publishes each batch as `[topic, sequence, payload]` to subscribers, and again on request; see `ReplayReader`.
 
-    The engine's thread wakes the publisher's thread with one byte on a socket, unless it is awake already, and never
-    blocks. A slow subscriber loses messages, sees a gap in the sequence, and requests a replay.
+    The engine's thread wakes this thread with one byte unless it is awake, and never blocks. A peer can't make this
+    thread block, nor take more than a bounded amount of its memory and time; see `ZmqPort`. A slow subscriber loses
+    messages, sees a gap in the sequence, and requests a replay.
 
     Args:
-        source: the source of the event log; the publisher switches recording on.
+        source: the log, which records events from now on.
         config: `zmq_endpoint` is not None.
 
     Attributes:
@@ -40,122 +49,132 @@ class ZmqPublisher:
         replay_endpoint: address of the ROUTER socket; None without one.
 
     Raises:
-        ConfigError: an address can't be bound; the message names the key.
+        ConfigError: an address can't be bound, or a file of keys can't be used; the message names the key.
     """
 
     def __init__(self, source: EventSource, config: EventsConfig) -> None:
         assert config.zmq_endpoint is not None
-        self._log = source.log
-        self._write = lru_cache(maxsize=_MAX_WRITTEN)(PAYLOADS[config.form])
-        self._topic = config.topic.encode()
-        self._number = self._log.start
+        batches = PublishedBatches(source.log, config.topic.encode(), PAYLOADS[config.form])
+        malformed, secured = MalformedRequests(), _security(config)
+        self._publisher = ZmqPort(
+            ZmqAddress.of("zmq_endpoint", config.zmq_endpoint),
+            partial(secured, b"PUB", (b"SUB", b"XSUB")),
+            lambda: Subscriber(batches),
+        )
+        self._ports = [self._publisher]
+        self.endpoint = self._publisher.endpoint
+        self.replay_endpoint: str | None = None
+        if config.replay_endpoint is not None:
+            try:
+                router = ZmqPort(
+                    ZmqAddress.of("replay_endpoint", config.replay_endpoint),
+                    partial(secured, b"ROUTER", (b"DEALER", b"REQ", b"ROUTER")),
+                    lambda: ReplayReader(batches, malformed.note),
+                )
+            except ConfigError:
+                self._publisher.close()
+                raise
+            self._ports.append(router)
+            self.replay_endpoint = router.endpoint
         self._is_stopping = False
         self._is_waking = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            self._publisher, self.endpoint = _bound(self._context, zmq.PUB, "zmq_endpoint", config.zmq_endpoint)
-            self._replays, self.replay_endpoint = None, config.replay_endpoint
-            if config.replay_endpoint is not None:
-                endpoint = config.replay_endpoint
-                router, self.replay_endpoint = _bound(self._context, zmq.ROUTER, "replay_endpoint", endpoint)
-                self._replays = ReplayServer(router, self._log, self._topic, self._payload)
-        except ConfigError:
-            self._context.destroy(linger=0)
-            raise
         self._waking, self._wakes = socket.socketpair()
         self._waking.setblocking(False)
         self._wakes.setblocking(False)
-        self._thread = threading.Thread(target=self._run, args=(router if self._replays else None,), daemon=True)
-        self._thread.name = "radixkv-events"
-        self._log.listen(self._wake)
+        self._thread = threading.Thread(target=self._run, name="radixkv-events", daemon=True)
+        source.log.listen(self._wake)
         source.switch_on()
         self._thread.start()
 
     def close(self) -> None:
-        """Publish the remaining batches and stop the thread. Closing again does nothing."""
+        """Publish the remaining batches and stop the thread, in 3 s at most. Closing again does nothing."""
         self._is_stopping = True
         with contextlib.suppress(OSError):  # closed before
             self._waking.send(b"!")
-        self._thread.join()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            _logger.warning("the thread that publishes events did not end within %g s", _JOIN_S)
 
     def _wake(self) -> None:
-        """Wake the publisher's thread. Called on the engine's thread."""
+        """Wake the thread. Called on the engine's."""
         if not self._is_waking:
             self._is_waking = True
             with contextlib.suppress(OSError):  # the publisher was closed, or is about to wake
                 self._waking.send(b"!")
 
-    def _run(self, router: zmq.Socket[bytes] | None) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wakes, zmq.POLLIN)
-        if router is not None:
-            poller.register(router, zmq.POLLIN)
+    def _awake(self, _: int) -> None:
+        """Take the bytes that woke the thread. The flag is reset before the log is read, so no batch is missed."""
+        with contextlib.suppress(BlockingIOError):
+            self._wakes.recv(4096)
+        self._is_waking = False
+
+    def _run(self) -> None:
         try:
-            while not self._is_stopping:
-                replays = self._replays
-                poller.poll(_REPLAY_PERIOD_MS if replays is not None and replays.has_replays else None)
-                with contextlib.suppress(BlockingIOError):
-                    self._wakes.recv(4096)
-                self._is_waking = False  # reset before reading the log, so that the next batch wakes the thread again
-                self._publish()
-                if replays is not None:
-                    replays.read_requests()
-                    replays.advance(self._number)
-            self._publish()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wakes, selectors.EVENT_READ, self._awake)
+                for port in self._ports:
+                    port.register(selector)
+                self._take_turns(selector)
         except Exception:
-            _logger.exception("stopped publishing events over ZMQ because of an error")
+            _logger.exception("events are published over ZMQ no more")
         finally:
-            self._context.destroy(linger=_LINGER_MS)
+            for port in self._ports:
+                port.close()
             self._waking.close()
             self._wakes.close()
 
-    def _publish(self) -> None:
-        """Send new batches. Subscribers whose queues are full lose them; this never blocks."""
-        while self._number < self._log.last:
-            try:
-                payload = self._payload(self._number + 1)
-            except EventsLost:
-                _logger.warning("the event log dropped events before they were published; subscribers see a gap")
-                self._number = self._log.first - 1
-                continue
-            self._number += 1
-            self._publisher.send_multipart((self._topic, sequence_frame(self._log, self._number), payload))
+    def _take_turns(self, selector: selectors.BaseSelector) -> None:
+        has_more, next_check_s = False, 0.0
+        while not self._is_stopping:
+            timeout_s = 0.0 if has_more else _CHECK_PERIOD_S if any(port.has_peers for port in self._ports) else None
+            has_more = self._turn(selector, timeout_s)
+            now_s = time.monotonic()
+            if now_s >= next_check_s:
+                next_check_s = now_s + _CHECK_PERIOD_S
+                for port in self._ports:
+                    port.end_late(now_s)
+            time.sleep(_TURN_S)
+        end_s = time.monotonic() + _FLUSH_S
+        while self._turn(selector, 0.0) or self._publisher.has_unsent:
+            if time.monotonic() > end_s:
+                return
+            time.sleep(_TURN_S)
 
-    def _payload(self, number: int) -> bytes:
-        """Return the serialized batch with a number. Raises EventsLost if it was dropped."""
-        batch = self._log.after(number - 1)
-        assert isinstance(batch, EventBatch)
-        return self._write(batch)
+    def _turn(self, selector: selectors.BaseSelector, timeout_s: float | None) -> bool:
+        """Wait for something to do, and do a bounded part of it. Returns whether there may be more."""
+        for key, events in selector.select(timeout_s):
+            key.data(events)
+        now_s = time.monotonic()
+        for port in self._ports:
+            port.accept(now_s)
+        have_more = [port.serve(now_s) for port in self._ports]
+        return any(have_more)
 
 
-def require_addresses(config: EventsConfig) -> None:
-    """Check that the addresses of a configuration can be bound.
+def _security(config: EventsConfig) -> Callable[[bytes, tuple[bytes, ...]], Security]:
+    """Return what makes the security mechanism of a connection, from a socket type and the types that may connect."""
+    keys = read_curve_keys(config)
+    if keys is None:
+        return Null
+    from radixkv.events.curve import Curve  # needs PyNaCl
+
+    return partial(Curve, keys)
+
+
+def require_addresses(config: EventsConfig) -> list[ZmqAddress]:
+    """Check that the addresses of a configuration can be bound, and that its keys can be used.
+
+    Returns:
+        The addresses.
 
     Raises:
-        ConfigError: one can't be bound; the message names the key.
+        ConfigError: one can't; the message names the key.
     """
-    kinds = {"zmq_endpoint": zmq.PUB, "replay_endpoint": zmq.ROUTER}
+    read_curve_keys(config)
     endpoints = {"zmq_endpoint": config.zmq_endpoint, "replay_endpoint": config.replay_endpoint}
-    # Leaving the context waits until the addresses are free again.
-    with zmq.Context() as context, contextlib.ExitStack() as ends:
-        for key, endpoint in endpoints.items():
-            if endpoint is not None:
-                ends.enter_context(_bound(context, kinds[key], key, endpoint)[0])
-
-
-def _bound(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, key: str, endpoint: str
-) -> tuple[zmq.Socket[bytes], str]:
-    made = context.socket(kind)
-    try:
-        port = endpoint.rpartition(":")[2]
-        if endpoint.startswith("tcp:") and port.isdigit() and int(port) > _MAX_PORT:  # ZMQ takes it modulo 65536
-            raise zmq.ZMQError(zmq.EINVAL)
-        made.bind(endpoint)
-    except zmq.ZMQError as error:
-        made.close(linger=0)
-        raise ConfigError(
-            f"events.{key}: expected a ZMQ address that can be bound, such as tcp://127.0.0.1:5557, got "
-            f"{endpoint!r}: {error}"
-        ) from error
-    return made, made.getsockopt_string(zmq.LAST_ENDPOINT)
+    found = [ZmqAddress.of(key, endpoint) for key, endpoint in endpoints.items() if endpoint is not None]
+    with contextlib.ExitStack() as ends:
+        for address in found:
+            listener, _ = address.listen()
+            ends.callback(end_listening, listener)
+    return found

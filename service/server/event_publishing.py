@@ -11,30 +11,55 @@ from radixkv.config import EventsConfig
 from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 
-if TYPE_CHECKING:  # ZMQ is needed only where events are published
+if TYPE_CHECKING:  # msgpack is needed only where events are published
     from radixkv.engine.engine import Engine
-
-_PACKAGES = {"zmq": "pyzmq", "msgpack": "msgpack"}
 
 _logger = logging.getLogger(__name__)
 
 
-def require_publishable(config: EventsConfig) -> None:
+def require_publishable(config: EventsConfig, *, is_insecure: bool = False, has_tokens: bool = False) -> None:
     """Refuse a configuration that cannot be served, before a model is loaded.
 
+    ```
+                         no CURVE           CURVE
+    this machine         open to all users  readers with a key
+    network              refused            readers with a key
+    network, insecure    open to all        readers with a key
+    ```
+
+    Args:
+        config: the addresses and keys.
+        is_insecure: whether everyone who can reach an address may read.
+        has_tokens: whether callers of the service need a credential. The log then points out that readers need none.
+
     Raises:
-        ConfigError: a package is missing (the message names the extra), an address cannot be bound, or there is a
-            replay endpoint without an endpoint.
+        ConfigError: a package is missing (the message names the extra), an address cannot be bound, a reader that can
+            reach an address from another machine would need no key, or there is a replay endpoint or a key without an
+            endpoint.
     """
     if config.zmq_endpoint is None:
-        if config.replay_endpoint is not None:
-            raise ConfigError("events.zmq_endpoint: expected an address with events.replay_endpoint, got none")
+        for key in ("replay_endpoint", "curve_key_file", "curve_clients"):
+            if getattr(config, key) is not None:
+                raise ConfigError(f"events.zmq_endpoint: expected an address with events.{key}, got none")
         return
-    for module, package in _PACKAGES.items():
-        require_package("events.zmq_endpoint", module, package, "events")
+    require_package("events.zmq_endpoint", "msgpack", "msgpack", "events")
     from radixkv.events.zmq_publisher import require_addresses
 
-    require_addresses(config)
+    for address in require_addresses(config):
+        if config.curve_key_file is not None:
+            continue
+        if not address.is_local and not is_insecure:
+            raise ConfigError(
+                f"events.{address.key}: expected an address of this machine, such as tcp://127.0.0.1:5557, without "
+                f"events.curve_key_file and events.curve_clients, got {address.endpoint!r}; --insecure publishes the "
+                "tokens of prompts to anyone who can reach it"
+            )
+        if not address.is_local or has_tokens:
+            _logger.warning(
+                "anyone who can connect to %s may read the prompts of tenant gateway.tenant: there is no "
+                "events.curve_key_file",
+                address.endpoint,
+            )
 
 
 @contextlib.contextmanager

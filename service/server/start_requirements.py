@@ -20,7 +20,9 @@ def require_startable(config: Config) -> None:
     """
     require_secure(config.server)
     require_free(config.server)
-    require_publishable(config.events)
+    require_publishable(
+        config.events, is_insecure=config.server.insecure, has_tokens=config.server.tokens_file is not None
+    )
     require_role(config)
     require_sources(config.kv_sources)
     require_usable(config)

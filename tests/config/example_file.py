@@ -35,6 +35,8 @@ EXAMPLES = {
     "server.admin_port": 50052,
     "events.zmq_endpoint": "tcp://127.0.0.1:5557",
     "events.replay_endpoint": "tcp://127.0.0.1:5558",
+    "events.curve_key_file": "/etc/radixkv/events.key_secret",
+    "events.curve_clients": "/etc/radixkv/routers",
     "telemetry.otlp_endpoint": "http://localhost:4317",
     "tiers.host_bytes": 16_000_000_000,
     "tiers.disk_path": "/var/lib/radixkv",

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import msgpack
 import numpy as np
+import pytest
 
 from radixkv.api.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch
-from radixkv.events.zmq_forms import array_payload, map_payload, plain_map_payload
+from radixkv.events.zmq_forms import PAYLOADS, array_payload
 
 HASHES = [2**64 - 1, 7]
 PACKED = np.array(HASHES, "<u8").tobytes()
@@ -28,10 +29,6 @@ def test_arrays_hold_what_may_be_matched_by_tokens() -> None:
     ]
 
 
-def test_a_batch_without_such_events_is_an_empty_message() -> None:
-    assert msgpack.unpackb(array_payload(EventBatch(1, 2.0, (SALTED,)))) == [2.0, [], 0]
-
-
 STORED = {
     "type": "BlockStored",
     "block_hashes": HASHES,
@@ -45,19 +42,12 @@ STORED = {
 REMOVED = {"type": "BlockRemoved", "block_hashes": HASHES, "medium": "GPU"}
 
 
-def test_plain_maps_hold_what_may_be_matched_by_tokens() -> None:
-    assert msgpack.unpackb(plain_map_payload(BATCH)) == [12.5, [STORED, REMOVED, {"type": "AllBlocksCleared"}], 0]
+@pytest.mark.parametrize("form", ["map", "plain_map"])
+def test_maps_hold_what_may_be_matched_by_tokens(form: str) -> None:
+    assert msgpack.unpackb(PAYLOADS[form](BATCH)) == [12.5, [STORED, REMOVED, {"type": "AllBlocksCleared"}], 0]
 
 
-def test_maps_isolate_by_a_salt() -> None:
-    assert msgpack.unpackb(map_payload(BATCH)) == [
-        12.5,
-        [
-            STORED,
-            {**STORED, "parent_block_hash": 2**63, "cache_salt": "0a" * 16},
-            REMOVED,
-            REMOVED,
-            {"type": "AllBlocksCleared"},
-        ],
-        0,
-    ]
+@pytest.mark.parametrize("form", PAYLOADS)
+def test_no_form_has_the_tokens_or_the_hashes_of_other_namespaces(form: str) -> None:
+    salted = BlocksStored(None, PACKED, TOKENS, 2, "0a" * 16), BlocksRemoved(PACKED, "0a" * 16)
+    assert msgpack.unpackb(PAYLOADS[form](EventBatch(1, 2.0, salted))) == [2.0, [], 0]

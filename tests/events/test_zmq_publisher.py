@@ -94,14 +94,12 @@ def test_a_subscriber_gets_each_batch_in_order(form: str) -> None:
             assert stored[0][0] == "BlockStored"
             assert stored[0][2:5] == [None, [1, 2, 3, 4, 5, 6, 7, 8], 4]
             assert len(stored[0][1]) == 2
-            assert salted == []
             assert cleared == [["AllBlocksCleared"]]
         else:
             assert stored[0]["type"] == "BlockStored"
             assert stored[0]["token_ids"] == [1, 2, 3, 4, 5, 6, 7, 8]
-            assert "cache_salt" not in stored[0]
-            assert len(salted[0]["cache_salt"]) == 32
             assert cleared == [{"type": "AllBlocksCleared"}]
+        assert salted == []
 
 
 def test_batches_are_replayed_from_a_number_on() -> None:
@@ -141,7 +139,7 @@ def test_a_request_that_is_none_is_left_unanswered(caplog: pytest.LogCaptureFixt
             for frames in ([b""], [b"", b"123"], [b"x", bytes(8)], [b"", bytes(8), b""]):
                 reader.send_multipart(frames)
             assert len(replayed(reader, 0)) == 1
-    assert caplog.text.count("a request for a replay") == 4
+    assert caplog.text.count("malformed requests for replays") == 1
 
 
 def test_readers_of_replays_that_leave_are_forgotten() -> None:

@@ -63,3 +63,39 @@ def test_addresses_are_tried_before_a_model_is_loaded_and_are_free_after_it(key)
     require_publishable(config)
     with publishing(SimpleNamespace(events=FakeSource()), config):
         pass
+
+
+LOCAL = ("tcp://127.0.0.1:*", "tcp://127.0.0.2:*", "tcp://localhost:*", "ipc:///tmp/radixkv-test-events")
+OTHERS = ("tcp://*:*", "tcp://0.0.0.0:*", "tcp://0:*", "tcp://[::]:*", "tcp://0x0:*", "tcp://[::ffff:0.0.0.0]:*")
+
+
+@pytest.mark.parametrize("key", ["zmq_endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("endpoint", OTHERS)
+def test_addresses_that_other_machines_reach_need_insecure(key, endpoint, caplog):
+    config = EventsConfig(**{"zmq_endpoint": ANYWHERE, key: endpoint})
+    with pytest.raises(ConfigError, match=rf"^events\.{key}: expected an address of this machine.* got .*--insecure"):
+        require_publishable(config)
+    require_publishable(config, is_insecure=True)
+    assert f"anyone who can connect to {endpoint} may read the prompts" in caplog.text
+
+
+def test_a_host_name_counts_as_what_it_resolves_to(monkeypatch):
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **options: resolve(host.replace("mine", "0.0.0.0"), *rest, **options)
+    )
+    with pytest.raises(ConfigError, match=r"^events\.zmq_endpoint: expected an address of this machine"):
+        require_publishable(EventsConfig(zmq_endpoint="tcp://mine:*"))
+
+
+@pytest.mark.parametrize("endpoint", LOCAL)
+def test_addresses_of_this_machine_need_no_key(endpoint, caplog):
+    require_publishable(EventsConfig(zmq_endpoint=endpoint))
+    assert not caplog.text
+    require_publishable(EventsConfig(zmq_endpoint=endpoint), has_tokens=True)
+    assert "there is no events.curve_key_file" in caplog.text
+
+
+def test_a_key_needs_an_address():
+    with pytest.raises(ConfigError, match=r"^events.zmq_endpoint: expected an address with events.curve_key_file"):
+        require_publishable(EventsConfig(curve_key_file="server.key_secret"))

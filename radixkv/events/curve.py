@@ -1,0 +1,160 @@
+"""CURVE, the mechanism of ZMTP that authenticates peers by their public keys and encrypts their messages.
+
+    peer ── HELLO ───▶        a new key pair of the peer for this connection
+         ◀─ WELCOME ──        one of the server, and a cookie
+         ── INITIATE ▶        the cookie, and the permanent key of the peer, which vouches for the new one
+         ◀─ READY ────
+         ── MESSAGE ─▶ ◀─ MESSAGE ──
+
+Each box is `crypto_box` of libsodium: X25519, XSalsa20 and Poly1305.
+
+Source: CurveZMQ (https://rfc.zeromq.org/spec/26/) and its use in ZMTP (https://rfc.zeromq.org/spec/25/).
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Callable, Collection, Sequence
+
+from nacl import bindings
+from nacl.exceptions import CryptoError
+
+from radixkv.events.curve_keys import CurveKeys
+from radixkv.events.zmtp import (
+    COMMAND,
+    MORE,
+    ZmtpError,
+    command_body,
+    flagged,
+    frame_head,
+    metadata,
+    require_peer_type,
+    split_command,
+)
+
+_VERSION = b"\1\0"
+_HELLO = struct.Struct("<2s72s32s8s80s")  # version, padding, key, nonce, box
+_NONCE_BYTES = 8
+_LONG_NONCE_BYTES = 16
+_COOKIE_BYTES = 96
+_VOUCH = struct.Struct("<32s16s80s")  # permanent key, nonce, box
+_MORE_INSIDE, _COMMAND_INSIDE = 1, 2  # the flags of an encrypted frame
+_REFUSAL = command_body(b"ERROR", b"\x03400")
+
+
+class Curve:
+    """The server's end of CURVE on one connection.
+
+    Args:
+        keys: of the server, and of the readers that may connect.
+        socket_type, peer_types: as for `Null`.
+    """
+
+    name = b"CURVE"
+    is_server = True
+
+    def __init__(self, keys: CurveKeys, socket_type: bytes, peer_types: Collection[bytes]) -> None:
+        self.is_ready = False
+        self._keys = keys
+        self._socket_type = socket_type
+        self._peer_types = peer_types
+        self._cookie = b""  # empty before HELLO
+        self._peer_key = b""  # of this connection, as the next two
+        self._own_secret = b""
+        self._shared = b""
+        self._peer_nonce = -1
+        self._own_nonce = 0
+
+    def begin(self) -> bytes:
+        """Return nothing, since the peer begins."""
+        return b""
+
+    def shake(self, command: bytes) -> bytes:
+        """Answer HELLO with WELCOME, and INITIATE with READY."""
+        name, data = split_command(command)
+        if name == b"HELLO" and not self._cookie:
+            return self._welcome(data)
+        if name == b"INITIATE" and self._cookie:
+            return self._initiated(data)
+        raise ZmtpError("the peer violates the handshake of CURVE")
+
+    def opened(self, flags: int, body: bytes) -> tuple[int, bytes]:
+        """Decrypt a frame."""
+        name, data = split_command(body)
+        if name != b"MESSAGE":
+            raise ZmtpError("a frame is not encrypted")
+        plain = self._open(b"CurveZMQMESSAGEC", data, self._shared)
+        if not plain:
+            raise ZmtpError("an encrypted frame has no flags")
+        inside = plain[0]
+        return (MORE if inside & _MORE_INSIDE else 0) | (COMMAND if inside & _COMMAND_INSIDE else 0), plain[1:]
+
+    def sealed(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
+        """Encrypt each frame of a message, or a command."""
+        pieces = []
+        for flags, frame in flagged(frames, is_command=is_command):
+            inside = (_MORE_INSIDE if flags & MORE else 0) | (_COMMAND_INSIDE if flags & COMMAND else 0)
+            body = command_body(b"MESSAGE", self._seal(b"CurveZMQMESSAGES", bytes([inside]) + frame))
+            pieces += [frame_head(0, len(body)), body]
+        return pieces
+
+    def _welcome(self, data: bytes) -> bytes:
+        if len(data) != _HELLO.size:
+            raise ZmtpError("HELLO has another length than in CURVE")
+        version, _, self._peer_key, nonce, box = _HELLO.unpack(data)
+        if version != _VERSION:
+            raise ZmtpError("the peer speaks another version of CURVE")
+        shared = _checked(lambda: bindings.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
+        self._open(b"CurveZMQHELLO---", nonce + box, shared)
+        own_key, self._own_secret = bindings.crypto_box_keypair()
+        self._cookie = secrets.token_bytes(_COOKIE_BYTES)
+        nonce = secrets.token_bytes(_LONG_NONCE_BYTES)
+        box = bindings.crypto_box_afternm(own_key + self._cookie, b"WELCOME-" + nonce, shared)
+        return command_body(b"WELCOME", nonce + box)
+
+    def _initiated(self, data: bytes) -> bytes:
+        cookie, data = data[:_COOKIE_BYTES], data[_COOKIE_BYTES:]
+        if cookie != self._cookie:
+            raise ZmtpError("INITIATE does not have the cookie of WELCOME")
+        self._shared = _checked(lambda: bindings.crypto_box_beforenm(self._peer_key, self._own_secret))
+        plain = self._open(b"CurveZMQINITIATE", data, self._shared)
+        if len(plain) < _VOUCH.size:
+            raise ZmtpError("INITIATE is shorter than in CURVE")
+        permanent_key, nonce, box = _VOUCH.unpack_from(plain)
+        shared = _checked(lambda: bindings.crypto_box_beforenm(permanent_key, self._own_secret))
+        vouched = _checked(lambda: bindings.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared))
+        own_permanent_key = bindings.crypto_scalarmult_base(self._keys.secret_key)
+        if vouched != self._peer_key + own_permanent_key or permanent_key not in self._keys.allowed:
+            raise ZmtpError("the peer has no key that may connect", frame_head(COMMAND, len(_REFUSAL)) + _REFUSAL)
+        require_peer_type(plain[_VOUCH.size :], self._peer_types)
+        self.is_ready = True
+        return command_body(b"READY", self._seal(b"CurveZMQREADY---", metadata(self._socket_type)))
+
+    def _open(self, prefix: bytes, data: bytes, shared: bytes) -> bytes:
+        """Decrypt a nonce and a box of the peer. Nonces must increase, so that no command can be sent again."""
+        nonce, box = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
+        number = int.from_bytes(nonce, "big")
+        if len(nonce) < _NONCE_BYTES or number <= self._peer_nonce:
+            raise ZmtpError("a nonce is not larger than the one before")
+        plain = _checked(lambda: bindings.crypto_box_open_afternm(box, prefix + nonce, shared))
+        self._peer_nonce = number
+        return plain
+
+    def _seal(self, prefix: bytes, plain: bytes) -> bytes:
+        """Return a nonce and the box of some bytes."""
+        self._own_nonce += 1
+        nonce = self._own_nonce.to_bytes(_NONCE_BYTES, "big")
+        return nonce + bindings.crypto_box_afternm(plain, prefix + nonce, self._shared)
+
+
+def _checked(compute: Callable[[], bytes]) -> bytes:
+    """Return what a function of libsodium computes.
+
+    Raises:
+        ZmtpError: the peer sent a key or a box that is not valid.
+    """
+    try:
+        return compute()
+    except (CryptoError, ValueError, TypeError) as error:
+        raise ZmtpError("the peer sent a key or a box that is not valid") from error

@@ -1,0 +1,152 @@
+"""One connection of a reader over ZMQ: its socket, its protocol, and what it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from radixkv.events.zmtp import READ_BYTES, ZmtpConnection, ZmtpError
+
+HANDSHAKE_S = 10.0
+STALLED_S = 30.0
+
+# Seconds after which a connection to a machine that vanished is noticed, and the number of probes.
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+
+
+class LogReader(Protocol):
+    """Takes the messages of a peer, and has messages for it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether no message of the peer may be read yet."""
+        ...
+
+    def receive(self, frames: Sequence[bytes]) -> None:
+        """Take a message of the peer. Raises ZmtpError if the connection must be closed."""
+        ...
+
+    def next_message(self) -> Sequence[bytes] | None:
+        """Return the next message for the peer; None if there is none."""
+        ...
+
+
+class PeerConnection:
+    """Serves one peer in small units of work, so that many peers can take turns.
+
+    It holds at most one message in each direction. While it sends, it does not read.
+
+    Args:
+        connection: an accepted socket, which is owned by this object from then on.
+        protocol: of this connection.
+        reader: of the messages.
+        now_s: monotonic time in seconds.
+
+    Attributes:
+        moved_s: when the connection was accepted, or something was sent last.
+    """
+
+    def __init__(self, connection: socket.socket, protocol: ZmtpConnection, reader: LogReader, now_s: float) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.moved_s = now_s
+        self._is_readable = False
+        self._connection = connection
+        self._protocol = protocol
+        self._reader = reader
+        self._unsent: list[memoryview] = []
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._connection.fileno()
+
+    def note(self, events: int) -> None:
+        """Take the events of the socket that a selector has reported."""
+        self._is_readable = self._is_readable or bool(events & selectors.EVENT_READ)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the handshake has finished."""
+        return self._protocol.is_open
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a message was sent in part."""
+        return bool(self._unsent)
+
+    @property
+    def waits_for(self) -> int:
+        """The event of a selector after which there may be work."""
+        return selectors.EVENT_WRITE if self._unsent or self._reader.is_busy else selectors.EVENT_READ
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether the peer takes too long for its handshake, or accepts nothing."""
+        if self._unsent:
+            return now_s > self.moved_s + STALLED_S
+        return not self.is_open and now_s > self.moved_s + HANDSHAKE_S
+
+    def work(self, now_s: float) -> bool:
+        """Do one unit of work: send a message or what the socket takes of it, or receive bytes, or read one frame.
+
+        Returns:
+            Whether there was something to do.
+
+        Raises:
+            ZmtpError, OSError: the connection must be closed.
+        """
+        if self._unsent:
+            return self._send(now_s)
+        if self._protocol.replies:
+            self._unsent = [memoryview(self._protocol.replies)]
+            self._protocol.replies = b""
+            return self._send(now_s)
+        if self.is_open and (message := self._reader.next_message()) is not None:
+            self._unsent = [memoryview(piece) for piece in self._protocol.encoded(message) if piece]
+            self.moved_s = now_s
+            self._send(now_s)
+            return True
+        read = self._protocol.read()
+        if read is False:
+            return self._is_readable and self._receive()
+        if read is not True:
+            self._reader.receive(read)
+        return True
+
+    def close(self, reply: bytes = b"") -> None:
+        """Close the connection. `reply` is sent if the socket takes it at once, and nothing was sent in part."""
+        if reply and not self._unsent:
+            with contextlib.suppress(OSError):
+                self._connection.send(reply)
+        self._connection.close()
+
+    def _receive(self) -> bool:
+        try:
+            data = self._connection.recv(READ_BYTES)
+        except BlockingIOError:
+            self._is_readable = False
+            return False
+        if not data:
+            raise ZmtpError("the peer has left")
+        self._is_readable = len(data) == READ_BYTES
+        self._protocol.feed(data)
+        return True
+
+    def _send(self, now_s: float) -> bool:
+        try:
+            num_sent = self._connection.sendmsg(self._unsent)
+        except BlockingIOError:
+            return False
+        while self._unsent and num_sent >= len(self._unsent[0]):
+            num_sent -= len(self._unsent.pop(0))
+        if self._unsent:
+            self._unsent[0] = self._unsent[0][num_sent:]
+        self.moved_s = now_s
+        return True

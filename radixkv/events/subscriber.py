@@ -1,0 +1,66 @@
+"""What one subscriber over ZMQ has subscribed to, and how far it has read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from radixkv.errors import EventsLost
+from radixkv.events.published_batches import Message, PublishedBatches
+from radixkv.events.zmtp import ZmtpError
+
+_SUBSCRIBE, _CANCEL = 1, 0
+
+
+class Subscriber:
+    """Reads the log from the moment of its first subscription on.
+
+        subscription   [1 and a prefix of the topic], or [0 and the prefix] to cancel it
+        messages       [topic, sequence, payload]
+
+    There is no queue of messages: a slow subscriber is behind in the log, and continues with the oldest batch that is
+    kept when it was passed. Subscriptions to other topics are forgotten, so the memory of a subscriber has a bound.
+
+    Args:
+        batches: what is published.
+    """
+
+    is_busy = False
+
+    def __init__(self, batches: PublishedBatches) -> None:
+        self._batches = batches
+        self._number: int | None = None
+        self._subscriptions: Counter[int] = Counter()  # by the length of the prefix
+
+    def receive(self, frames: Sequence[bytes]) -> None:
+        """Take a message of the subscriber.
+
+        Raises:
+            ZmtpError: it is not a subscription.
+        """
+        if len(frames) != 1 or not frames[0] or frames[0][0] not in (_SUBSCRIBE, _CANCEL):
+            raise ZmtpError("a subscriber sent something else than a subscription")
+        prefix = frames[0][1:]
+        if not self._batches.topic.startswith(prefix):
+            return
+        if frames[0][0] == _SUBSCRIBE:
+            self._subscriptions[len(prefix)] += 1
+            if self._number is None:
+                self._number = self._batches.last
+        elif self._subscriptions[len(prefix)] > 0:
+            self._subscriptions[len(prefix)] -= 1
+            if not self._subscriptions.total():
+                self._number = None
+
+    def next_message(self) -> Message | None:
+        """Return the next message to send; None if there is none yet."""
+        if self._number is None:
+            return None
+        try:
+            message = self._batches.after(self._number)
+        except EventsLost:
+            self._number = self._batches.oldest
+            return self.next_message() if self._number < self._batches.last else None
+        if message is not None:
+            self._number += 1
+        return message

@@ -1,0 +1,126 @@
+"""A port for readers over ZMQ: it accepts connections, and serves them in turns."""
+
+from __future__ import annotations
+
+import selectors
+from collections import deque
+from collections.abc import Callable
+
+from radixkv.events.peer_connection import LogReader, PeerConnection
+from radixkv.events.zmq_address import ZmqAddress, end_listening
+from radixkv.events.zmtp import Security, ZmtpConnection, ZmtpError
+
+MAX_PEERS = 256
+
+# In a turn. A unit is a message, a frame, or what a socket takes at once, and takes about 10 us.
+_MAX_UNITS = 64
+_MAX_ACCEPTED = 8
+
+
+class ZmqPort:
+    """Serves the peers of one address. Nothing here blocks.
+
+    Peers take turns with one unit of work each. Beyond `MAX_PEERS` connections, the oldest one whose handshake has not
+    finished is closed, or else the new one.
+
+    Args:
+        address: is bound, and released by `close`.
+        make_security: makes the security mechanism of a new connection.
+        make_reader: makes what reads the log for a new connection.
+
+    Attributes:
+        endpoint: the address, with the port that was bound.
+
+    Raises:
+        ConfigError: the address can't be bound; the message names the key.
+    """
+
+    def __init__(
+        self,
+        address: ZmqAddress,
+        make_security: Callable[[], Security],
+        make_reader: Callable[[], LogReader],
+    ) -> None:
+        self._listener, self.endpoint = address.listen()
+        self._make_security = make_security
+        self._make_reader = make_reader
+        self._selector: selectors.BaseSelector
+        self._peers: deque[PeerConnection] = deque()
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Wait for connections and their events with a selector, whose keys have functions of the events as data."""
+        self._selector = selector
+        selector.register(self._listener, selectors.EVENT_READ, lambda _: None)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there is any connection."""
+        return bool(self._peers)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a message was sent in part to any peer."""
+        return any(peer.has_unsent for peer in self._peers)
+
+    def accept(self, now_s: float) -> None:
+        """Accept the next connections, a few at once."""
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # there is none, or there are too many open files
+                return
+            if len(self._peers) >= MAX_PEERS and not self._end_unfinished():
+                connection.close()
+                continue
+            protocol = ZmtpConnection(self._make_security())
+            try:
+                peer = PeerConnection(connection, protocol, self._make_reader(), now_s)
+            except OSError:  # it has ended already
+                connection.close()
+                continue
+            self._selector.register(peer, peer.waits_for, peer.note)
+            self._peers.append(peer)
+
+    def serve(self, now_s: float) -> bool:
+        """Do a turn's work. Returns whether there may be more."""
+        num_left, num_idle = _MAX_UNITS, 0
+        while num_left and num_idle < len(self._peers):
+            peer = self._peers.popleft()
+            try:
+                has_worked = peer.work(now_s)
+            except (ZmtpError, OSError) as error:
+                self._end(peer, error.reply if isinstance(error, ZmtpError) else b"")
+                num_left -= 1
+                continue
+            self._peers.append(peer)
+            num_idle = 0 if has_worked else num_idle + 1
+            num_left -= has_worked
+            if peer.waits_for != self._selector.get_key(peer).events:
+                self._selector.modify(peer, peer.waits_for, peer.note)
+        return num_left == 0
+
+    def end_late(self, now_s: float) -> None:
+        """Close the connections of peers that take too long."""
+        for peer in [peer for peer in self._peers if peer.is_late(now_s)]:
+            self._peers.remove(peer)
+            self._end(peer)
+
+    def close(self) -> None:
+        """Close all connections, and release the address."""
+        while self._peers:
+            self._peers.popleft().close()
+        end_listening(self._listener)
+
+    def _end_unfinished(self) -> bool:
+        unfinished = min(
+            (peer for peer in self._peers if not peer.is_open), key=lambda peer: peer.moved_s, default=None
+        )
+        if unfinished is None:
+            return False
+        self._peers.remove(unfinished)
+        self._end(unfinished)
+        return True
+
+    def _end(self, peer: PeerConnection, reply: bytes = b"") -> None:
+        self._selector.unregister(peer)
+        peer.close(reply)

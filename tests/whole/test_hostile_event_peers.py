@@ -1,0 +1,123 @@
+"""Readers of the event ports that try to take the memory and the time of `radixkv serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from radixkv.service.client import Client
+from tests.patience import PATIENCE_S, wait_until
+from tests.whole.forked_server import serving
+
+ANYWHERE = "tcp://127.0.0.1:*"
+NUM_WARM_UP = 100  # more prompts than the pool has room for
+SETTINGS = (
+    f"events.zmq_endpoint={ANYWHERE}",
+    f"events.replay_endpoint={ANYWHERE}",
+    "cache.capacity_tokens=2048",
+)
+MAX_GROWTH_BYTES = 64 * 2**20
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process in RAM."""
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def prompt_of(index: int) -> list[int]:
+    return [1 + index % 200, 1 + index // 200, *[7] * 62]
+
+
+class Subscriber(threading.Thread):
+    """Reads events until it is stopped.
+
+    Attributes:
+        numbers: the sequence numbers that came.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+        self._socket = context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        with self._socket as subscriber:
+            while not self._has_ended.is_set():
+                if subscriber.poll(100):
+                    self.numbers.append(int.from_bytes(subscriber.recv_multipart()[1], "big"))
+
+    def stop(self) -> None:
+        self._has_ended.set()
+        self.join()
+
+
+def replayed(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int) -> list[int]:
+    """Return the sequence numbers of a replay."""
+    with context.socket(zmq.DEALER) as reader:
+        reader.setsockopt(zmq.LINGER, 0)
+        reader.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        reader.connect(endpoint)
+        reader.send_multipart([b"", first.to_bytes(8, "big")])
+        numbers: list[int] = []
+        while True:
+            sequence = reader.recv_multipart()[2]
+            if sequence == b"\xff" * 8:
+                return numbers
+            numbers.append(int.from_bytes(sequence, "big"))
+
+
+@contextlib.contextmanager
+def attacked(endpoints: tuple[str, str], num_peers: int) -> Iterator[None]:
+    """Let hostile peers attack for as long as the context lasts."""
+    command = [sys.executable, "-m", "tests.events.hostile_peers", *endpoints, str(num_peers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as attacker:
+        assert attacker.stdout is not None
+        attacker.stdout.readline()
+        try:
+            yield
+        finally:
+            attacker.kill()
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "num_prompts"), [(12, 30), pytest.param(100, 500, marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_hostile_peers_take_neither_memory_nor_events_nor_the_end(
+    tmp_path: Path, num_peers: int, num_prompts: int
+) -> None:
+    log = tmp_path / "log"
+    options = [part for setting in SETTINGS for part in ("--set", setting)]
+    with serving(*options, log=log) as (process, address), Client(address) as client, zmq.Context() as context:
+        found = re.search(r"events on (\S+), replays on (\S+)$", log.read_text(), re.MULTILINE)
+        assert found is not None
+        for index in range(NUM_WARM_UP):
+            client.prefill(prompt_of(index))
+        subscriber = Subscriber(context, found[1])
+        subscriber.start()
+        idle_bytes = peak_bytes = resident_bytes(process.pid)
+        with attacked((found[1], found[2]), num_peers):
+            for index in range(num_prompts):
+                client.prefill(prompt_of(NUM_WARM_UP + index))
+                peak_bytes = max(peak_bytes, resident_bytes(process.pid))
+            kept = replayed(context, found[2], 0)
+            wait_until(lambda: bool(subscriber.numbers) and subscriber.numbers[-1] >= kept[-1])
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 0, log.read_text()
+        subscriber.stop()
+    assert peak_bytes - idle_bytes <= MAX_GROWTH_BYTES
+    assert kept == [*range(NUM_WARM_UP + num_prompts)]
+    assert subscriber.numbers == [*range(subscriber.numbers[0], subscriber.numbers[-1] + 1)]
+    assert len(subscriber.numbers) > num_prompts / 2
+    assert log.read_text().count("malformed requests for replays") <= 2
