@@ -17,9 +17,6 @@ import secrets
 import struct
 from collections.abc import Callable, Collection, Sequence
 
-from nacl import bindings
-from nacl.exceptions import CryptoError
-
 from radixkv.events.curve_keys import CurveKeys
 from radixkv.events.zmtp import (
     COMMAND,
@@ -55,7 +52,10 @@ class Curve:
     is_server = True
 
     def __init__(self, keys: CurveKeys, socket_type: bytes, peer_types: Collection[bytes]) -> None:
+        from nacl import bindings  # PyNaCl is needed only where keys are configured
+
         self.is_ready = False
+        self._sodium = bindings
         self._keys = keys
         self._socket_type = socket_type
         self._peer_types = peer_types
@@ -105,26 +105,26 @@ class Curve:
         version, _, self._peer_key, nonce, box = _HELLO.unpack(data)
         if version != _VERSION:
             raise ZmtpError("the peer speaks another version of CURVE")
-        shared = _checked(lambda: bindings.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
+        shared = _checked(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
         self._open(b"CurveZMQHELLO---", nonce + box, shared)
-        own_key, self._own_secret = bindings.crypto_box_keypair()
+        own_key, self._own_secret = self._sodium.crypto_box_keypair()
         self._cookie = secrets.token_bytes(_COOKIE_BYTES)
         nonce = secrets.token_bytes(_LONG_NONCE_BYTES)
-        box = bindings.crypto_box_afternm(own_key + self._cookie, b"WELCOME-" + nonce, shared)
+        box = self._sodium.crypto_box_afternm(own_key + self._cookie, b"WELCOME-" + nonce, shared)
         return command_body(b"WELCOME", nonce + box)
 
     def _initiated(self, data: bytes) -> bytes:
         cookie, data = data[:_COOKIE_BYTES], data[_COOKIE_BYTES:]
         if cookie != self._cookie:
             raise ZmtpError("INITIATE does not have the cookie of WELCOME")
-        self._shared = _checked(lambda: bindings.crypto_box_beforenm(self._peer_key, self._own_secret))
+        self._shared = _checked(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._own_secret))
         plain = self._open(b"CurveZMQINITIATE", data, self._shared)
         if len(plain) < _VOUCH.size:
             raise ZmtpError("INITIATE is shorter than in CURVE")
         permanent_key, nonce, box = _VOUCH.unpack_from(plain)
-        shared = _checked(lambda: bindings.crypto_box_beforenm(permanent_key, self._own_secret))
-        vouched = _checked(lambda: bindings.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared))
-        own_permanent_key = bindings.crypto_scalarmult_base(self._keys.secret_key)
+        shared = _checked(lambda: self._sodium.crypto_box_beforenm(permanent_key, self._own_secret))
+        vouched = _checked(lambda: self._sodium.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared))
+        own_permanent_key = self._sodium.crypto_scalarmult_base(self._keys.secret_key)
         if vouched != self._peer_key + own_permanent_key or permanent_key not in self._keys.allowed:
             raise ZmtpError("the peer has no key that may connect", frame_head(COMMAND, len(_REFUSAL)) + _REFUSAL)
         require_peer_type(plain[_VOUCH.size :], self._peer_types)
@@ -137,7 +137,7 @@ class Curve:
         number = int.from_bytes(nonce, "big")
         if len(nonce) < _NONCE_BYTES or number <= self._peer_nonce:
             raise ZmtpError("a nonce is not larger than the one before")
-        plain = _checked(lambda: bindings.crypto_box_open_afternm(box, prefix + nonce, shared))
+        plain = _checked(lambda: self._sodium.crypto_box_open_afternm(box, prefix + nonce, shared))
         self._peer_nonce = number
         return plain
 
@@ -145,7 +145,7 @@ class Curve:
         """Return a nonce and the box of some bytes."""
         self._own_nonce += 1
         nonce = self._own_nonce.to_bytes(_NONCE_BYTES, "big")
-        return nonce + bindings.crypto_box_afternm(plain, prefix + nonce, self._shared)
+        return nonce + self._sodium.crypto_box_afternm(plain, prefix + nonce, self._shared)
 
 
 def _checked(compute: Callable[[], bytes]) -> bytes:
@@ -154,6 +154,8 @@ def _checked(compute: Callable[[], bytes]) -> bytes:
     Raises:
         ZmtpError: the peer sent a key or a box that is not valid.
     """
+    from nacl.exceptions import CryptoError
+
     try:
         return compute()
     except (CryptoError, ValueError, TypeError) as error:

@@ -85,14 +85,14 @@ class ZmqPort:
         """Do a turn's work. Returns whether there may be more."""
         num_left, num_idle = _MAX_UNITS, 0
         while num_left and num_idle < len(self._peers):
-            peer = self._peers.popleft()
+            peer = self._peers[0]
             try:
                 has_worked = peer.work(now_s)
             except (ZmtpError, OSError) as error:
                 self._end(peer, error.reply if isinstance(error, ZmtpError) else b"")
                 num_left -= 1
                 continue
-            self._peers.append(peer)
+            self._peers.rotate(-1)
             num_idle = 0 if has_worked else num_idle + 1
             num_left -= has_worked
             if peer.waits_for != self._selector.get_key(peer).events:
@@ -102,7 +102,6 @@ class ZmqPort:
     def end_late(self, now_s: float) -> None:
         """Close the connections of peers that take too long."""
         for peer in [peer for peer in self._peers if peer.is_late(now_s)]:
-            self._peers.remove(peer)
             self._end(peer)
 
     def close(self) -> None:
@@ -117,10 +116,10 @@ class ZmqPort:
         )
         if unfinished is None:
             return False
-        self._peers.remove(unfinished)
         self._end(unfinished)
         return True
 
     def _end(self, peer: PeerConnection, reply: bytes = b"") -> None:
+        self._peers.remove(peer)
         self._selector.unregister(peer)
         peer.close(reply)
