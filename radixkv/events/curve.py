@@ -145,7 +145,8 @@ class Curve:
         """Return a nonce and the box of some bytes."""
         self._own_nonce += 1
         nonce = self._own_nonce.to_bytes(_NONCE_BYTES, "big")
-        return nonce + self._sodium.crypto_box_afternm(plain, prefix + nonce, self._shared)
+        box: bytes = self._sodium.crypto_box_afternm(plain, prefix + nonce, self._shared)
+        return nonce + box
 
 
 def _checked(compute: Callable[[], bytes]) -> bytes:
