@@ -11,6 +11,7 @@ import torch
 
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import DeviceStats, Launch, StepResult, Wait
+from radixkv.config.sequence_limit import SequenceLimit
 
 VOCAB_SIZE = 256
 Seen = tuple[str, bytes]  # an adapter, and tokens up to a position
@@ -32,6 +33,7 @@ class FakeRunner:
             device=torch.device("cpu"),
             vocab_size=VOCAB_SIZE,
             max_tokens=max_tokens,
+            limit=SequenceLimit(max_tokens, max_tokens),
             eos_token_ids=frozenset(),
         )
         self.fingerprint = "fake weights"

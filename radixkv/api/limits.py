@@ -44,6 +44,7 @@ class Limits:
         model_fingerprint: digest of everything that K/V depend on besides tokens and the adapter.
         max_model_tokens: the longest sequence that the model supports; None for any length.
         compression_refusal: why generations cannot drop K/V; empty if they can.
+        model_limit_reason: why the model supports no longer sequences; empty if its configuration states the limit.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Limits:
     model_fingerprint: str = ""
     max_model_tokens: int | None = None
     compression_refusal: str = ""
+    model_limit_reason: str = ""
 
     @classmethod
     def of_pool(
@@ -74,6 +76,7 @@ class Limits:
         default_ceiling_blocks: int | None = None,
         model_fingerprint: str = "",
         compression_refusal: str = "",
+        model_limit_reason: str = "",
     ) -> Limits:
         """Return the limits of a model with a new block pool.
 
@@ -84,7 +87,7 @@ class Limits:
             block_size: tokens per block.
             ceiling_blocks: maximum number of blocks of a tenant, by tenant; None for no bound.
             default_ceiling_blocks: the same for all other tenants.
-            model_fingerprint, compression_refusal: see the attributes.
+            model_fingerprint, compression_refusal, model_limit_reason: see the attributes.
         """
         # A generation continues in a copy of the block in which its prompt ends.
         return cls(
@@ -104,6 +107,7 @@ class Limits:
             model_fingerprint=model_fingerprint,
             max_model_tokens=max_model_tokens,
             compression_refusal=compression_refusal,
+            model_limit_reason=model_limit_reason,
         )
 
     def require_retention(self, tokens: bytes, retention: Retention) -> None:
@@ -128,7 +132,10 @@ class Limits:
         if ids.size == 0:
             raise InvalidRequest(f"{field}: expected at least 1 token, got 0")
         if ids.size > self.max_prompt_tokens:
-            raise PromptTooLong(f"{field}: expected at most {self.max_prompt_tokens} tokens, got {ids.size}")
+            raise PromptTooLong(
+                f"{field}: expected at most {self.max_prompt_tokens} tokens, got {ids.size}"
+                f"{self._reason_of(self.max_prompt_tokens)}"
+            )
         if ids.max() >= self.vocab_size:
             index = int(np.argmax(ids >= self.vocab_size))
             raise InvalidRequest(
@@ -170,7 +177,7 @@ class Limits:
         if num_tokens + max_new_tokens > self.max_sequence_tokens:
             raise PromptTooLong(
                 f"prefill.token_ids, max_new_tokens: expected at most {self.max_sequence_tokens} tokens together, got "
-                f"{num_tokens} and {max_new_tokens}"
+                f"{num_tokens} and {max_new_tokens}{self._reason_of(self.max_sequence_tokens)}"
             )
         ceiling = self._ceiling_tokens(params.caller.tenant)
         if ceiling is not None and num_tokens + max_new_tokens - 1 > ceiling:  # the last token needs no block
@@ -187,7 +194,7 @@ class Limits:
         if max_tokens is not None and num_tokens + max_new_tokens > max_tokens:
             raise PromptTooLong(
                 f"prefill.token_ids, max_new_tokens: expected at most {max_tokens} tokens together, got {num_tokens} "
-                f"and {max_new_tokens}"
+                f"and {max_new_tokens}{self._reason_of(max_tokens)}"
             )
         num_entries = compression.most_entries(num_tokens, max_new_tokens)
         needed = sum(-(-count // self.block_size) * self.block_size for count in (num_tokens, num_entries))
@@ -214,6 +221,14 @@ class Limits:
             raise InvalidRequest(f"priority: expected an urgency of 0 to {MAX_URGENCY}, got {params.urgency}")
         if params.deadline_s is not None and not math.isfinite(params.deadline_s):
             raise InvalidRequest(f"deadline_s: expected a finite time, got {params.deadline_s}")
+
+    def _reason_of(self, max_tokens: int) -> str:
+        """Return what sets a limit on the length of sequences, as the end of a message."""
+        if max_tokens != self.max_model_tokens:
+            return f"; the pool has room for {self.pool_tokens} tokens (cache.capacity_tokens)"
+        return (
+            f"; {self.model_limit_reason or 'the model is made for no more (max_position_embeddings in config.json)'}"
+        )
 
     def _ceiling_tokens(self, tenant: str) -> int | None:
         return self.ceiling_tokens.get(tenant, self.default_ceiling_tokens)

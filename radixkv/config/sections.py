@@ -49,6 +49,10 @@ class ModelConfig:
         weights: format of the weights of linear layers: `auto` (as `dtype` says), or `int8`, on a CPU only: 8-bit
             weights with one scale per output feature, and 8-bit activations with one scale per token. Embeddings,
             norms and experts keep their data type.
+        longrope: RoPE factors of models with longrope, such as Phi-3. `short`: the factors for short sequences; longer
+            ones than `original_max_position_embeddings` are refused. `long`: the factors for long sequences at all
+            positions, for sequences of up to `max_position_embeddings`; answers to short prompts may be worse. Blocks
+            that are stored with one are not used with the other.
         threads: number of CPU threads that compute. Default: `OMP_NUM_THREADS` if it is set, otherwise one per physical
             core within the CPU affinity and the cgroup quota.
         max_adapters: maximum number of different LoRA adapters that are loaded; as many again may be draining. 0
@@ -63,6 +67,7 @@ class ModelConfig:
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     exactness: Annotated[str, OneOf("exact", "fast")] = "exact"
     weights: Annotated[str, OneOf("auto", "int8")] = "auto"
+    longrope: Annotated[str, OneOf("short", "long")] = "short"
     threads: Annotated[int, Range(1, 8192)] | None = None
     max_adapters: Annotated[int, Range(0, 4096)] = 0
     adapter_bytes: Annotated[int, Range(1)] = 2**30

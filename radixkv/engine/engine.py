@@ -103,6 +103,7 @@ class Engine:
             default_ceiling_blocks=cache.tenants.default_quota.ceiling_blocks,
             model_fingerprint=runner.fingerprint,
             compression_refusal=runner.compression_refusal,
+            model_limit_reason=model.limit.explanation,
         )
         self.eos_token_ids = model.eos_token_ids
         self._runner = runner

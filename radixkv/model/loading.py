@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from radixkv.config import ModelConfig
-from radixkv.config.model_directory import check_servable
+from radixkv.config.model_directory import check_servable, read_object
+from radixkv.config.sequence_limit import is_length, use_long_factors
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
 from radixkv.model.architecture import check_architecture
@@ -23,6 +24,7 @@ from radixkv.model.report import Report, report_nothing
 from radixkv.model.tiny_model import build_tiny_model
 
 _log = logging.getLogger(__name__)
+_NO_LONGROPE = 'model.longrope: expected "short" for a model without longrope, got "long" for {}'
 
 
 def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
@@ -57,6 +59,8 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
 
 
 def _make_tiny(config: ModelConfig, device: torch.device, report: Report) -> Model:
+    if config.longrope == "long":
+        raise ConfigError(_NO_LONGROPE.format("the embedded model"))
     module = build_tiny_model(ATTENTION_NAME).to(_dtype(config) or torch.float32)
     return _model("tiny", module, device, config, report)
 
@@ -66,15 +70,24 @@ def _load(config: ModelConfig, device: torch.device, report: Report) -> Model:
     directory = Path(config.path)
     try:
         report("reading the weights")
-        module = _load_module(directory, _dtype(config), device)
-        return _model(directory.resolve().name, module, device, config, report)
+        module = _load_module(directory, config, device)
+        model = _model(directory.resolve().name, module, device, config, report, directory)
+        _warn_of_files(directory, model)
+        return model
     except RadixKVError:
         raise
     except Exception as error:  # whatever transformers raises over a bad directory
         raise ConfigError(f"model.path: {directory} can't be loaded: {reason_of(error)}") from error
 
 
-def _model(name: str, module: PreTrainedModel, device: torch.device, config: ModelConfig, report: Report) -> Model:
+def _model(
+    name: str,
+    module: PreTrainedModel,
+    device: torch.device,
+    config: ModelConfig,
+    report: Report,
+    directory: Path | None = None,
+) -> Model:
     return Model(
         name,
         module,
@@ -83,22 +96,27 @@ def _model(name: str, module: PreTrainedModel, device: torch.device, config: Mod
         weights=config.weights,
         max_adapters=2 * config.max_adapters,  # as many more drain
         adapter_bytes=config.adapter_bytes,
+        directory=directory,
         report=report,
     )
 
 
-def _load_module(directory: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+def _load_module(directory: Path, config: ModelConfig, device: torch.device) -> PreTrainedModel:
     disable_progress_bar()  # a service's log is no terminal
     hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
         raise UnsupportedModel(f"model_type {hf_config.model_type}: expected a causal language model")
     check_architecture(model_class, hf_config, device)
+    if config.longrope == "long":
+        text = hf_config.get_text_config()
+        if not use_long_factors({"rope_parameters": getattr(text, "rope_parameters", None)}):
+            raise ConfigError(_NO_LONGROPE.format(directory))
     module, info = AutoModelForCausalLM.from_pretrained(
         directory,
         config=hf_config,
         attn_implementation=ATTENTION_NAME,
-        dtype=dtype or "auto",
+        dtype=_dtype(config) or "auto",
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
@@ -108,6 +126,40 @@ def _load_module(directory: Path, dtype: torch.dtype | None, device: torch.devic
     if wrong:
         raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {', '.join(wrong)}")
     return module
+
+
+def _warn_of_files(directory: Path, model: Model) -> None:
+    """Log where a model is served otherwise than its files say."""
+    limit = model.limit
+    if limit.reason:
+        _log.warning(
+            "sequences of at most %d tokens are served, not %d as config.json says: %s",
+            limit.max_tokens,
+            limit.stated_tokens,
+            limit.explanation,
+        )
+    file = directory / "tokenizer_config.json"
+    length = read_object(file).get("model_max_length") if file.is_file() else None
+    if is_length(length) and limit.stated_tokens is not None and length != limit.stated_tokens:
+        _log.warning(
+            "tokenizer_config.json states a model_max_length of %d tokens, config.json %d: sequences of at most %d "
+            "tokens are served. %s",
+            length,
+            limit.stated_tokens,
+            limit.max_tokens,
+            "Longer ones require RoPE scaling (rope_parameters) in config.json, if the model was made for it"
+            if length > limit.stated_tokens
+            else "Answers to longer prompts than the tokenizer states may be poor",
+        )
+    classes = read_object(directory / "config.json").get("auto_map")
+    if classes:
+        _log.warning(
+            "config.json names code of its own (auto_map) for the model_type %s: that code is not run, and the model "
+            "is served as the %s of transformers. If the code computes something else, answers are wrong: compare some "
+            "with those of its authors",
+            model.module.config.model_type,
+            type(model.module).__name__,
+        )
 
 
 def _dtype(config: ModelConfig) -> torch.dtype | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from radixkv.config.sequence_limit import SequenceLimit, sequence_limit
 from radixkv.errors import UnknownAdapter, UnsupportedModel
 from radixkv.model.adapters.adapted_layers import AdaptedLayers, LowRankBackend
 from radixkv.model.adapters.adapter_files import AdapterFiles
@@ -21,6 +23,7 @@ from radixkv.model.attention.interface import AttentionStep, AttentionUse
 from radixkv.model.attention.latent import LatentParts
 from radixkv.model.attention.paged_step import PaddedStep, RunningPass
 from radixkv.model.attention.probe import probe_attention
+from radixkv.model.end_tokens import end_token_ids
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.fingerprint import fingerprint_model
 from radixkv.model.last_layer import Answers, LastLayer, answers_alone
@@ -33,10 +36,6 @@ from radixkv.model.report import Report, report_nothing
 from radixkv.model.states.short_convs import ShortConvs
 from radixkv.storage.device_pool import KVShape
 from radixkv.storage.state_pool import StateShape
-
-# RoPE variants whose rotation of every token depends on the longest position in the batch, once a position exceeds the
-# value of this key.
-_LENGTH_DEPENDENT_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 
 
 class Model:
@@ -53,6 +52,7 @@ class Model:
         max_adapters: adapters that may be loaded; 0 disables adapters, which is faster if a library fuses SwiGLU.
         adapter_bytes: bytes that they may take on the device.
         fingerprint: given for models of benchmarks, whose K/V is never stored; None digests all weights.
+        directory: its files name the tokens that end a generation; None to use those of `module`.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -64,7 +64,8 @@ class Model:
         windows: tokens that a query of each layer with K and V sees, its own included; None for all.
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
-        max_tokens: tokens of the longest sequence that the model is made for; None if its configuration does not say.
+        limit: the longest sequence, and why it is shorter than the model's files state.
+        max_tokens: tokens of the longest sequence; None if its configuration does not say.
         eos_token_ids: tokens of the vocabulary that end a generation.
         weights: as given.
         has_short_end: whether the last layer computes answers alone as it does among all rows; on a CPU only.
@@ -85,6 +86,7 @@ class Model:
         max_adapters: int = 0,
         adapter_bytes: int = 2**30,
         fingerprint: str | None = None,
+        directory: Path | None = None,
         report: Report = report_nothing,
     ) -> None:
         self.name = name
@@ -138,8 +140,10 @@ class Model:
         report("looking at the attention of each layer")
         config = module.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
-        self.max_tokens = _max_tokens(config)
-        self.eos_token_ids = _eos_token_ids(module, self.vocab_size)
+        self.limit = _limit(config)
+        self.max_tokens = self.limit.max_tokens
+        ends = frozenset[int]() if directory is None else end_token_ids(directory, self.vocab_size)
+        self.eos_token_ids = ends or _eos_token_ids(module, self.vocab_size)
         self.kv_shape, self._layer_kinds = probe_attention(
             type(module).__name__, self.forward, device, int(config.num_hidden_layers)
         )
@@ -261,24 +265,13 @@ def _low_rank_backend(device: torch.device, *, is_exact: bool) -> LowRankBackend
     return LowRankMatmuls(GemmTuner(is_exact=is_exact))
 
 
-def _max_tokens(config: Any) -> int | None:
-    """Tokens of the longest sequence for which a token's K/V depend on its prefix alone; None if there is no bound."""
-    limits = [getattr(config, "max_position_embeddings", None)]
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    for rope in by_layer_type:
-        key = _LENGTH_DEPENDENT_ROPE.get(rope.get("rope_type", "default"))
-        if key is not None:
-            limits.append(rope.get(key) or getattr(config, key, None))
-    known = [int(limit) for limit in limits if limit]
-    return min(known) if known else None
+def _limit(config: Any) -> SequenceLimit:
+    names = ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
+    return sequence_limit({name: getattr(config, name, None) for name in names})
 
 
 def _eos_token_ids(module: PreTrainedModel, vocab_size: int) -> frozenset[int]:
-    """End-of-sequence tokens of generation_config.json, or else of config.json.
-
-    Configurations of models with a smaller vocabulary keep the id of a larger one, or say -1 for none.
-    """
+    """Return the end-of-sequence tokens of the configuration for generation, or else of the model's own."""
     for config in (getattr(module, "generation_config", None), module.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

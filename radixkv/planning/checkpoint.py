@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.config.model_directory import INDEX, read_object, shown
+from radixkv.config.sequence_limit import NO_LIMIT, SequenceLimit, sequence_limit, use_long_factors
 from radixkv.errors import ConfigError
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
@@ -56,6 +57,7 @@ class Checkpoint:
         num_windowed_layers: layers of `layer_types` with a window shorter than the longest sequence; all layers of a
             Mistral with one. 0 if the files do not say which layers they are.
         sliding: the layers of sliding attention, if they store other K/V than the others; None if all are alike.
+        limit: the longest sequence that is served.
     """
 
     num_layers: int | None = None
@@ -70,15 +72,17 @@ class Checkpoint:
     window: int | None = None
     num_windowed_layers: int = 0
     sliding: HeadKV | None = None
+    limit: SequenceLimit = NO_LIMIT
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
+def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
     """Read a model's config.json, and the size of the weights in its directory.
 
     The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are known too.
 
     Args:
         path: a directory with a config.json, or the file itself.
+        longrope: as `model.longrope`.
 
     Raises:
         ConfigError: a file can't be read, a field has the wrong type or range, or layers store different K/V. The
@@ -90,6 +94,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     text = top if top.get("text_config") is None else top["text_config"]
     if not isinstance(text, dict):
         raise ConfigError(f"{file}: text_config: expected an object, got {shown(text)}")
+    if longrope == "long" and not use_long_factors(text):
+        raise ConfigError(f'{file}: expected a model with longrope for model.longrope = "long", got another')
     fields = _Fields(file, text)
     fields.require_equal_layers()
     num_query_heads = fields.size("num_attention_heads", "n_head")
@@ -115,6 +121,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         window=fields.size("sliding_window") if num_windowed_layers else None,
         num_windowed_layers=num_windowed_layers,
         sliding=sliding,
+        limit=sequence_limit(text),
     )
 
 

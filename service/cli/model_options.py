@@ -7,6 +7,7 @@ import dataclasses
 from importlib.resources import as_file, files
 
 from radixkv.config import ModelConfig
+from radixkv.config.sequence_limit import sequence_limit
 from radixkv.errors import ConfigError
 from radixkv.model.tiny_files import CONFIG
 from radixkv.planning.checkpoint import Checkpoint, read_checkpoint
@@ -43,6 +44,14 @@ MODEL_OPTIONS = (
         None,
         "K/V dtype: fp32, bf16, fp16, fp8, int8, fp4, int4 (default: that of --model, or bf16)",
     ),
+    Option(
+        "--longrope",
+        None,
+        None,
+        "RoPE factors of a --model with longrope, as model.longrope (default: short)",
+        "short",
+        {"choices": ("short", "long")},
+    ),
     flag("--scales", "add a float32 scale for each vector"),
 )
 
@@ -53,7 +62,7 @@ def model_of(arguments: argparse.Namespace) -> Checkpoint:
     Raises:
         ConfigError: the model can't be read, or options set one shape for layers that have two.
     """
-    model = Checkpoint(dtype="bf16") if arguments.model is None else _checkpoint(arguments.model)
+    model = Checkpoint(dtype="bf16") if arguments.model is None else _checkpoint(arguments)
     if model.sliding is not None and (arguments.layers or arguments.kv_heads or arguments.head_dim):
         raise ConfigError(
             "--layers, --kv-heads, --head-dim: can't be combined with a --model whose sliding layers store other K/V "
@@ -74,9 +83,9 @@ def model_of(arguments: argparse.Namespace) -> Checkpoint:
     return model
 
 
-def _checkpoint(model: str) -> Checkpoint:
-    if model != ModelConfig().path:
-        return read_checkpoint(model)
+def _checkpoint(arguments: argparse.Namespace) -> Checkpoint:
+    if arguments.model != ModelConfig().path:
+        return read_checkpoint(arguments.model, arguments.longrope)
     return Checkpoint(
         num_layers=CONFIG["num_hidden_layers"],
         num_query_heads=CONFIG["num_attention_heads"],
@@ -84,6 +93,7 @@ def _checkpoint(model: str) -> Checkpoint:
         head_dim=CONFIG["head_dim"],
         dtype="fp32",
         weights_bytes=_tiny_weights_bytes(),
+        limit=sequence_limit(CONFIG),
     )
 
 

@@ -133,8 +133,12 @@ def _model(arguments: argparse.Namespace) -> Checkpoint:
 
 def _sections(arguments: argparse.Namespace, model: Checkpoint) -> list[ReportSection]:
     layout, kv_format = layout_of(model, "plan"), format_of(model, arguments)
+    requested_tokens = arguments.context
+    if model.limit.max_tokens is not None:
+        arguments.context = min(requested_tokens, model.limit.max_tokens)
     token_bytes, rank_token_bytes = layout.token_bytes(kv_format), layout.rank_token_bytes(kv_format, arguments.tp)
     sections = [
+        plan_report.limit_section(model.limit, requested_tokens),
         plan_report.token_section(layout, kv_format, arguments.tp),
         plan_report.cache_section(arguments.batch, arguments.context, token_bytes, rank_token_bytes),
         _state_section(arguments, model, token_bytes),

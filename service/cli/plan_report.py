@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from radixkv.config.sections import STATE_SHARE
+from radixkv.config.sequence_limit import SequenceLimit
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.planning.plan import (
     GB,
@@ -55,6 +56,23 @@ def text_of(sections: Sequence[ReportSection]) -> str:
 def json_of(sections: Sequence[ReportSection]) -> str:
     """Return the fields of all sections as one flat, indented JSON object."""
     return json.dumps({name: value for section in sections for name, value in section.fields.items()}, indent=2)
+
+
+def limit_section(limit: SequenceLimit, requested_tokens: int) -> ReportSection | None:
+    """Return how long a sequence may be; None if that is as long as the model states, and as requested."""
+    if limit.max_tokens is None or not (limit.reason or requested_tokens > limit.max_tokens):
+        return None
+    rows = [("served", f"at most {limit.max_tokens:,} tokens")]
+    if limit.reason:
+        rows += [
+            ("config.json", f"{limit.stated_tokens:,} tokens"),
+            ("because", limit.reason),
+            ("remedy", limit.remedy),
+        ]
+    if requested_tokens > limit.max_tokens:
+        rows.append(("--context", f"{requested_tokens:,} tokens requested; {limit.max_tokens:,} are counted below"))
+    fields = {"max_sequence_tokens": limit.max_tokens, "limit_reason": limit.reason or None}
+    return ReportSection("longest sequence", rows, fields)
 
 
 def token_section(layout: KVLayout, kv_format: KVFormat, tensor_parallel: int) -> ReportSection:

@@ -9,8 +9,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from datetime import UTC, datetime
+from pathlib import Path
 
 from radixkv import __version__
 from radixkv.config import Config, ModelConfig, ServerConfig, TransferConfig
@@ -154,6 +155,7 @@ def _run(config: Config, progress: StartProgress) -> None:
         resources.enter_context(telemetry.serving())
         engine = build_engine(config, telemetry.observers, progress=progress)
         telemetry.watch(engine)
+        _warn_of_turn_end(config.model.path, engine.eos_token_ids)
         progress.begin("starting to listen")
         resources.enter_context(publishing(engine, config.events))
         run(
@@ -164,6 +166,28 @@ def _run(config: Config, progress: StartProgress) -> None:
             config.gateway.tenant,
             telemetry.count_refusal,
             progress.ready,
+        )
+
+
+def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
+    """Log if the chat template of a model ends answers with a token that does not end a generation.
+
+    A tokenizer without `tokenizer.json` is not looked at, since loading it takes seconds.
+    """
+    if not (Path(model_path) / "tokenizer.json").is_file():
+        return
+    from radixkv.service.text.tokenizer import Tokenizer
+
+    try:
+        end = Tokenizer.load(model_path).turn_end()
+    except (ModuleNotFoundError, ValueError):  # callers who need the tokenizer get the reason
+        return
+    if end is not None and end[1] not in eos_token_ids:
+        _logger.warning(
+            "the chat template ends answers with %s (%d), which neither generation_config.json nor config.json nor the "
+            "tokenizer names as end of sequence: if the model goes on after it, add it to eos_token_id in "
+            "generation_config.json, or send it in stop_token_ids",
+            *end,
         )
 
 

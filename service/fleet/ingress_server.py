@@ -142,4 +142,6 @@ def _limits(facts: ReplicaFacts) -> Limits:
         ceiling_tokens={},
         default_ceiling_tokens=None,
         pool_tokens=facts.max_prompt_tokens,
+        max_model_tokens=facts.max_prompt_tokens,
+        model_limit_reason="the replicas compute no more",
     )

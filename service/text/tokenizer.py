@@ -144,6 +144,28 @@ class Tokenizer:
         )
         return self._ids(text, add_special_tokens=False)
 
+    def turn_end(self) -> tuple[str, int] | None:
+        """Return the special token that the chat template writes after an answer, and its id.
+
+        A model that was trained on such conversations ends its answers with it.
+
+        Returns:
+            The token; None if there is no template, if it refuses a short conversation, or if no special token comes
+            directly after the answer, apart from white space.
+        """
+        answer = "an answer that no template contains"
+        messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self._template(has_tools=False).render(messages, add_generation_prompt=False)
+        except (ModuleNotFoundError, ValueError):
+            return None
+        _, found, after = text.rpartition(answer)
+        ids = self._ids(after.lstrip(), add_special_tokens=False) if found else []
+        if not ids or self._decode(ids[:1]):  # special tokens have no text
+            return None
+        token = self._backend.id_to_token(ids[0])
+        return None if token is None else (token, ids[0])
+
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template."""

@@ -73,6 +73,11 @@ class SlowBackend:
         token_id: int | None = self._model.convert_tokens_to_ids(token)
         return token_id
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Return the token of an id; None if it is not in the vocabulary."""
+        token: str | None = self._model.convert_ids_to_tokens(token_id)
+        return token
+
     def to_str(self) -> str:
         """Raise, because there is no JSON format.
 

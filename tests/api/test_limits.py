@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from radixkv.api.caller import Caller
@@ -29,6 +31,23 @@ def limits(**given: object) -> Limits:
 def test_the_pool_and_the_model_bound_what_is_served(max_model_tokens: int | None, prompt: int, sequence: int) -> None:
     given = limits(max_model_tokens=max_model_tokens)
     assert (given.max_prompt_tokens, given.max_sequence_tokens) == (prompt, sequence)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "got 200; the pool has room for 160 tokens (cache.capacity_tokens)"),
+        ({"max_model_tokens": 100}, "got 200; the model is made for no more (max_position_embeddings in config.json)"),
+        ({"max_model_tokens": 100, "model_limit_reason": "longrope; choose"}, "got 200; longrope; choose"),
+        ({"max_model_tokens": 1000, "model_limit_reason": "longrope; choose"}, "got 200; the pool has room"),
+    ],
+)
+def test_a_refusal_says_what_sets_the_limit(given: dict[str, object], reason: str) -> None:
+    with pytest.raises(PromptTooLong, match=re.escape(reason)):
+        limits(**given).require_tokens(bytes(4 * 200))
+    params = PrefillParams(bytes(4 * 90), Caller(""))
+    with pytest.raises(PromptTooLong, match=re.escape(reason.removeprefix("got 200"))):
+        limits(**given).require_generation(params, Sampling(200))
 
 
 def test_ceilings_are_told_in_tokens() -> None:

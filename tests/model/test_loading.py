@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,42 @@ def test_float16_on_a_cpu_logs_that_it_is_slow(dtype: str, num_warnings: int, ca
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == num_warnings
     assert all("model.dtype=bfloat16" in warning for warning in warnings)
+
+
+class TestFilesThatDisagree:
+    """A model that is served otherwise than its files say is reported at start."""
+
+    def load(self, directory: Path, caplog: pytest.LogCaptureFixture, **files: dict[str, object]) -> list[str]:
+        write_checkpoint(CONFIGS["llama"], directory, max_shard_size="10MB")
+        for name, more in files.items():
+            file = directory / f"{name}.json"
+            given = json.loads(file.read_text()) if file.is_file() else {}
+            file.write_text(json.dumps({**given, **more}))
+        with caplog.at_level(logging.WARNING):
+            load_model(ModelConfig(path=str(directory), device="cpu"))
+        return [each.getMessage() for each in caplog.records if each.name == "radixkv.model.loading"]
+
+    @pytest.mark.parametrize(("length", "words"), [(256, "may be poor"), (2048, "require RoPE scaling")])
+    def test_a_tokenizer_that_states_another_length(
+        self, length: int, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (message,) = self.load(tmp_path, caplog, tokenizer_config={"model_max_length": length})
+        assert f"model_max_length of {length} tokens, config.json 512: sequences of at most 512 tokens" in message
+        assert words in message
+
+    @pytest.mark.parametrize("length", [512, 10**30, 1e30, None, "512"])
+    def test_a_tokenizer_that_states_the_same_length_or_none(
+        self, length: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert not self.load(tmp_path, caplog, tokenizer_config={"model_max_length": length})
+
+    def test_dynamic_rope_scaling(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        (message,) = self.load(tmp_path, caplog, config={"rope_parameters": rope})
+        assert message.startswith("sequences of at most 512 tokens are served, not 2048 as config.json says: dynamic")
+
+    def test_code_of_its_own_is_not_run(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        classes = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
+        (message,) = self.load(tmp_path, caplog, config={"auto_map": classes})
+        assert "auto_map) for the model_type llama" in message
+        assert "served as the LlamaForCausalLM of transformers" in message

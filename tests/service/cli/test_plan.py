@@ -488,3 +488,37 @@ def test_planning_works_where_the_engine_is_not_installed(model):
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["token_bytes"] == 327_680
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
+
+
+def test_users_are_counted_with_sequences_that_are_served(capsys, model):
+    """Beyond the original length, longrope changes the K/V of all tokens, so the server refuses longer sequences."""
+    config = json.loads((model / "config.json").read_text())
+    lengths = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps({**config, **lengths, "rope_scaling": LONGROPE}))
+    arguments = ("--model", str(model), "--memory-gb", "200", "--context", "131072")
+    cut = plan_json(capsys, *arguments)
+    assert cut["max_sequence_tokens"] == 4096
+    assert "longrope" in cut["limit_reason"]
+    at_limit = plan_json(capsys, "--model", str(model), "--memory-gb", "200", "--context", "4096")
+    assert {**at_limit, "limit_reason": cut["limit_reason"]} == cut
+    text = plan(capsys, *arguments)
+    assert "131,072 tokens requested; 4,096 are counted below" in text
+    assert 'model.longrope = "long"' in text
+    long = plan_json(capsys, *arguments, "--longrope", "long")
+    assert "max_sequence_tokens" not in long
+    assert long["users"] < cut["users"]
+
+
+def test_a_context_beyond_the_model_is_cut(capsys, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    out = plan(capsys, "--model", str(model))
+    assert "at most 2,048 tokens" in out
+    assert "8,192 tokens requested; 2,048 are counted below" in out
+
+
+def test_long_factors_of_a_model_without_longrope_are_refused(capsys, model):
+    assert "expected a model with longrope" in refusal(capsys, "--model", str(model), "--longrope", "long")

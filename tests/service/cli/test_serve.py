@@ -21,6 +21,7 @@ from radixkv.service.client import Client
 from radixkv.startup.progress import StartProgress
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
+from tests.service.text.tokenizers import write_tiny
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,17 @@ def test_a_phase_that_takes_long_is_logged_again_until_the_start_ends(monkeypatc
         assert main(["serve", "--port", "0"]) == 2
     assert num_reminders() >= 2
     assert all(thread.name != "start-progress" for thread in threading.enumerate())
+
+
+def test_a_chat_template_that_ends_answers_with_another_token_is_reported(tmp_path, caplog):
+    directory = str(write_tiny(tmp_path / "model"))
+    with caplog.at_level(logging.WARNING):
+        serve._warn_of_turn_end(directory, {509, 511})
+        serve._warn_of_turn_end(str(tmp_path), {509})  # no tokenizer
+        assert not caplog.messages
+        serve._warn_of_turn_end(directory, {509})
+    (message,) = caplog.messages
+    assert message.startswith("the chat template ends answers with <|im_end|> (511), which neither")
 
 
 def test_the_last_line_of_a_start_comes_before_the_address():

@@ -31,6 +31,30 @@ def test_a_chat_ends_where_the_answer_begins():
     assert tokenizer.decode(token_ids) == "user\nhi\nassistant\n"
 
 
+def test_the_token_that_a_template_writes_after_an_answer():
+    assert byte_level().turn_end() == ("<|im_end|>", 511)
+    assert byte_fallback().turn_end() is None, "there is no template"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}{{ m.content }} <|im_end|>{% endfor %}", ("<|im_end|>", 511)),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", None),
+        ("{% for m in messages %}{{ m.content }}END{% endfor %}", None),
+        ("{% for m in messages %}<|im_end|>{% endfor %}", None),
+        ("{{ raise_exception('never') }}", None),
+        ("{% if %}", None),
+    ],
+)
+def test_only_a_special_token_directly_after_the_answer_ends_it(tmp_path, template, end):
+    directory = write_tiny(tmp_path / "model")
+    for file in directory.glob("chat_template*"):
+        file.unlink()
+    (directory / "chat_template.jinja").write_text(template)
+    assert Tokenizer.load(directory).turn_end() == end
+
+
 def test_a_tokenizer_without_a_chat_template_refuses_a_chat():
     assert not byte_fallback().has_chat_template
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template, got one without"):

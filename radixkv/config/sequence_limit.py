@@ -1,0 +1,114 @@
+"""The longest sequence that is served, and why it is shorter than what the files of a model state; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
+_LONGROPE = ("longrope", "su")  # `su` in older files
+
+
+class SequenceLimit(NamedTuple):
+    """Bound of the tokens of a sequence, such that the K/V of a token depend on the tokens before it alone.
+
+    Attributes:
+        max_tokens: the bound; None if the configuration states none.
+        stated_tokens: what the configuration states, or promises by its RoPE scaling; None if it states nothing.
+        reason: why the bound is below `stated_tokens`, as a clause; empty if it is not.
+        remedy: what to do about it, as a clause; empty if there is nothing to do.
+    """
+
+    max_tokens: int | None = None
+    stated_tokens: int | None = None
+    reason: str = ""
+    remedy: str = ""
+
+    @property
+    def explanation(self) -> str:
+        """Reason and remedy in one line; empty if the bound is what the configuration states."""
+        return f"{self.reason}; {self.remedy}" if self.reason else ""
+
+
+NO_LIMIT = SequenceLimit()
+
+
+def sequence_limit(config: Mapping[str, Any]) -> SequenceLimit:
+    """Return the bound of a model.
+
+    With two RoPE variants, the rotation of every token, and so its K/V, depends on the longest position in the sequence
+    once that exceeds a limit. Cached K/V would be wrong there.
+
+    Args:
+        config: the entries of config.json, of its part for text if it has several. `rope_parameters` may also have its
+            former name, `rope_scaling`.
+    """
+    stated = next((config[name] for name in _LENGTH_NAMES if is_length(config.get(name))), None)
+    limits = [SequenceLimit(stated, stated)]
+    for rope in _ropes(config):
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind == "dynamic":
+            limits.append(_dynamic(rope, stated))
+        elif kind in _LONGROPE or "long_factor" in rope:
+            limits.append(_longrope(rope, config, stated))
+    known = [each for each in limits if each.max_tokens is not None]
+    return min(known, key=lambda each: (each.max_tokens, not each.reason)) if known else NO_LIMIT
+
+
+def use_long_factors(config: Mapping[str, Any]) -> bool:
+    """Make the RoPE tables of a configuration use their long factors at all positions. Returns whether there are any.
+
+    This changes the K/V of every token. The tables are changed in place, so that they are part of whatever identifies
+    the model by its configuration.
+    """
+    is_longrope = False
+    for rope in _ropes(config):
+        if "long_factor" in rope:
+            is_longrope = True
+            rope["short_factor"] = list(rope["long_factor"])
+            if "long_mscale" in rope:
+                rope["short_mscale"] = rope["long_mscale"]
+    return is_longrope
+
+
+def is_length(value: object) -> TypeGuard[int]:
+    """Whether a value of a file is a number of tokens. Some tokenizers state a number like 1e30 for no limit."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _ropes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Iterate over the RoPE tables: one for all layers, or one by kind of layer."""
+    table = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(table, dict):
+        nested = [each for each in table.values() if isinstance(each, dict)]
+        yield from nested or [table]
+
+
+def _dynamic(rope: Mapping[str, Any], stated: int | None) -> SequenceLimit:
+    own, factor = rope.get("max_position_embeddings"), rope.get("factor")
+    max_tokens = own if is_length(own) else stated
+    if max_tokens is None:
+        return NO_LIMIT
+    promised = stated or max_tokens
+    if isinstance(factor, int | float) and 1 < factor < 2**31:
+        promised = max(promised, int(max_tokens * factor))
+    if promised <= max_tokens:
+        return SequenceLimit(max_tokens, stated)
+    reason = f"dynamic RoPE scaling changes the K/V of every token in sequences of more than {max_tokens} tokens"
+    return SequenceLimit(max_tokens, promised, reason, "a rope_type such as yarn or linear in config.json does not")
+
+
+def _longrope(rope: Mapping[str, Any], config: Mapping[str, Any], stated: int | None) -> SequenceLimit:
+    places = (config.get("original_max_position_embeddings"), rope.get("original_max_position_embeddings"), stated)
+    max_tokens = next((each for each in places if is_length(each)), None)
+    is_same = rope.get("short_factor") == rope.get("long_factor") and rope.get("short_mscale") == rope.get(
+        "long_mscale"
+    )
+    if is_same or max_tokens is None or (stated is not None and max_tokens >= stated):
+        return SequenceLimit(stated, stated)
+    return SequenceLimit(
+        max_tokens,
+        stated,
+        f"longrope changes the K/V of every token in sequences of more than {max_tokens} tokens",
+        'model.longrope = "long" uses the factors of long sequences for all',
+    )

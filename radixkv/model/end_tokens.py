@@ -1,0 +1,99 @@
+"""The tokens that end a generation, according to the files of a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from radixkv.config.model_directory import read_object
+
+_log = logging.getLogger(__name__)
+
+GENERATION_CONFIG, CONFIG, TOKENIZER_CONFIG = "generation_config.json", "config.json", "tokenizer_config.json"
+_SPECIAL_TOKENS, _TOKENIZER = "special_tokens_map.json", "tokenizer.json"
+
+
+def end_token_ids(directory: Path, vocab_size: int) -> frozenset[int]:
+    """Return all end-of-sequence tokens that the files in a directory name. Logs a warning if they disagree.
+
+    Files of fine-tuned models often do: their tokenizer ends turns with another token than generation_config.json says.
+    A model that was trained on either emits that one, so all of them end a generation. Ids that are not in the
+    vocabulary are ignored: models with a smaller one keep the id of a larger one, or say -1 for none.
+
+    Raises:
+        ConfigError: a file is no JSON object.
+    """
+    named = {
+        source: frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
+        for source, ids in _named(directory).items()
+    }
+    named = {source: ids for source, ids in named.items() if ids}
+    every = frozenset[int]().union(*named.values())
+    first = next(iter(named.values()), every)  # what transformers uses
+    if every != first:
+        sources = ", ".join(f"{source} names {_shown(ids)}" for source, ids in named.items())
+        _log.warning(
+            "the files of the model name different end-of-sequence tokens: %s. Each of them ends a generation. If one "
+            "should not, correct the file; `ignore_eos` and `stop_token_ids` choose others per request",
+            sources,
+        )
+    return every
+
+
+def _named(directory: Path) -> dict[str, list[int]]:
+    """Return the ids by the file that names them, in the order in which transformers prefers them."""
+    generation, config = _read(directory / GENERATION_CONFIG), _read(directory / CONFIG)
+    text = config.get("text_config")
+    texts = [config, text] if isinstance(text, dict) else [config]
+    return {
+        GENERATION_CONFIG: _ids(generation.get("eos_token_id")),
+        CONFIG: [token_id for each in texts for token_id in _ids(each.get("eos_token_id"))],
+        "the tokenizer": _of_tokenizer(directory),
+    }
+
+
+def _of_tokenizer(directory: Path) -> list[int]:
+    """Return the id of the tokenizer's `eos_token`; none if no file has it."""
+    settings = _read(directory / TOKENIZER_CONFIG)
+    token = settings.get("eos_token") or _read(directory / _SPECIAL_TOKENS).get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        return []
+    added = settings.get("added_tokens_decoder")
+    if isinstance(added, dict):
+        ids = [key for key, each in added.items() if isinstance(each, dict) and each.get("content") == content]
+        if ids and ids[0].isdecimal():
+            return [int(ids[0])]
+    for name in ("added_tokens.json", "vocab.json"):
+        token_id = _read(directory / name).get(content)
+        if isinstance(token_id, int):
+            return [token_id]
+    return _in_tokenizer_json(_read(directory / _TOKENIZER), content)
+
+
+def _in_tokenizer_json(tokenizer: Mapping[str, Any], content: str) -> list[int]:
+    for each in tokenizer.get("added_tokens") or ():
+        if isinstance(each, dict) and each.get("content") == content:
+            return _ids(each.get("id"))
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        return _ids(vocab.get(content))
+    pieces = vocab if isinstance(vocab, list) else ()  # a list of pairs of text and score
+    return next(([index] for index, piece in enumerate(pieces) if piece and piece[0] == content), [])
+
+
+def _ids(value: object) -> list[int]:
+    given: Iterable[object] = value if isinstance(value, list) else [value]
+    return [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_object(file) if file.is_file() else {}
+
+
+def _shown(ids: Iterable[int]) -> str:
+    return json.dumps(sorted(ids))
