@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import secrets
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,10 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare answers, then speeds. Returns 1 if answers differ."""
     args = _parser().parse_args(arguments)
     with contextlib.ExitStack() as stack:
+        secret = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
+        secret.write_text(secrets.token_hex(), encoding="utf-8")
         room = f"cache.capacity_tokens={max(2 * args.long_prompt_tokens, _MIN_POOL_TOKENS)}"
-        sending = ["transfer.serve=true", "cache.max_held_share=1.0", room]
+        authentic = f"tiers.secret_file={secret}"
+        sending = ["transfer.serve=true", "cache.max_held_share=1.0", room, authentic]
         first = stack.enter_context(ServerProcess(serve_command("tiny", "cpu", sending)))
-        taking = [f"kv_sources.first.address={first}", room]
+        taking = [f"kv_sources.first.address={first}", room, authentic]
         second = stack.enter_context(ServerProcess(serve_command("tiny", "cpu", taking)))
         bare = stack.enter_context(ServerProcess([sys.executable, "-m", "bench.fleet.bare_stream"]))
         prefill, decode = stack.enter_context(Client(first)), stack.enter_context(Client(second))

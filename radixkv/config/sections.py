@@ -397,10 +397,13 @@ class TiersConfig:
             `rediss://` for TLS, or `unix://PATH`.
         mooncake_master: `HOST:PORT` of the master of a Mooncake Store that all servers of one model share.
         mooncake_bytes: memory that this server contributes to the Mooncake Store, in bytes.
-        secret_file: file with a secret, the same on all servers that share a store. Without it, anyone who can read a
-            store can test whether a prompt is in it.
+        secret_file: file with a secret of 32 random bytes or more, the same on all servers that share a store or
+            transfer K/V. It authenticates blocks on disk, in shared stores and from other servers, so that modified
+            ones are never used. Without it, anyone who can read a store can test whether a prompt is in it.
         encryption_key_file: file with 64 hexadecimal digits, from which a key is derived per tenant. Blocks are
-            encrypted on disk and in shared stores, not in host memory.
+            encrypted on disk and in shared stores, not in host memory; modified ones are never used.
+        trusted: whether to use shared stores, and a `disk_path` that other users can write, with neither of the two
+            files. Whoever can write there can then change the outputs of the model.
     """
 
     host_bytes: _Bytes | None = None
@@ -411,6 +414,7 @@ class TiersConfig:
     mooncake_bytes: _Bytes = 2**30
     secret_file: str | None = None
     encryption_key_file: str | None = None
+    trusted: bool = False
 
     def __post_init__(self) -> None:
         require_fields("tiers", self)
@@ -425,10 +429,13 @@ class StoreConfig:
     Attributes:
         place: passed to the plug-in: a directory, a URL, an address.
         max_bytes: passed to the plug-in: its size in bytes. Default: the plug-in has a limit of its own.
+        trusted: whether to use the store without `tiers.secret_file` and `tiers.encryption_key_file`. Whoever can write
+            to it can then change the outputs of the model.
     """
 
     place: str = ""
     max_bytes: _Bytes | None = None
+    trusted: bool = False
 
     def require(self, path: str) -> None:
         """Check all values. `Config` calls this, since only it knows the name of the section.
@@ -479,11 +486,14 @@ class KVSourceConfig:
         address: `HOST:PORT`, as in the requests.
         token_file: file with the bearer token for that server; its tenants must include those whose K/V is fetched.
         tls_ca: PEM file with the certificate authorities of that server. Default: no TLS.
+        trusted: whether to use its K/V without `tiers.secret_file`. That server, and without TLS whoever can change the
+            traffic, can then change the outputs of the model.
     """
 
     address: str = ""
     token_file: str | None = None
     tls_ca: str | None = None
+    trusted: bool = False
 
     def require(self, path: str) -> None:
         """Check all values. `Config` calls this, since only it knows the name of the section.

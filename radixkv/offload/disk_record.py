@@ -17,7 +17,9 @@ from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import KEY_BYTES, BlockKeys
 from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.retention import RetentionHint
+from radixkv.offload.tiers.block_object import ObjectFault
 from radixkv.offload.tiers.disk import DiskStore
+from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 
 _log = logging.getLogger(__name__)
 _LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("ends_s", "<f8"), ("priority", "u1"), ("more", "V7")])
@@ -105,6 +107,7 @@ class DiskRecord:
         keys: computes keys for the format of its blocks.
         clock: seconds, monotonic, as in the cache.
         time_of_day: seconds since 1970, which the next process can compare.
+        rejected: counts blocks of unknown namespaces; None not to count them.
     """
 
     def __init__(
@@ -113,7 +116,9 @@ class DiskRecord:
         keys: BlockKeys,
         clock: Callable[[], float] = time.monotonic,
         time_of_day: Callable[[], float] = time.time,
+        rejected: RejectedBlocks | None = None,
     ) -> None:
+        self._rejected = rejected
         self._disk = disk
         self._priorities = PriorityFile(disk.path / _PRIORITIES)
         self._keys = keys
@@ -153,7 +158,8 @@ class DiskRecord:
         """List the blocks of earlier processes with their namespaces, and the priorities that have not expired.
 
         The tags of a key identify its namespace, so a block is found even if the blocks before it are gone; it becomes
-        useful as soon as these are recomputed. Blocks of unknown namespaces are deleted, since no purge finds them.
+        useful as soon as these are recomputed. Blocks of unknown namespaces are deleted, since no purge finds them; so
+        are those with the tags of another secret.
         So are blocks whose tags two namespaces share, which happens to two salts of a tenant once in 16 million.
 
         Complexity: O(blocks), without reading them.
@@ -167,6 +173,8 @@ class DiskRecord:
             self._disk.delete(useless)
         except StoreError as error:
             _log.error("tier disk: deleting %d blocks of unknown namespaces failed: %s", len(useless), error)
+        if self._rejected is not None:
+            self._rejected.add([ObjectFault.FOREIGN] * len(useless))
         num_found = len(found) - len(useless)
         took_s = time.perf_counter() - start_s
         _log.info("found %d blocks on disk in %.2f s, and deleted %d", num_found, took_s, len(useless))

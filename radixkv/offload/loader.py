@@ -85,9 +85,9 @@ class Load:
 
     def wanted_of(self, tier: Tier) -> list[Wanted]:
         """Return the blocks to ask a tier for."""
-        cipher = tier.cipher_of(self.run[0].block.namespace.tenant)
+        protection = tier.protection_of(self.run[0].block.namespace.tenant)
         blocks = (each.block for each in self.run if each.tier == tier.name)
-        return [Wanted(block.key, block.tokens, cipher=cipher) for block in blocks]
+        return [Wanted(block.key, block.tokens, protection) for block in blocks]
 
     def end_call(self, store: str, outcome: LoadedBlocks) -> None:
         """Add the result of a call."""

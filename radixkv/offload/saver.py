@@ -194,5 +194,5 @@ class Saver:
 def _object(evicted: EvictedBlock, payload: memoryview, tier: Tier, wait: Callable[[], None]) -> BlockObject:
     block = evicted.block
     generation = int(evicted.part_id is not None)  # a later generation replaces an object without windowed layers
-    cipher = tier.cipher_of(block.namespace.tenant)
-    return BlockObject(block.key, block.parent, generation, block.tokens, payload, cipher, wait)
+    protection = tier.protection_of(block.namespace.tenant)
+    return BlockObject(block.key, block.parent, generation, block.tokens, payload, protection, wait)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from radixkv.config import Config, TiersConfig
 from radixkv.config.address import host_and_port
+from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError, InvalidAdapter
 from radixkv.model.adapters.adapter_config import require_files
 from radixkv.offload.tiers.open_store import require_backend, require_redis_url
-from radixkv.startup.tier_secrets import ciphers_of, secret_of
+from radixkv.offload.tiers.private_directory import require_private
+from radixkv.startup.tier_secrets import ciphers_of, has_protection, secret_of
 
 
 def require_usable(config: Config) -> None:
@@ -29,6 +31,30 @@ def require_usable(config: Config) -> None:
     _require_tiers(config.tiers)
     for name in config.stores:
         require_backend(name)
+    require_protected(config)
+
+
+def require_protected(config: Config) -> None:
+    """Refuse stores and servers whose K/V others could modify, because it is neither authenticated nor encrypted.
+
+    Raises:
+        ConfigError: the message names the key, and that which says that a store or a server is trusted.
+    """
+    tiers = config.tiers
+    trusted = {f"kv_sources.{name}": source.trusted for name, source in config.kv_sources.items()}
+    if tiers.secret_file is not None:
+        trusted = {}
+    if not has_protection(tiers):
+        trusted |= {f"stores.{name}": store.trusted for name, store in config.stores.items()}
+        urls = {"tiers.redis_url": tiers.redis_url, "tiers.mooncake_master": tiers.mooncake_master}
+        trusted |= {key: tiers.trusted for key, url in urls.items() if url is not None}
+    for key, is_trusted in trusted.items():
+        if not is_trusted:
+            section = "tiers" if key.startswith("tiers.") else key
+            raise ConfigError(
+                f"{key}: expected tiers.secret_file, so that K/V that others have modified is not used, got none; use "
+                f"the same secret on all servers, or set {section}.trusted if nobody else can modify it"
+            )
 
 
 def _require_adapter_directory(config: Config) -> None:
@@ -45,9 +71,13 @@ def _require_tiers(tiers: TiersConfig) -> None:
         raise ConfigError("tiers.disk_path: expected a directory with tiers.disk_bytes, got none")
     if tiers.disk_path == "":  # which would be the directory of the process
         raise ConfigError("tiers.disk_path: expected a directory, got an empty path")
-    _ = secret_of(tiers), ciphers_of(tiers)
+    if secret_of(tiers):
+        require_package("tiers.secret_file", "cryptography", "cryptography", "encryption")
+    _ = ciphers_of(tiers)
     if tiers.redis_url is not None:
         require_redis_url(tiers.redis_url)
     if tiers.mooncake_master is not None:
         host_and_port("tiers.mooncake_master", tiers.mooncake_master)
         require_backend("mooncake")
+    if tiers.disk_path is not None and not (tiers.trusted or has_protection(tiers)):
+        require_private(Path(tiers.disk_path))

@@ -25,6 +25,11 @@ def secret_of(config: TiersConfig) -> bytes:
     return blake2b(secret, digest_size=MAX_SECRET_BYTES).digest()
 
 
+def has_protection(config: TiersConfig) -> bool:
+    """Whether blocks outside the process are authenticated or encrypted, so that modified ones are never used."""
+    return config.secret_file is not None or config.encryption_key_file is not None
+
+
 def ciphers_of(config: TiersConfig) -> TenantCiphers | None:
     """Return the ciphers of the key in `encryption_key_file`; None without one.
 

@@ -32,16 +32,16 @@ from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex, TierSha
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.offload import Offload, do_nothing
 from radixkv.offload.pinned_memory import StagingSlots, map_pinned_memory, staging_stride
-from radixkv.offload.tiers.block_object import object_bytes
+from radixkv.offload.tiers.block_mac import BlockMac
+from radixkv.offload.tiers.block_object import Protection, object_bytes
 from radixkv.offload.tiers.block_store import StoreBackend
 from radixkv.offload.tiers.disk import DiskStore
 from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
 from radixkv.offload.tiers.host import map_memory
 from radixkv.offload.tiers.open_store import StoreOptions, open_backend
-from radixkv.offload.tiers.sealing import TenantCiphers
 from radixkv.offload.tiers.threaded_store import ThreadedStore
 from radixkv.offload.tiers.tier import Tier
-from radixkv.startup.tier_secrets import ciphers_of, secret_of
+from radixkv.startup.tier_secrets import ciphers_of, has_protection, secret_of
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_bytes import LayerBytes, payload_layout
 
@@ -78,7 +78,9 @@ class Stores:
         index: which tier holds which block; it listens to the cache.
         mover: copies blocks.
         max_waiting_bytes: see `Offload`.
-        ciphers: encrypt what is stored outside this process; None to store it unencrypted.
+        protection_of: returns what encrypts or authenticates the blocks of a tenant outside this process; None for
+            neither.
+        mac: authenticates blocks that servers send to each other; None without a secret.
         transfer: K/V transfers between servers; None to disable them.
         layer_bytes: sizes of the layers of a block.
     """
@@ -89,7 +91,8 @@ class Stores:
     index: OffloadIndex
     mover: BlockMover
     max_waiting_bytes: int
-    ciphers: TenantCiphers | None
+    protection_of: Callable[[str], Protection | None]
+    mac: BlockMac | None
     transfer: Transfers | None
     layer_bytes: LayerBytes
 
@@ -118,7 +121,7 @@ class Stores:
             self.max_waiting_bytes,
             self.keys,
             choice or LoadOrCompute(cache.block_size),
-            DiskRecord(disk, self.keys) if isinstance(disk, DiskStore) else None,
+            DiskRecord(disk, self.keys, rejected=tiers["disk"].rejected) if isinstance(disk, DiskStore) else None,
             on_close=timers.close,
             closed=self.closed,
             wake=wake,
@@ -135,6 +138,7 @@ class Stores:
             sources=self.transfer.sources,
             layer_bytes=self.layer_bytes,
             stores=SharedStores(shared, offload.purger.is_purging_any),
+            mac=self.mac,
         )
 
     def _tier(self, name: str, backend: StoreBackend, timers: TimerThread) -> Tier:
@@ -150,7 +154,7 @@ class Stores:
             store,
             self.mover.sizes,
             partial(_is_closed, circuit),
-            None if is_host else self.ciphers,
+            _unprotected if is_host else self.protection_of,
             stage=_keep if is_host else self.mover.stage,
             is_shared=is_shared,
         )
@@ -213,8 +217,11 @@ def open_stores(
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
     )
-    keys = BlockKeys(block_format, secret_of(config))
+    secret = secret_of(config)
+    keys = BlockKeys(block_format, secret)
+    mac = BlockMac(secret, block_format.fingerprint) if secret else None
     ciphers = ciphers_of(config)
+    protection_of = (lambda tenant: mac) if ciphers is None else ciphers.of
     backends: dict[str, StoreBackend] = {}
     closed: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
@@ -230,7 +237,9 @@ def open_stores(
     key_blocks = PromptKeys(keys, marks).blocks
     offload_index = OffloadIndex(tier_indexes, key_blocks, storage.block_size, part_of or (lambda block_id: None))
     layer_bytes = LayerBytes.of(storage.pools[0])  # used by transfers only, which require a single pool
-    return Stores(backends, tuple(closed), keys, offload_index, mover, waiting_bytes, ciphers, transfer, layer_bytes)
+    return Stores(
+        backends, tuple(closed), keys, offload_index, mover, waiting_bytes, protection_of, mac, transfer, layer_bytes
+    )
 
 
 def _stores_to_open(
@@ -249,7 +258,14 @@ def _stores_to_open(
             block_format, num_bytes, config.host_bytes, native=native, map_memory=map_host_memory
         )
     if config.disk_path is not None:
-        options["disk"] = StoreOptions(block_format, num_bytes, config.disk_bytes, config.disk_path, native)
+        options["disk"] = StoreOptions(
+            block_format,
+            num_bytes,
+            config.disk_bytes,
+            config.disk_path,
+            native,
+            must_be_private=not (has_protection(config) or config.trusted),
+        )
     if config.redis_url is not None:
         options["redis"] = StoreOptions(block_format, num_bytes, place=config.redis_url)
     if config.mooncake_master is not None:
@@ -269,6 +285,10 @@ def _gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
     except MemoryError as error:
         raise ConfigError(f"tiers: mapping {num_bytes} bytes of host memory for copies of blocks failed") from error
     return GpuCopies(CopyStream(storage.pools[0].blocks.device), StagingSlots(memory, payload_bytes))
+
+
+def _unprotected(tenant: str) -> None:
+    """Neither encrypt nor authenticate the blocks of a tenant: only this process can write them."""
 
 
 def _keep(payload: memoryview) -> None:

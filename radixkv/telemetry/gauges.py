@@ -37,7 +37,7 @@ class EngineGauges(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can select some of them by name."""
-        now = (self._adapters(), _tiers([]), _families(_EMPTY), self._aliases(_EMPTY))
+        now = (self._adapters(), _tiers([]), [self._rejected()], _families(_EMPTY), self._aliases(_EMPTY))
         return [*self._states(is_up=False), *self._device(), *self._events(), *itertools.chain(*now)]
 
     def collect(self) -> Iterable[Metric]:
@@ -49,8 +49,24 @@ class EngineGauges(Collector):
             yield from self._device()
             yield from self._adapters()
             yield from _tiers([] if self._engine.offload is None else self._engine.offload.stats())
+            yield self._rejected()
             yield from _families(load)
             yield from self._aliases(load)
+
+    def _rejected(self) -> Metric:
+        family = CounterMetricFamily(
+            "radixkv_rejected_blocks",
+            "Blocks from tiers and other servers that failed verification and were not used.",
+            labels=["source", "reason"],
+        )
+        offload, transfer = self._engine.offload, self._engine.transfer
+        sources = {} if offload is None else {name: tier.rejected for name, tier in offload.tiers.items()}
+        if transfer is not None:
+            sources["kv_source"] = transfer.rejected
+        for source, rejected in sources.items():
+            for reason, number in rejected.counts().items():
+                family.add_metric([source, reason.value], number)
+        return family
 
     def _states(self, *, is_up: bool) -> Iterable[Metric]:
         limits = self._engine.limits

@@ -72,6 +72,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     from radixkv.service.fleet.ray_fleet import FleetPlan, running_fleet, with_port
     from radixkv.service.server.auth.requirements import require_secure
     from radixkv.service.server.servicers.kv_sources import require_sources
+    from radixkv.startup.requirements import require_protected
     from radixkv.telemetry.otlp import require_exportable
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -84,6 +85,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     require_free(config.server)
     _require_private(arguments.replica_host, config)
     require_sources(config.kv_sources)
+    require_protected(config)
     require_exportable(config.telemetry)
     config = with_port(config, config.server.port or _free_port(config.server.host))
     plan = FleetPlan(

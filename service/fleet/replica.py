@@ -55,7 +55,8 @@ class Replica:
         observers = () if tracing is None else (tracing,)
         self._engine = await asyncio.to_thread(build_engine, _sending(config), observers, secrets.events_key)
         if self._engine.transfer is not None:
-            self._engine.transfer.fleet = FleetAccess(secrets.token, config.fleet.tls_ca, config.fleet.tls_name)
+            fleet = config.fleet
+            self._engine.transfer.join(FleetAccess(secrets.token, secrets.kv_key, fleet.tls_ca, fleet.tls_name))
         self._resources.enter_context(frozen_survivors())
         self._engine.start()
         self._resources.callback(self._engine.stop)

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Self
 
 
@@ -25,6 +26,11 @@ class FleetSecrets:
     def make(cls) -> Self:
         """Generate new secrets."""
         return cls(secrets.token_bytes(32), secrets.token_urlsafe(32))
+
+    @property
+    def kv_key(self) -> bytes:
+        """Key that authenticates the K/V that replicas send to each other, if there is no `tiers.secret_file`."""
+        return blake2b(self.token.encode(), key=self.events_key, person=b"radixkv fleet kv").digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,9 @@ def redis(folder: Path) -> None:
     if SERVER is None:
         raise Skipped(WHY_NOT)
     with redis_server(folder) as store:
-        _restored(f"tiers.redis_url={store.url}", tier="remote_tokens")
+        secret = folder / "store.secret"
+        secret.write_text(os.urandom(32).hex())
+        _restored(f"tiers.redis_url={store.url}", f"tiers.secret_file={secret}", tier="remote_tokens")
 
 
 def encryption(folder: Path) -> None:
@@ -233,9 +235,9 @@ def mooncake(folder: Path) -> None:
     if WHY_NOT is not None:
         raise Skipped(WHY_NOT)
     with mooncake_master(free_port()) as master:
-        setting = f"tiers.mooncake_master={master}"
+        settings = (f"tiers.mooncake_master={master}", "tiers.trusted=true")
         # What a server has lent to the store goes with it, so both run at the same time.
-        with serving(setting) as first, serving(setting) as second:
+        with serving(*settings) as first, serving(*settings) as second:
             answers = [_answer_once_saved(first), _answer_once_saved(second)]
     expect(answers[1].usage.remote_tokens > 0, f"remote_tokens: expected some, got {answers[1].usage}")
 

@@ -1315,9 +1315,40 @@ STORE_MUTANTS = (
         "[native.copy_checked(first, body, memory)]:",
     ),
     Mutant("offload/tiers/open_store.py", "options.object_bytes, options.native)", "options.object_bytes)"),
-    Mutant("offload/tiers/open_store.py", ", native=options.native", ""),
+    Mutant("offload/tiers/open_store.py", "        native=options.native,\n", ""),
     Mutant("startup/tiers.py", "storage.part_pools, native, gpu)", "storage.part_pools, None, gpu)"),
     Mutant("offload/tiers/disk.py", "                self._buffers.give_back(buffer)\n", "                pass\n"),
+)
+AUTHENTICITY_MUTANTS = (
+    Mutant("offload/tiers/block_object.py", "if mac is not None and not _is_authentic(data, head, mac):", "if False:"),
+    Mutant(
+        "offload/tiers/block_object.py",
+        "protection.of(salt, (first, tokens, self.payload))",
+        "protection.of(salt, (first, tokens))",
+    ),
+    Mutant(
+        "offload/tiers/block_object.py",
+        "(data[: HEAD_BYTES - MAC_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES])",
+        "(data[HEAD_BYTES:-CHECKSUM_BYTES],)",
+    ),
+    Mutant("offload/tiers/block_mac.py", "blake2b(fingerprint.encode(), ", "blake2b(b'', "),
+    Mutant("offload/tiers/block_mac.py", "blake2b(salt, ", "blake2b(b'', "),
+    Mutant("offload/tiers/private_directory.py", " and not status.st_mode & stat.S_ISVTX", ""),
+    Mutant("offload/tiers/private_directory.py", "stat.S_ISLNK(status.st_mode) or ", ""),
+    Mutant("offload/tiers/private_directory.py", "reversed(directory.parents)", "()"),
+    Mutant("offload/tiers/rejected_blocks.py", "self._counts[fault] - self._logged[fault]", "self._counts[fault]"),
+    Mutant("offload/tiers/rejected_blocks.py", "if now_s >= self._next_log_s.get(fault, now_s)", ""),
+    Mutant("engine/transfer/lease_exporter.py", "            mac = None\n", "            pass\n"),
+    Mutant("engine/transfer/transfer.py", "self._mac_of_members if is_member else self._mac", "self._mac_of_members"),
+    Mutant("engine/transfer/transfer.py", "        if self._mac is None:\n", "        if True:\n"),
+    Mutant(
+        "service/server/servicers/kv_fetcher.py",
+        "payload in _OTHER_PROMPT and not verified",
+        "payload in _OTHER_PROMPT",
+    ),
+    Mutant("service/server/servicers/kv_fetcher.py", "                self._transfer.rejected.add([payload])\n", ""),
+    Mutant("startup/requirements.py", "        trusted = {}\n", "        pass\n"),
+    Mutant("startup/requirements.py", "if not has_protection(tiers):", "if False:"),
 )
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),

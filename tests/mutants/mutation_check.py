@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tests.mutants.mutants import (
     ANSWER_MUTANTS,
+    AUTHENTICITY_MUTANTS,
     CACHE_MUTANTS,
     ENGINE_MUTANTS,
     EVENT_MUTANTS,
@@ -190,6 +191,15 @@ STORE_TESTS = (
     "tests/offload/tiers/test_disk.py",
     "tests/startup/test_tiers.py",
 )
+AUTHENTICITY_TESTS = (
+    "tests/offload/tiers/test_block_object.py",
+    "tests/offload/tiers/test_block_mac.py",
+    "tests/offload/tiers/test_rejected_blocks.py",
+    "tests/offload/tiers/test_private_directory.py",
+    "tests/engine/transfer",
+    "tests/startup/test_requirements.py",
+    "tests/service/server/servicers/test_kv_sender.py",
+)
 FLEET_TESTS = (
     "tests/service/fleet/test_replica.py",
     "tests/service/fleet/test_replica_connection.py",
@@ -213,6 +223,7 @@ CHECKS = (
     (STATE_MUTANTS, STATE_TESTS),
     (PART_MUTANTS, PART_TESTS),
     (STORE_MUTANTS, STORE_TESTS),
+    (AUTHENTICITY_MUTANTS, AUTHENTICITY_TESTS),
     (FLEET_MUTANTS, FLEET_TESTS),
     (SERVICE_MUTANTS, SERVICE_TESTS),
 )

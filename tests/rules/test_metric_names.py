@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from radixkv.api.stats import TierStats
 from radixkv.errors import QueueFull, StepFailed
+from radixkv.offload.tiers.block_object import ObjectFault
+from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 from radixkv.scheduling.request import Outcome
 from radixkv.telemetry.gauges import EngineGauges
 from radixkv.telemetry.metrics import MAX_UNKNOWN_TENANTS, Metrics
@@ -33,6 +35,7 @@ NAMES = {
     "radixkv_tier_blocks_total": ("counter", ("outcome", "tier")),
     "radixkv_tier_loaded_bytes_total": ("counter", ("tier",)),
     "radixkv_tier_load_seconds_total": ("counter", ("tier",)),
+    "radixkv_rejected_blocks_total": ("counter", ("reason", "source")),
     "radixkv_healthy": ("gauge", ()),
     "radixkv_info": ("info", ("device", "model", "version")),
     "radixkv_attention_info": ("info", ("kernels",)),
@@ -110,7 +113,10 @@ def served(*, is_alive: bool = True) -> CollectorRegistry:
     engine = FakeEngine()
     engine.is_alive = is_alive
     engine.events = FakeSource()
-    engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", True, 1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)])
+    tier = TierStats("host", True, 1, 2, 3, 4, 5, 0.5, 6, 7, 8, 9, 10, 11)
+    rejected = RejectedBlocks("tier host")
+    rejected.add([ObjectFault.CUT])
+    engine.offload = SimpleNamespace(stats=lambda: [tier], tiers={"host": SimpleNamespace(rejected=rejected)})
     metrics.registry.register(EngineGauges(engine))
     metrics.request_refused(QueueFull("full"))
     metrics.request_ended(ended_request(), Outcome.FAILED, StepFailed("broken"), 101.0)

@@ -8,6 +8,7 @@ import pytest
 
 from radixkv.config import Config
 from radixkv.errors import ConfigError
+from radixkv.startup import requirements
 from radixkv.startup.requirements import require_usable
 
 
@@ -17,7 +18,63 @@ def test_settings_without_requirements_are_usable(tmp_path: Path) -> None:
 
 
 def test_other_machines_need_not_be_there() -> None:
-    require_usable(Config.load(None, ["tiers.redis_url=redis://127.0.0.1:1/0", "tiers.disk_path=/dev/null/x"]))
+    settings = ["tiers.redis_url=redis://127.0.0.1:1/0", "tiers.disk_path=/dev/null/x", "tiers.trusted=true"]
+    require_usable(Config.load(None, settings))
+
+
+SOURCE = "kv_sources.first.address=10.0.0.8:50051"
+REDIS = "tiers.redis_url=redis://127.0.0.1:1/0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            [REDIS],
+            "tiers.redis_url: expected tiers.secret_file, so that K/V that others have modified is not used, got",
+        ),
+        ([SOURCE], "kv_sources.first: expected tiers.secret_file, so that K/V that others have modified is not used"),
+        ([SOURCE, "tiers.trusted=true"], "kv_sources.first: expected tiers.secret_file"),
+        ([SOURCE, "kv_sources.first.trusted=true", REDIS], "tiers.redis_url: expected tiers.secret_file"),
+        (
+            [SOURCE, "kv_sources.first.trusted=true", "kv_sources.other.address=10.0.0.9:50051"],
+            "kv_sources.other: expected tiers.secret_file",
+        ),
+        (["stores.shelf.place=x"], "stores.shelf: expected tiers.secret_file"),
+        (["stores.shelf.place=x", "tiers.trusted=true"], "stores.shelf: expected tiers.secret_file"),
+    ],
+)
+def test_without_a_secret_stores_and_servers_must_be_trusted(
+    settings: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "require_backend", lambda name: None)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}") as caught:
+        require_usable(Config.load(None, settings))
+    key = str(caught.value).partition(":")[0]
+    trusted = f"{'tiers' if key.startswith('tiers') else key}.trusted"
+    assert f"or set {trusted} if nobody else can modify it" in str(caught.value)
+    require_usable(Config.load(None, [*settings, f"{trusted}=true"]))
+    (tmp_path / "secret").write_text("a secret")
+    require_usable(Config.load(None, [*settings, f"tiers.secret_file={tmp_path}/secret"]))
+
+
+def test_an_encryption_key_protects_stores_but_not_transfers(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("5a" * 32)
+    key = f"tiers.encryption_key_file={tmp_path}/key"
+    require_usable(Config.load(None, [REDIS, key]))
+    with pytest.raises(ConfigError, match=r"^kv_sources\.first: expected tiers\.secret_file"):
+        require_usable(Config.load(None, [SOURCE, key]))
+
+
+def test_without_a_secret_the_directory_of_the_disk_tier_must_be_private(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").chmod(0o777)
+    (tmp_path / "secret").write_text("a secret")
+    disk = f"tiers.disk_path={tmp_path}/disk"
+    with pytest.raises(ConfigError, match=r"^tiers\.disk_path: expected a directory that only user"):
+        require_usable(Config.load(None, [disk]))
+    for setting in ("tiers.trusted=true", f"tiers.secret_file={tmp_path}/secret"):
+        require_usable(Config.load(None, [disk, setting]))
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,9 @@ def test_options_that_states_do_not_support_are_rejected_by_name(engine: Engine)
     ("key", "settings"),
     [
         ("tiers.host_bytes", ["tiers.host_bytes=1000000"]),
-        ("tiers.redis_url", ["tiers.redis_url=redis://127.0.0.1:1/0"]),
+        ("tiers.redis_url", ["tiers.redis_url=redis://127.0.0.1:1/0", "tiers.trusted=true"]),
         ("transfer.serve", ["transfer.serve=true"]),
-        ("kv_sources", ["kv_sources.first.address=127.0.0.1:1"]),
+        ("kv_sources", ["kv_sources.first.address=127.0.0.1:1", "kv_sources.first.trusted=true"]),
     ],
 )
 def test_kv_transfer_is_rejected_at_startup(key: str, settings: list[str], directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from redis import Redis
+from xxhash import xxh3_128_digest
 
 from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
@@ -30,6 +33,7 @@ from radixkv.offload.tiers.block_object import object_bytes
 from radixkv.offload.tiers.block_store import StoreBackend, StoreSize
 from radixkv.offload.tiers.host import HostStore, map_memory
 from radixkv.offload.tiers.open_store import StoreOptions
+from radixkv.offload.tiers.slot_file import SlotSizes
 from radixkv.startup import tiers
 from radixkv.startup.build_engine import build_engine
 from radixkv.telemetry.gauges import EngineGauges
@@ -43,6 +47,7 @@ from tests.startup.running import running, settle
 
 pytestmark = pytest.mark.usefixtures("patient_guards")
 
+TRUSTED = "tiers.trusted=true"
 BLOCK_SIZE, POOL_TOKENS, PROMPT_TOKENS = 16, 256, 83  # five whole blocks of a pool of 16
 
 
@@ -291,7 +296,7 @@ def test_an_encrypted_disk_is_read_with_its_key_alone(
             result = ask(served, 1)
             assert result.usage.cached_tokens == 0
             np.testing.assert_array_equal(result.logits, before)
-        assert "expected whole blocks of this model, got one that is unsealed" in caplog.text
+        assert re.search("expected unmodified blocks of this model, got .* unsealed", caplog.text)
         caplog.clear()
 
 
@@ -322,7 +327,12 @@ def working_tiers(engine: Engine) -> dict[str, float]:
 
 
 def test_an_unreachable_redis_is_reported_before_the_first_request(checkpoint: Path, tmp_path: Path) -> None:
-    stores = (f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000", "tiers.redis_url=redis://127.0.0.1:1/0")
+    stores = (
+        f"tiers.disk_path={tmp_path}",
+        "tiers.disk_bytes=10000000",
+        "tiers.redis_url=redis://127.0.0.1:1/0",
+        TRUSTED,
+    )
     with engine(checkpoint, *stores) as served:
         wait_until(lambda: working_tiers(served) == {"disk": 1, "redis": 0})
 
@@ -366,6 +376,11 @@ def redis(folder: Path, *settings: str) -> contextlib.AbstractContextManager[Red
     return redis_server(folder, *settings)
 
 
+def secret_at(folder: Path, secret: str = "between us\n") -> str:
+    (folder / "secret").write_text(secret)
+    return f"tiers.secret_file={folder}/secret"
+
+
 def wait_for_redis(engine: Engine, num_blocks: int) -> None:
     assert engine.offload is not None
     counts = engine.offload.tiers["redis"].counts
@@ -375,7 +390,7 @@ def wait_for_redis(engine: Engine, num_blocks: int) -> None:
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_servers_that_share_a_redis_find_each_other_s_blocks(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
     with redis(tmp_path) as server:
-        settings = (f"tiers.redis_url={server.url}", f"cache.kv_dtype={kv_dtype}")
+        settings = (f"tiers.redis_url={server.url}", secret_at(tmp_path), f"cache.kv_dtype={kv_dtype}")
         with engine(checkpoint, *settings) as first, engine(checkpoint, *settings) as second:
             before = ask(first, 1).logits
             wait_for_redis(first, 5)
@@ -394,20 +409,102 @@ def test_servers_that_differ_share_nothing(checkpoint: Path, tmp_path: Path, set
     secret.write_text("between us\n")
     with redis(tmp_path / "redis") as server:
         url = f"tiers.redis_url={server.url}"
-        with engine(checkpoint, url) as first:
+        with engine(checkpoint, url, TRUSTED) as first:
             ask(first, 1)
             wait_for_redis(first, 5)
-        with engine(checkpoint, url, setting + str(secret) * setting.endswith("=")) as second:
+        with engine(checkpoint, url, TRUSTED, setting + str(secret) * setting.endswith("=")) as second:
             assert ask(second, 1).usage.cached_tokens == 0
             assert second.purge().result(PATIENCE_S).stored_blocks is not None
-        with engine(checkpoint, url) as third:
+        with engine(checkpoint, url, TRUSTED) as third:
             assert ask(third, 1).usage.remote_tokens == 80
+
+
+def test_altered_blocks_of_a_redis_are_computed_and_reported(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis(tmp_path) as server:
+        settings = (f"tiers.redis_url={server.url}", secret_at(tmp_path))
+        with engine(checkpoint, *settings) as first:
+            before = ask(first, 1).logits
+            wait_for_redis(first, 5)
+        client = Redis.from_url(server.url)
+        for name in client.scan_iter():
+            data = bytearray(client.get(name))
+            data[-1000] ^= 4
+            client.set(name, bytes(data[:-16]) + xxh3_128_digest(bytes(data[:-16])))
+        with engine(checkpoint, *settings) as second:
+            result = ask(second, 1)
+            assert result.usage.cached_tokens == 0
+            np.testing.assert_array_equal(result.logits, before)
+            rejected = rejected_blocks(second)
+            wait_for_redis(second, 5)
+        with engine(checkpoint, *settings) as third:  # the altered blocks were deleted, and written again
+            assert ask(third, 1).usage.remote_tokens == 80
+            assert rejected_blocks(third) == {}
+        client.close()
+    assert rejected == {("redis", "unauthentic"): 5}
+    messages = [each.message for each in caplog.records if "unauthentic" in each.message]
+    assert messages == ["tier redis: expected unmodified blocks of this model, got 5 that are unauthentic"]
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_altered_blocks_of_a_disk_are_computed_if_there_is_a_secret(
+    checkpoint: Path, tmp_path: Path, *, protected: bool
+) -> None:
+    """Without a secret, only the owner and the mode of the directory protect it; this test has write access."""
+    settings = [f"tiers.disk_path={tmp_path}/disk", *([secret_at(tmp_path)] if protected else [])]
+    with engine(checkpoint, *settings) as first:
+        before = ask(first, 1).logits
+    (directory,) = (tmp_path / "disk").iterdir()
+    heads, blocks = (bytearray((directory / name).read_bytes()) for name in ("heads", "blocks"))
+    sizes, body_bytes = slot_sizes_of(directory)
+    for slot in range(5):
+        head = heads[slot * sizes.head_room :][: sizes.head_bytes]
+        blocks[slot * sizes.body_room + 900] ^= 64
+        body = blocks[slot * sizes.body_room :][:body_bytes]
+        start = slot * sizes.head_room + sizes.head_bytes
+        heads[start : start + 16] = xxh3_128_digest(bytes(head + body))
+    (directory / "heads").write_bytes(heads)
+    (directory / "blocks").write_bytes(blocks)
+    with engine(checkpoint, *settings) as second:
+        settle(second)
+        result = ask(second, 1)
+        assert result.usage.disk_tokens == (0 if protected else 80)
+        assert np.array_equal(result.logits, before) == protected
+        assert rejected_blocks(second) == ({("disk", "unauthentic"): 5} if protected else {})
+
+
+def test_another_secret_makes_blocks_on_disk_useless(checkpoint: Path, tmp_path: Path) -> None:
+    disk = f"tiers.disk_path={tmp_path}/disk"
+    with engine(checkpoint, disk, secret_at(tmp_path)) as first:
+        before = ask(first, 1).logits
+    with engine(checkpoint, disk, secret_at(tmp_path, "a later one")) as second:
+        settle(second)
+        result = ask(second, 1)
+        assert result.usage.cached_tokens == 0
+        np.testing.assert_array_equal(result.logits, before)
+        assert rejected_blocks(second) == {("disk", "foreign"): 5}
+
+
+def slot_sizes_of(directory: Path) -> tuple[SlotSizes, int]:
+    """The sizes of a slot in the directory of a disk, and the bytes of an object beyond its head."""
+    payload_bytes = json.loads((directory / "format.json").read_text())["payload_bytes"]
+    num_bytes = object_bytes(BLOCK_SIZE, payload_bytes)
+    sizes = SlotSizes.of(max(num_bytes, object_bytes(BLOCK_SIZE, payload_bytes, is_sealed=True)), payload_bytes)
+    return sizes, num_bytes - 16 - sizes.head_bytes
+
+
+def rejected_blocks(engine: Engine) -> dict[tuple[str, str], float]:
+    """The metric of blocks that failed verification, by source and reason."""
+    metrics = EngineGauges(engine, PATIENCE_S).collect()
+    (family,) = [each for each in metrics if each.name == "radixkv_rejected_blocks"]
+    return {(each.labels["source"], each.labels["reason"]): each.value for each in family.samples}
 
 
 def test_an_unreachable_redis_fails_no_request(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with redis(tmp_path) as server, engine(checkpoint, f"tiers.redis_url={server.url}") as served:
+    with redis(tmp_path) as server, engine(checkpoint, f"tiers.redis_url={server.url}", TRUSTED) as served:
         server.stop()
         for seed in range(6):
             assert ask(served, seed).usage.computed_tokens == PROMPT_TOKENS
@@ -422,7 +519,7 @@ def test_a_wrong_password_is_reported_without_showing_it(
 ) -> None:
     with redis(tmp_path, "--requirepass", "correct") as server:
         url = server.url.replace("redis://", "redis://:hunter2@")
-        with engine(checkpoint, f"tiers.redis_url={url}") as served:
+        with engine(checkpoint, f"tiers.redis_url={url}", TRUSTED) as served:
             for seed in range(6):
                 assert ask(served, seed).usage.computed_tokens == PROMPT_TOKENS
             assert served.offload is not None
@@ -469,7 +566,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plug_ins")
 def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> None:
-    with engine(checkpoint, "stores.shelf.max_bytes=10000000") as served:
+    with engine(checkpoint, "stores.shelf.max_bytes=10000000", "stores.shelf.trusted=true") as served:
         for seed in range(12):
             ask(served, seed)
         settle(served)
@@ -490,7 +587,7 @@ def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> Non
 )
 def test_bad_stores_of_other_packages_are_refused(checkpoint: Path, setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        build_engine(config(checkpoint, setting))
+        build_engine(config(checkpoint, setting, f"{setting.rpartition('.')[0]}.trusted=true"))
 
 
 def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:

@@ -30,7 +30,9 @@ def prompt(seed: int, num_tokens: int = 5 * _BLOCK + 17) -> list[int]:
 
 
 def fetching_from(*addresses: str) -> tuple[str, ...]:
-    settings = [f"kv_sources.s{index}.address={address}" for index, address in enumerate(addresses)]
+    sources = [f"kv_sources.s{index}" for index in range(len(addresses))]
+    settings = [f"{source}.address={address}" for source, address in zip(sources, addresses, strict=True)]
+    settings += [f"{source}.trusted=true" for source in sources]
     return tuple(argument for setting in settings for argument in ("--set", setting))
 
 
@@ -47,11 +49,17 @@ class Pair(NamedTuple):
         return held, KVSource(address=self.address, lease_id=held.lease_id, epoch=held.epoch)
 
 
+def secret_at(folder: Path, secret: str = "between us") -> tuple[str, str]:
+    (folder / "secret").write_text(secret)
+    return "--set", f"tiers.secret_file={folder}/secret"
+
+
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    secret = secret_at(tmp_path_factory.mktemp("pair"))
     with (
-        serving(*SENDING) as (process, address),
-        serving(*fetching_from(address, "127.0.0.1:1")) as (_, decoding),
+        serving(*SENDING, *secret) as (process, address),
+        serving(*fetching_from(address, "127.0.0.1:1"), *secret) as (_, decoding),
         Client(address, timeout_s=PATIENCE_S) as prefill,
         Client(decoding, timeout_s=PATIENCE_S) as decode,
     ):
@@ -189,7 +197,7 @@ def test_layers_can_be_fetched_separately(pair: Pair) -> None:
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
 def test_blocks_are_loaded_from_a_shared_store_and_fetched_when_it_is_down(tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
-        shared = ("--set", f"tiers.redis_url={redis.url}")
+        shared = ("--set", f"tiers.redis_url={redis.url}", *secret_at(tmp_path))
         with (
             serving(*SENDING, *shared) as (_, address),
             serving(*fetching_from(address), *shared) as (_, decoding),
@@ -244,6 +252,18 @@ def test_a_lease_of_another_prompt_or_tenant_is_refused(pair: Pair) -> None:
     salted = pair.hold(prompt(106), salt="a")[1]
     code, _ = refusal(pair.decode, prompt(106), salted)
     assert code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_kv_without_the_mac_of_the_servers_secret_is_computed(pair: Pair, tmp_path: Path) -> None:
+    """While a secret is replaced, the servers have different ones for some time."""
+    tokens = prompt(113)
+    _, source = pair.hold(tokens)
+    expected, _ = generated(pair.prefill, tokens)
+    settings = (*fetching_from(pair.address), *secret_at(tmp_path, "a later secret"))
+    with serving(*settings) as (_, address), Client(address, timeout_s=PATIENCE_S) as decode:
+        answer, usage = generated(decode, tokens, source)
+    assert answer == expected
+    assert usage.cached_tokens == 0
 
 
 def test_only_configured_sources_are_contacted_and_an_unreachable_one_is_reported(pair: Pair) -> None:

@@ -13,6 +13,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import UnknownLease
 from radixkv.offload.block_mover import BlockMover
 from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
+from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.storage.layer_bytes import LayerBytes, Layers
@@ -76,7 +77,13 @@ class LeaseExporter:
         return LeaseBlocks(blocks, block_ids[: len(blocks)].tolist())
 
     def objects(
-        self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
+        self,
+        lease_id: str,
+        tenant: str,
+        found: LeaseBlocks,
+        indices: Sequence[int],
+        layers: Layers | None = None,
+        mac: BlockMac | None = None,
     ) -> list[BlockObject]:
         """Copy blocks of a lease.
 
@@ -85,6 +92,8 @@ class LeaseExporter:
             found: its blocks.
             indices: of the blocks to copy, in `found`; without any, only the lease is checked.
             layers: to copy; None for all.
+            mac: authenticates whole blocks; None to send them without a MAC. Objects of some layers never have one,
+                since nothing in them says which layers they are.
 
         Raises:
             UnknownLease: as `blocks_of`; the lease may have ended in the meantime.
@@ -92,13 +101,15 @@ class LeaseExporter:
         self._lease(lease_id, tenant)
         read = self._mover.read([found.block_ids[index] for index in indices]) if indices else None
         payloads = [] if read is None else read.payloads
+        if layers is not None and layers.num < self._layer_bytes.num_layers:
+            mac = None
         if read is not None and layers is not None:
             read.copy.wait()  # `cut` may copy
             payloads = [self._layer_bytes.cut(payload, layers) for payload in payloads]
         blocks = [found.blocks[index] for index in indices]
         return [
             BlockObject(
-                block.key, block.parent, 0, block.tokens, payload, None, None if read is None else read.copy.wait
+                block.key, block.parent, 0, block.tokens, payload, mac, None if read is None else read.copy.wait
             )
             for block, payload in zip(blocks, payloads, strict=True)
         ]

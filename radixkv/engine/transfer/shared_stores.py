@@ -40,11 +40,9 @@ class SharedStores:
         return self._tiers[name].exists([block.key for block in blocks])
 
     def load(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[LoadedBlock | Miss]]:
-        """Load blocks, with their tokens compared and their checksums verified. May be called from any thread."""
+        """Load blocks, and verify them. May be called from any thread."""
         tier = self._tiers[name]
-        return tier.load(
-            [Wanted(each.key, each.tokens, cipher=tier.cipher_of(each.namespace.tenant)) for each in blocks]
-        )
+        return tier.load([Wanted(each.key, each.tokens, tier.protection_of(each.namespace.tenant)) for each in blocks])
 
     def copy_of(self, block: LoadedBlock | Miss) -> memoryview | None:
         """Copy a loaded block, and return the loan of its bytes; None if it was not loaded."""

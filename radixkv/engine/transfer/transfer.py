@@ -16,7 +16,9 @@ from radixkv.engine.transfer.shared_stores import SharedStores
 from radixkv.offload.block_keys import BlockFormat
 from radixkv.offload.block_mover import BlockMover
 from radixkv.offload.index.prompt_blocks import KeyBlocks, KeyedBlock
+from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes, open_object
+from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.tokens import TOKEN_BYTES
@@ -35,6 +37,7 @@ class TransferParts:
         sources: the servers to fetch from, by the names of their sections.
         layer_bytes: sizes of the layers of a block.
         stores: stores that several servers share.
+        mac: authenticates the blocks, with the servers' secret; None without one.
     """
 
     cache: PrefixCache
@@ -45,6 +48,7 @@ class TransferParts:
     sources: Mapping[str, KVSourceConfig]
     layer_bytes: LayerBytes
     stores: SharedStores
+    mac: BlockMac | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,13 @@ class FleetAccess:
 
     Attributes:
         token: presented by the fleet's ingress and servers.
+        kv_key: authenticates K/V that the servers of the fleet send to each other.
         tls_ca: PEM file with the authorities of their certificates; None without TLS.
         tls_name: name in the certificates; empty for a server's address.
     """
 
     token: str = field(repr=False)
+    kv_key: bytes = field(repr=False)
     tls_ca: str | None = None
     tls_name: str = ""
 
@@ -82,6 +88,7 @@ class Transfer:
         stores: stores that several servers share.
         config, sources: see `TransferParts`.
         fleet: the fleet of the server, which may name any address as a source; None without one.
+        rejected: received blocks that were not used.
     """
 
     def __init__(
@@ -98,6 +105,8 @@ class Transfer:
         self.layer_bytes = parts.layer_bytes
         self.stores = parts.stores
         self.fleet: FleetAccess | None = None
+        self.rejected = RejectedBlocks("kv_source")
+        self._mac = self._mac_of_members = parts.mac
         self._key_blocks = parts.key_blocks
         self._exports = LeaseExporter(parts.cache, held_leases, parts.mover, parts.key_blocks, parts.layer_bytes)
         self._adapters = adapters
@@ -114,6 +123,24 @@ class Transfer:
         """Make one if the engine has the parts for it."""
         return None if parts is None else cls(parts, held_leases, adapters, call)
 
+    def join(self, fleet: FleetAccess) -> None:
+        """Accept sources that a fleet names. Without `tiers.secret_file`, its key authenticates their blocks.
+
+        Raises:
+            ConfigError: as `BlockMac` does.
+        """
+        self.fleet = fleet
+        if self._mac is None:
+            self._mac_of_members = BlockMac(fleet.kv_key, self.block_format.fingerprint)
+
+    def mac_of(self, *, is_member: bool) -> BlockMac | None:
+        """Return what authenticates the blocks of a source; None if it is trusted without.
+
+        Args:
+            is_member: whether it is a server of this server's fleet that no section `kv_sources` names.
+        """
+        return self._mac_of_members if is_member else self._mac
+
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
         """Find the blocks of a held lease; see `LeaseExporter.blocks_of`. The future may raise UnknownLease."""
         return self._call(tenant, lambda: self._exports.blocks_of(lease_id, tenant))
@@ -122,7 +149,8 @@ class Transfer:
         self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
     ) -> Future[list[BlockObject]]:
         """Copy some of these blocks; see `LeaseExporter.objects`. The future may raise UnknownLease."""
-        return self._call(tenant, lambda: self._exports.objects(lease_id, tenant, found, indices, layers))
+        mac = self._mac_of_members
+        return self._call(tenant, lambda: self._exports.objects(lease_id, tenant, found, indices, layers, mac))
 
     def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
         """List the whole blocks that a prompt could have without computing them; its last token is always computed.
@@ -139,7 +167,9 @@ class Transfer:
         """List the shared stores from which a tenant's blocks may be loaded."""
         return self._call(tenant, lambda: self.stores.names_for(blocks))
 
-    def payload_of(self, data: bytes, wanted: KeyedBlock) -> memoryview | str:
-        """Return K and V of a received block if it is the wanted one and intact, or else what is wrong with it."""
-        payload = open_object(memoryview(data), Wanted(wanted.key, wanted.tokens), self.block_format.payload_bytes)
-        return payload.value if isinstance(payload, ObjectFault) else payload
+    def payload_of(self, data: bytes, wanted: KeyedBlock, mac: BlockMac | None) -> memoryview | ObjectFault:
+        """Return K and V of a received block if it is the wanted one and unmodified, or else what is wrong with it.
+
+        Any thread may call this. Complexity: one pass over the block for the checksum, and one for the MAC.
+        """
+        return open_object(memoryview(data), Wanted(wanted.key, wanted.tokens, mac), self.block_format.payload_bytes)

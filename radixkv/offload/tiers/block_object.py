@@ -3,10 +3,12 @@
     plain   [ head, 128 bytes )[ tokens, zeros up to a multiple of 64 )[ payload )[ checksum, 16 bytes )
     sealed  [ head, 128 bytes )[ tokens and payload, encrypted; tag of 16 bytes  )[ checksum, 16 bytes )
 
-    head    magic 8 | version 2 | flags 2 | tokens 4 | payload bytes 8 | generation 8 | key 32 | parent 32 | salt 24 | 8
+    head    magic 8 | version 2 | flags 2 | tokens 4 | payload bytes 8 | generation 8 | key 32 | parent 32 | proof 32
+    proof   plain: zeros, or salt 16 | MAC 16; sealed: salt 24 | zeros
 
-Numbers are little-endian. The checksum, XXH3 with 128 bits, covers everything before it. Opening an object decodes only
-these numbers, so it is safe on untrusted bytes.
+Numbers are little-endian. The checksum, XXH3 with 128 bits, covers everything before it and detects accidents. The MAC,
+or the tag of the encryption, covers everything but itself and the checksum, and detects attackers. Opening an object
+decodes only these numbers, so it is safe on untrusted bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.offload.block_keys import KEY_BYTES
+from radixkv.offload.tiers.block_mac import MAC_BYTES, MAC_SALT_BYTES, BlockMac
 from radixkv.offload.tiers.sealing import SALT_BYTES, TAG_BYTES, BlockCipher, NotSealedByUs
 from radixkv.tokens import TOKEN_BYTES
 
@@ -29,11 +32,16 @@ CHECKSUM_BYTES = 16
 _MAGIC = b"RKVBLOCK"
 _VERSION = 1
 _IS_SEALED = 1
-_HEAD = Struct(f"<8sHHIQQ{KEY_BYTES}s{KEY_BYTES}s{SALT_BYTES}s8x")
+_IS_AUTHENTICATED = 2
+_PROOF_BYTES = MAC_SALT_BYTES + MAC_BYTES
+_HEAD = Struct(f"<8sHHIQQ{KEY_BYTES}s{KEY_BYTES}s{_PROOF_BYTES}s")
 _ALIGNMENT = 64
 _PIECE_BYTES = 1 << 20  # fits into every L3 cache; smaller pieces are slower to copy
-_NO_SALT = bytes(SALT_BYTES)
+_NO_PROOF = bytes(_PROOF_BYTES)
 HEAD_BYTES = _HEAD.size
+
+Protection = BlockCipher | BlockMac
+"""What prevents that others change an object: its encryption, or its MAC."""
 
 
 class ObjectFault(enum.Enum):
@@ -44,6 +52,7 @@ class ObjectFault(enum.Enum):
     DAMAGED = "damaged"  # the checksum differs
     OTHER_TOKENS = "other_tokens"
     UNSEALED = "unsealed"  # not encrypted with the key of this tenant, or encrypted although the tier has no key
+    UNAUTHENTIC = "unauthentic"  # not written, or not as it is, by a server with the same secret
 
 
 class ObjectHead(NamedTuple):
@@ -54,8 +63,9 @@ class ObjectHead(NamedTuple):
         generation: an object of a later generation replaces one of an earlier generation; see `Saver`.
         num_tokens: tokens of the block.
         payload_bytes: bytes of its K and V.
-        salt: of the cipher; zeros if the object is not encrypted.
+        proof: salt of the cipher, or salt and MAC; zeros if the object has neither.
         is_sealed: whether tokens and payload are encrypted.
+        is_authenticated: whether the object has a MAC.
     """
 
     key: bytes
@@ -63,8 +73,9 @@ class ObjectHead(NamedTuple):
     generation: int
     num_tokens: int
     payload_bytes: int
-    salt: bytes = _NO_SALT
+    proof: bytes = _NO_PROOF
     is_sealed: bool = False
+    is_authenticated: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -73,9 +84,9 @@ class ObjectHead(NamedTuple):
 
     def pack(self) -> bytes:
         """Serialize the head for `read_head`."""
-        flags = _IS_SEALED if self.is_sealed else 0
+        flags = _IS_SEALED * self.is_sealed + _IS_AUTHENTICATED * self.is_authenticated
         counts = (self.num_tokens, self.payload_bytes, self.generation)
-        return _HEAD.pack(_MAGIC, _VERSION, flags, *counts, self.key, self.parent, self.salt)
+        return _HEAD.pack(_MAGIC, _VERSION, flags, *counts, self.key, self.parent, self.proof)
 
 
 class BlockObject(NamedTuple):
@@ -85,7 +96,7 @@ class BlockObject(NamedTuple):
         key, parent, generation: see `ObjectHead`.
         tokens: the tokens of the block alone, little-endian uint32.
         payload: contiguous bytes of K and V. Once they are complete, they must never change: pass a copy.
-        cipher: encrypts the object; None to store it unencrypted.
+        protection: encrypts or authenticates the object; None for an object that only this process can write.
         wait_for_payload: blocks until the payload is complete; None if it is. `parts`, `pieces` and `write_to` call it.
     """
 
@@ -94,13 +105,14 @@ class BlockObject(NamedTuple):
     generation: int
     tokens: bytes
     payload: memoryview
-    cipher: BlockCipher | None = None
+    protection: Protection | None = None
     wait_for_payload: Callable[[], None] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole object."""
-        return object_bytes(len(self.tokens) // TOKEN_BYTES, self.payload.nbytes, is_sealed=self.cipher is not None)
+        is_sealed = isinstance(self.protection, BlockCipher)
+        return object_bytes(len(self.tokens) // TOKEN_BYTES, self.payload.nbytes, is_sealed=is_sealed)
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Iterate over the bytes of the object in pieces, the checksum last.
@@ -108,7 +120,7 @@ class BlockObject(NamedTuple):
         Each piece is hashed before it is yielded, which brings it into the CPU cache. If it changes in between, the
         checksum does not match, so the change is detected.
 
-        Complexity: one pass over the payload, and one more to encrypt it. Stores call it on their threads.
+        Complexity: one pass over the payload, and one more to protect it. Stores call it on their threads.
         """
         first, body = self.parts()
         digest = xxh3_128(first)
@@ -138,17 +150,23 @@ class BlockObject(NamedTuple):
     def parts(self) -> tuple[bytes, memoryview]:
         """Return the bytes before K and V, a multiple of 64 if unencrypted, and K and V; all encrypted but the head.
 
-        Complexity: one pass over the payload to encrypt it.
+        Complexity: one pass over the payload to protect it.
         """
         if self.wait_for_payload is not None:
             self.wait_for_payload()
         num_tokens = len(self.tokens) // TOKEN_BYTES
         head = ObjectHead(self.key, self.parent, self.generation, num_tokens, self.payload.nbytes)
-        if self.cipher is None:
-            return head.pack() + self.tokens + bytes(_padding(num_tokens)), self.payload
-        salt = self.cipher.new_salt()
-        first = head._replace(salt=salt, is_sealed=True).pack()
-        return first, memoryview(self.cipher.seal(salt, first, self.tokens, self.payload))
+        protection = self.protection
+        if isinstance(protection, BlockCipher):
+            salt = protection.new_salt()
+            first = head._replace(proof=salt.ljust(_PROOF_BYTES, b"\0"), is_sealed=True).pack()
+            return first, memoryview(protection.seal(salt, first, self.tokens, self.payload))
+        tokens = self.tokens + bytes(_padding(num_tokens))
+        if protection is None:
+            return head.pack() + tokens, self.payload
+        salt = protection.new_salt()
+        first = head._replace(proof=salt + bytes(MAC_BYTES), is_authenticated=True).pack()[:-MAC_BYTES]
+        return first + protection.of(salt, (first, tokens, self.payload)) + tokens, self.payload
 
 
 def object_bytes(num_tokens: int, payload_bytes: int, *, is_sealed: bool = False) -> int:
@@ -165,10 +183,11 @@ def read_head(data: memoryview | bytes) -> ObjectHead | None:
     """Parse the head of an object; None if it is invalid. Ignores everything after the head."""
     if len(data) < HEAD_BYTES:
         return None
-    magic, version, flags, num_tokens, payload_bytes, generation, key, parent, salt = _HEAD.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION or flags not in (0, _IS_SEALED):
+    magic, version, flags, num_tokens, payload_bytes, generation, key, parent, proof = _HEAD.unpack_from(data)
+    if magic != _MAGIC or version != _VERSION or flags not in (0, _IS_SEALED, _IS_AUTHENTICATED):
         return None
-    return ObjectHead(key, parent, generation, num_tokens, payload_bytes, salt, flags == _IS_SEALED)
+    counts = (generation, num_tokens, payload_bytes)
+    return ObjectHead(key, parent, *counts, proof, flags == _IS_SEALED, flags == _IS_AUTHENTICATED)
 
 
 class Wanted(NamedTuple):
@@ -177,12 +196,13 @@ class Wanted(NamedTuple):
     Attributes:
         key: from `BlockKeys`.
         tokens: the tokens of the block alone.
-        cipher: of the tenant; None if blocks are stored unencrypted.
+        protection: what the object must have been encrypted or authenticated with; None to accept an object that is
+            not encrypted from anyone.
     """
 
     key: bytes
     tokens: bytes
-    cipher: BlockCipher | None = None
+    protection: Protection | None = None
 
 
 def checksum_of(data: memoryview) -> bytes:
@@ -204,38 +224,51 @@ def open_object(
     Returns:
         A view of `data`, or a new buffer if the object is encrypted.
 
-    Complexity: one pass over the object for the checksum, and one more to decrypt it.
+    Complexity: one pass over the object for the checksum, and one more to decrypt or authenticate it.
     """
+    mac = wanted.protection if isinstance(wanted.protection, BlockMac) else None
     head = read_head(data)
-    if head is None:
-        return ObjectFault.CUT if len(data) < HEAD_BYTES else ObjectFault.FOREIGN
-    if head.key != wanted.key or head.payload_bytes not in payload_bytes:
-        return ObjectFault.FOREIGN
+    if len(data) < HEAD_BYTES:
+        return ObjectFault.CUT
+    is_wanted = head is not None and head.key == wanted.key and head.payload_bytes in payload_bytes
+    if head is None or not is_wanted:
+        return ObjectFault.FOREIGN if mac is None or _is_authentic(data, head, mac) else ObjectFault.UNAUTHENTIC
     if head.num_tokens != len(wanted.tokens) // TOKEN_BYTES:
-        return ObjectFault.OTHER_TOKENS
+        return ObjectFault.OTHER_TOKENS if mac is None or _is_authentic(data, head, mac) else ObjectFault.UNAUTHENTIC
     if head.num_bytes != len(data):
         return ObjectFault.CUT
     if (checksum_of(data) if checksum is None else checksum) != data[-CHECKSUM_BYTES:]:
         return ObjectFault.DAMAGED
-    if head.is_sealed != (wanted.cipher is not None):
+    if head.is_sealed != isinstance(wanted.protection, BlockCipher):
         return ObjectFault.UNSEALED
+    if mac is not None and not _is_authentic(data, head, mac):
+        return ObjectFault.UNAUTHENTIC
     return _opened(data, head, wanted)
+
+
+def _is_authentic(data: memoryview, head: ObjectHead | None, mac: BlockMac) -> bool:
+    if head is None or not head.is_authenticated:
+        return False
+    salt, tag = head.proof[:MAC_SALT_BYTES], head.proof[MAC_SALT_BYTES:]
+    return mac.is_of(tag, salt, (data[: HEAD_BYTES - MAC_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES]))
 
 
 def _opened(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | ObjectFault:
     token_bytes = len(wanted.tokens)
-    if wanted.cipher is None:
-        body = data
-        start = HEAD_BYTES
-        payload = data[start + token_bytes + _padding(head.num_tokens) : -CHECKSUM_BYTES]
-    else:
+    if isinstance(wanted.protection, BlockCipher):
         try:
-            opened = wanted.cipher.open(head.salt, data[:HEAD_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES])
+            opened = wanted.protection.open(
+                head.proof[:SALT_BYTES], data[:HEAD_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES]
+            )
         except NotSealedByUs:
             return ObjectFault.UNSEALED
         body = memoryview(opened)
         start = 0
         payload = body[token_bytes:]
+    else:
+        body = data
+        start = HEAD_BYTES
+        payload = data[start + token_bytes + _padding(head.num_tokens) : -CHECKSUM_BYTES]
     if (
         body[start : start + token_bytes].tobytes() != wanted.tokens
     ):  # comparing memoryviews is slow, element by element

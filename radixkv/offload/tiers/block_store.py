@@ -149,7 +149,7 @@ class StoreBackend(ABC):
 
     @abstractmethod
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Return the object under each key, or None."""
+        """Return the object under each key, or None. Nobody else may be able to write the bytes of a loan."""
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> list[bool]:

@@ -25,6 +25,7 @@ from radixkv.offload.block_keys import BlockFormat
 from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.offload.tiers.namespace_file import NamespaceFile
+from radixkv.offload.tiers.private_directory import require_private
 from radixkv.offload.tiers.slot_file import Line, SlotFile, SlotSizes
 from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
 
@@ -90,16 +91,21 @@ class DiskDirectory:
     Args:
         parent: the configured directory; created if it does not exist.
         block_format: format of the blocks.
+        must_be_private: whether to refuse a directory that other users can write.
 
     Raises:
+        ConfigError: other users can write to the directory or to its parent.
         StoreUnavailable: the directory is not writable, is locked by another process, or has another format.
     """
 
-    def __init__(self, parent: Path, block_format: BlockFormat) -> None:
+    def __init__(self, parent: Path, block_format: BlockFormat, *, must_be_private: bool = False) -> None:
         self.path = parent / block_format.fingerprint
         self._label = {"version": _VERSION, "fingerprint": block_format.fingerprint, **asdict(block_format)}
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if must_be_private:
+                require_private(parent)
+                require_private(self.path)
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._not_writable(error) from error
@@ -168,12 +174,15 @@ class DiskStore(StoreBackend):
         max_bytes: capacity, `tiers.disk_bytes`; None for half of the free space, see `half_of_free`.
         clock: seconds, monotonic.
         native: see `SlotFile`.
+        must_be_private: whether to refuse a directory that other users can write, because blocks are neither
+            authenticated nor encrypted.
 
     Attributes:
         path: directory of this format.
         namespaces: the known namespaces of the blocks on the disk.
 
     Raises:
+        ConfigError: the directory must be private and is not.
         StoreUnavailable: the directory can't be used, or the capacity is less than one object.
 
     Complexity: opening reads 64 bytes per slot and takes about 2 us per stored object.
@@ -191,6 +200,8 @@ class DiskStore(StoreBackend):
         max_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,
         native: NativeCopies | None = None,
+        *,
+        must_be_private: bool = False,
     ) -> None:
         self._sizes = SlotSizes.of(object_bytes, block_format.payload_bytes)
         self._max_slots = (half_of_free(path) if max_bytes is None else max_bytes) // self._sizes.slot_bytes
@@ -203,7 +214,7 @@ class DiskStore(StoreBackend):
         self._is_closed = False
         self._last_order: Sequence[bytes] = ()
         self._buffers = BufferPool(self._sizes.buffer_bytes)
-        self._directory = DiskDirectory(path, block_format)
+        self._directory = DiskDirectory(path, block_format, must_be_private=must_be_private)
         self.path = self._directory.path
         with contextlib.ExitStack() as opened, _failures(self.path):
             opened.callback(self._directory.close)

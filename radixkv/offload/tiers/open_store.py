@@ -29,6 +29,7 @@ class StoreOptions:
         native: copies in C++, for our own backends; None for none, and for those of other packages.
         map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is
             not enough.
+        must_be_private: whether a directory that other users can write is refused.
     """
 
     block_format: BlockFormat
@@ -37,6 +38,7 @@ class StoreOptions:
     place: str = ""
     native: NativeCopies | None = None
     map_memory: Callable[[int], memoryview] = map_memory
+    must_be_private: bool = False
 
 
 OpenBackend = Callable[[StoreOptions], StoreBackend]
@@ -112,7 +114,12 @@ def _disk(options: StoreOptions) -> StoreBackend:
     from radixkv.offload.tiers.disk import DiskStore
 
     return DiskStore(
-        Path(options.place), options.block_format, options.object_bytes, options.max_bytes, native=options.native
+        Path(options.place),
+        options.block_format,
+        options.object_bytes,
+        options.max_bytes,
+        native=options.native,
+        must_be_private=options.must_be_private,
     )
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreError, StoreLate, StorePaused, StoreUnavailable
 from radixkv.offload.block_keys import KeyScope
-from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, open_object
+from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Protection, Wanted, open_object
 from radixkv.offload.tiers.block_store import BlockStore, Loan, PutOutcome, PutResult, StoreSize
-from radixkv.offload.tiers.sealing import BlockCipher, TenantCiphers
+from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -82,13 +82,15 @@ class Tier:
         payload_bytes: bytes of K and V of a block, or all sizes that they may have. An object with another payload size
             is a miss, `ObjectFault.FOREIGN`.
         is_working: returns whether the store is in use; false while its circuit breaker is open.
-        ciphers: encrypt objects; None to store them unencrypted.
+        protection_of: returns what encrypts or authenticates the objects of a tenant; None if only this process can
+            write them, or the store is trusted.
         stage: called on the store's thread with each loaded payload. Returns a copy in pinned memory, after which the
             loan of the store is released; None to use the payload where the store lends it.
         is_shared: whether other servers use the store as well.
 
     Attributes:
-        name, is_working: see above.
+        name, is_working, protection_of: see above.
+        rejected: the blocks that failed verification.
     """
 
     def __init__(
@@ -97,14 +99,14 @@ class Tier:
         store: BlockStore,
         payload_bytes: int | Sequence[int],
         is_working: Callable[[], bool] = lambda: True,
-        ciphers: TenantCiphers | None = None,
+        protection_of: Callable[[str], Protection | None] = lambda tenant: None,
         *,
         stage: Callable[[memoryview], memoryview | None] = lambda payload: None,
         is_shared: bool = False,
     ) -> None:
         self.name = name
         self.is_working = is_working
-        self._ciphers = ciphers
+        self.protection_of = protection_of
         self._stage = stage
         self._is_shared = is_shared
         self._store = store
@@ -112,12 +114,9 @@ class Tier:
         self._lock = threading.Lock()
         self._loaded = self._loaded_bytes = self._failed_saves = self._evicted = 0
         self._load_s = 0.0
-        self._misses: Counter[Miss] = Counter()
+        self._absences: Counter[Miss] = Counter()
+        self.rejected = RejectedBlocks(f"tier {name}")
         self._saved: Counter[PutOutcome] = Counter()
-
-    def cipher_of(self, tenant: str) -> BlockCipher | None:
-        """Return the cipher for the objects of a tenant; None if they are stored unencrypted."""
-        return None if self._ciphers is None else self._ciphers.of(tenant)
 
     def save(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult | None]:
         """Store blocks; see `BlockStore.put`. The result is None if the call failed, perhaps after storing some."""
@@ -196,7 +195,7 @@ class Tier:
     def counts(self) -> TierCounts:
         """Return the counts."""
         with self._lock:
-            misses = dict(self._misses)
+            misses = self._absences | Counter[Miss](self.rejected.counts())
             saved = dict(self._saved)
             loaded = (self._loaded, self._loaded_bytes, self._load_s)
             return TierCounts(*loaded, misses, saved, self._failed_saves, self._evicted)
@@ -235,12 +234,9 @@ class Tier:
             self._loaded_bytes += sum(block.payload.nbytes for block in blocks)
         if len(blocks) == len(found):
             return found
-        misses = Counter(each for each in found if not isinstance(each, LoadedBlock))
         with self._lock:
-            is_first = {fault for fault in misses if isinstance(fault, ObjectFault) and not self._misses[fault]}
-            self._misses.update(misses)
-        for fault in is_first:
-            _log.warning("tier %s: expected whole blocks of this model, got one that is %s", self.name, fault.value)
+            self._absences.update(each for each in found if isinstance(each, Absence))
+        self.rejected.add(each for each in found if isinstance(each, ObjectFault))
         return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
-import itertools
 import time
 import weakref
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +17,8 @@ import grpc.aio
 from radixkv.api.params import PrefillParams
 from radixkv.errors import Cause, InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
 from radixkv.offload.index.prompt_blocks import FetchedBlocks, KeyedBlock
+from radixkv.offload.tiers.block_mac import BlockMac
+from radixkv.offload.tiers.block_object import ObjectFault
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # the engine needs torch; these modules do not
     from radixkv.engine.engine import Engine
     from radixkv.engine.transfer.transfer import FleetAccess, Transfer
 
+_OTHER_PROMPT = (ObjectFault.FOREIGN, ObjectFault.OTHER_TOKENS)
 # A stream that breaks off is resumed, up to this number of attempts.
 _MAX_ATTEMPTS = 3
 _UNSURE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
@@ -73,7 +76,7 @@ class KVFetcher:
             InvalidRequest: no section `kv_sources` has this address, or the request disables the cache.
             UnknownLease: the lease is no longer held by the source, or the source was restarted.
             KVFormatDiffers: the source has another model, other dtypes, or another block size.
-            KVSourceError: the source cannot be reached, or sends something other than the K/V of this prompt.
+            KVSourceError: the source cannot be reached, or sends K/V of another prompt.
         """
         transfer = self._engine.transfer
         if transfer is None:
@@ -92,7 +95,8 @@ class KVFetcher:
         self._fetched.take(key, len(missing) * num_bytes)
         try:
             stores = await result_of(self._engine, self._mailbox, transfer.stores_for(missing, params.caller.tenant))
-            stream = _Stream(transfer, client, params, source, first_block, missing)
+            mac = transfer.mac_of(is_member=not self._sources.has_section(source.address))
+            stream = _Stream(transfer, client, params, source, first_block, missing, mac)
             payloads = await stream.payloads(stores)
         except BaseException:
             self._fetched.release(key, len(missing) * num_bytes)
@@ -132,6 +136,7 @@ class _Stream:
         source: prefill_pb2.KVSource,
         first_block: int,
         wanted: list[KeyedBlock],
+        mac: BlockMac | None,
     ) -> None:
         self._transfer = transfer
         self._client = client
@@ -139,10 +144,15 @@ class _Stream:
         self._source = source
         self._first_block = first_block
         self._wanted = wanted
-        self._payloads: list[memoryview | _InStore | None] = [None] * len(wanted)
+        self._mac = mac
+        self._payloads: list[asyncio.Future[memoryview | ObjectFault] | memoryview | ObjectFault | _InStore | None]
+        self._payloads = [None] * len(wanted)
 
     async def payloads(self, stores: Sequence[str]) -> list[memoryview]:
-        """Return K and V of the wanted blocks, up to the first that is not available.
+        """Return K and V of the wanted blocks, up to the first that is not available or fails verification.
+
+        Raises:
+            KVSourceError: the first block is of another prompt, so the lease is.
 
         Args:
             stores: shared stores whose handles the source may send instead of blocks. A block that cannot be loaded
@@ -152,8 +162,22 @@ class _Stream:
         await asyncio.gather(*(self._load(store) for store in stores))
         for start, end in self._runs_to_fetch():
             await self._fetch(start, end, ())
-        available = itertools.takewhile(lambda payload: isinstance(payload, memoryview), self._payloads)
-        return [payload for payload in available if isinstance(payload, memoryview)]
+        return await self._verified()
+
+    async def _verified(self) -> list[memoryview]:
+        verified: list[memoryview] = []
+        for each in self._payloads:
+            payload = await each if isinstance(each, asyncio.Future) else each
+            if isinstance(payload, ObjectFault):
+                self._transfer.rejected.add([payload])
+                if payload in _OTHER_PROMPT and not verified:
+                    raise KVSourceError(
+                        f"kv_source: expected the K/V of this prompt, got a block that is {payload.value}"
+                    )
+            if not isinstance(payload, memoryview):
+                break
+            verified.append(payload)
+        return verified
 
     async def _fetch(self, start: int, end: int, stores: Sequence[str]) -> None:
         """Fetch the blocks `[start, end)`. A stream that breaks off is resumed."""
@@ -191,6 +215,8 @@ class _Stream:
                 if not (response.data or has_handle):
                     continue
                 expected = self._first_block + index
+                if data and response.block == expected + 1:
+                    break
                 if response.block != expected:
                     raise KVSourceError(f"kv_source: expected block {expected}, got {response.block}")
                 if has_handle:
@@ -199,10 +225,12 @@ class _Stream:
                     data += response.data
                     if len(data) < self._transfer.object_bytes:
                         continue
-                    self._payloads[index] = self._payload(bytes(data), self._wanted[index])
+                    self._payloads[index] = self._verify(bytes(data), self._wanted[index])
                     data.clear()
                 index += 1
                 yield index
+            if data:  # the stream ended, or went on, in the middle of a block
+                self._payloads[index] = ObjectFault.CUT
         finally:
             await responses.aclose()
 
@@ -227,11 +255,10 @@ class _Stream:
                 runs.append((start, index + 1))
         return runs
 
-    def _payload(self, data: bytes, wanted: KeyedBlock) -> memoryview:
-        payload = self._transfer.payload_of(data, wanted)
-        if isinstance(payload, str):
-            raise KVSourceError(f"kv_source: expected the K/V of this prompt, got a block that is {payload}")
-        return payload
+    def _verify(self, data: bytes, wanted: KeyedBlock) -> asyncio.Future[memoryview | ObjectFault]:
+        """Verify a block on another thread, while the event loop receives the next one."""
+        verify = functools.partial(self._transfer.payload_of, data, wanted, self._mac)
+        return asyncio.get_running_loop().run_in_executor(None, verify)
 
     def _in_store(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
         if handle.store not in stores or handle.key != wanted.key:

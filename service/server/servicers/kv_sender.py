@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from radixkv.errors import InvalidRequest, SwitchedOff, UnknownLease
+from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.messages import require_names
@@ -64,12 +66,12 @@ class KVSender:
             left = [index for index in indices if index not in handles]
             copied = transfer.objects(request.lease_id, request.tenant, found, left, layers)
             came = await result_of(self._engine, self._mailbox, copied)
-            objects = dict(zip(left, came, strict=True))
+            objects = dict(zip(left, await asyncio.to_thread(_packed, came), strict=True))
             for index in indices:
                 if index in handles:
                     yield prefill_pb2.FetchKVResponse(block=index, handle=handles[index])
                     continue
-                data = b"".join(objects.pop(index).pieces())
+                data = objects.pop(index)
                 for offset in range(0, len(data), _MAX_DATA_BYTES):
                     yield prefill_pb2.FetchKVResponse(block=index, data=data[offset : offset + _MAX_DATA_BYTES])
 
@@ -86,6 +88,11 @@ class KVSender:
                 if is_there:
                     handles[index] = prefill_pb2.KVHandle(store=store, key=found.blocks[index].key)
         return handles
+
+
+def _packed(objects: Sequence[BlockObject]) -> list[bytes]:
+    """Return the bytes of objects. This waits for their copies, and authenticating takes as long as copying."""
+    return [b"".join(each.pieces()) for each in objects]
 
 
 def _stores(request: prefill_pb2.FetchKVRequest, transfer: Transfer) -> list[str]:

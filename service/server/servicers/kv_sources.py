@@ -59,6 +59,10 @@ class KVSources:
             self._configs[address] = (name, config)
             self._tokens[address] = token
 
+    def has_section(self, address: str) -> bool:
+        """Whether a section has this address."""
+        return address in self._configs
+
     def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
         """Return the connection to a server.
 

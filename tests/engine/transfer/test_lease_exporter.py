@@ -12,6 +12,7 @@ from radixkv.api.result import PrefillResult
 from radixkv.engine.transfer.lease_exporter import LeaseExporter
 from radixkv.errors import UnknownLease
 from radixkv.namespace import Namespace
+from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import ObjectFault, Wanted, open_object
 from radixkv.scheduling.request import Request
 from radixkv.storage.layer_bytes import LayerBytes, Layers
@@ -82,6 +83,19 @@ def test_some_layers_of_some_blocks_have_their_own_checksum() -> None:
     wanted = Wanted(found.blocks[2].key, found.blocks[2].tokens)
     assert open_object(memoryview(data), wanted, 2 * quarter) == parts[1].payload
     assert open_object(memoryview(data), wanted, PAYLOAD_BYTES) is ObjectFault.FOREIGN
+
+
+def test_only_whole_blocks_have_a_mac() -> None:
+    """Nothing in an object says which layers it has, so those of some layers could be exchanged."""
+    exporting = Exporting()
+    lease_id = exporting.hold()
+    found = exporting.exports.blocks_of(lease_id, "")
+    mac = BlockMac(b"secret", "format")
+    wanted = Wanted(found.blocks[0].key, found.blocks[0].tokens, mac)
+    for layers, expected in ((None, True), (Layers(0, 4), True), (Layers(0, 3), False)):
+        (sent,) = exporting.exports.objects(lease_id, "", found, [0], layers, mac)
+        payload = open_object(memoryview(b"".join(sent.pieces())), wanted, sent.payload.nbytes)
+        assert payload == (sent.payload if expected else ObjectFault.UNAUTHENTIC)
 
 
 def test_leases_of_other_tenants_and_those_that_have_ended_are_unknown() -> None:

@@ -8,8 +8,10 @@ import pytest
 from radixkv.api.caller import Caller
 from radixkv.config import TransferConfig
 from radixkv.engine.transfer.shared_stores import SharedStores
-from radixkv.engine.transfer.transfer import Transfer, TransferParts
+from radixkv.engine.transfer.transfer import FleetAccess, Transfer, TransferParts
 from radixkv.namespace import Namespace, PromptKey
+from radixkv.offload.tiers.block_mac import BlockMac
+from radixkv.offload.tiers.block_object import ObjectFault
 from radixkv.storage.layer_bytes import LayerBytes
 from tests.fake_runner import tokens
 from tests.offload.tiered_bench import BLOCK_SIZE, FORMAT, PAYLOAD_BYTES, FakeMover, TieredBench
@@ -25,7 +27,7 @@ class Plain:
         return type("Keyed", (), {"key": PromptKey(namespace, prompt)})
 
 
-def made(bench: TieredBench) -> tuple[Transfer, list[str]]:
+def made(bench: TieredBench, mac: BlockMac | None = None) -> tuple[Transfer, list[str]]:
     tenants: list[str] = []
 
     def call(tenant: str, function: Any) -> Future[Any]:
@@ -38,7 +40,7 @@ def made(bench: TieredBench) -> tuple[Transfer, list[str]]:
     key_blocks, layers = bench.index.key_blocks, LayerBytes(1, PAYLOAD_BYTES, 0)
     shared = {name: tier for name, tier in bench.offload.tiers.items() if name == "redis"}
     stores = SharedStores(shared, bench.offload.purger.is_purging_any)
-    parts = TransferParts(bench.cache, mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores)
+    parts = TransferParts(bench.cache, mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores, mac)
     adapters: Any = Plain()
     transfer = Transfer.of(parts, bench.core.held_leases, adapters, call)
     assert transfer is not None
@@ -57,8 +59,8 @@ def test_the_exported_blocks_are_those_that_the_receiver_wants() -> None:
     assert tenants == ["", ""]
     data = b"".join(objects[1].pieces())
     assert len(data) == transfer.object_bytes
-    payload = transfer.payload_of(data, wanted[1])
-    assert not isinstance(payload, str)
+    payload = transfer.payload_of(data, wanted[1], None)
+    assert isinstance(payload, memoryview)
     assert bytes(payload) == bytes(objects[1].payload)
 
 
@@ -69,10 +71,14 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
 
 @pytest.mark.parametrize(
     ("change", "fault"),
-    [(lambda data: data[:-1], "cut"), (lambda data: data[:-40] + b"\1" + data[-39:], "damaged"), (len, "foreign")],
+    [
+        (lambda data: data[:-1], ObjectFault.CUT),
+        (lambda data: data[:-40] + b"\1" + data[-39:], ObjectFault.DAMAGED),
+        (len, ObjectFault.FOREIGN),
+    ],
     ids=["cut", "damaged", "another"],
 )
-def test_an_invalid_block_is_reported_with_the_reason(change: Any, fault: str) -> None:
+def test_an_invalid_block_is_reported_with_the_reason(change: Any, fault: ObjectFault) -> None:
     bench = TieredBench(16)
     transfer, _ = made(bench)
     held = bench.prefill(PROMPT, hold_lease=True).held_lease
@@ -81,9 +87,9 @@ def test_an_invalid_block_is_reported_with_the_reason(change: Any, fault: str) -
     data = b"".join(transfer.objects(held.lease_id, "", found, [0]).result()[0].pieces())
     wanted = transfer.wanted(tokens(range(2 * BLOCK_SIZE + 1)), Caller())
     if change is len:
-        assert transfer.payload_of(data, wanted[1]) == fault
+        assert transfer.payload_of(data, wanted[1], None) is fault
     else:
-        assert transfer.payload_of(change(data), wanted[0]) == fault
+        assert transfer.payload_of(change(data), wanted[0], None) is fault
 
 
 def test_an_engine_without_the_parts_has_no_transfer() -> None:
@@ -104,3 +110,37 @@ def test_no_block_is_loaded_from_a_store_that_has_not_answered_a_purge() -> None
     assert (ask("acme"), ask("other")) == ([], ["redis"])
     bench.stores["redis"].run()
     assert ask("acme") == ["redis"]
+
+
+def test_the_secret_of_the_servers_authenticates_all_sources() -> None:
+    mac = BlockMac(b"secret", FORMAT.fingerprint)
+    transfer, _ = made(TieredBench(16), mac)
+    transfer.join(FleetAccess("token", b"key of the fleet"))
+    assert transfer.mac_of(is_member=True) is transfer.mac_of(is_member=False) is mac
+
+
+def test_without_a_secret_the_key_of_a_fleet_authenticates_its_members() -> None:
+    macs = []
+    for key in (b"key", b"key", b"another key"):
+        transfer, _ = made(TieredBench(16))
+        transfer.join(FleetAccess("token", key))
+        assert transfer.mac_of(is_member=False) is None, "a section kv_sources with `trusted`"
+        mac = transfer.mac_of(is_member=True)
+        assert mac is not None
+        macs.append(mac.of(bytes(16), [b"data"]))
+    assert macs[0] == macs[1] != macs[2]
+
+
+def test_exported_blocks_have_the_mac_of_the_secret_or_of_the_fleet() -> None:
+    for secret in (BlockMac(b"secret", FORMAT.fingerprint), None):
+        bench = TieredBench(16)
+        transfer, _ = made(bench, secret)
+        transfer.join(FleetAccess("token", b"key"))
+        held = bench.prefill(PROMPT, hold_lease=True).held_lease
+        assert held is not None
+        found = transfer.blocks_of(held.lease_id, "").result()
+        data = b"".join(transfer.objects(held.lease_id, "", found, [0]).result()[0].pieces())
+        mac = transfer.mac_of(is_member=True)
+        assert isinstance(transfer.payload_of(data, found.blocks[0], mac), memoryview)
+        other = BlockMac(b"another secret", FORMAT.fingerprint)
+        assert transfer.payload_of(data, found.blocks[0], other) is ObjectFault.UNAUTHENTIC

@@ -35,6 +35,7 @@ class Places:
             redis_url=self._places.get("redis"),
             mooncake_master=self._places.get("mooncake"),
             mooncake_bytes=_MOONCAKE_BYTES,
+            trusted=True,
         )
 
 

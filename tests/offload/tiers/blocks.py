@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from radixkv.offload.block_keys import BlockFormat, BlockKeys
-from radixkv.offload.tiers.block_object import BlockObject, Wanted
-from radixkv.offload.tiers.sealing import BlockCipher
+from radixkv.offload.tiers.block_mac import BlockMac
+from radixkv.offload.tiers.block_object import BlockObject, Protection, Wanted
 
 BLOCK_SIZE = 16
 PAYLOAD_BYTES = 3000  # no multiple of anything
 FORMAT = BlockFormat("model", "float32", "fp32", "by block", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
 KEYS = BlockKeys(FORMAT, b"secret")
 ROOT = bytes(32)
+MAC = BlockMac(b"secret", FORMAT.fingerprint)
 
 
 def tokens_of(number: int) -> bytes:
@@ -27,18 +28,18 @@ def payload_of(number: int) -> bytes:
     return np.random.default_rng((number, 1)).bytes(PAYLOAD_BYTES)
 
 
-def block(number: int, generation: int = 0, cipher: BlockCipher | None = None) -> BlockObject:
+def block(number: int, generation: int = 0, protection: Protection | None = None) -> BlockObject:
     payload = memoryview(payload_of(number))
-    return BlockObject(key_of(number), ROOT, generation, tokens_of(number), payload, cipher)
+    return BlockObject(key_of(number), ROOT, generation, tokens_of(number), payload, protection)
 
 
-def wanted(number: int, cipher: BlockCipher | None = None) -> Wanted:
-    return Wanted(key_of(number), tokens_of(number), cipher)
+def wanted(number: int, protection: Protection | None = None) -> Wanted:
+    return Wanted(key_of(number), tokens_of(number), protection)
 
 
-def stored(number: int, generation: int = 0, cipher: BlockCipher | None = None) -> bytes:
+def stored(number: int, generation: int = 0, protection: Protection | None = None) -> bytes:
     """The whole object of a block."""
-    return b"".join(block(number, generation, cipher).pieces())
+    return b"".join(block(number, generation, protection).pieces())
 
 
 OBJECT_BYTES = block(0).num_bytes

@@ -3,9 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import (
+    CHECKSUM_BYTES,
     HEAD_BYTES,
     ObjectFault,
+    Protection,
     checksum_of,
     object_bytes,
     open_object,
@@ -14,32 +17,33 @@ from radixkv.offload.tiers.block_object import (
 from radixkv.offload.tiers.sealing import BlockCipher
 
 from .backends import native_or_skip
-from .blocks import BLOCK_SIZE, PAYLOAD_BYTES, ROOT, block, key_of, payload_of, stored, tokens_of, wanted
+from .blocks import BLOCK_SIZE, FORMAT, MAC, PAYLOAD_BYTES, ROOT, block, key_of, payload_of, stored, tokens_of, wanted
 
 CIPHER = BlockCipher(bytes(range(32)))
 
 
-def opened(data: bytes, number: int = 1, cipher: BlockCipher | None = None) -> object:
-    payload = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
+def opened(data: bytes, number: int = 1, protection: Protection | None = None) -> object:
+    payload = open_object(memoryview(data), wanted(number, protection), PAYLOAD_BYTES)
     return payload if isinstance(payload, ObjectFault) else bytes(payload)
 
 
-@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
-def test_a_packed_object_opens(cipher: BlockCipher | None) -> None:
-    data = stored(1, 3, cipher)
-    assert opened(data, 1, cipher) == payload_of(1)
-    assert len(data) == block(1, 3, cipher).num_bytes == object_bytes(BLOCK_SIZE, PAYLOAD_BYTES, is_sealed=bool(cipher))
+@pytest.mark.parametrize("protection", [None, CIPHER, MAC], ids=["plain", "sealed", "authenticated"])
+def test_a_packed_object_opens(protection: Protection | None) -> None:
+    data = stored(1, 3, protection)
+    assert opened(data, 1, protection) == payload_of(1)
+    assert len(data) == block(1, 3, protection).num_bytes
+    assert len(data) == object_bytes(BLOCK_SIZE, PAYLOAD_BYTES, is_sealed=protection is CIPHER)
     head = read_head(data)
     assert head is not None
     assert (head.key, head.parent, head.generation, head.num_tokens) == (key_of(1), ROOT, 3, BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
-def test_write_to_writes_the_same_bytes_as_pieces(cipher: BlockCipher | None) -> None:
-    memory = np.zeros(block(1, 3, cipher).num_bytes, np.uint8)
-    block(1, 3, cipher).write_to(memory)
-    assert opened(memory.tobytes(), 1, cipher) == payload_of(1)
-    if cipher is None:  # else each has a salt of its own
+@pytest.mark.parametrize("protection", [None, CIPHER, MAC], ids=["plain", "sealed", "authenticated"])
+def test_write_to_writes_the_same_bytes_as_pieces(protection: Protection | None) -> None:
+    memory = np.zeros(block(1, 3, protection).num_bytes, np.uint8)
+    block(1, 3, protection).write_to(memory)
+    assert opened(memory.tobytes(), 1, protection) == payload_of(1)
+    if protection is None:  # else each has a salt of its own
         assert memory.tobytes() == stored(1, 3)
 
 
@@ -62,9 +66,9 @@ def test_a_payload_is_a_view_of_the_object_and_aligned() -> None:
     assert payload == data[start : start + PAYLOAD_BYTES]
 
 
-@pytest.mark.parametrize("cipher", [None, CIPHER], ids=["plain", "sealed"])
-def test_an_object_of_another_block_is_foreign(cipher: BlockCipher | None) -> None:
-    assert opened(stored(2, 0, cipher), 1, cipher) is ObjectFault.FOREIGN
+@pytest.mark.parametrize("protection", [None, CIPHER, MAC], ids=["plain", "sealed", "authenticated"])
+def test_an_object_of_another_block_is_foreign(protection: Protection | None) -> None:
+    assert opened(stored(2, 0, protection), 1, protection) is ObjectFault.FOREIGN
 
 
 def test_a_payload_that_changes_during_the_copy_is_detected() -> None:
@@ -128,3 +132,27 @@ def test_the_key_of_another_tenant_opens_nothing() -> None:
     assert opened(stored(1, 0, CIPHER), 1, other) is ObjectFault.UNSEALED
     assert opened(stored(1, 0, CIPHER)) is ObjectFault.UNSEALED
     assert opened(stored(1), 1, CIPHER) is ObjectFault.UNSEALED
+
+
+def test_an_object_without_the_mac_of_the_secret_is_unauthentic() -> None:
+    theirs = BlockMac(b"another secret", FORMAT.fingerprint)
+    of_another_model = BlockMac(b"secret", "another format")
+    for data in (stored(1), stored(1, 0, theirs), stored(1, 0, of_another_model)):
+        assert opened(data, 1, MAC) is ObjectFault.UNAUTHENTIC
+    assert opened(stored(2, 0, theirs), 1, MAC) is ObjectFault.UNAUTHENTIC, "it may be of the same block"
+    assert opened(bytes(5000), 1, MAC) is ObjectFault.UNAUTHENTIC
+    assert opened(stored(1, 0, CIPHER), 1, MAC) is ObjectFault.UNSEALED, "another server's, which keeps it"
+
+
+def test_without_a_secret_objects_with_a_mac_are_used() -> None:
+    """A server of a fleet without a secret adds a MAC, and a server outside the fleet may trust it."""
+    assert opened(stored(1, 0, MAC)) == payload_of(1)
+
+
+def test_each_byte_of_an_object_is_authenticated() -> None:
+    data = stored(1, 0, MAC)
+    for position in range(len(data) - CHECKSUM_BYTES):
+        changed = bytearray(data)
+        changed[position] ^= 1 << position % 8
+        changed[-CHECKSUM_BYTES:] = checksum_of(memoryview(changed))
+        assert isinstance(opened(bytes(changed), 1, MAC), ObjectFault), position

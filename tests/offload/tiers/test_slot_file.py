@@ -165,7 +165,7 @@ def test_objects_are_those_that_their_pieces_make(tmp_path: Path, *, is_native: 
     cipher = CIPHER if has_cipher else None
     file = SlotFile(tmp_path, SMALL, 8, native_or_skip() if is_native else None)
     file.grow()
-    objects = [(slot, block(slot, generation=3, cipher=cipher)) for slot in (4, 0, 5)]
+    objects = [(slot, block(slot, generation=3, protection=cipher)) for slot in (4, 0, 5)]
     file.write_objects(objects)
     buffers = [buffer_for(SMALL) for _ in objects]
     found = file.read([(slot, each.num_bytes) for slot, each in objects], buffers)

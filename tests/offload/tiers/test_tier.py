@@ -93,14 +93,14 @@ def test_a_damaged_block_is_a_miss_that_is_logged_once(caplog: pytest.LogCapture
         assert store.deleted == [key_of(1)]
         tier.load([wanted(1), wanted(2)])
         assert tier.counts().misses == {ObjectFault.DAMAGED: 2}
-    assert caplog.text.count("tier shared: expected whole blocks of this model, got one that is damaged") == 2
+    assert caplog.text.count("tier shared: expected unmodified blocks of this model, got one that is damaged") == 2
 
 
 @pytest.mark.parametrize(("is_shared", "deleted"), [(False, [key_of(1)]), (True, [])])
 def test_what_another_server_sealed_is_not_deleted(is_shared: bool, deleted: list[bytes]) -> None:
     store = PendingStore()
     tier = Tier("redis", store, PAYLOAD_BYTES, is_shared=is_shared)
-    store.answer.set_result([Loan(memoryview(stored(1, cipher=BlockCipher(bytes(32)))))])
+    store.answer.set_result([Loan(memoryview(stored(1, protection=BlockCipher(bytes(32)))))])
     assert tier.load([wanted(1)]).result(PATIENCE_S) == [ObjectFault.UNSEALED]
     assert store.deleted == deleted
 

@@ -183,7 +183,8 @@ def addresses(fleet: FleetProcess) -> list[str]:
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
 def test_a_shared_store_has_what_was_computed_and_a_fleet_ends_with_its_answers(tmp_path) -> None:
     with redis_server(tmp_path) as redis:
-        flags = ("--set", f"tiers.redis_url={redis.url}", "--set", f"server.drain_timeout_s={PATIENCE_S}")
+        store = ("--set", f"tiers.redis_url={redis.url}", "--set", "tiers.trusted=true")
+        flags = (*store, "--set", f"server.drain_timeout_s={PATIENCE_S}")
         with running_fleet("--replicas", "2", *flags, log=tmp_path / "log") as fleet:
             wait_until(lambda: has_all(fleet))
             one, two = addresses(fleet)

@@ -22,3 +22,5 @@ def test_each_fleet_has_secrets_of_its_own() -> None:
     one, two = FleetSecrets.make(), FleetSecrets.make()
     assert (one.events_key, one.token) != (two.events_key, two.token)
     assert len(one.events_key) == 32
+    assert one.kv_key != two.kv_key
+    assert FleetSecrets(one.events_key, one.token).kv_key == one.kv_key

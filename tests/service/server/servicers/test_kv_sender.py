@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import random
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,7 +22,9 @@ from radixkv.errors import Cause, InvalidRequest, KVSourceError, RadixKVError, U
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat, BlockKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import BlockObject, Wanted, object_bytes, open_object
+from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 from radixkv.service.client import KVSource
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.servicers import kv_sender
@@ -28,6 +32,7 @@ from radixkv.service.server.servicers.kv_fetcher import KVFetcher
 from radixkv.service.server.servicers.kv_sources import sources_of
 from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.v1.prefill_pb2 import FetchKVRequest
+from tests.offload.tiers import altered
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
@@ -88,13 +93,18 @@ class FakeTransfer:
     layer_bytes = LayerBytes(5, PAYLOAD_BYTES // 5, 0)
     payload_of = Transfer.payload_of
 
-    def __init__(self, address: str = "", **config: Any) -> None:
+    def __init__(self, address: str = "", mac: BlockMac | None = None, **config: Any) -> None:
+        self.mac = mac
         self.config = TransferConfig(serve=True, **config)
         self.sources = {"there": KVSourceConfig(address)} if address else {}
         self.fleet = None
         self.faults: list[Any] = []
         self.num_reads = self.most_read = 0
         self.stores = FakeStores()
+        self.rejected = RejectedBlocks("kv_source")
+
+    def mac_of(self, *, is_member: bool) -> BlockMac | None:
+        return None if is_member else self.mac
 
     def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
         return self._answer(lambda: LeaseBlocks(blocks(), range(NUM_BLOCKS)))
@@ -109,7 +119,7 @@ class FakeTransfer:
         self.most_read = max(self.most_read, len(indices))
         return self._answer(
             lambda: [
-                BlockObject(each.key, each.parent, 0, each.tokens, payload_of(index, layers))
+                BlockObject(each.key, each.parent, 0, each.tokens, payload_of(index, layers), self.mac)
                 for index, each in ((index, found.blocks[index]) for index in indices)
             ]
         )
@@ -236,8 +246,64 @@ def test_a_block_that_is_changed_on_the_way_is_found() -> None:
 
     sending = FakeTransfer()
     sending.faults = [None, damaged]
-    with pytest.raises(KVSourceError, match="got a block that is damaged"):
-        fetched(sending)
+    assert fetched(sending) == ((0, [0]), PAYLOAD_BYTES), "those from the changed one on are computed"
+
+
+class AlteredObject(NamedTuple):
+    data: bytes
+
+    def pieces(self) -> list[bytes]:
+        return [self.data]
+
+
+@pytest.mark.parametrize(("num_cases", "seed"), [(60, 1), pytest.param(10_000, 2, marks=pytest.mark.long)])
+def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
+    chance = random.Random(seed)
+    there = altered.world(is_sealed=False)
+    wanted = [KeyedBlock(each.key, bytes(32), each.tokens, Namespace("model", "acme")) for each in there.wanted]
+    mac = there.wanted[0].protection
+    outcomes: Counter[str] = Counter()
+
+    class Peer(FakeTransfer):
+        """Sends the blocks of the prompt, of which it alters one."""
+
+        block_format = altered.OURS
+        object_bytes = object_bytes(altered.BLOCK_SIZE, altered.PAYLOAD_BYTES)
+
+        def blocks_of(self, lease_id: str, tenant: str) -> Future[LeaseBlocks]:
+            return ended(LeaseBlocks(wanted, range(len(wanted))))
+
+        def objects(self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Any, layers: Any = None) -> Any:
+            return ended([AlteredObject(self.data[index]) for index in indices])
+
+        def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
+            return wanted
+
+    async def run() -> None:
+        source, target = FakeEngine(), FakeEngine()
+        source.transfer = Peer()
+        async with serving(source) as (_, address):
+            target.transfer = Peer(address, mac=mac)
+            fetcher = KVFetcher(target, Mailbox(), sources_of(target))
+            params = PrefillParams(PROMPT, Caller("acme"))
+            for case in range(num_cases):
+                index = chance.randrange(altered.NUM_BLOCKS)
+                alteration = altered.ALTERATIONS[case % len(altered.ALTERATIONS)]
+                source.transfer.data = list(there.sound)
+                source.transfer.data[index] = alteration(there, index, chance)
+                try:
+                    came = await fetcher.fetch(params, KVSource(address=address, lease_id="a lease"))
+                except KVSourceError:
+                    outcomes["refused"] += 1
+                    continue
+                payloads = [] if came is None else came.payloads
+                assert [bytes(each) for each in payloads] == [altered.payload_of(each) for each in range(index)]
+                outcomes["computed"] += 1
+            await fetcher._sources.client_of(address).close()
+
+    asyncio.run(run())
+    assert sum(outcomes.values()) == num_cases
+    assert outcomes["computed"] > num_cases // 2
 
 
 def test_blocks_of_a_shared_store_come_as_handles_and_are_loaded_there() -> None:

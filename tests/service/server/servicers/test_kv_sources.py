@@ -36,7 +36,7 @@ def test_a_connection_is_made_once() -> None:
 
 def test_a_fleet_may_name_any_source(made_clients: list[dict[str, Any]]) -> None:
     sources = KVSources({"a": KVSourceConfig(HERE)})
-    fleet = FleetAccess("fleet")
+    fleet = FleetAccess("fleet", b"key")
     sources.client_of(HERE, fleet)
     other = sources.client_of("127.0.0.1:50052", fleet)
     assert [options["token"] for options in made_clients] == [None, "fleet"]
@@ -50,12 +50,12 @@ def test_what_is_no_address_is_told_so(address) -> None:
     with pytest.raises(
         InvalidRequest, match=r"^kv_source\.address: expected HOST:PORT with a port from 1 to 65535, got"
     ):
-        KVSources({}).client_of(address, FleetAccess("fleet"))
+        KVSources({}).client_of(address, FleetAccess("fleet", b"key"))
 
 
 def test_callers_are_not_told_of_files_of_a_fleet_that_are_gone(tmp_path: Path, caplog) -> None:
     with pytest.raises(KVSourceError, match=r"^kv_source: expected usable certificates for it") as caught:
-        KVSources({}).client_of(HERE, FleetAccess("fleet", str(tmp_path / "gone"), ""))
+        KVSources({}).client_of(HERE, FleetAccess("fleet", b"key", str(tmp_path / "gone"), ""))
     assert str(tmp_path) not in str(caught.value)
     assert f"fleet: [Errno 2] No such file or directory: '{tmp_path}" in caplog.text
 
@@ -66,8 +66,8 @@ def test_a_fleet_token_is_sent_to_other_machines_only_over_tls(
     ca = tmp_path / "ca.pem"
     trustme.CA().cert_pem.write_to_path(ca)
 
-    KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet"))
-    KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet", str(ca), "replica"))
+    KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet", b"key"))
+    KVSources({}).client_of("10.0.0.9:1", FleetAccess("fleet", b"key", str(ca), "replica"))
     clear, secret = made_clients
     assert (clear["token"], clear["tls_ca"]) == (None, None)
     assert (secret["token"], secret["tls_ca"]) == ("fleet", str(ca))
