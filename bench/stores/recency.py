@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, float]:
-    settings = (f"cache.block_size={_BLOCK}", f"tiers.redis_url={args.redis}")
+    settings = (f"cache.block_size={_BLOCK}", f"tiers.redis_url={args.redis}", "tiers.trusted=true")
     hot = [index * 7 % 251 for index in range(_NUM_HOT_BLOCKS * _BLOCK)]
     with (
         ServerProcess(serve_command("tiny", "cpu", settings), checkout=args.checkout) as address,
