@@ -405,7 +405,9 @@ class AdaptivePolicy(EvictionPolicy):
     Memory: as many evicted leaves as the cache has blocks, and about a thousand sampled blocks for each order.
 
     Complexity: O(1) for a key; O(depth) for a use; O(tokens of the path) for an insertion; half a millisecond for a
-    plan, once in 256 events. The order changes at most once while a tenth of the cache is filled.
+    plan, which is made after every 256 uses and insertions. The order changes at most once while a tenth of the cache
+    is filled.
+
 
     Source: choosing between orders on samples: Qureshi et al.: "Adaptive insertion policies for high performance
     caching" (set dueling), ISCA 2007, with samples as in SHARDS and McNemar's test. Lifetimes: Beckmann, Chen, Cidon:
