@@ -119,10 +119,10 @@ class PagedBatch:
         return self.query_starts[-1]
 
 
-def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Repeat each index `counts[index]` times. Returns the indices, and the number of each repetition.
+def repeat_indices(counts: Ints) -> tuple[Ints, Ints]:
+    """Repeat each index `counts[index]` times. Returns the indices, and for each the number of times it came before.
 
-    >>> index, nth = spread(np.array([2, 0, 3]))
+    >>> index, nth = repeat_indices(np.array([2, 0, 3]))
     >>> index.tolist(), nth.tolist()
     ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
     """
@@ -132,5 +132,5 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
 
 def _rows(query_lens: Ints, kv_lens: Ints) -> tuple[Ints, Ints]:
     """Return the request of each packed token row, and its position in that request's sequence."""
-    request, nth = spread(query_lens)
+    request, nth = repeat_indices(query_lens)
     return request, (kv_lens - query_lens)[request] + nth

@@ -11,7 +11,7 @@
     │   ├── UnknownAdapter
     │   ├── UnknownLease
     │   ├── UnknownPublicPrefix
-    │   ├── UnknownSequence
+    │   ├── UnknownEventNumber
     │   ├── UnknownTokenizer
     │   └── SwitchedOff
     ├── CapacityError                the service is full now; `retry_after_s` says when to come back
@@ -119,7 +119,7 @@ class UnknownPublicPrefix(RequestError):
     """No public prefix of this name is registered."""
 
 
-class UnknownSequence(RequestError):
+class UnknownEventNumber(RequestError):
     """No event batches follow this number: it is from before a restart, or the batches were discarded."""
 
 

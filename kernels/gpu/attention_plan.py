@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.kernels.batch import Ints, PagedBatch, spread
+from radixkv.kernels.batch import Ints, PagedBatch, repeat_indices
 from radixkv.kernels.gpu.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, DeviceRoom, Splits, even_splits
 from radixkv.kernels.gpu.joined_rows import Joins, join_rows, may_join, unit_tokens
 from radixkv.kernels.staging import to_device
@@ -177,7 +177,7 @@ def first_key(position: Ints, window: int | None) -> Ints:
 def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | None) -> _Tiles:
     query_lens = batch.query_lens
     num_tiles = -(-query_lens * group_size // tile_rows)
-    request, nth = spread(num_tiles)
+    request, nth = repeat_indices(num_tiles)
     first_row = nth * tile_rows
     num_tokens = query_lens[request]
     num_prefix_tokens = np.array(batch.kv_lens)[request] - num_tokens
@@ -217,7 +217,7 @@ def _cut(
 ) -> tuple[_Rows, _Rows, _Rows, int]:
     """Cut the keys of tiles into splits. Returns a plan's work, merges, joined rows, and rows of partial results."""
     num_splits = splits.counts(tiles.kv_start, tiles.kv_end)
-    tile, nth = spread(num_splits)  # each item's tile, and its place among the items of that tile
+    tile, nth = repeat_indices(num_splits)  # each item's tile, and its place among the items of that tile
     kv_start, kv_end = splits.bounds(tiles.kv_start[tile], tiles.kv_end[tile], nth, num_splits[tile])
     if joins is not None:
         pieces, num_pieces = joins.pieces(tile_rows, splits)
@@ -250,7 +250,7 @@ def _joined_work(pieces: Ints) -> _Rows:
 
 def _joined_rows(tiles: _Tiles, joined_tiles: Ints, first_partial_row: Ints, group_size: int) -> _Rows:
     _, first_token, _, _, first_row = tiles.rows
-    tile, nth = spread(tiles.num_rows[joined_tiles])
+    tile, nth = repeat_indices(tiles.num_rows[joined_tiles])
     tile = joined_tiles[tile]
     row = first_token[tile] * group_size + first_row[tile] + nth
     return _as_rows((row, first_partial_row[tile] + nth, tiles.num_rows[tile]))

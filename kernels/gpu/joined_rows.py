@@ -1,5 +1,8 @@
 """Joins the rows of requests that share K/V, so that attention reads it once per tile of rows, not once per request.
 
+A row is one query head of one token. A tile is a fixed number of rows that one program of the kernel computes together.
+Here each request computes one token, and four query heads share a KV head, so each request has four rows:
+
 request 0   [ system prompt )[ document ......... )[ own )        rows 0 to 3
 request 1   [ system prompt )[ document ......... )[ own )        rows 4 to 7
 request 2   [ system prompt )[ own )                              rows 8 to 11
@@ -15,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.kernels.batch import Ints, PagedBatch, spread
+from radixkv.kernels.batch import Ints, PagedBatch, repeat_indices
 from radixkv.kernels.gpu.attention_splits import Splits
 from radixkv.kernels.shared_prefix import OrderedRun, prefix_order, runs_in_order
 
@@ -34,7 +37,7 @@ class Join(NamedTuple):
 
     Attributes:
         first_key, end_key: positions, half open, the same for all these requests.
-        first_row, end_row: joined rows, half open.
+        first_row, end_row: rows, half open, counted over the joined requests in the order of `Joins.requests`.
         requests: the requests that these rows belong to, in the order of the rows.
     """
 
@@ -51,7 +54,8 @@ class Joins:
 
     Attributes:
         joins: ordered so that a join precedes those that continue its keys.
-        requests: requests in the order of their rows, `[num_joined_requests]`.
+        requests: the requests that take part in at least one join, in the order of their rows,
+            `[num_joined_requests]`.
         end_keys: for each request of the batch, the number of its keys that joins read; these begin at position 0,
             `[num_requests]`.
     """
@@ -67,7 +71,7 @@ class Joins:
     def tiles(self, tile_rows: int) -> tuple[Ints, Ints]:
         """Return the keys and the rows of each tile of joined rows, `[num_tiles]` each."""
         num_tiles = np.array([-(-(join.end_row - join.first_row) // tile_rows) for join in self.joins])
-        join, nth = spread(num_tiles)
+        join, nth = repeat_indices(num_tiles)
         keys = np.array([end_key - first_key for first_key, end_key, *_ in self.joins])
         rows = np.array([end_row - first_row for _, _, first_row, end_row, _ in self.joins])
         return keys[join], np.minimum(rows[join] - nth * tile_rows, tile_rows)
@@ -90,7 +94,7 @@ class Joins:
         for first_key, end_key, first_row, end_row, requests in self.joins:
             keys = np.array([first_key]), np.array([end_key])
             num_splits = int(splits.counts(*keys)[0])
-            tile, nth = spread(np.full(-(-(end_row - first_row) // tile_rows), num_splits))
+            tile, nth = repeat_indices(np.full(-(-(end_row - first_row) // tile_rows), num_splits))
             tile_start = first_row + tile * tile_rows
             part = np.empty((6, tile.size), dtype=np.int64)
             part[0] = requests[0]
@@ -136,7 +140,7 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
 
     Args:
         batch: the token rows of the step.
-        num_rows: rows of each request that may be joined, less than `tile_rows` if any, `[num_requests]`.
+        num_rows: number of rows of each request that may be joined: 0, or less than `tile_rows`; `[num_requests]`.
         positions: position of the first of these rows, `[num_requests]`. Rows share only keys before it.
         tile_rows: rows of a tile.
         unit_tokens: keys are joined in units of this size.
@@ -170,7 +174,7 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
 def _worthwhile(
     runs: Sequence[OrderedRun], num_rows: Ints, tile_rows: int, unit_tokens: int
 ) -> tuple[list[OrderedRun], Ints]:
-    """Choose the runs to join. The keys before a join are joined as well.
+    """Choose the runs to join: units of keys that the same requests share. The keys before a join are joined as well.
 
     Args:
         runs: from `runs_in_order`.

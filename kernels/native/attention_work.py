@@ -1,7 +1,7 @@
 """Plans attention for `attention.cpp`. Made once per step, read by every layer that demands the same.
 
-Tokens are cut into tiles of 64 positions, and each tile sees its keys step by step. A step holds the tokens of all
-tiles whose requests have the same blocks there, so what requests share is read once for them:
+Tokens are divided into tiles of 64 positions. A step here is a range of keys and all tiles that read it, because their
+requests have the same blocks there. So keys that requests share are read once for all of them:
 
     tokens   [ tile of request 0 )[ tile of request 1 )
     steps    [ a shared prefix ...................... )  [ own keys of 0 )  [ own keys of 1 )

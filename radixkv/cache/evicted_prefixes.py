@@ -33,7 +33,7 @@ class EvictedPrefixes(Listener):
         self._capacity = capacity
         self._marks = marks
         self._reasons: OrderedDict[int, MissReason] = OrderedDict()
-        self._draining: set[str] = set()  # digests of adapters
+        self._purged_adapters: set[str] = set()  # digests of adapters that are being purged
 
     def __len__(self) -> int:
         return len(self._reasons)
@@ -43,17 +43,20 @@ class EvictedPrefixes(Listener):
         self._note(fingerprint, reason)
 
     def purged(self, node: Node) -> None:
-        """Remember a node that is purged with its adapter, if that is being drained. Complexity: O(1)."""
-        if self._draining and self._draining & {node.owner.namespace.adapter, self._marks.digest_of(node.tokens)}:
+        """Remember a node whose adapter is being purged. Complexity: O(1)."""
+        if self._purged_adapters and self._purged_adapters & {
+            node.owner.namespace.adapter,
+            self._marks.digest_of(node.tokens),
+        }:
             self._note(node.fingerprint, MissReason.ADAPTER_CHANGED)
 
-    def draining(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:
-        """Run the slices of a purge of an adapter, by digest, and remember what they purge."""
-        self._draining.add(adapter)
+    def remembering(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:
+        """Run the slices of a purge of an adapter, given by its digest, and remember the nodes that they purge."""
+        self._purged_adapters.add(adapter)
         try:
             return (yield from slices)
         finally:
-            self._draining.discard(adapter)
+            self._purged_adapters.discard(adapter)
 
     def reason(self, fingerprint: int) -> MissReason | None:
         """Return why the prefix with this fingerprint was evicted; None if unknown. Complexity: O(1)."""
@@ -73,7 +76,7 @@ class EvictedPrefixes(Listener):
 
         Args:
             namespace, tokens, cached_tokens, former: as there.
-            root_tokens: tokens of a public prefix above the tree.
+            root_tokens: number of tokens of the public prefix that the tree continues.
             next_end: tokens up to the end of the next block.
             count_cached: counts the tokens of a prompt that are cached.
         """

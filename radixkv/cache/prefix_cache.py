@@ -59,7 +59,7 @@ class _Found(NamedTuple):
     Attributes:
         namespace: of the tree.
         cached_tokens: tokens that can be reused.
-        root_tokens: tokens of a public prefix above the tree.
+        root_tokens: number of tokens of the public prefix that this tree continues; 0 for most trees.
         root_run: the tokens and blocks of that public prefix; empty for most trees.
         prefix: that public prefix; None for most trees.
         node: the deepest node of the tree that shares a reused token; None if none does.
@@ -93,10 +93,12 @@ class PrefixCache:
         max_public_blocks: blocks that public prefixes may take; by default a quarter of the pool.
         probation_share: share of the pool beyond which leaves that were never reused are evicted first; with 1 only the
             policy decides.
-        evicted_prefixes: number of evicted prefixes to remember, to explain misses.
-        listeners: notified of every change to the trees, after the cache's own parts.
+        max_evicted_prefixes: number of evicted prefixes to remember, to explain misses.
+        listeners: notified of every change to the trees, before the cache's own parts, so that they still see the
+            priority of an evicted node.
         clock: seconds, monotonic.
-        marks: identify the tokens that invoked adapters computed.
+        marks: show which tokens of a prompt an adapter computed that the prompt invokes after its beginning; see
+            `radixkv.invocation`.
         windows: pools for windowed layers; by default there are none.
         snapshots: snapshots of recurrent states; None for a model without them.
 
@@ -132,7 +134,7 @@ class PrefixCache:
         max_held_blocks: int | None = None,
         max_public_blocks: int | None = None,
         probation_share: float = 1.0,
-        evicted_prefixes: int = 65_536,
+        max_evicted_prefixes: int = 65_536,
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
         marks: InvocationMarks | None = None,
@@ -150,14 +152,14 @@ class PrefixCache:
         self.segments = SegmentIndex(clock, self.marks)
         self._clock = clock
         self._trees = NamespaceTrees(block_size)
-        self._evicted = EvictedPrefixes(evicted_prefixes, self.marks)
+        self._evicted = EvictedPrefixes(max_evicted_prefixes, self.marks)
         self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
         policy = policy or EvictionPolicy()
         self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
-        counting = [self._queue] if self._queue.has_probation else []
+        probation_listeners = [self._queue] if self._queue.has_probation else []
         # `RetainedNodes` resets the priority of an evicted node, so listeners that read the priority come before it.
         self._changes = Changes(
-            (*listeners, self._retained, self.held, policy, *counting, self._evicted, self.segments)
+            (*listeners, self._retained, self.held, policy, *probation_listeners, self._evicted, self.segments)
         )
         self._pins = Pins(
             block_size=block_size,
@@ -295,11 +297,12 @@ class PrefixCache:
         if self.windows.pools or self.snapshots is not None:
             cached_tokens = self._reusable_tokens(packed, cached_tokens)
         if root is not None and cached_tokens < root_tokens + root.num_more_tokens:
+            # The public prefix itself has more of this prompt than the tree below it: copy its next block.
             cached_tokens = root_tokens + root.num_more_tokens
             packed = run.block_ids + root.next_block
             node = None
         elif cached_tokens == root_tokens:
-            node = None
+            node = None  # the tree has nothing that can be reused, so a lease pins none of its nodes
         return _Found(namespace, cached_tokens, root_tokens, run, prefix, node, found_bytes, packed, num_nodes)
 
     def _reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
@@ -341,8 +344,12 @@ class PrefixCache:
     ) -> MissReason:
         """Return why the tokens after the cached ones have to be computed. Complexity: O(tokens) for each namespace.
 
-        ADAPTER_CHANGED is returned if more of the prompt is cached under one of its `former` keys, those of adapters
-        that had the requested name before, or was cached there until that adapter was drained.
+        Args:
+            namespace, tokens: the prompt.
+            cached_tokens: tokens of the prompt that are reused.
+            former: the keys of the same prompt with adapters that had the requested name before, the latest first.
+                The reason is ADAPTER_CHANGED if more of the prompt is cached under one of these keys, or was cached
+                there until that adapter was purged.
         """
         if self.snapshots is not None:
             found_tokens = self.num_found_tokens(namespace, tokens)
@@ -592,7 +599,7 @@ class PrefixCache:
         """Forget whole namespaces, in slices between which the cache may be used; see `purge.py`."""
         return purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
 
-    def draining(self, adapter: str) -> Generator[None, None, Purged]:
+    def purging_adapter(self, adapter: str) -> Generator[None, None, Purged]:
         """Forget, in slices, what was cached with an adapter that no request uses, and remember it to explain misses.
 
         Args:
@@ -600,8 +607,8 @@ class PrefixCache:
         """
         self.public.unregister_all(adapter)
         if self.marks.has(adapter):
-            return self._evicted.draining(adapter, sweep(self.segments, self._evictor, self.marks, adapter))
-        return self._evicted.draining(adapter, self.purging(adapter=adapter))
+            return self._evicted.remembering(adapter, sweep(self.segments, self._evictor, self.marks, adapter))
+        return self._evicted.remembering(adapter, self.purging(adapter=adapter))
 
     def check(self) -> None:
         """Recount everything, and raise InvariantViolation if anything is inconsistent. Complexity: O(everything)."""
@@ -611,7 +618,10 @@ class PrefixCache:
         self.public.check()
 
     def _cut(self, node: Node, num_blocks: int) -> Node:
-        """Cut a node after its first `num_blocks` blocks for the cache's own purposes. Returns the upper half."""
+        """Split a node after its first `num_blocks` blocks, and return the upper half.
+
+        Listeners are notified with `cut` instead of `split`, because no prompt has used the upper half.
+        """
         upper = self._trees[node.owner.namespace].cut(node, num_blocks)
         self._changes.cut(node)
         return upper

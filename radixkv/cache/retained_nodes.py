@@ -28,8 +28,8 @@ class RetainedNodes(Listener):
     A node is retained while its priority is above the default. Its ancestors are retained as well, because a node
     cannot be evicted before its descendants:
 
-        root ── [50] ── [90] ─┬─ [50]        retained: the first two, whatever priority the first has
-                              └─ [20]
+        root ── [50] ── [90] ─┬─ [50]        priorities; 50 is the default
+                              └─ [20]        retained: the first two, whatever priority the first has
 
     Args:
         max_blocks: blocks that may be retained.
@@ -182,9 +182,9 @@ class RetainedNodes(Listener):
             if not self._expiries or self._expiries[0][0] > now_s:
                 return
             node = self._expiries[0][2]
-            was_kept = node.priority > DEFAULT_PRIORITY
+            had_priority = node.priority > DEFAULT_PRIORITY
             self.set(node, DEFAULT_PRIORITY, None)
-            node.has_expired = was_kept
+            node.has_expired = had_priority
             yield node
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
@@ -193,11 +193,11 @@ class RetainedNodes(Listener):
             self._count(leaf, num_new_blocks)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Give both halves the priority of the node."""
+        """Give the upper half of a node that a use has split the priority of the node; the lower half keeps it."""
         self.cut(lower)
 
     def cut(self, lower: Node) -> None:
-        """Give both halves the priority of the node."""
+        """Give the upper half of a node that the cache has split the priority of the node; the lower half keeps it."""
         upper = lower.parent
         assert upper is not None
         upper.priority = lower.priority
@@ -246,7 +246,10 @@ def _first_block(path: list[Node]) -> int:
 
 
 def _whole_nodes(path: list[Node], start: int, end: int) -> list[Node]:
-    """List the nodes that hold blocks of `[start, end)` only; none if the first of these blocks is inside a node."""
+    """List the nodes all of whose blocks are in `[start, end)`.
+
+    The list is empty if the block `start` is inside a node.
+    """
     nodes: list[Node] = []
     position = _first_block(path)
     for node in path:

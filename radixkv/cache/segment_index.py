@@ -33,9 +33,9 @@ class SegmentIndex(Listener):
         places     0      1      2      3            a page of two: places 0 and 1; the next page begins at 2
                 [ node | node | free | node ]
 
-    A scan of all places, with any changes between its pages, returns each node that is cached all the time exactly
-    once. A node that is inserted or evicted meanwhile is returned at most once per insertion. A split leaves the lower
-    half its place, and assigns a new one to the upper half.
+    Even if nodes change between the pages of a scan, the scan returns each node that stays cached throughout exactly
+    once, and each node that is inserted or evicted meanwhile at most once. When a node is split, the lower half keeps
+    the place, and the upper half is assigned a new one.
 
     Args:
         clock: the clock of the cache, in seconds.
@@ -78,7 +78,7 @@ class SegmentIndex(Listener):
 
         Args:
             start: the place to begin at.
-            stride: distance between two places.
+            stride: distance between two places. In a large cache a distance above 1 lets a few calls sample all of it.
             tenant: the tenant whose segments are listed; None for all tenants.
             max_segments: at most `MAX_SEGMENTS` are listed.
 

@@ -60,8 +60,8 @@ class StatsCollector:
         self._num_ended = dict.fromkeys((Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED), 0)
         self._num_preemptions = 0
         self._tokens = TokenStats()
-        self._first_tokens = [0] * (len(_BOUNDS_S) + 1)
-        self._first_tokens_s = 0.0
+        self._ttft_counts = [0] * (len(_BOUNDS_S) + 1)  # requests by time to first token
+        self._ttft_sum_s = 0.0
 
     def count_tokens(self, usage: Usage) -> None:
         """Count the tokens of a request that got its result."""
@@ -72,8 +72,8 @@ class StatsCollector:
         self._num_ended[outcome] += 1
         if request.times.prefilled_s is not None:
             seconds = request.times.prefilled_s - request.times.received_s
-            self._first_tokens[bisect_left(_BOUNDS_S, seconds)] += 1
-            self._first_tokens_s += seconds
+            self._ttft_counts[bisect_left(_BOUNDS_S, seconds)] += 1
+            self._ttft_sum_s += seconds
 
     def count_preemption(self) -> None:
         """Count a preemption."""
@@ -138,7 +138,7 @@ class StatsCollector:
             kv_dtype=self._kv_dtype,
             tenants=tuple(self._tenant_stats(name, usage) for name, usage in reported),
             known_tenants=len(tenants),
-            first_tokens=TimeStats(_BOUNDS_S, tuple(self._first_tokens), self._first_tokens_s),
+            first_tokens=TimeStats(_BOUNDS_S, tuple(self._ttft_counts), self._ttft_sum_s),
         )
 
     def _tenant_stats(self, tenant: str, usage: TenantUsage) -> TenantStats:

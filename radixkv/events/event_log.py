@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from radixkv.api.events import Event, EventBatch
-from radixkv.errors import EventsLost, RadixKVError, UnknownSequence
+from radixkv.errors import EventsLost, RadixKVError, UnknownEventNumber
 
 MAX_BATCHES = 10_000
 MAX_BLOCKS = 500_000  # 36 MB of tokens and hashes, in events of blocks of 16
@@ -81,10 +81,10 @@ class EventLog:
             after: number of the last batch that a reader has.
 
         Raises:
-            UnknownSequence: it is from before a restart, or the batches after it were dropped.
+            UnknownEventNumber: it is from before a restart, or the batches after it were dropped.
         """
         if not self.first - 1 <= after <= self.last:
-            raise UnknownSequence(
+            raise UnknownEventNumber(
                 f"start_sequence_number: expected 0, or {self.first - 1} to {self.last} of this life of the service, "
                 f"got {after}"
             )

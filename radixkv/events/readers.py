@@ -149,7 +149,8 @@ class EventReaders:
 
         Raises:
             TooManyReaders: there are `MAX_READERS` readers.
-            UnknownSequence: `start` is from before a restart, or the batches after it were dropped: subscribe from 0.
+            UnknownEventNumber: `start` is from before a restart, or the batches after it were dropped; subscribe again
+                from 0.
         """
         if start:
             self._log.require(start)

@@ -212,7 +212,7 @@ class SimulatedReplica:
             block_size,
             policy=make_policy(policy, num_blocks),
             probation_share=probation_share,
-            evicted_prefixes=0,
+            max_evicted_prefixes=0,
             listeners=[self._feed],
             clock=clock,
         )

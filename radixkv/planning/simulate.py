@@ -174,7 +174,7 @@ class _CacheReplay:
             block_size,
             policy=self._future or make_policy(policy, num_blocks),
             probation_share=1.0 if self._future else probation_share,
-            evicted_prefixes=0,
+            max_evicted_prefixes=0,
             listeners=[self.tiers.index] if self.tiers else (),
             clock=lambda: self._now_s,
         )

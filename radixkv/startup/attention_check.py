@@ -23,8 +23,8 @@ from radixkv.storage.device_pool import KVShape
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 
-# Where the queries are cut into parts: the first query alone, parts of fewer and of more queries than a tile has rows,
-# and the last query alone, whose sums cancel the most.
+# Where the queries are divided into five parts: the first query alone; 17, 52 and 129 queries, which are fewer and more
+# than a tile has rows; and the last query alone, whose sums cancel the most.
 _CUTS = (1, 18, 70, 199)
 
 # Maximum distance of a row from the reference, relative to the row's norm. It allows for rounding and for another order
@@ -76,6 +76,7 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
 
 
 def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
+    """Whether queries have the same bits computed at once and in parts, on inputs whose values or scores cancel."""
     inputs = sensitive_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
     # A latent pool stores one tensor as keys and values. Since all queries are zeros here, the keys change no score.
     if shape.is_latent and what == "values":
@@ -125,9 +126,9 @@ class _Trial:
         scale: float,
         cuts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """Attend from the last queries. With `cuts`, compute them in parts, each in a batch with two other requests.
+        """Compute the attention of the last queries. With `cuts`, compute it in parts, which begin there.
 
-        The parts begin at `cuts`. The other requests use the same K/V.
+        Each part is computed in a batch with two other requests, which use the same K/V.
 
         Returns:
             Float32 `[num_queries, num_query_heads, head_dim]`.
@@ -150,7 +151,7 @@ class _Trial:
     def attend_reference(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        """Attend from the last queries with the reference."""
+        """Compute the attention of the last queries with the reference implementation."""
         query, key, written = self._placed(query, key, value)
         kernels = _Reference()
         self._write(kernels, key, written)

@@ -44,8 +44,8 @@ from radixkv.startup.model_check import check_model
 from radixkv.startup.openmp_threads import end_own_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks, reserve_step_memory
 from radixkv.startup.progress import StartProgress
+from radixkv.startup.recurrent_state_slots import make_state_slots
 from radixkv.startup.requirements import require_usable
-from radixkv.startup.states import make_state_slots
 from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores, tier_shares
 from radixkv.startup.windowed_layers import divide_layers, windows_of
@@ -288,7 +288,7 @@ def _make_cache(
         max_held_blocks=int(cache.max_held_share * num_blocks),
         max_public_blocks=int(cache.max_public_share * num_blocks),
         probation_share=cache.probation_share,
-        evicted_prefixes=cache.evicted_prefixes,
+        max_evicted_prefixes=cache.evicted_prefixes,
         listeners=listeners,
         marks=marks,
         windows=windows,

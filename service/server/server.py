@@ -135,7 +135,7 @@ class Server:
         tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         self._readers = None if engine.events is None else EventReaders(engine.events)
-        shared = SharedParts(self._readers, tokenizer, grammars, self.receiver.held)
+        shared = SharedParts(self._readers, tokenizer, grammars, self.receiver.held_bytes)
         prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), sources_of(engine))
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, guarded)  # type: ignore[no-untyped-call]

@@ -18,10 +18,10 @@ class SharedParts:
         readers: subscriptions to cache events; None if the engine logs none.
         tokenizer: the model's tokenizer.
         grammars: compiles the grammars that constrain generation.
-        held: limits the bytes that requests and unsent responses hold in memory.
+        held_bytes: limits the bytes that requests and unsent responses hold in memory.
     """
 
     readers: EventReaders | None
     tokenizer: ModelTokenizer
     grammars: Grammars
-    held: FairShares
+    held_bytes: FairShares

@@ -27,9 +27,9 @@ from radixkv.errors import (
     StoreError,
     SwitchedOff,
     UnknownAdapter,
+    UnknownEventNumber,
     UnknownLease,
     UnknownPublicPrefix,
-    UnknownSequence,
     UnknownTokenizer,
 )
 
@@ -42,7 +42,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
     UnknownLease: grpc.StatusCode.NOT_FOUND,
     UnknownPublicPrefix: grpc.StatusCode.NOT_FOUND,
-    UnknownSequence: grpc.StatusCode.OUT_OF_RANGE,
+    UnknownEventNumber: grpc.StatusCode.OUT_OF_RANGE,
     UnknownTokenizer: grpc.StatusCode.NOT_FOUND,
     SwitchedOff: grpc.StatusCode.UNIMPLEMENTED,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -92,7 +92,7 @@ def test_one_namespace_does_not_learn_what_another_lost() -> None:
 
 
 def test_what_was_forgotten_long_ago_is_cold() -> None:
-    cache = PrefixCache(16, 4, clock=FakeClock(), evicted_prefixes=1)
+    cache = PrefixCache(16, 4, clock=FakeClock(), max_evicted_prefixes=1)
     for text in ("abcd", "efgh"):
         publish(cache, text)
     cache.evict(2)
@@ -120,7 +120,7 @@ def explain_changed(cache: PrefixCache, text: str, now: Namespace = NEW, former:
 
 
 def drain(cache: PrefixCache, namespace: Namespace) -> None:
-    all_slices(cache.draining(namespace.adapter))
+    all_slices(cache.purging_adapter(namespace.adapter))
 
 
 def test_what_is_cached_under_the_former_adapter_is_told_as_its_change() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.api.events import AllCleared, BlocksRemoved, EventBatch
-from radixkv.errors import Draining, EventsLost, UnknownSequence
+from radixkv.errors import Draining, EventsLost, UnknownEventNumber
 from radixkv.events.event_log import EventLog
 
 
@@ -44,7 +44,7 @@ def test_a_ring_forgets_its_oldest_batches() -> None:
     assert log.last - log.first == 9
     assert read(log, log.first - 1) == list(range(log.first, log.last + 1))
     log.require(log.first - 1)
-    with pytest.raises(UnknownSequence, match=f"{log.first - 1} to {log.last}"):
+    with pytest.raises(UnknownEventNumber, match=f"{log.first - 1} to {log.last}"):
         log.require(log.first - 2)
     with pytest.raises(EventsLost):
         log.after(log.first - 2)
@@ -70,10 +70,10 @@ def test_a_new_life_refuses_every_number_of_an_earlier_one() -> None:
         for _ in range(3):
             log.append((removed(),))
     for number in range(old.start, old.last + 1):
-        with pytest.raises(UnknownSequence):
+        with pytest.raises(UnknownEventNumber):
             new.require(number)
     for number in (1, 2, 3, new.last + 1, 2**64 - 1):
-        with pytest.raises(UnknownSequence):
+        with pytest.raises(UnknownEventNumber):
             new.require(number)
 
 

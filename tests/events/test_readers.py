@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.api.events import EventBatch
-from radixkv.errors import Draining, EventsLost, StepHangs, TooManyReaders, UnknownSequence
+from radixkv.errors import Draining, EventsLost, StepHangs, TooManyReaders, UnknownEventNumber
 from radixkv.events.readers import MAX_BATCHES_PER_S, MAX_READERS, EventReaders
 from tests.events.event_oracle import Knowledge
 from tests.events.fake_source import SALTED, FakeSource
@@ -105,7 +105,7 @@ def test_a_number_of_another_life_is_refused_at_once() -> None:
         source = FakeSource()
         readers = EventReaders(source)
         for number in (1, source.log.start - 1, source.log.last + 1):
-            with pytest.raises(UnknownSequence, match=r"^start_sequence_number: expected"):
+            with pytest.raises(UnknownEventNumber, match=r"^start_sequence_number: expected"):
                 readers.subscribe(number)
 
     run(test)

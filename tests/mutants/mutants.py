@@ -217,7 +217,9 @@ CACHE_MUTANTS = (
     Mutant("cache/retained_nodes.py", "            node.num_retained_children += sign\n", ""),
     Mutant("cache/retained_nodes.py", "- _num_unretained_blocks(node.parent)", ""),
     Mutant(
-        "cache/retained_nodes.py", "            node.has_expired = was_kept\n", "            node.has_expired = True\n"
+        "cache/retained_nodes.py",
+        "            node.has_expired = had_priority\n",
+        "            node.has_expired = True\n",
     ),
     Mutant("cache/retained_nodes.py", "        upper.has_expired = lower.has_expired\n", ""),
     Mutant("cache/retained_nodes.py", "        node.has_expired = False\n", ""),
@@ -1061,7 +1063,7 @@ ANSWER_MUTANTS = (
     Mutant("engine/completion.py", "prediction.logprobs, prompt_logprobs)", "(), prompt_logprobs)"),
     Mutant(
         "service/server/servicers/token_stream.py",
-        "            self._held.take(self._key, num_bytes)\n",
+        "            self._held_bytes.take(self._key, num_bytes)\n",
         "            pass\n",
     ),
     Mutant(

@@ -219,7 +219,7 @@ class Adapters:
         for digest in self._names.take_drained():
             assert self._source is not None, "adapters are on"
             self._source.device.remove(digest)
-            self._freeing[digest] = self._cache.draining(digest)
+            self._freeing[digest] = self._cache.purging_adapter(digest)
         if self._freeing and not is_freeing:
             self._free_slice()
 

@@ -93,13 +93,13 @@ class Call:
 
     def _hold(self, num_bytes: int) -> None:
         assert self._owner is not None, "a call holds bytes only after its request was received"
-        self._receiver.held.take(self._owner, num_bytes)
+        self._receiver.held_bytes.take(self._owner, num_bytes)
         self._held_bytes += num_bytes
 
     def _end(self, _: object) -> None:
         self._calls.release(self._caller, 1)
         if self._owner is not None and self._held_bytes:
-            self._receiver.held.release(self._owner, self._held_bytes)
+            self._receiver.held_bytes.release(self._owner, self._held_bytes)
         self._receiver.forget(self)
 
 
@@ -114,14 +114,14 @@ class Receiver:
         limits: the longest prompt, which determines the largest message.
 
     Attributes:
-        held: counts the bytes of requests and unsent responses.
+        held_bytes: counts the bytes of requests and unsent responses.
         in_flight: the calls whose request has arrived, without endless ones.
     """
 
     def __init__(self, config: ServerConfig, limits: Limits) -> None:
         num_slots = max(_MIN_SLOTS, config.max_receiving_bytes // max_message_bytes(config, limits))
         max_endless = max(1, config.max_calls // _ENDLESS_FRACTION)
-        self.held = FairShares(config.max_held_bytes, "bytes of requests and unsent responses")
+        self.held_bytes = FairShares(config.max_held_bytes, "bytes of requests and unsent responses")
         self.in_flight = InFlightCalls()
         self._slots = ReceiveSlots(num_slots, _MAX_WAITING, config.receive_timeout_s)
         self._parsing = asyncio.Semaphore(_MAX_PARSING)

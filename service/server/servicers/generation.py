@@ -36,7 +36,7 @@ class GenerateCall:
         engine: generates.
         mailbox: delivers its results.
         writer: serializes large responses.
-        held: counts the bytes of unsent tokens.
+        held_bytes: counts the bytes of unsent tokens.
         params: the prompt.
         stops: stop strings; None if there are none.
     """
@@ -46,7 +46,7 @@ class GenerateCall:
         engine: Engine,
         mailbox: Mailbox,
         writer: ResponseWriter,
-        held: FairShares,
+        held_bytes: FairShares,
         params: PrefillParams,
         stops: StopStrings | None,
     ) -> None:
@@ -57,7 +57,7 @@ class GenerateCall:
         self._stops = stops
         self._futures: list[GenerationFuture] = []
         self._num_sent: list[int] = []  # tokens, by completion
-        self._stream = TokenStream(mailbox, held, QuotaKey.of_tenant(params.caller.tenant), self._cancel)
+        self._stream = TokenStream(mailbox, held_bytes, QuotaKey.of_tenant(params.caller.tenant), self._cancel)
 
     def start(self, sampling: Sampling, num_completions: int, fetched: FetchedBlocks | None) -> None:
         """Submit the requests. `fetched` is K/V of the prompt from another server."""

@@ -102,7 +102,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         key = QuotaKey.of_tenant(params.caller.tenant)
         sampling = await self._shared.grammars.constrain(read_sampling(request), read_grammar(request), key)
         stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_completions)
-        generation = GenerateCall(self._engine, self._mailbox, self._writer, self._shared.held, params, stops)
+        generation = GenerateCall(self._engine, self._mailbox, self._writer, self._shared.held_bytes, params, stops)
         try:
             fetched = None
             if request.HasField("kv_source"):

@@ -56,14 +56,14 @@ class TokenStream:
 
     Args:
         mailbox: delivers the tokens.
-        held: counts the bytes of all calls.
+        held_bytes: counts the bytes of all calls.
         key: the quota key that they are charged to.
         cancel: cancels the completions when too much is held.
     """
 
-    def __init__(self, mailbox: Mailbox, held: FairShares, key: QuotaKey, cancel: Callable[[], object]) -> None:
+    def __init__(self, mailbox: Mailbox, held_bytes: FairShares, key: QuotaKey, cancel: Callable[[], object]) -> None:
         self._mailbox = mailbox
-        self._held = held
+        self._held_bytes = held_bytes
         self._key = key
         self._cancel = cancel
         self._unsent: dict[int, UnsentTokens] = {}
@@ -143,7 +143,7 @@ class TokenStream:
         num_logprobs = 1 + len(tokens.logprobs[0].top) if tokens.logprobs else 0
         num_bytes = unsent_bytes(len(tokens.token_ids), num_logprobs)
         try:
-            self._held.take(self._key, num_bytes)
+            self._held_bytes.take(self._key, num_bytes)
         except QueueFull as error:
             self._refusal = error
             self._has_update.set()
@@ -171,4 +171,4 @@ class TokenStream:
 
     def _release(self, num_bytes: int) -> None:
         if num_bytes:
-            self._held.release(self._key, num_bytes)
+            self._held_bytes.release(self._key, num_bytes)

@@ -219,7 +219,7 @@ class Walk:
             max_retained_blocks=world.max_retained_blocks,
             probation_share=world.probation_share,
             clock=self.clock,
-            evicted_prefixes=16,
+            max_evicted_prefixes=16,
             listeners=[self.watch.feed],
             windows=self.parts,
             max_public_blocks=world.num_blocks // 2,
@@ -507,7 +507,7 @@ class Walk:
 
     def drain(self) -> None:
         adapter = self.random.choice("ab")
-        self._forget(None, adapter, None, lambda: all_slices(self.cache.draining(adapter)))
+        self._forget(None, adapter, None, lambda: all_slices(self.cache.purging_adapter(adapter)))
         self.events["adapters drained"] += 1
 
     def _forget(self, tenant: str | None, adapter: str | None, salt: str | None, forget: Callable[[], Purged]) -> None:

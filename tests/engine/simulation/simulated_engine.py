@@ -421,7 +421,7 @@ def _make_cache(world: World, clock: FakeClock, watch: WatchedCache) -> PrefixCa
         max_retained_blocks=world.max_retained_blocks,
         max_public_blocks=world.max_public_blocks,
         max_held_blocks=2 * world.num_blocks if world.max_held_blocks is None else world.max_held_blocks,
-        evicted_prefixes=16,
+        max_evicted_prefixes=16,
         listeners=[watch.feed],
         clock=clock,
     )

@@ -26,7 +26,7 @@ EXPECTED = {
     "UnknownAdapter": "NOT_FOUND",
     "UnknownLease": "NOT_FOUND",
     "UnknownPublicPrefix": "NOT_FOUND",
-    "UnknownSequence": "OUT_OF_RANGE",
+    "UnknownEventNumber": "OUT_OF_RANGE",
     "UnknownTokenizer": "NOT_FOUND",
     "SwitchedOff": "UNIMPLEMENTED",
     "NoReplica": "UNAVAILABLE",

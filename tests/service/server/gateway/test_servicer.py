@@ -180,7 +180,7 @@ def test_an_answer_that_takes_too_much_memory_ends(stream):
         call = stub.Generate(request(logprobs=100, max_tokens=5000, stream=stream, n=2))
         assert await becomes_true(lambda: [each.cancelled() for each in engine.futures] == [True] * 2)
         refusal = await refusal_of(call)
-        assert await becomes_true(lambda: server.receiver.held.used == 0)
+        assert await becomes_true(lambda: server.receiver.held_bytes.used == 0)
         return refusal.code()
 
     assert talking(talk, max_held_bytes=10**6) is grpc.StatusCode.RESOURCE_EXHAUSTED

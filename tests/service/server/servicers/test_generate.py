@@ -430,10 +430,10 @@ def test_a_caller_that_reads_none_of_many_log_probabilities_loses_its_call_and_a
             async with AsyncClient(address, options=options) as client, AsyncClient(address) as other:
                 unread = client.generate([1], max_new_tokens=100_000, logprobs=100, tenant="busy", n=2)
                 assert await becomes_true(lambda: [each.cancelled() for each in engine.futures] == [True] * 2)
-                assert server.receiver.held.used < 2 * 10**6
+                assert server.receiver.held_bytes.used < 2 * 10**6
                 told = await read(other.generate([1], max_new_tokens=40, logprobs=100, tenant="other"))
                 refusal = await refusal_of(unread)
-            assert await becomes_true(lambda: server.receiver.held.used == 0)
+            assert await becomes_true(lambda: server.receiver.held_bytes.used == 0)
             return refusal, told
 
     refusal, told = asyncio.run(run())
