@@ -7,6 +7,8 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from radixkv.api.compression import Compression
 from radixkv.api.constraint import Constraint
 from radixkv.api.params import PrefillParams
@@ -17,7 +19,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
-REPETITION_PENALTIES = (1e-6, 1e6)  # beyond these float32 would not hold what becomes of a logit, or of -inf
+# Beyond these float32 would not hold what becomes of a logit, or of -inf. Requests carry float32 numbers, and the one
+# nearest to 1e-6 is a little less.
+REPETITION_PENALTIES = (float(np.float32(1e-6)), 1e6)
 MAX_TOP_LOGPROBS = 100
 MAX_ANSWERS = 64
 _NUM_SEEDS = 2**64

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from radixkv.config.regular_file import read_regular
 from radixkv.errors import ConfigError
+
+# Certificates, tokens and keys are much smaller.
+_MAX_BYTES = 16 * 2**20
 
 
 def read_named(key: str, path: str | Path) -> bytes:
@@ -15,12 +19,13 @@ def read_named(key: str, path: str | Path) -> bytes:
         path: value of the key; relative paths start at the working directory.
 
     Raises:
-        ConfigError: the file cannot be read. The message names the key and the path, and nothing of the contents.
+        ConfigError: the file cannot be read, is not a regular file, or has more than 16 MiB. The message names the key
+            and the path, and nothing of the contents.
     """
     if not str(path):  # Path would take it for the working directory
         raise ConfigError(f"{key}: expected a readable file, got an empty path")
     try:
-        return Path(path).read_bytes()
+        return read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{key}: expected a readable file, got {path}: {error.strerror}") from error
     except ValueError as error:  # a zero byte

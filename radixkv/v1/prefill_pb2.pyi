@@ -53,7 +53,7 @@ NOT_LOADED: MissReason
 NO_STATE: MissReason
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority")
+    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority", "return_block_table")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class PrefillRequest(_message.Message):
     RETURN_LOGITS_FIELD_NUMBER: _ClassVar[int]
     HOLD_LEASE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETURN_BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     tenant: str
     adapter: str
@@ -78,7 +79,8 @@ class PrefillRequest(_message.Message):
     return_logits: bool
     hold_lease: bool
     priority: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ..., priority: _Optional[int] = ...) -> None: ...
+    return_block_table: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ..., priority: _Optional[int] = ..., return_block_table: bool = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch", "retained")

@@ -66,11 +66,14 @@ class PrefillOptions(PromptOptions, total=False):
         top_logprobs: number of most likely next tokens to return, at most 100; default 0.
         return_logits: return the logits of the next token, for `logits_of`; default false.
         hold_lease: pin the prompt's blocks until `Client.release`; default false.
+        return_block_table: return the physical ids of a held lease's blocks, for which the server requires the role
+            admin; default false.
     """
 
     top_logprobs: int
     return_logits: bool
     hold_lease: bool
+    return_block_table: bool
 
 
 class GenerateOptions(PromptOptions, total=False):

@@ -19,6 +19,7 @@ import grpc.aio
 
 from radixkv.errors import RadixKVError
 from radixkv.service.server.auth.authorizer import Authorizer
+from radixkv.service.server.auth.revocation import Revocation
 from radixkv.service.server.calls import Context, when_over
 from radixkv.service.server.receive.receiver import Call, Parse, Receiver
 from radixkv.service.server.status import status_of, trailing_metadata_of
@@ -110,7 +111,10 @@ class GuardedServer:
         async def stream(_: object, context: Context) -> Any:
             try:
                 call, request = await self._receive(method, parse, context)
-                async with contextlib.aclosing(self._receiver.send_all(call, servicer(request, context))) as responses:
+                async with (
+                    self._revocation(call, request),
+                    contextlib.aclosing(self._receiver.send_all(call, servicer(request, context))) as responses,
+                ):
                     async for response in responses:
                         yield response
             except Exception as error:  # noqa: BLE001 - every exception becomes a status
@@ -125,8 +129,9 @@ class GuardedServer:
 
         async def write(_: object, context: Context) -> None:
             try:
-                _call, request = await self._receive(method, parse, context, is_endless=True)
-                await servicer(request, context)
+                call, request = await self._receive(method, parse, context, is_endless=True)
+                async with self._revocation(call, request):
+                    await servicer(request, context)
             except Exception as error:  # noqa: BLE001 - every exception becomes a status
                 await _abort_with(error, context, method)
 
@@ -141,6 +146,7 @@ class GuardedServer:
             try:
                 call = self._begin(method, context, is_endless=True)
                 async with (
+                    self._revocation(call),
                     contextlib.aclosing(self._receive_all(call, parse)) as requests,
                     contextlib.aclosing(self._receiver.send_all(call, servicer(requests, context))) as responses,
                 ):
@@ -150,6 +156,21 @@ class GuardedServer:
                 await _abort_with(error, context, method)
 
         return converse
+
+    def _revocation(self, call: Call, request: Any = None) -> Revocation:
+        """Return the context in which a stream runs as long as its caller may make the call."""
+        identity = call.authorization.identity
+        if identity is None or identity.is_anyone:
+            return Revocation(None)
+
+        def require_authorized() -> None:
+            try:
+                self._authorizer.require_still(call.authorization, call.context, request)
+            except RadixKVError as error:
+                self._count(error)
+                raise
+
+        return Revocation(require_authorized)
 
     def _begin(self, method: str, context: Context, *, is_endless: bool = False) -> Call:
         """Authorize and count a call."""

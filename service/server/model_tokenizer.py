@@ -43,6 +43,7 @@ class ModelTokenizer:
         self._model_path = model_path
         self._lock = threading.Lock()
         self._archive: tuple[bytes, str] | None = None
+        self._archiving: asyncio.Future[tuple[bytes, str]] | None = None  # of the event loop
         self._loading = threading.Lock()
         self._loaded: Tokenizer | ValueError | None = None
         self._waiting: asyncio.Future[Tokenizer] | None = None  # of the event loop
@@ -63,6 +64,20 @@ class ModelTokenizer:
                     data = tokenizer_archive(directory)
                 self._archive = data, hashlib.sha256(data).hexdigest()
             return self._archive
+
+    async def archived(self) -> tuple[bytes, str]:
+        """Return what `archive` returns. One thread reads the files, however many callers wait. On one event loop."""
+        if self._archive is not None:
+            return self._archive
+        if self._archiving is None:
+            self._archiving = asyncio.ensure_future(asyncio.to_thread(self.archive))
+            self._archiving.add_done_callback(self._forget_archiving)
+        return await asyncio.shield(self._archiving)
+
+    def _forget_archiving(self, done: asyncio.Future[tuple[bytes, str]]) -> None:
+        self._archiving = None
+        if not done.cancelled():
+            done.exception()  # retrieved here, because no caller may be waiting any more
 
     def load(self) -> Tokenizer:
         """Return the tokenizer. Loads it the first time, which may take seconds.

@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from radixkv.config.regular_file import read_regular
 from radixkv.errors import UnknownTokenizer
 from radixkv.service.text.transformers_tokenizer import converted_files
 
@@ -57,11 +58,11 @@ def tokenizer_archive(directory: str | Path) -> bytes:
         UnknownTokenizer: it has no vocabulary.
     """
     folder = Path(directory)
-    files = {name: (folder / name).read_bytes() for name in NAMES if (folder / name).is_file()}
+    files = {name: read_regular(folder / name) for name in NAMES if (folder / name).is_file()}
     if not set(files) & set(_VOCABULARIES):
         raise UnknownTokenizer("tokenizer: expected one in the model's directory, such as tokenizer.json, got none")
     for path in sorted((folder / TEMPLATES).glob("*.jinja"))[: MAX_FILES - len(files)]:
-        files[f"{TEMPLATES}/{path.name}"] = path.read_bytes()
+        files[f"{TEMPLATES}/{path.name}"] = read_regular(path)
     if "tokenizer.json" not in files and (converted := _converted(folder)) is not None:
         files = {name: files[name] for name in _KEPT_WHEN_CONVERTED if name in files} | converted
     return _zip(files)

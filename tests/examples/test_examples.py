@@ -33,7 +33,7 @@ OUTPUTS = {
         "example-two: 256 public, 3 computed",
     ],
     "retain.py": ["128 granted, 0 refused, 0 not cached"],
-    "hold_renew_release.py": ["2 blocks of 64 tokens are held", "renewed: True", "released"],
+    "hold_renew_release.py": ["128 tokens are held, in blocks of 64", "renewed: True", "released"],
     "purge.py": ["2 blocks freed", "0 tokens would be reused"],
     "events.py": ["begins with a snapshot: True", "stored tokens up to 363"],
 }

@@ -239,7 +239,7 @@ def test_tenants_and_salts_are_isolated(client: Client, tenant: str) -> None:
 
 def test_a_held_lease_is_described_and_can_be_released_once(client: Client, tenant: str) -> None:
     prompt, before_s = random_ids(130), time.time()
-    held = client.prefill(prompt, tenant=tenant, hold_lease=True)
+    held = client.prefill(prompt, tenant=tenant, hold_lease=True, return_block_table=True)
     assert len(held.block_table) == 3 == len(set(held.block_table))
     assert held.block_size == 64
     ttl_s = EngineConfig().held_lease_ttl_s

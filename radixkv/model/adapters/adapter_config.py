@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from radixkv.config.regular_file import read_regular
 from radixkv.errors import InvalidAdapter
 from radixkv.invocation import MAX_INVOKED_VOCAB
 
@@ -125,7 +126,7 @@ def _read_tree(file: Path) -> dict[str, Any]:
         size = file.stat().st_size
         if size > _LARGEST_FILE:
             raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_LARGEST_FILE} bytes, got {size}")
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(read_regular(file, _LARGEST_FILE).decode())
     except FileNotFoundError:
         raise absent(CONFIG_FILE) from None
     except OSError as error:

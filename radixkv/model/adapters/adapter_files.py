@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from radixkv.config.regular_file import read_regular
 from radixkv.errors import InvalidAdapter
 from radixkv.model.adapters.adapter_config import TENSOR_FILE, LoraFields, absent, read_config
 from radixkv.model.attention.latent import absorbed_layers
@@ -180,7 +181,7 @@ def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Ten
         size = file.stat().st_size
         if max_bytes is not None and size > max_bytes:
             raise InvalidAdapter(f"{TENSOR_FILE}: expected at most {max_bytes} bytes, got {size}")
-        return safetensors.torch.load(file.read_bytes())
+        return safetensors.torch.load(read_regular(file, max_bytes))
     except FileNotFoundError:
         raise absent(TENSOR_FILE) from None
     except OSError as error:

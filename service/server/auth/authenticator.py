@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from radixkv.errors import InvalidCredential
+from radixkv.service.server.auth.certificate_expiry import expiry_of
 from radixkv.service.server.auth.credentials import Credential, Credentials
 from radixkv.service.server.auth.identity import Identity
 from radixkv.service.server.auth.reloaded_files import ReloadedFiles
@@ -82,7 +83,11 @@ class CredentialAuthenticator:
         headers = [value for name, value in context.invocation_metadata() or () if name == HEADER]
         if headers or not self._has_certificates:
             return self._identify(headers)
-        credential = self._credentials.get().of_certificate(_names_in_certificate(context))
+        properties = context.auth_context()
+        for pem in properties.get("x509_pem_cert", ()):  # TLS has checked it only when the connection began
+            if self._unix_time_s() >= expiry_of(pem):
+                raise InvalidCredential("certificate: expected one that is valid now, got one that has expired")
+        credential = self._credentials.get().of_certificate(_names_in_certificate(properties))
         return self._valid(credential, "certificate: expected one with the name of a single credential, got another")
 
     def identify_header(self, authorization: str | None) -> Identity:
@@ -106,8 +111,7 @@ class CredentialAuthenticator:
         return credential.identity
 
 
-def _names_in_certificate(context: Context) -> Iterable[str]:
-    properties = context.auth_context()
+def _names_in_certificate(properties: Mapping[str, Iterable[bytes]]) -> Iterable[str]:
     for kind in _NAMES_IN_CERTIFICATE:
         for name in properties.get(kind, ()):
             yield name.decode(errors="replace")

@@ -122,6 +122,8 @@ class MethodRule:
                 raise NotPermitted(
                     f"tenant: expected one, since all tenants require the role admin, got none as {caller.role.value}"
                 )
+            if caller.role is not Role.ADMIN and getattr(message, "return_block_table", False):
+                raise NotPermitted(f"return_block_table: expected the role admin, got {caller.role.value}")
         return None if _means_all_tenants(message) else str(message.tenant)
 
 
@@ -232,6 +234,21 @@ class Authorizer:
         self._roles = roles
         self._gateway_tenant = gateway_tenant
         self._rules = rules
+
+    def require_still(self, authorization: Authorization, context: Context, request: Any = None) -> None:
+        """Authorize a call again that began some time ago, by the credentials that are valid now.
+
+        Args:
+            authorization: returned by `authorize`.
+            context: gRPC's context of the call.
+            request: its request, after `Authorization.bind_tenant`; None if it has none that names a tenant.
+
+        Raises:
+            InvalidCredential, NotPermitted: the caller may not make the call any more.
+        """
+        current = self.authorize(authorization.method, context)
+        if request is not None:
+            current.rule.bind_tenant(current.identity, request, current.gateway_tenant)
 
     def authorize(self, method: str, context: Context) -> Authorization:
         """Authorize a call.

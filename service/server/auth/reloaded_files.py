@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from radixkv.errors import ConfigError
 
 PERIOD_S = 1.0
+# A check that takes longer is logged: a mount does not respond.
+_MAX_CHECK_S = 10.0
 
 Value = TypeVar("Value")
 _Stamp = list[tuple[int, int, int] | None]
@@ -20,16 +23,20 @@ _logger = logging.getLogger(__name__)
 
 
 class ReloadedFiles(Generic[Value]):
-    """The value of some files, at most one second old. Thread-safe.
+    """The value of some files, which a thread of its own checks once per second. Thread-safe.
 
-    If changed files cannot be used, the previous value stays valid. They are read again at every check until they can
-    be used; the log states the reason once per change.
+    `get` never touches the files, so files that block, such as those of a mount that does not respond, block only the
+    thread. If changed files cannot be used, the previous value stays valid. They are read again at every check until
+    they can be used; the log states the reason once per change.
+
+    The thread ends when the object is garbage.
 
     Args:
         what: name of the value, for the log.
         paths: the files.
         read: reads them. Messages of the ConfigError it raises have no secrets; those of other exceptions may.
         clock: a monotonic clock in seconds.
+        is_watched: whether to start the thread; without it, only `check` reads changed files.
 
     Raises:
         ConfigError: the files cannot be read initially.
@@ -41,26 +48,45 @@ class ReloadedFiles(Generic[Value]):
         paths: Sequence[str | Path],
         read: Callable[[], Value],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        is_watched: bool = True,
     ) -> None:
         self._what = what
         self._paths = [Path(path) for path in paths]
         self._read = read
         self._clock = clock
-        self._lock = threading.Lock()
         self._logged: tuple[_Stamp, str] | None = None  # the last failure
         self._stamp = self._stamp_now()  # taken before reading, so that a concurrent change is read again
         self._value = read()
-        self._next_check_s = clock() + PERIOD_S
+        self._check_started_s: float | None = None
+        self._is_blocked = False
+        if is_watched and self._paths:
+            is_over = threading.Event()
+            weakref.finalize(self, is_over.set)
+            arguments = (weakref.ref(self), is_over)
+            threading.Thread(target=_watch, args=arguments, name="radixkv-files", daemon=True).start()
 
     def get(self) -> Value:
-        """Return the value. Checks the files at most once per `PERIOD_S`, and reads them only if they have changed."""
-        if self._clock() >= self._next_check_s and self._lock.acquire(blocking=False):
-            try:
-                self._next_check_s = self._clock() + PERIOD_S
-                self._check()
-            finally:
-                self._lock.release()
+        """Return the value of the last check that could use the files. Takes less than a microsecond."""
+        started_s = self._check_started_s
+        if started_s is not None and not self._is_blocked and self._clock() - started_s > _MAX_CHECK_S:
+            self._is_blocked = True
+            _logger.error(
+                "%s: the files could not be read for %.0f s, so the previous ones stay valid; does their file system "
+                "respond?",
+                self._what,
+                _MAX_CHECK_S,
+            )
         return self._value
+
+    def check(self) -> None:
+        """Read the files if they have changed. For one thread at a time; blocks while the file system does."""
+        self._check_started_s = self._clock()
+        try:
+            self._check()
+        finally:
+            self._check_started_s = None
+            self._is_blocked = False
 
     def _check(self) -> None:
         stamp = self._stamp_now()
@@ -68,7 +94,7 @@ class ReloadedFiles(Generic[Value]):
             return
         try:
             self._value = self._read()
-        except Exception as error:  # noqa: BLE001 - the call that happens to check must not fail because of a file
+        except Exception as error:  # noqa: BLE001 - no file may end the thread
             self._log(stamp, str(error) if isinstance(error, ConfigError) else type(error).__name__)
         else:
             self._stamp = stamp
@@ -83,6 +109,14 @@ class ReloadedFiles(Generic[Value]):
 
     def _stamp_now(self) -> _Stamp:
         return [_stamp_of(path) for path in self._paths]
+
+
+def _watch(files: weakref.ref[ReloadedFiles[Any]], is_over: threading.Event) -> None:
+    while not is_over.wait(PERIOD_S):
+        watched = files()
+        if watched is not None:
+            watched.check()
+            del watched
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:

@@ -17,7 +17,7 @@ from radixkv.api.limits import Limits
 from radixkv.api.params import DEFAULT_URGENCY, PrefillParams
 from radixkv.api.public_prefixes import PublicPrefixStatus
 from radixkv.api.result import GenerateResult, PrefillResult, Retained, Timing, Usage
-from radixkv.api.retention import Retention
+from radixkv.api.retention import MAX_TTL_S, Retention
 from radixkv.api.sampling import (
     DEFAULT_MAX_NEW_TOKENS,
     MAX_ANSWERS,
@@ -80,6 +80,8 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
     require_names(request_id=request.request_id)
     if request.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs: expected at most {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
+    if request.return_block_table and not request.hold_lease:
+        raise InvalidRequest("return_block_table: expected hold_lease as well, got none")
     return PrefillParams(
         tokens=read_token_ids(request),
         caller=read_caller(request),
@@ -110,6 +112,8 @@ def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest
     ttl = retention.ttl
     if not 0 <= ttl.nanos < 1_000_000_000:
         raise InvalidRequest(f"retention.ttl.nanos: expected 0 to 999999999, got {ttl.nanos}")
+    if ttl.seconds == MAX_TTL_S and ttl.nanos:  # a float of seconds would not hold the nanoseconds
+        raise InvalidRequest(f"retention.ttl: expected at most {MAX_TTL_S:.0f} s, got {ttl.nanos} ns more")
     return Retention(
         priority=retention.priority,
         ttl_s=ttl.seconds + ttl.nanos / 1e9 if retention.HasField("ttl") else None,
@@ -118,8 +122,13 @@ def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest
     )
 
 
-def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> prefill_pb2.PrefillResponse:
-    """Write the response to a prefill. Block size and epoch describe the block table of a held lease."""
+def prefill_response(
+    result: PrefillResult, block_size: int, epoch: int, *, has_block_table: bool = False
+) -> prefill_pb2.PrefillResponse:
+    """Write the response to a prefill. Block size and epoch describe the blocks of a held lease.
+
+    Their physical ids are written only with `has_block_table`: neighboring ids show what other tenants allocate.
+    """
     response = prefill_pb2.PrefillResponse(
         request_id=result.request_id,
         usage=usage_message(result.usage),
@@ -134,7 +143,8 @@ def prefill_response(result: PrefillResult, block_size: int, epoch: int) -> pref
     if held is not None:
         response.lease_id = held.lease_id
         response.lease_expires_at.CopyFrom(timestamp(held.expires_at_s))
-        response.block_table.extend(held.block_table.tolist())
+        if has_block_table:
+            response.block_table.extend(held.block_table.tolist())
         response.block_size = block_size
         response.epoch = epoch
     return response

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from radixkv.service.server.calls import Context
@@ -23,7 +22,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
         """Stream the zip archive in chunks, with its digest in the last one."""
         if request.digest_only:
-            _, digest = await asyncio.to_thread(self._tokenizer.archive)
+            _, digest = await self._tokenizer.archived()
             yield model_pb2.TokenizerChunk(sha256=digest)
             return
         async for data, digest in archive_chunks(self._tokenizer):
@@ -36,7 +35,7 @@ async def archive_chunks(tokenizer: ModelTokenizer) -> AsyncIterator[tuple[bytes
     Raises:
         UnknownTokenizer: the model has no tokenizer.
     """
-    archive, digest = await asyncio.to_thread(tokenizer.archive)
+    archive, digest = await tokenizer.archived()
     for start in range(0, len(archive), CHUNK_BYTES):
         end = start + CHUNK_BYTES
         yield archive[start:end], digest if end >= len(archive) else ""

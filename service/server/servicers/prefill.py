@@ -76,7 +76,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if params.hold_lease:
             when_over(partial(self._release_unreported, future, params.caller, context))
         result = await result_of(self._engine, self._mailbox, future)
-        return prefill_response(result, self._engine.limits.block_size, self._engine.limits.epoch)
+        limits = self._engine.limits
+        return prefill_response(result, limits.block_size, limits.epoch, has_block_table=request.return_block_table)
 
     def _release_unreported(self, future: Future[PrefillResult], caller: Caller, context: Context) -> None:
         """Release a held lease whose id did not reach the caller: the response was refused, or the caller left."""

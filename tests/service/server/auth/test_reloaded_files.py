@@ -1,9 +1,15 @@
+import gc
 import logging
+import os
+import threading
 
 import pytest
 
+from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError
-from radixkv.service.server.auth.reloaded_files import PERIOD_S, ReloadedFiles
+from radixkv.service.server.auth import reloaded_files
+from radixkv.service.server.auth.reloaded_files import ReloadedFiles
+from tests.patience import PATIENCE_S, wait_until
 
 
 class Clock:
@@ -34,17 +40,17 @@ def reloaded(file, clock, reads=None, errors=()):
             raise ConfigError("file: expected text, got none")
         return text
 
-    return ReloadedFiles("words", [file], read, clock)
+    return ReloadedFiles("words", [file], read, clock, is_watched=False)
 
 
-def test_a_changed_file_is_read_within_a_second_and_an_unchanged_one_never_again(file):
+def test_a_changed_file_is_read_at_the_next_check_and_an_unchanged_one_never_again(file):
     clock, reads = Clock(), []
     words = reloaded(file, clock, reads)
     file.write_text("second")
     assert words.get() == "first"
-    clock.now_s += PERIOD_S
+    words.check()
     assert words.get() == "second"
-    clock.now_s += PERIOD_S
+    words.check()
     assert (words.get(), len(reads)) == ("second", 2)
 
 
@@ -54,7 +60,7 @@ def test_a_file_that_is_put_in_place_of_another_is_read(file):
     other = file.with_name("other")
     other.write_text("other")
     other.replace(file)
-    clock.now_s += PERIOD_S
+    words.check()
     assert words.get() == "other"
 
 
@@ -64,13 +70,13 @@ def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, 
     words = reloaded(file, clock)
     file.unlink()
     for _ in range(3):
-        clock.now_s += PERIOD_S
+        words.check()
         assert words.get() == "first"
     assert [record.getMessage() for record in caplog.records] == [
         "words: the changed files cannot be used, so the previous ones stay valid: file: expected text, got none"
     ]
     file.write_text("third")
-    clock.now_s += PERIOD_S
+    words.check()
     assert words.get() == "third"
 
 
@@ -90,7 +96,7 @@ def test_whatever_is_wrong_with_a_file_it_is_read_again_at_each_look_and_told_on
     words = reloaded(file, clock, reads, [error, error])
     file.write_text("the second")
     for expected in ("first", "first", "the second", "the second"):
-        clock.now_s += PERIOD_S
+        words.check()
         assert words.get() == expected
     assert len(reads) == 4
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
@@ -103,7 +109,7 @@ def test_another_change_that_can_not_be_used_is_told_again(file, caplog):
     words = reloaded(file, clock, [], [ValueError(), ValueError()])
     for text in ("the second", "another third"):
         file.write_text(text)
-        clock.now_s += PERIOD_S
+        words.check()
         assert words.get() == "first"
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
 
@@ -112,3 +118,54 @@ def test_a_file_that_is_broken_at_start_is_an_error(file):
     file.write_text("")
     with pytest.raises(ConfigError, match="expected text"):
         reloaded(file, Clock())
+
+
+def test_a_thread_checks_the_files_until_nothing_uses_the_value(file, monkeypatch):
+    monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.01)
+    words = [ReloadedFiles("words", [file], file.read_text)]
+    file.write_text("second")
+    wait_until(lambda: words[0].get() == "second")
+    assert "radixkv-files" in names_of_threads()
+    words.clear()
+    gc.collect()
+    wait_until(lambda: "radixkv-files" not in names_of_threads())
+
+
+def test_a_file_that_blocks_keeps_nobody_from_the_old_value_and_is_logged_once(file, monkeypatch, caplog):
+    monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.01)
+    clock, is_blocked, may_go_on = Clock(), threading.Event(), threading.Event()
+
+    def read():
+        if file.read_text() == "blocks":
+            is_blocked.set()
+            assert may_go_on.wait(PATIENCE_S)
+            return "third"
+        return "first"
+
+    words = ReloadedFiles("words", [file], read, clock)
+    file.write_text("blocks")
+    assert is_blocked.wait(PATIENCE_S)
+    clock.now_s += 10
+    assert words.get() == "first"
+    assert not caplog.records
+    clock.now_s += 1
+    assert [words.get(), words.get()] == ["first"] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "words: the files could not be read for 10 s, so the previous ones stay valid; does their file system respond?"
+    ]
+    may_go_on.set()
+    wait_until(lambda: words.get() == "third")
+
+
+def test_a_fifo_in_place_of_a_file_is_refused_and_blocks_nothing(file, caplog):
+    words = ReloadedFiles("words", [file], lambda: read_named("key", file).decode(), is_watched=False)
+    file.unlink()
+    os.mkfifo(file)
+    words.check()
+    assert words.get() == "first"
+    assert "key: expected a readable file, got" in caplog.text
+    assert "not a regular file but a FIFO" in caplog.text
+
+
+def names_of_threads():
+    return [thread.name for thread in threading.enumerate()]

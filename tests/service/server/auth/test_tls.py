@@ -12,12 +12,13 @@ import trustme
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.client import AsyncClient
-from radixkv.service.server.auth import reloaded_files
+from radixkv.service.server.auth import reloaded_files, revocation
 from radixkv.service.server.auth.server_auth import ServerAuth
 from radixkv.service.server.auth.tls import Tls
-from tests.patience import PATIENCE_S
+from tests.events.fake_source import FakeSource
+from tests.patience import PATIENCE_S, wait_until
 from tests.service.fake_engine import FakeEngine
-from tests.service.serving import refusal_of, serving
+from tests.service.serving import becomes_true, refusal_of, serving
 
 from .certificates import FILE, Papers, entry_of, entry_of_certificate
 
@@ -29,8 +30,9 @@ def papers(tmp_path):
 
 @pytest.fixture
 def looks_always(monkeypatch):
-    """Files are looked at in every call, not once a second."""
-    monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.0)
+    """Files and streams are checked a hundred times per second, not once."""
+    monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.01)
+    monkeypatch.setattr(revocation, "PERIOD_S", 0.01)
 
 
 async def result_of(address, **access):
@@ -41,6 +43,10 @@ async def result_of(address, **access):
         except grpc.aio.AioRpcError as error:
             return error.code()
     return grpc.StatusCode.OK
+
+
+async def last_of(stream):
+    return [each async for each in stream][-1]
 
 
 def test_a_certificate_of_another_authority_is_not_trusted_by_a_client(papers):
@@ -98,7 +104,8 @@ def test_mutual_tls_refuses_no_certificate_one_of_another_authority_and_one_that
     assert asyncio.run(run()) == {grpc.StatusCode.UNAVAILABLE}
 
 
-def test_changed_certificates_count_for_new_connections_and_a_running_stream_goes_on(papers, looks_always):
+def test_changed_certificates_count_for_new_connections_and_a_running_stream_goes_on(papers, looks_always, caplog):
+    caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
     new_ca = trustme.CA()
 
@@ -107,6 +114,7 @@ def test_changed_certificates_count_for_new_connections_and_a_running_stream_goe
             stream = old.generate([1, 2], max_new_tokens=4)
             first = await anext(stream)
             papers.write_certificate(new_ca)
+            assert await becomes_true(lambda: "TLS certificates: reloaded" in caplog.text)
             new_ca.cert_pem.write_to_path(papers.folder / "new_ca.pem")
             changed = {**papers.client("acme"), "tls_ca": papers.folder / "new_ca.pem"}
             async with AsyncClient(address, timeout_s=PATIENCE_S, **changed) as new:
@@ -120,7 +128,9 @@ def test_changed_certificates_count_for_new_connections_and_a_running_stream_goe
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == (4, True)
 
 
-def test_a_token_that_is_taken_out_is_refused_at_once_and_a_running_stream_goes_on(papers, looks_always, caplog):
+def test_a_token_that_is_taken_out_is_refused_in_calls_and_streams_and_other_tenants_go_on(
+    papers, looks_always, caplog
+):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
 
@@ -130,11 +140,14 @@ def test_a_token_that_is_taken_out_is_refused_at_once_and_a_running_stream_goes_
             AsyncClient(address, **papers.client("acme")) as acme,
             AsyncClient(address, **papers.client("globex")) as globex,
         ):
-            stream = acme.generate([1, 2], max_new_tokens=4)
+            revoked, stream = (each.generate([1, 2], max_new_tokens=4) for each in (acme, globex))
             first = await anext(stream)
+            await anext(revoked)
             papers.write_tokens(entry_of("globex", 'role = "tenant"\ntenant = "globex"'))
+            assert (await refusal_of(last_of(revoked))).code() is grpc.StatusCode.UNAUTHENTICATED
             assert (await refusal_of(acme.probe([1, 2]))).code() is grpc.StatusCode.UNAUTHENTICATED
             papers.write_tokens("[[credentials]]\nname = 'half of a secret")
+            assert await becomes_true(lambda: "the changed files cannot be used" in caplog.text)
             assert (await globex.probe([1, 2])).prompt_tokens == 2
             engine.open_gate()
             rest = [response async for response in stream]
@@ -146,11 +159,87 @@ def test_a_token_that_is_taken_out_is_refused_at_once_and_a_running_stream_goes_
     assert "half of a secret" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("entry", "code"),
+    [
+        (entry_of("acme", 'role = "tenant"\ntenant = "initech"'), grpc.StatusCode.PERMISSION_DENIED),
+        (entry_of("acme", 'role = "reader"'), grpc.StatusCode.PERMISSION_DENIED),
+        (entry_of("acme", 'tenant = "acme"') + "expires = 2001-09-09T01:46:40Z\n", grpc.StatusCode.UNAUTHENTICATED),
+        (entry_of("boss", 'role = "admin"'), grpc.StatusCode.UNAUTHENTICATED),
+    ],
+    ids=["tenant", "role", "expiry", "removal"],
+)
+def test_a_stream_ends_when_its_credential_loses_the_right_to_it(papers, looks_always, entry, code):
+    engine, kinds = FakeEngine(is_gated=True), []
+
+    async def run():
+        async with (
+            serving(engine, **papers.tls, count_refusal=lambda error: kinds.append(type(error))) as (_, address),
+            AsyncClient(address, **papers.client("acme")) as acme,
+        ):
+            stream = acme.generate([1, 2], max_new_tokens=4)
+            await anext(stream)
+            papers.write_tokens(entry.replace("acme credential", "another name"))
+            return (await refusal_of(last_of(stream))).code()
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) is code
+    assert len(kinds) == 1
+
+
+def test_a_stream_goes_on_when_its_credential_changes_otherwise(papers, looks_always, caplog):
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine(is_gated=True)
+
+    async def run():
+        async with serving(engine, **papers.tls) as (_, address), AsyncClient(address, **papers.client("acme")) as acme:
+            stream = acme.generate([1, 2], max_new_tokens=4)
+            await anext(stream)
+            papers.write_tokens(entry_of("acme", 'role = "router"\ntenants = ["acme", "initech"]'))
+            assert await becomes_true(lambda: "credentials: reloaded" in caplog.text)
+            await asyncio.sleep(0.1)
+            engine.open_gate()
+            return [each async for each in stream][-1].finished
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_the_events_of_a_router_end_with_its_credential(papers, looks_always):
+    engine = FakeEngine()
+    engine.events = FakeSource()
+
+    async def run():
+        async with (
+            serving(engine, **papers.tls) as (_, address),
+            AsyncClient(address, **papers.client("every")) as router,
+        ):
+            events = router.subscribe()
+            assert (await anext(events)).snapshot.count == 1
+            papers.write_tokens(entry_of("boss", 'role = "admin"'))
+            return (await refusal_of(last_of(events))).code()
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_only_an_admin_may_ask_for_the_physical_ids_of_blocks(papers):
+    async def run():
+        codes = []
+        async with serving(FakeEngine(), **papers.tls) as (_, address):
+            for name in ("acme", "every", "boss"):
+                async with AsyncClient(address, timeout_s=PATIENCE_S, **papers.client(name)) as client:
+                    call = client.prefill([1, 2], tenant="acme", hold_lease=True, return_block_table=True)
+                    codes.append((await refusal_of(call)).code() if name != "boss" else len((await call).block_table))
+        return codes
+
+    denied = grpc.StatusCode.PERMISSION_DENIED
+    assert asyncio.run(run()) == [denied, denied, 1]
+
+
 def test_a_key_of_another_certificate_is_refused_at_start_and_later_leaves_the_old_pair(papers, looks_always, caplog):
     tls = Tls(ServerConfig(**papers.tls))
     before = tls.https()
     other = papers.ca.issue_cert("localhost")
     other.private_key_pem.write_to_path(papers.folder / "server.key")
+    wait_until(lambda: "the changed files cannot be used" in caplog.text)
     assert tls.https() is before
     assert "TLS certificates: the changed files cannot be used" in caplog.text
     assert "PRIVATE KEY" not in caplog.text

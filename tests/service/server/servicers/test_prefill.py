@@ -129,14 +129,19 @@ def test_miss_reasons_keep_their_names():
 
 def test_lease_fields_are_set_only_when_a_lease_is_held():
     async def talk(client, engine):
-        return await client.prefill(range(40)), await client.prefill(range(40), hold_lease=True)
+        return [
+            await client.prefill(range(40)),
+            await client.prefill(range(40), hold_lease=True),
+            await client.prefill(range(40), hold_lease=True, return_block_table=True),
+        ]
 
     before_s = time.time()
-    plain, held = calling(talk)
+    plain, held, described = calling(talk)
     assert not plain.HasField("lease_expires_at")
     assert (plain.lease_id, list(plain.block_table), plain.block_size, plain.epoch) == ("", [], 0, 0)
     assert held.lease_id == "lease-0"
-    assert list(held.block_table) == [0, 1, 2]
+    assert list(held.block_table) == []
+    assert list(described.block_table) == [0, 1, 2]
     assert (held.block_size, held.epoch) == (LIMITS.block_size, LIMITS.epoch)
     assert before_s + 59 < held.lease_expires_at.ToNanoseconds() / 1e9 < time.time() + 61
 

@@ -1,0 +1,41 @@
+"""Reads files that may be replaced while the service runs, without waiting for what is not a regular file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_regular(path: str | Path, max_bytes: int | None = None) -> bytes:
+    """Read a regular file, or the one that a symbolic link leads to.
+
+    A FIFO, a socket or a device is refused, because reading it may never end. A regular file of a file system that does
+    not respond, such as a mount whose server is gone, can still block: read it on a thread that nothing else needs.
+
+    Args:
+        path: the file.
+        max_bytes: the size of the largest file that is read; None for any.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is larger. `strerror` says so.
+        ValueError: the path has a zero byte.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a FIFO would wait for a writer
+    with open(file, "rb") as opened:
+        status = os.fstat(file)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"not a regular file but {_kind(status.st_mode)}", str(path))
+        data = opened.read() if max_bytes is None else opened.read(max_bytes + 1)
+    if max_bytes is not None and len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+    return data
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISFIFO(mode):
+        return "a FIFO"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"

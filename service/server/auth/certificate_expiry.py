@@ -1,0 +1,49 @@
+"""When the certificate of a client expires."""
+
+from __future__ import annotations
+
+import ssl
+from datetime import UTC, datetime
+from functools import lru_cache
+
+# Types of ASN.1 values in DER.
+_VERSION = 0xA0
+_UTC_TIME = 0x17
+
+
+@lru_cache(maxsize=1024)
+def expiry_of(pem: bytes) -> float:
+    """Return the Unix time after which a certificate is not valid.
+
+    Args:
+        pem: a certificate that TLS has verified, PEM.
+
+    Raises:
+        ValueError: it is not a certificate.
+    """
+    der = ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
+    try:
+        _, start, _ = _value(der, 0)  # the certificate
+        _, start, _ = _value(der, start)  # what is signed
+        kind, _, end = _value(der, start)
+        if kind != _VERSION:
+            end = start  # certificates of version 1 leave it out
+        for _ in ("serial number", "algorithm", "issuer"):
+            _, _, end = _value(der, end)
+        _, start, _ = _value(der, end)  # the validity
+        _, _, end = _value(der, start)  # its beginning
+        kind, start, end = _value(der, end)
+    except IndexError:
+        raise ValueError("certificate: expected DER, got less of it") from None
+    text = der[start:end].decode("ascii")
+    time = datetime.strptime(text, "%y%m%d%H%M%SZ" if kind == _UTC_TIME else "%Y%m%d%H%M%SZ")
+    return time.replace(tzinfo=UTC).timestamp()
+
+
+def _value(der: bytes, at: int) -> tuple[int, int, int]:
+    """Return the type of the value at `at`, and where its content begins and ends."""
+    kind, length, start = der[at], der[at + 1], at + 2
+    if length & 0x80:
+        start += length & 0x7F
+        length = int.from_bytes(der[at + 2 : start])
+    return kind, start, start + length

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from radixkv.config.regular_file import read_regular
+
+
+def test_a_file_is_read_and_what_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_regular(tmp_path / "link") == b"content" == read_regular(tmp_path / "file", max_bytes=7)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    with pytest.raises(OSError, match="larger than 6 bytes"):
+        read_regular(tmp_path / "file", max_bytes=6)
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path / "link"):
+        with pytest.raises(OSError, match="not a regular file but a FIFO"):
+            read_regular(path)
+    with pytest.raises(OSError, match="not a regular file but a device"):
+        read_regular("/dev/zero")
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        with pytest.raises(OSError, match="No such device or address"):
+            read_regular(tmp_path / "socket")

@@ -1,0 +1,240 @@
+"""Every numeric bound that the comments of the .proto files give holds at its ends, and not one step beyond."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from radixkv.api.sampling import Sampling
+from radixkv.errors import InvalidRequest
+from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
+from radixkv.v1 import cache_pb2_grpc, prefill_pb2_grpc
+from radixkv.v1.cache_pb2 import ListSegmentsRequest
+from radixkv.v1.prefill_pb2 import (
+    H2O,
+    SNAPKV,
+    STREAMING_LLM,
+    Compression,
+    GenerateRequest,
+    PrefillRequest,
+    ProbeRequest,
+    RenewRequest,
+    Retention,
+)
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import serving
+
+PROTO = Path(__file__).parents[4] / "proto" / "radixkv" / "v1"
+# A number, and the words that make it a bound.
+BOUND = re.compile(r"\bat (most|least) -?\d|(?<![\w`.])-?\d[\d.,e-]* to -?\d|[Mm]ore than \d|(?:most|least) one\b")
+PROMPT = range(8)
+MAX_TTL_S = 31_622_400
+
+
+class CheckingEngine(FakeEngine):
+    """A fake engine that refuses prompts as a real one does."""
+
+    def prefill(self, params):
+        self.limits.require_prefill(params)
+        return super().prefill(params)
+
+
+class Bounds(NamedTuple):
+    """Requests at the ends of the bounds of a field, and one step beyond them."""
+
+    inside: list[Any]
+    outside: list[Any]
+
+
+def prefill(**fields: Any) -> PrefillRequest:
+    return PrefillRequest(**{"token_ids": PROMPT, **fields})
+
+
+def generate(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(**{"prefill": prefill(), "max_new_tokens": 2, **fields})
+
+
+def floats(name: str, low: float | None, high: float | None, *, is_low_open: bool = False) -> Bounds:
+    """Return the bounds of a float field; with `is_low_open`, the lower one is outside."""
+    inside, outside = [], []
+    for end, beyond, is_open in ((low, -np.inf, is_low_open), (high, np.inf, False)):
+        if end is not None:
+            nearest = np.float32(end)
+            inside.append(np.nextafter(nearest, -beyond, dtype=np.float32) if is_open else nearest)
+            outside.append(nearest if is_open else np.nextafter(nearest, beyond, dtype=np.float32))
+    as_requests = [[generate(**{name: float(value)}) for value in values] for values in (inside, [*outside, np.nan])]
+    return Bounds(*as_requests)
+
+
+def retained(priority: int = 50, seconds: int = 1, nanos: int = 0) -> PrefillRequest:
+    return prefill(retention=Retention(priority=priority, ttl=Duration(seconds=seconds, nanos=nanos)))
+
+
+def compressed(**fields: Any) -> GenerateRequest:
+    return generate(compression=Compression(**fields))
+
+
+def names(field: str) -> Bounds:
+    kinds = (PrefillRequest, ProbeRequest) if field != "request_id" else (PrefillRequest,)
+    inside = [kind(**{"token_ids": PROMPT, field: "n" * 256}) for kind in kinds]
+    return Bounds(inside, [kind(**{"token_ids": PROMPT, field: "n" * 257}) for kind in kinds])
+
+
+TABLE = {
+    "PrefillRequest.token_ids": Bounds([prefill(token_ids=[0])], [prefill(token_ids=[])]),
+    "PrefillRequest.tenant": names("tenant"),
+    "PrefillRequest.adapter": Bounds([], [prefill(adapter="n" * 257)]),  # unknown within the bounds
+    "PrefillRequest.salt": names("salt"),
+    "PrefillRequest.request_id": names("request_id"),
+    "PrefillRequest.top_logprobs": Bounds([prefill(top_logprobs=n) for n in (0, 100)], [prefill(top_logprobs=101)]),
+    "PrefillRequest.priority": Bounds([prefill(priority=n) for n in (0, 100)], [prefill(priority=101)]),
+    "Retention.priority": Bounds([retained(n) for n in (0, 100)], [retained(101)]),
+    "Retention.ttl": Bounds(
+        [retained(seconds=0, nanos=1), retained(seconds=MAX_TTL_S)],
+        [
+            retained(seconds=0),
+            retained(seconds=-1),
+            retained(seconds=MAX_TTL_S, nanos=1),
+            retained(seconds=MAX_TTL_S + 1),
+        ],
+    ),
+    "GenerateRequest.max_new_tokens": Bounds([generate(max_new_tokens=1)], [generate(max_new_tokens=0)]),
+    "GenerateRequest.top_p": floats("top_p", 0, 1, is_low_open=True),
+    "GenerateRequest.min_p": floats("min_p", 0, 1),
+    "GenerateRequest.repetition_penalty": floats("repetition_penalty", 1e-6, 1e6),
+    "GenerateRequest.presence_penalty": floats("presence_penalty", -2, 2),
+    "GenerateRequest.frequency_penalty": floats("frequency_penalty", -2, 2),
+    "GenerateRequest.stop_token_ids": Bounds(
+        [generate(stop_token_ids=[1] * 1024)], [generate(stop_token_ids=[1] * 1025)]
+    ),
+    "GenerateRequest.logit_bias": Bounds(
+        [generate(logit_bias={1: -100, 2: 100})],
+        [
+            generate(logit_bias={1: float(np.nextafter(np.float32(-100), np.float32(-np.inf)))}),
+            generate(logit_bias={1: float(np.nextafter(np.float32(100), np.float32(np.inf)))}),
+        ],
+    ),
+    "GenerateRequest.logprobs": Bounds([generate(logprobs=n) for n in (0, 100)], [generate(logprobs=101)]),
+    "GenerateRequest.prompt_logprobs": Bounds(
+        [generate(prompt_logprobs=n) for n in (0, 100)], [generate(prompt_logprobs=101)]
+    ),
+    "GenerateRequest.n": Bounds([generate(n=n) for n in (1, 64)], [generate(n=n) for n in (0, 65)]),
+    "GenerateRequest.stop": Bounds(
+        [generate(stop=[chr(65 + n) for n in range(16)]), generate(stop=["s" * 256])],
+        [generate(stop=[chr(65 + n) for n in range(17)]), generate(stop=["s" * 257]), generate(stop=[""])],
+    ),
+    "Compression.max_tokens": Bounds(
+        [compressed(policy=H2O, max_tokens=2)], [compressed(policy=H2O, max_tokens=n) for n in (0, 1)]
+    ),
+    "Compression.num_sinks": Bounds(
+        [compressed(policy=STREAMING_LLM, max_tokens=n, num_sinks=n - 1) for n in (2, 9)],
+        [compressed(policy=STREAMING_LLM, max_tokens=9, num_sinks=9)],
+    ),
+    "Compression.window": Bounds(
+        [compressed(policy=SNAPKV, max_tokens=999, window=256), compressed(policy=H2O, max_tokens=9, window=8)],
+        [compressed(policy=SNAPKV, max_tokens=999, window=257), compressed(policy=H2O, max_tokens=9, window=9)],
+    ),
+    "RenewRequest.tenant": Bounds([], [RenewRequest(lease_id="x", tenant="n" * 257)]),  # an unknown lease otherwise
+    "ListSegmentsRequest.page_size": Bounds(
+        [ListSegmentsRequest(page_size=n) for n in (1, 1000)], [ListSegmentsRequest(page_size=n) for n in (0, 1001)]
+    ),
+}
+# Bounds of responses, of whole requests, and those that other tests check.
+ELSEWHERE = {
+    "GenerateRequest.json_schema",  # below
+    "GenerateRequest.regex",
+    "GenerateRequest.grammar",
+    "ListSegmentsRequest.hottest_first",  # tests/service/server/test_hottest_segments.py
+    "StatsResponse.namespaces",
+    "StatsResponse.tenants",
+    "StatsRequest.max_tenants",  # beyond, fewer are returned
+    "RegisterPublicPrefixRequest.token_ids",  # tests/service/server/servicers/test_cache_public_prefixes.py
+    "RouteRequest.token_ids",  # tests/service/fleet
+    "TokenizerChunk.data",
+    "FetchKVResponse.data",
+    "Usage.computed_tokens",
+}
+
+
+def documented() -> Iterator[str]:
+    """Yield each field whose comment gives a numeric bound."""
+    for file in sorted(PROTO.glob("*.proto")):
+        message, comment = "", ""
+        for line in file.read_text().splitlines():
+            text = line.strip()
+            if text.startswith("//"):
+                comment += text[2:]
+            elif text.startswith("message "):
+                message, comment = text.split()[1], ""
+            elif field := re.match(r"[\w.<>, ]+ (\w+) = \d+;", text):
+                if BOUND.search(comment):
+                    yield f"{message}.{field[1]}"
+                comment = ""
+            elif text:
+                comment = ""
+
+
+def test_every_documented_bound_is_checked_here_or_elsewhere() -> None:
+    found = set(documented())
+    assert len(found) > 25
+    assert found - set(TABLE) - ELSEWHERE == set()
+
+
+async def outcome_of(channel: grpc.aio.Channel, request: Any) -> str:
+    """Return OK, or the status and the message of the refusal."""
+    prefills = prefill_pb2_grpc.PrefillServiceStub(channel)
+    try:
+        if isinstance(request, GenerateRequest):
+            _ = [each async for each in prefills.Generate(request, timeout=PATIENCE_S)]
+        elif isinstance(request, ListSegmentsRequest):
+            await cache_pb2_grpc.CacheServiceStub(channel).ListSegments(request, timeout=PATIENCE_S)
+        else:
+            method = type(request).__name__.removesuffix("Request")
+            await getattr(prefills, method)(request, timeout=PATIENCE_S)
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name} {error.details()}"
+    return "OK"
+
+
+def test_each_bound_holds_at_its_ends_and_not_one_step_beyond() -> None:
+    async def run() -> dict[str, str]:
+        wrong = {}
+        async with (
+            serving(CheckingEngine(), model_path="tiny") as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            for field, bounds in TABLE.items():
+                for requests, expected in ((bounds.inside, "OK"), (bounds.outside, "INVALID_ARGUMENT")):
+                    for request in requests:
+                        outcome = await outcome_of(channel, request)
+                        if not outcome.startswith(expected):
+                            wrong[f"{field}: {request}"[:200]] = outcome
+        return wrong
+
+    wrong = asyncio.run(run())
+    assert not wrong, "\n".join(f"{request} {outcome}" for request, outcome in wrong.items())
+
+
+def test_as_many_tokens_may_have_a_bias_as_documented() -> None:
+    Sampling(logit_bias=tuple((token_id, 1.0) for token_id in range(1024))).validate(vocab_size=2000)
+    with pytest.raises(InvalidRequest, match="logit_bias: expected at most 1024 tokens"):
+        Sampling(logit_bias=tuple((token_id, 1.0) for token_id in range(1025))).validate(vocab_size=2000)
+
+
+@pytest.mark.parametrize("kind", MAX_CHARS)
+def test_a_grammar_may_be_as_long_as_documented(kind: str) -> None:
+    text = (PROTO / "prefill.proto").read_text()
+    assert f"at most {MAX_CHARS[kind]:,} characters" in text
+    GrammarText("grammar", kind, "a" * MAX_CHARS[kind]).require_short()
+    with pytest.raises(InvalidRequest, match=f"expected at most {MAX_CHARS[kind]} characters"):
+        GrammarText("grammar", kind, "a" * (MAX_CHARS[kind] + 1)).require_short()
