@@ -408,7 +408,6 @@ class AdaptivePolicy(EvictionPolicy):
     plan, which is made after every 256 uses and insertions. The order changes at most once while a tenth of the cache
     is filled.
 
-
     Source: choosing between orders on samples: Qureshi et al.: "Adaptive insertion policies for high performance
     caching" (set dueling), ISCA 2007, with samples as in SHARDS and McNemar's test. Lifetimes: Beckmann, Chen, Cidon:
     "LHD: Improving cache hit rate by maximizing hit density", NSDI 2018, chosen ahead so that they are a sort key. Uses

@@ -422,6 +422,7 @@ class PrefixCache:
         num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks) - num_private_blocks
         shortages: list[int] = []
         refusals: list[CapacityError] = []
+        # The place that has the most of the prompt comes first. Take the first one in which the lease fits.
         for found in places:
             node, cached_tokens, num_missing_blocks = self._fit(found, num_blocks, num_takeable_blocks)
             try:

@@ -78,9 +78,9 @@ class ZmqPublisher:
             self.replay_endpoint = router.endpoint
         self._is_stopping = False
         self._is_waking = False
-        self._waking, self._wakes = socket.socketpair()
-        self._waking.setblocking(False)
-        self._wakes.setblocking(False)
+        self._wake_writer, self._wake_reader = socket.socketpair()
+        self._wake_writer.setblocking(False)
+        self._wake_reader.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="radixkv-events", daemon=True)
         source.log.listen(self._wake)
         source.switch_on()
@@ -90,7 +90,7 @@ class ZmqPublisher:
         """Publish the remaining batches and stop the thread, in 3 s at most. Closing again does nothing."""
         self._is_stopping = True
         with contextlib.suppress(OSError):  # closed before
-            self._waking.send(b"!")
+            self._wake_writer.send(b"!")
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
             _logger.warning("the thread that publishes events did not end within %g s", _JOIN_S)
@@ -100,18 +100,18 @@ class ZmqPublisher:
         if not self._is_waking:
             self._is_waking = True
             with contextlib.suppress(OSError):  # the publisher was closed, or is about to wake
-                self._waking.send(b"!")
+                self._wake_writer.send(b"!")
 
     def _awake(self, _: int) -> None:
         """Take the bytes that woke the thread. The flag is reset before the log is read, so no batch is missed."""
         with contextlib.suppress(BlockingIOError):
-            self._wakes.recv(4096)
+            self._wake_reader.recv(4096)
         self._is_waking = False
 
     def _run(self) -> None:
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._wakes, selectors.EVENT_READ, self._awake)
+                selector.register(self._wake_reader, selectors.EVENT_READ, self._awake)
                 for port in self._ports:
                     port.register(selector)
                 self._take_turns(selector)
@@ -120,8 +120,8 @@ class ZmqPublisher:
         finally:
             for port in self._ports:
                 port.close()
-            self._waking.close()
-            self._wakes.close()
+            self._wake_writer.close()
+            self._wake_reader.close()
 
     def _take_turns(self, selector: selectors.BaseSelector) -> None:
         has_more, next_check_s = False, 0.0
