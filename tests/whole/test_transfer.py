@@ -171,7 +171,10 @@ def test_blocks_are_streamed_in_order_from_the_requested_position(pair: Pair) ->
     assert [each.block for each in others] == list(range(5))
     assert {len(each.data) for each in others} == {128 + 4 * _BLOCK + first.format.block_bytes + 16}
     again = list(pair.prefill.fetch_kv(source.lease_id, tenant=_TENANT, first_block=3))[1:]
-    assert again == others[3:]
+    assert [each.block for each in again] == [3, 4]
+    for each, other in zip(again, others[3:], strict=True):
+        assert (each.data[:96], each.data[128:-16]) == (other.data[:96], other.data[128:-16])
+        assert each.data[96:128] != other.data[96:128], "each object has a salt of its own"
 
 
 def test_layers_can_be_fetched_separately(pair: Pair) -> None:

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +107,7 @@ class DiskDirectory:
             if must_be_private:
                 require_private(parent)
                 require_private(self.path)
+            self._require_own_files()
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._not_writable(error) from error
@@ -123,6 +125,13 @@ class DiskDirectory:
         """Release the lock."""
         os.close(self._lock)
 
+    def _require_own_files(self) -> None:
+        """Refuse links, which lead to other files, and pipes, which block."""
+        for path in (self.path, *self.path.iterdir()):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISDIR(mode) if path == self.path else stat.S_ISREG(mode)):
+                raise StoreUnavailable(f"tiers.disk_path: expected a file that this server made, got another: {path}")
+
     def _claim(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,7 +143,7 @@ class DiskDirectory:
                 self._write(label)
             if json.loads(label.read_bytes()) != self._label:
                 raise StoreUnavailable(f"{label}: expected this model's format, got another")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StoreUnavailable(f"{label}: expected this model's format, got something unreadable") from error
         except OSError as error:
             raise self._not_writable(error) from error

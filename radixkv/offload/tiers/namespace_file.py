@@ -45,7 +45,7 @@ class NamespaceFile:
                 root, *names = json.loads(line)
                 model, tenant, adapter, salt = (str(name) for name in names)
                 self._by_root[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 _log.warning("%s: expected the names of a namespace on each line, got something else", path)
         self._num_useless = len(lines) - len(self._by_root)  # lines of no namespace, or of one that was removed
 

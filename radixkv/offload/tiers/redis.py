@@ -106,7 +106,10 @@ class RedisStore(StoreBackend):
         self._client.close()
 
     def _put(self, objects: Sequence[BlockObject]) -> list[PutOutcome]:
-        heads = self._pipelined("GETRANGE", [each.key for each in objects], 0, HEAD_BYTES - 1)
+        pipeline = self._client.pipeline(transaction=False)
+        for each in objects:
+            pipeline.execute_command("GETRANGE", _name(each.key), 0, HEAD_BYTES - 1)
+        heads = [_bytes_of(answer) for answer in pipeline.execute(raise_on_error=False)]
         pipeline = self._client.pipeline(transaction=False)
         is_sent = []
         for each, data in zip(objects, heads, strict=True):
@@ -155,6 +158,14 @@ class RedisStore(StoreBackend):
             return call()
         except (RedisError, OSError) as error:  # some messages contain the URL
             raise StoreUnavailable(f"tiers.redis_url: expected an answer, got {type(error).__name__}") from error
+
+
+def _bytes_of(answer: bytes | RedisError) -> bytes:
+    if isinstance(answer, RedisError):
+        if str(answer).startswith("WRONGTYPE"):  # no object; `SET` replaces it
+            return b""
+        raise answer
+    return answer
 
 
 def _name(key: bytes) -> bytes:

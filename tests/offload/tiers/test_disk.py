@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -265,6 +265,37 @@ def test_a_directory_that_was_moved_here_from_another_model_is_refused(tmp_path:
     (tmp_path / other.fingerprint / "format.json").write_text("{")
     with pytest.raises(StoreUnavailable, match="got something unreadable"):
         DiskStore(tmp_path, other, OBJECT_BYTES, 8 * SLOT_BYTES)
+
+
+@pytest.mark.parametrize("name", ["heads", "format.json", "namespaces", "lock", "index.partial"])
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/null"), os.mkfifo], ids=["link", "pipe"])
+def test_links_and_pipes_in_the_directory_are_refused(tmp_path: Path, make: Callable[[Path], None], name: str) -> None:
+    """Whoever can write to the directory could make the server write to its own other files, or wait forever."""
+    disk_at(tmp_path, 9).close()
+    (directory_of(tmp_path) / name).unlink(missing_ok=True)
+    make(directory_of(tmp_path) / name)
+    with pytest.raises(StoreUnavailable, match="expected a file that this server made, got another"):
+        disk_at(tmp_path, 9)
+
+
+def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    disk_at(tmp_path / "disk", 9).close()
+    own = directory_of(tmp_path / "disk")
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreUnavailable, match="expected a file that this server made, got another"):
+        disk_at(tmp_path / "disk", 9)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": ' + "9" * 10_000 + "}"])
+def test_a_hostile_label_or_namespace_is_refused_or_skipped(tmp_path: Path, text: str) -> None:
+    disk_at(tmp_path, 9).close()
+    with (directory_of(tmp_path) / "namespaces").open("a") as file:
+        file.write(text + "\n")
+    disk_at(tmp_path, 9).close()
+    (directory_of(tmp_path) / "format.json").write_text(text)
+    with pytest.raises(StoreUnavailable, match="got something unreadable"):
+        disk_at(tmp_path, 9)
 
 
 def test_a_label_says_what_a_directory_holds(tmp_path: Path) -> None:

@@ -74,6 +74,17 @@ def test_what_lies_under_a_key_and_is_no_object_is_replaced(server: RedisServer,
     assert got(store, 1) == [stored(1)]
 
 
+def test_a_value_of_another_type_under_a_key_is_replaced(server: RedisServer, client: redis.Redis) -> None:
+    store = store_of(server)
+    store.put([block(1)])
+    (name,) = client.keys()
+    client.delete(name)
+    client.rpush(name, b"something else")
+    assert got(store, 1) == [None]
+    assert store.put([block(2), block(1)]).outcomes == (PutOutcome.STORED, PutOutcome.STORED)
+    assert got(store, 1, 2) == [stored(1), stored(2)]
+
+
 def test_objects_have_a_time_to_live_that_each_use_begins_again(server: RedisServer, client: redis.Redis) -> None:
     store = store_of(server, ttl_s=1000.0)
     store.put([block(1)])
