@@ -18,6 +18,9 @@ from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.saver import Saver
 from radixkv.offload.tiers.tier import Tier
 
+# A purge waits this long for the tiers. Scanning a million keys of a Redis takes about a second.
+MAX_WAIT_S = 5.0
+
 
 class Deletion(NamedTuple):
     """A deletion of blocks in one tier.
@@ -50,8 +53,14 @@ def not_asked() -> Future[int | None]:
     return answer
 
 
-def when_deleted(begun: Future[PendingPurge]) -> Future[Purged]:
-    """Return a future of the result of a purge, which completes when all tiers have answered."""
+def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Future[Purged]:
+    """Return a future of the result of a purge, which completes when all tiers have answered.
+
+    Args:
+        begun: completes when the device is purged.
+        limit_s: seconds to wait for the tiers afterwards. The result then has None for those that have not answered;
+            their deletions continue, and nothing that was purged is loaded from them.
+    """
     done: Future[Purged] = Future()
 
     def wait_for_stores(begun: Future[PendingPurge]) -> None:
@@ -62,40 +71,56 @@ def when_deleted(begun: Future[PendingPurge]) -> Future[Purged]:
         elif (error := begun.exception()) is not None:
             done.set_exception(error)
         else:
-            _PurgeWaiter(done, begun.result()).begin()
+            _PurgeWaiter(done, begun.result()).begin(limit_s)
 
     begun.add_done_callback(wait_for_stores)
     return done
 
 
 class _PurgeWaiter:
-    """Waits for the last tier."""
+    """Waits for the last tier, for a limited time."""
 
     def __init__(self, done: Future[Purged], begun: PendingPurge) -> None:
         self._done = done
         self._begun = begun
         self._lock = threading.Lock()
         self._num_left = len(begun.deletions) + 1
+        self._is_over = False
+        self._timer: threading.Timer | None = None
 
-    def begin(self) -> None:
+    def begin(self, limit_s: float) -> None:
         for deletion in self._begun.deletions:
             deletion.num_deleted.add_done_callback(lambda _: self._note_end())
         self._note_end()
+        if not self._done.done():
+            self._timer = threading.Timer(limit_s, self._end)
+            self._timer.daemon = True
+            self._timer.start()
+            if self._done.done():  # the last tier answered before there was a timer to cancel
+                self._timer.cancel()
 
     def _note_end(self) -> None:
         with self._lock:
             self._num_left -= 1
             if self._num_left:
                 return
-        self._done.set_result(self._begun.purged._replace(stored_blocks=_sums(self._begun.deletions)))
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            is_first, self._is_over = not self._is_over, True
+        if is_first:
+            self._done.set_result(self._begun.purged._replace(stored_blocks=_sums(self._begun.deletions)))
+            if self._timer is not None:
+                self._timer.cancel()
 
 
 def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
-    """Add up the deleted blocks of each tier; None if one of its calls failed."""
+    """Add up the deleted blocks of each tier; None if one of its calls failed or has not ended."""
     sums: dict[str, int | None] = {}
     for store, deleted in deletions:
         known = sums.get(store, 0)
-        number = None if deleted.cancelled() else deleted.result()
+        number = None if deleted.cancelled() or not deleted.done() else deleted.result()
         sums[store] = None if known is None or number is None else known + number
     return sums
 

@@ -678,6 +678,12 @@ OFFLOAD_MUTANTS = (
         "",
     ),
     Mutant("service/server/servicers/kv_fetcher.py", " or handle.key != wanted.key", ""),
+    Mutant("service/server/servicers/kv_fetcher.py", "min(block_end_s, self._end_s)", "block_end_s"),
+    Mutant("service/server/servicers/kv_fetcher.py", "min(block_end_s, self._end_s)", "self._end_s"),
+    Mutant("offload/purge.py", "deleted.cancelled() or not deleted.done()", "deleted.cancelled()"),
+    Mutant("config/regular_file.py", "opened.read(max_bytes + 1)", "opened.read(max_bytes)"),
+    Mutant("service/server/auth/reloaded_files.py", "            self._check_started_s = None\n", "            pass\n"),
+    Mutant("service/server/auth/authorizer.py", "if request is not None:", "if False:"),
     Mutant(
         "service/server/servicers/kv_sender.py",
         "left = [index for index in indices if index not in handles]\n            copied",

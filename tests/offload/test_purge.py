@@ -1,3 +1,4 @@
+import threading
 from concurrent.futures import Future
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from radixkv.cache.purge import Purged
 from radixkv.errors import Draining
 from radixkv.offload.purge import Deletion, PendingPurge, when_deleted
+from tests.patience import PATIENCE_S, wait_until
 
 
 def begun(*stores: str) -> tuple[Future[PendingPurge], list[Future[int | None]]]:
@@ -49,3 +51,19 @@ def test_a_purge_that_is_cancelled_is_cancelled() -> None:
     whole = when_deleted(purge)
     purge.cancel()
     assert whole.cancelled()
+
+
+def test_a_store_that_does_not_answer_holds_a_purge_for_a_limited_time() -> None:
+    purge, (first, second) = begun("host", "redis")
+    whole = when_deleted(purge, limit_s=0.05)
+    first.set_result(4)
+    assert whole.result(PATIENCE_S) == Purged(2, 1, {"host": 4, "redis": None})
+    second.set_result(5)  # later, which changes nothing
+
+
+def test_a_purge_that_is_over_leaves_no_timer() -> None:
+    purge, (first,) = begun("host")
+    whole = when_deleted(purge)
+    first.set_result(4)
+    assert whole.result(0).stored_blocks == {"host": 4}
+    wait_until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -35,12 +36,22 @@ class RedisStore(StoreBackend):
         object_bytes: size of the largest object.
         ttl_s: time after which an unused object expires.
         timeout_s: for connecting, and for each reply.
+        purge_timeout_s: for all replies of a purge together, since a scan has as many as the server sends.
 
     Raises:
         ConfigError: the URL is invalid.
     """
 
-    def __init__(self, url: str, object_bytes: int, *, ttl_s: float = DEFAULT_TTL_S, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        object_bytes: int,
+        *,
+        ttl_s: float = DEFAULT_TTL_S,
+        timeout_s: float = 2.0,
+        purge_timeout_s: float = 60.0,
+    ) -> None:
+        self._purge_timeout_s = purge_timeout_s
         self._ttl_ms = max(1, round(ttl_s * 1000))
         self._batch = max(1, _BATCH_BYTES // object_bytes)
         self._object_bytes = object_bytes
@@ -85,7 +96,11 @@ class RedisStore(StoreBackend):
         """Delete all objects whose keys are in a scope, for all servers.
 
         Complexity: O(keys in the whole database). It scans a thousand at a time, so that Redis can serve other clients.
+
+        Raises:
+            StoreUnavailable: the server does not answer, or the scan does not end in time.
         """
+        end_s = time.monotonic() + self._purge_timeout_s
         pattern = _PREFIX + scope.hex_pattern("?").encode() + b"*"
         cursor = 0
         num_deleted = 0
@@ -96,6 +111,8 @@ class RedisStore(StoreBackend):
                 num_deleted += self._checked(partial(self._client.execute_command, "UNLINK", *names))
             if not int(cursor):
                 return num_deleted
+            if time.monotonic() >= end_s:
+                raise StoreUnavailable(f"SCAN: expected its end within {self._purge_timeout_s:g} s, got more keys")
 
     def size(self) -> StoreSize:
         """Return unknown sizes: only the server knows them."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import logging
 import time
 import weakref
 from collections.abc import AsyncGenerator, Sequence
@@ -33,7 +34,14 @@ if TYPE_CHECKING:  # the engine needs torch; these modules do not
 _OTHER_PROMPT = (ObjectFault.FOREIGN, ObjectFault.OTHER_TOKENS)
 # A stream that breaks off is resumed, up to this number of attempts.
 _MAX_ATTEMPTS = 3
+# A source that sends no whole block for this long is given up, and so is one that takes longer for all of them.
+# The blocks that are missing then are computed.
+_MAX_BLOCK_S = 10.0
+_MAX_FETCH_S = 60.0
 _UNSURE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+
+
+_log = logging.getLogger(__name__)
 
 
 class KVFetcher:
@@ -147,9 +155,10 @@ class _Stream:
         self._mac = mac
         self._payloads: list[asyncio.Future[memoryview | ObjectFault] | memoryview | ObjectFault | _InStore | None]
         self._payloads = [None] * len(wanted)
+        self._end_s = asyncio.get_running_loop().time() + _MAX_FETCH_S
 
     async def payloads(self, stores: Sequence[str]) -> list[memoryview]:
-        """Return K and V of the wanted blocks, up to the first that is not available or fails verification.
+        """Return K and V of the wanted blocks, up to the first that is not available, is late or fails verification.
 
         Raises:
             KVSourceError: the first block is of another prompt, so the lease is.
@@ -158,10 +167,13 @@ class _Stream:
             stores: shared stores whose handles the source may send instead of blocks. A block that cannot be loaded
                 from its store is fetched from the source.
         """
-        await self._fetch(0, len(self._wanted), stores)
+        is_late = await self._fetch_in_time([(0, len(self._wanted))], stores)
         await asyncio.gather(*(self._load(store) for store in stores))
-        for start, end in self._runs_to_fetch():
-            await self._fetch(start, end, ())
+        is_late = is_late or await self._fetch_in_time(self._runs_to_fetch(), ())
+        if is_late:
+            _log.warning(
+                "kv_source %s: did not send a block in time; missing blocks are computed", self._source.address
+            )
         return await self._verified()
 
     async def _verified(self) -> list[memoryview]:
@@ -178,6 +190,15 @@ class _Stream:
                 break
             verified.append(payload)
         return verified
+
+    async def _fetch_in_time(self, runs: Sequence[tuple[int, int]], stores: Sequence[str]) -> bool:
+        """Fetch runs of blocks. Returns whether one was late, after which the others are not fetched."""
+        try:
+            for start, end in runs:
+                await self._fetch(start, end, stores)
+        except TimeoutError:
+            return True
+        return False
 
     async def _fetch(self, start: int, end: int, stores: Sequence[str]) -> None:
         """Fetch the blocks `[start, end)`. A stream that breaks off is resumed."""
@@ -196,7 +217,11 @@ class _Stream:
         raise KVSourceError("kv_source: expected the K/V of the whole lease, got a stream that broke off each time")
 
     async def _receive(self, index: int, end: int, stores: Sequence[str]) -> AsyncGenerator[int]:
-        """Read one stream of blocks. After each block, yields the index of the next one."""
+        """Read one stream of blocks. After each block, yields the index of the next one.
+
+        Raises:
+            TimeoutError: a block takes too long, or all of them together.
+        """
         deadline_s = self._params.deadline_s
         responses = self._client.fetch_kv(
             self._source.lease_id,
@@ -207,8 +232,10 @@ class _Stream:
             timeout_s=None if deadline_s is None else max(1e-3, deadline_s - time.monotonic()),
         )
         data = bytearray()
+        loop = asyncio.get_running_loop()
+        block_end_s = loop.time() + _MAX_BLOCK_S
         try:
-            async for response in responses:
+            while (response := await self._next(responses, block_end_s)) is not None:
                 if response.HasField("format"):
                     self._require_format(response.format)
                 has_handle = response.HasField("handle")
@@ -228,11 +255,19 @@ class _Stream:
                     self._payloads[index] = self._verify(bytes(data), self._wanted[index])
                     data.clear()
                 index += 1
+                block_end_s = loop.time() + _MAX_BLOCK_S
                 yield index
             if data:  # the stream ended, or went on, in the middle of a block
                 self._payloads[index] = ObjectFault.CUT
         finally:
             await responses.aclose()
+
+    async def _next(
+        self, responses: AsyncGenerator[prefill_pb2.FetchKVResponse], block_end_s: float
+    ) -> prefill_pb2.FetchKVResponse | None:
+        """Return the next response, None after the last one. Raises TimeoutError if it comes too late."""
+        async with asyncio.timeout_at(min(block_end_s, self._end_s)):
+            return await anext(responses, None)
 
     async def _load(self, store: str) -> None:
         """Load the blocks of which the source sent handles. Blocks that are missing or invalid are left out."""

@@ -14,7 +14,7 @@ from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.redis import RedisStore
 from tests.patience import wait_until
 
-from .blocks import OBJECT_BYTES, block, key_of, stored
+from .blocks import KEYS, OBJECT_BYTES, block, key_of, stored
 from .redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 pytestmark = pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
@@ -49,6 +49,20 @@ def test_one_server_finds_what_another_stored(server: RedisServer) -> None:
     assert got(second, 2, 3, 1) == [stored(2), None, stored(1)]
     assert second.delete([key_of(1), key_of(3)]) == 1
     assert first.exists([key_of(1), key_of(2)]) == [False, True]
+
+
+def test_a_scan_that_never_ends_is_given_up(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(server, purge_timeout_s=0.05)
+    scans: list[object] = []
+
+    def endless(*command: object) -> tuple[bytes, list[bytes]]:
+        scans.append(command)
+        return b"7", []
+
+    monkeypatch.setattr(store._client, "execute_command", endless)
+    with pytest.raises(StoreUnavailable, match=r"SCAN: expected its end within 0\.05 s, got more keys"):
+        store.purge(KEYS.scope(None, None, None))
+    assert scans
 
 
 def test_what_is_there_is_not_sent_again(server: RedisServer, client: redis.Redis) -> None:
