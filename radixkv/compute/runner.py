@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from radixkv.blocks import BlockCopy
+from radixkv.compute.device_stats import DeviceStats
 from radixkv.compute.forward import NO_TOKEN, Chunk, StepLayout, StepOutputs, compute_step, lay_out, pack_tokens
 from radixkv.compute.graphs.graphs import StepGraphs
 from radixkv.kernels.kv_pool import KVPool
@@ -23,25 +23,6 @@ from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_bytes import payload_layout
 from radixkv.storage.state_pool import StatePool
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStats:
-    """How the device computes steps, and its memory.
-
-    Attributes:
-        attention: name of the attention kernels that serve.
-        recorded_steps: sizes of steps that are recorded as CUDA graphs.
-        dropped_steps: recorded steps that failed their check at start and are not used.
-        used_bytes: memory of the device in use, also by other processes; None on a CPU.
-        total_bytes: memory of the device; None on a CPU.
-    """
-
-    attention: str
-    recorded_steps: int
-    dropped_steps: int
-    used_bytes: int | None
-    total_bytes: int | None
 
 
 class StepResult(NamedTuple):

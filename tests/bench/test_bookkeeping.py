@@ -15,6 +15,8 @@ from bench.exactness import build_runner
 from bench.parts.result_file import write_json
 from tests.fakes import FakeClock
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def bench():

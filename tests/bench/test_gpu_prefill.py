@@ -24,6 +24,8 @@ from radixkv.model.model import Model
 from radixkv.model.tiny_model import build_tiny_model
 from tests.kernels.gpu.interpreter import interpret_kernels
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def bench() -> PrefillBench:

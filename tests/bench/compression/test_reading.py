@@ -12,6 +12,8 @@ from bench.compression.reading import BLOCK_SIZE, Readings
 from bench.kv_dtype import Text, build_model, held_out_texts
 from radixkv.api.compression import Compression, CompressionPolicy
 
+pytestmark = pytest.mark.long
+
 STREAMING_LLM, H2O, SNAPKV = CompressionPolicy
 PROMPT, NEW = 40, 24
 

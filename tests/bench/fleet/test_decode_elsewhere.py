@@ -8,7 +8,7 @@ import pytest
 from bench.fleet import decode_elsewhere
 from bench.fleet.bare_stream import METHOD
 
-pytestmark = pytest.mark.usefixtures("forked_servers")
+pytestmark = [pytest.mark.usefixtures("forked_servers"), pytest.mark.long]
 
 
 def test_answers_are_compared_and_both_streams_carry_the_same_bytes(

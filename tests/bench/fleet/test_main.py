@@ -7,6 +7,8 @@ import pytest
 
 from bench.fleet.__main__ import main
 
+pytestmark = pytest.mark.long
+
 
 def test_a_run_compares_routings_over_both_traces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

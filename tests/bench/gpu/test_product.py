@@ -21,6 +21,7 @@ from radixkv.v1.prefill_pb2 import PrefillResponse, Usage
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.long
 def test_every_stage_runs_dry_without_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["--part", "product", "--dry-run", "--seconds", "500", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "product.json").read_text(encoding="utf-8"))

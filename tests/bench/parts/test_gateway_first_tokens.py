@@ -11,6 +11,8 @@ from bench.parts.gateway_first_tokens import time_first_tokens
 from radixkv.errors import ConfigError
 from tests.service.command_line import fake_service
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(("status", "body"), [(503, b"no workers\n"), (200, b'{"text": "not streamed"}\n')])
 def test_an_answer_that_is_no_stream_is_an_error(status: int, body: bytes) -> None:

@@ -8,6 +8,8 @@ import pytest
 from bench.windows.__main__ import WindowedServer, main, measure, model_of
 from radixkv.api.result import PrefillResult
 
+pytestmark = pytest.mark.long
+
 SMALL = ("--window", "40", "--layers", "6", "--block-size", "16", "--step-tokens", "32")
 
 

@@ -110,7 +110,7 @@ def test_answers_match_transformers(family: str, device: torch.device) -> None:
     assert expected.std() > 0.01
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.bfloat16), ("gemma2", torch.float16)])
 def test_half_precision_passes_the_checks(family: str, dtype: torch.dtype, device: torch.device) -> None:
     model = fused(make(family, dtype), device)

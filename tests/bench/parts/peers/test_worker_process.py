@@ -14,6 +14,8 @@ from bench.parts.peers.workers.task import Task
 from tests.bench.parts.peers.fake_processes import fake_process
 from tests.patience import wait_until
 
+pytestmark = pytest.mark.long
+
 
 def test_tasks_are_answered_one_after_the_other() -> None:
     with fake_process(threads=3) as worker:

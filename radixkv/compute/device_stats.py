@@ -1,0 +1,24 @@
+"""Statistics of the device that computes steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """How the device computes steps, and its memory.
+
+    Attributes:
+        attention: name of the attention kernels that serve.
+        recorded_steps: sizes of steps that are recorded as CUDA graphs.
+        dropped_steps: recorded steps that failed their check at start and are not used.
+        used_bytes: memory of the device in use, also by other processes; None on a CPU.
+        total_bytes: memory of the device; None on a CPU.
+    """
+
+    attention: str
+    recorded_steps: int
+    dropped_steps: int
+    used_bytes: int | None
+    total_bytes: int | None
