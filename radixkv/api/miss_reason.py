@@ -17,3 +17,4 @@ class MissReason(enum.Enum):
     ADAPTER_CHANGED = "ADAPTER_CHANGED"
     NOT_LOADED = "NOT_LOADED"
     NO_STATE = "NO_STATE"
+    NO_WINDOW = "NO_WINDOW"

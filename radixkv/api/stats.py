@@ -12,17 +12,19 @@ DEFAULT_MAX_TENANTS = 100  # in statistics, unless the caller requests another n
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """Blocks by state. `total == free + leased + published`; `pinned`, `retained`, `on_probation` are in `published`.
+    """Blocks by state. `total == free + withheld + leased + published`; `pinned`, `retained` and `on_probation` are in
+    `published`.
 
     Attributes:
         total: blocks of the pool.
-        free: blocks without an owner.
+        free: blocks without an owner that can be allocated.
         leased: blocks that belong to leases only.
         published: blocks that can be matched.
         pinned: published blocks that leases keep from eviction.
         retained: published blocks with a retention priority above the default.
         retainable: maximum number of retained blocks.
         on_probation: blocks of prompts that were used only once and that no lease uses, if there is a probation.
+        withheld: blocks whose memory layers with sliding windows use.
     """
 
     total: int
@@ -33,6 +35,7 @@ class BlockStats:
     retained: int
     retainable: int
     on_probation: int
+    withheld: int = 0
 
     @property
     def in_use(self) -> int:

@@ -29,8 +29,9 @@ class BlockPool:
               release             unpublish
 
     A leased block belongs to one lease, whose owner writes it. A published block belongs to a tree. References to it
-    are counted per node (`Node.ref_count`), not per block, so a hit does no work per block. At all times
-    `num_free + num_leased + num_published == num_blocks`.
+    are counted per node (`Node.ref_count`), not per block, so a hit does no work per block. Blocks without an owner can
+    be withheld, because windowed layers use as much memory (`PartMemory`). At all times
+    `num_free + num_withheld + num_leased + num_published == num_blocks`.
 
     Ids that are allocated together are ascending and form few runs of adjacent blocks, because kernels can read a run
     in place. The pool leaves a gap after each lease, its room, into which the lease can grow:
@@ -57,7 +58,8 @@ class BlockPool:
 
     Attributes:
         num_blocks: all blocks.
-        num_free: blocks without an owner.
+        num_free: blocks without an owner that can be allocated.
+        num_withheld: further blocks without an owner.
         num_published: blocks that belong to trees.
 
     Example:
@@ -74,6 +76,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._on_release = on_release
         self.num_free = num_blocks
+        self.num_withheld = 0
         self.num_published = 0
         self._bytes = bytearray(num_blocks)  # the memory of the states, for comparisons: numpy's take 0.9 us, these 0.2
         self._states = np.frombuffer(self._bytes, dtype=np.uint8)
@@ -91,7 +94,23 @@ class BlockPool:
     @property
     def num_leased(self) -> int:
         """Blocks that leases own, including retired blocks: removed from a tree while leases were using them."""
-        return self.num_blocks - self.num_free - self.num_published
+        return self.num_blocks - self.num_free - self.num_withheld - self.num_published
+
+    def withhold(self, num_blocks: int) -> None:
+        """Allocate fewer blocks from now on; more again if negative. No block is chosen for that.
+
+        Raises:
+            OutOfBlocks: fewer are free.
+            InvariantViolation: fewer are withheld.
+        """
+        if num_blocks > self.num_free:
+            raise OutOfBlocks(f"block pool: expected {num_blocks} free blocks to withhold, got {self.num_free}")
+        if -num_blocks > self.num_withheld:
+            raise InvariantViolation(
+                f"block pool: {-num_blocks} blocks were returned, but {self.num_withheld} withheld"
+            )
+        self.num_free -= num_blocks
+        self.num_withheld += num_blocks
 
     def states(self) -> bytes:
         """Return a copy of the states, one byte per block."""
@@ -114,7 +133,7 @@ class BlockPool:
             return np.empty(0, dtype=np.int32)
         if after is not None and self._bytes.startswith(bytes(num_blocks), after + 1):
             start: int | None = after + 1
-        elif num_blocks == self.num_free:  # a full cache evicts what it needs, no more
+        elif num_blocks == self.num_free and not self.num_withheld:  # a full cache evicts what it needs, no more
             return self._allocate_all()
         else:
             start = self._find_run(num_blocks, room)
@@ -206,7 +225,8 @@ class BlockPool:
             return np.flatnonzero(self._states == BlockState.FREE).astype(np.int32)
         block_ids = np.array(self._free_list, dtype=np.int32)
         block_ids.sort()
-        if block_ids.size > self.num_free:  # some were allocated since they were listed, and perhaps released again
+        # Some were allocated since they were listed, and perhaps released again.
+        if block_ids.size > self.num_free + self.num_withheld:
             block_ids = np.unique(block_ids[self._states[block_ids] == BlockState.FREE])
         return block_ids
 
@@ -278,7 +298,8 @@ class BlockPool:
         for state, owned in (BlockState.LEASED, leased), (BlockState.PUBLISHED, published):
             if not np.array_equal(np.flatnonzero(self._states == state), np.sort(owned)):
                 raise InvariantViolation(f"block pool: the {state.name} blocks are not those of their owners")
-        for name, counted in ("num_published", published.size), ("num_free", self._bytes.count(BlockState.FREE)):
+        num_unowned = self._bytes.count(BlockState.FREE)
+        for name, counted in ("num_published", published.size), ("num_free", num_unowned - self.num_withheld):
             if getattr(self, name) != counted:
                 raise InvariantViolation(f"block pool: {name} is {getattr(self, name)}, counted {counted}")
         free = np.flatnonzero(self._states == BlockState.FREE)

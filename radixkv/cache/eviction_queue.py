@@ -73,12 +73,16 @@ class EvictionQueue(Listener):
         self.num_evicted_probation_blocks = 0
         self._tenants = tenants
         self._probation_share = probation_share
-        self._max_probation_blocks = int(probation_share * num_pool_blocks)
-        self._num_pool_blocks = num_pool_blocks
         self._reused = TenantEvictionQueues(policy, tenants, arrivals)
         self._on_probation = TenantEvictionQueues(policy, tenants, arrivals)
         self._num_evicted_blocks = 0
         self._evicted: OrderedDict[int, int] = OrderedDict()  # by a leaf's fingerprint: blocks evicted until then
+        self.resize(num_pool_blocks)
+
+    def resize(self, num_pool_blocks: int) -> None:
+        """Note how many blocks the pool has, which changes if windowed layers share its memory."""
+        self._num_pool_blocks = num_pool_blocks
+        self._max_probation_blocks = int(self._probation_share * num_pool_blocks)
 
     def __len__(self) -> int:
         return len(self._reused) + len(self._on_probation)

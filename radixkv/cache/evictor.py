@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -21,6 +21,7 @@ from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.tenants import Tenants, TenantUsage
+from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 
 # Branches of longer paths are evicted. Paths of real traffic have fewer than 20 nodes.
@@ -50,9 +51,11 @@ class Evictor:
         retained: RetainedNodes,
         changes: Changes,
         pins: Pins,
+        windows: WindowedLayers,
         clock: Callable[[], float],
     ) -> None:
         self.num_evicted_blocks = 0
+        self._windows = windows
         self._trees = trees
         self._pool = pool
         self._tenants = tenants
@@ -79,6 +82,8 @@ class Evictor:
         Complexity: O(tenants with a quota).
         """
         num_available = self._pool.num_free + self.num_evictable_blocks
+        if self._windows.shares_memory:
+            num_available += self._windows.num_returnable_blocks
         takeable = num_available - num_spared_blocks
         if self._tenants.with_quota:
             takeable = min(takeable, num_available - self._tenants.num_blocks_kept_from(tenant))
@@ -104,20 +109,53 @@ class Evictor:
             + (f", and {num_kept_blocks} that other tenants' floors keep" if num_kept_blocks else "")
         )
 
-    def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage) -> None:
-        """Evict until a tenant can take `num_blocks`: first its own leaves, as many as would exceed its ceiling."""
+    def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage, windows: Sequence[WindowLease] = ()) -> None:
+        """Evict until a tenant can take `num_blocks`: first its own leaves, as many as would exceed its ceiling.
+
+        Args:
+            num_blocks: blocks that a lease takes.
+            tenant, usage: its tenant.
+            windows: what the lease will reserve of windowed layers; room is made for that, too.
+        """
         ceiling = usage.quota.ceiling_blocks
         if ceiling is not None:
             self.expire()
             over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
             self._evict(over, lambda: self._queue.first_of(tenant), tenant)
-        if num_blocks > self._pool.num_free:
+        if self._windows.shares_memory:
+            self._make_room_with_parts(num_blocks, windows, tenant)
+        elif num_blocks > self._pool.num_free:
             self.evict(num_blocks - self._pool.num_free, tenant)
 
-    def evict(self, num_blocks: int, tenant: str | None) -> int:
-        """Free up to `num_blocks` blocks for a tenant, as `PrefixCache.evict` describes. Returns the blocks freed."""
+    def _make_room_with_parts(self, num_blocks: int, holders: Sequence[WindowLease], tenant: str) -> None:
+        """Evict leaves and parts of windowed layers until `num_blocks` are free, and the memory of reserved parts is.
+
+        As in one pool, the parts of the new blocks get room, too, as far as passed parts do not exceed their share.
+        """
+        windows, pool = self._windows, self._pool
+        self._queue.resize(pool.num_blocks - pool.num_withheld)
+        while True:
+            num_kept_blocks = num_blocks + windows.num_unreserved_blocks(holders)
+            num_missing_blocks = num_kept_blocks - pool.num_free
+            num_lacking_blocks = windows.num_lacking_blocks(num_blocks, pool.num_free - num_kept_blocks)
+            if num_missing_blocks <= 0 and num_lacking_blocks <= 0:
+                return
+            if windows.has_excess and windows.give_back(only_excess=True):
+                continue
+            num_evicted = windows.num_blocks_to_evict(max(num_missing_blocks, num_lacking_blocks))
+            if self.evict(num_evicted, tenant, with_dead_ends=True):
+                continue
+            if num_missing_blocks <= 0 or not windows.give_back(only_excess=False):
+                return
+
+    def evict(self, num_blocks: int, tenant: str | None, *, with_dead_ends: bool = False) -> int:
+        """Free up to `num_blocks` blocks for a tenant, as `PrefixCache.evict` describes. Returns the blocks freed.
+
+        With `with_dead_ends`, also the blocks before them that no prompt could continue after.
+        """
         self.expire()
-        return self._evict(num_blocks, lambda: self._queue.first(spared=self._spared(tenant)), tenant)
+        first = lambda: self._queue.first(spared=self._spared(tenant))  # noqa: E731
+        return self._evict(num_blocks, first, tenant, with_dead_ends=with_dead_ends)
 
     def thin(self, end: Node, num_nodes: int) -> bool:
         """Evict branches of a path with too many nodes, the least recently used first, 64 at most.
@@ -150,7 +188,14 @@ class Evictor:
         quotas = self._tenants.with_quota.items()
         return {other for other, usage in quotas if other != tenant and usage.num_blocks_for_others == 0}
 
-    def _evict(self, num_blocks: int, next_leaf: Callable[[], Node | None], tenant: str | None) -> int:
+    def _evict(
+        self,
+        num_blocks: int,
+        next_leaf: Callable[[], Node | None],
+        tenant: str | None,
+        *,
+        with_dead_ends: bool = False,
+    ) -> int:
         freed = 0
         runs: list[bytes] = []
         while freed < num_blocks and (leaf := next_leaf()) is not None:
@@ -159,7 +204,12 @@ class Evictor:
             if leaf.owner.namespace.tenant != tenant:
                 wanted = min(wanted, usage.num_blocks_for_others)
             num_offered_blocks = self._policy.num_offered_blocks(leaf)
-            runs.append(self._take(leaf, min(wanted, num_offered_blocks)))
+            num_taken = min(wanted, num_offered_blocks)
+            if with_dead_ends:
+                num_taken = self._with_dead_end(leaf, num_taken)
+                if leaf.owner.namespace.tenant != tenant:
+                    num_taken = min(num_taken, usage.num_blocks_for_others)
+            runs.append(self._take(leaf, num_taken))
             if wanted >= num_offered_blocks:
                 self._queue.requeue(leaf)
             freed += len(runs[-1]) // BLOCK_ID_BYTES
@@ -172,6 +222,15 @@ class Evictor:
             block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
             self._pool.unpublish(block_ids)
             self._pool.release(block_ids)
+
+    def _with_dead_end(self, leaf: Node, num_blocks: int) -> int:
+        """Return how many blocks to take off a leaf, so that what is left ends where a prompt can continue.
+
+        At least `num_blocks`. Without their window, blocks are of no use.
+        """
+        size = leaf.owner.block_size
+        num_kept_tokens = self._windows.longest(leaf.block_ids, (leaf.num_blocks - num_blocks) * size)
+        return leaf.num_blocks - -(-num_kept_tokens // size)
 
     def _take(self, leaf: Node, num_blocks: int) -> bytes:
         """Take blocks off a leaf's end. Returns their packed ids, which are still published."""

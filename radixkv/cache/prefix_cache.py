@@ -146,6 +146,7 @@ class PrefixCache:
         self.windows = windows or WindowedLayers()
         self.snapshots = snapshots
         self.pool = BlockPool(num_blocks, self._freed if self.windows.pools or snapshots is not None else None)
+        self.windows.connect(self.pool)
         self.tenants = Tenants(quotas or {}, default_quota)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self.held = HeldBlocks(num_blocks // 2 if max_held_blocks is None else max_held_blocks, self.tenants, self._cut)
@@ -156,10 +157,11 @@ class PrefixCache:
         self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
         policy = policy or EvictionPolicy()
         self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
+        shares = [pool.share for pool in self.windows.pools if pool.share is not None]
         probation_listeners = [self._queue] if self._queue.has_probation else []
         # `RetainedNodes` resets the priority of an evicted node, so listeners that read the priority come before it.
         self._changes = Changes(
-            (*listeners, self._retained, self.held, policy, *probation_listeners, self._evicted, self.segments)
+            (*listeners, self._retained, self.held, policy, *probation_listeners, self._evicted, self.segments, *shares)
         )
         self._pins = Pins(
             block_size=block_size,
@@ -180,6 +182,7 @@ class PrefixCache:
             retained=self._retained,
             changes=self._changes,
             pins=self._pins,
+            windows=self.windows,
             clock=clock,
         )
         self._state = CacheState(
@@ -363,7 +366,7 @@ class PrefixCache:
             former = [PromptKey(found.namespace, each.tokens) for each in former if each.namespace == namespace]
             cached_tokens = max(found.root_tokens, cached_tokens)
         if self.windows.pools and found.found_bytes > cached_tokens * TOKEN_BYTES:
-            return MissReason.EVICTED  # from the windowed layers only
+            return MissReason.NO_WINDOW
         next_end = (cached_tokens // self.block_size + 1) * self.block_size
         return self._evicted.explain(
             found.namespace, tokens, cached_tokens, found.root_tokens, next_end, former, self._num_cached_tokens
@@ -419,7 +422,11 @@ class PrefixCache:
         tenant = namespace.tenant
         usage = self.tenants[tenant]
         num_blocks = -(-num_tokens // self.block_size)
-        num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks) - num_private_blocks
+        num_reserved_blocks = 0
+        if self.windows.shares_memory:
+            num_reserved_blocks = self.windows.num_blocks_to_reserve(most_tokens, keeps_all=keeps_all)
+        num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks)
+        num_takeable_blocks -= num_private_blocks + num_reserved_blocks
         shortages: list[int] = []
         refusals: list[CapacityError] = []
         # The place that has the most of the prompt comes first. Take the first one in which the lease fits.
@@ -441,28 +448,29 @@ class PrefixCache:
         _, reusable_tokens, root_tokens, root_run, prefix, _, found_bytes, packed, num_nodes = found
         found_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         num_new_blocks = num_blocks - cached_tokens // self.block_size
+        if self.windows.pools and read and not is_resumed:
+            self.windows.looked_up(found.namespace, tokens, packed, found_tokens, reusable_tokens)
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
             self._changes.used(node, found_bytes, self._clock())
             self._queue.found(node, found_bytes, is_resumed)
             self._pins.pin(node)
-        self._evictor.make_room(num_new_blocks, tenant, usage)
         num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
         reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
+        windows: Sequence[WindowLease] = ()
+        if self.windows.pools:  # first, so that making room evicts no part that is reused
+            windows = self.windows.pin(
+                reused, cached_tokens, most_tokens, keeps_all=keeps_all, found_tokens=found_tokens
+            )
+        self._evictor.make_room(num_new_blocks, tenant, usage, windows)
+        self.windows.reserve(windows)
         after = int(reused[-1]) if reused.size else None
         room = self._state.room(num_expected_tokens, num_shared_blocks + num_new_blocks)
         new = self.pool.acquire(num_new_blocks, after=after, room=room)
         usage.num_leased_blocks += num_new_blocks
         usage.num_hit_tokens += cached_tokens
         usage.num_miss_tokens += num_tokens - cached_tokens
-        windows: Sequence[WindowLease] = ()
-        if self.windows.pools:
-            if not is_resumed:
-                self.windows.note_hit(found_tokens, reusable_tokens)
-            windows = self.windows.open(
-                reused, cached_tokens, most_tokens, keeps_all=keeps_all, found_tokens=found_tokens
-            )
         on_close = None
         if prefix is not None:
             self.public.enter(prefix)

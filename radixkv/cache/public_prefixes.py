@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from radixkv.blocks import BlockIds
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.lease import Lease, OpenLeases
 from radixkv.cache.radix_tree import RootRun
+from radixkv.cache.windowed_layers import WindowLease
 from radixkv.errors import (
     InvalidRequest,
     InvariantViolation,
@@ -214,7 +215,7 @@ class PublicPrefixes:
         if node is None or num_bytes < len(prefix.tokens):
             raise InvariantViolation("public prefix: expected all of its tokens to be cached, got fewer")
         block_ids = np.frombuffer(packed, np.int32)
-        windows = self._state.windows.open(block_ids, prefix.num_tokens, prefix.num_tokens, keeps_all=True)
+        windows = self._open_windows(prefix, block_ids)
         for window in windows:
             window.keep()
         prefix.is_computing = False
@@ -235,6 +236,19 @@ class PublicPrefixes:
         )
         self._computed.setdefault(self._key(prefix.namespace, prefix.tokens), []).append(prefix)
         self.are_any_computed = True
+
+    def _open_windows(self, prefix: PublicPrefix, block_ids: BlockIds) -> Sequence[WindowLease]:
+        """Pin all parts of a prefix, and make room for them."""
+        layers, evictor = self._state.windows, self._state.evictor
+        usage = self._state.tenants[PUBLIC_TENANT]
+        num_blocks = layers.num_blocks_to_reserve(prefix.num_tokens, keeps_all=True)
+        num_missing_blocks = num_blocks - evictor.num_takeable_blocks(PUBLIC_TENANT, usage)
+        if num_missing_blocks > 0:
+            raise evictor.shortage(num_missing_blocks, PUBLIC_TENANT, usage)
+        windows = layers.pin(block_ids, prefix.num_tokens, prefix.num_tokens, keeps_all=True)
+        evictor.make_room(0, PUBLIC_TENANT, usage, windows)
+        layers.reserve(windows)
+        return windows
 
     def abandon(self, prefix: PublicPrefix) -> None:
         """Unregister a prefix whose computation failed, and free its blocks. Call it after its request has ended."""

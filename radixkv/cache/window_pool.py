@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from radixkv.blocks import BlockIds
+from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.part_memory import PartMemory
+from radixkv.cache.part_queue import PartQueue
+from radixkv.cache.part_share import PartShare
 from radixkv.errors import InvariantViolation, OutOfBlocks, require_invariant
 
 
@@ -91,17 +95,21 @@ class WindowPool:
         table       3     -     0     -     -     1          the part of each, if it has one
         parts    [ of 2 | of 5 | free | of 0 ]               memory of these layers, for fewer tokens
 
-    A part is pinned while it is in the window of a running request. Unpinned parts stay, because another prompt may
-    continue there, until parts run out: first those are evicted that a request has passed, then those where a request
-    ended or a hit was found; of both kinds the least recently used first.
+    A part is pinned while it is in the window of a running request. Others stay, because another prompt may continue
+    there, and are evicted in the order of a `PartQueue` when parts run out.
 
-              need                  let_go                     evicted, for another block
+              need                pass_over, end_at            evicted, for another block
         free ──────▶ pinned ◀─────────────────▶ unpinned, in a queue ──────────────▶ pinned
              ◀──────────────────────────────────
                    freed, with its block
 
-    Reservations prevent deadlocks: what all requests may need at once never exceeds the pool. Parts that outlive their
-    request, those of held leases and public prefixes, take at most half of what one request does not need.
+    With a `PartMemory`, parts and blocks share one memory: a part takes that of free blocks, which are withheld from
+    leases as long, and a lease takes that of unpinned parts. `Evictor.make_room` decides which are evicted, and keeps
+    to the bound of `PartShare`. Without, there are `num_parts` parts, whatever blocks need.
+
+    Reservations prevent deadlocks: what all requests may need at once never exceeds the pool, and its memory is always
+    withheld. Parts that outlive their request, those of held leases and public prefixes, take at most half of what one
+    request does not need, and at most the memory of an eighth of the blocks.
 
     Args:
         num_blocks: blocks of the block pool.
@@ -109,9 +117,12 @@ class WindowPool:
         block_size: tokens a block.
         reach: the rule of these layers.
         step_tokens: maximum number of tokens of a step, all requests together.
+        memory: the memory that parts share with blocks; None if they have memory of their own.
 
     Attributes:
         num_blocks, num_parts, block_size, reach: as above.
+        share: bounds the parts that requests only passed, if the memory is shared.
+        num_withheld_blocks: blocks whose memory parts have.
         table: int32 `[num_blocks]`, the part of each block; `NO_PART` where there is none. Read-only for callers.
         num_step_parts: parts that are set aside for the tokens of a step.
         num_reserved: parts that are reserved for requests, and for leases that outlive them.
@@ -123,7 +134,15 @@ class WindowPool:
         InvariantViolation: there are too few parts for a single request.
     """
 
-    def __init__(self, num_blocks: int, num_parts: int, block_size: int, reach: Reach, step_tokens: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_parts: int,
+        block_size: int,
+        reach: Reach,
+        step_tokens: int,
+        memory: PartMemory | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_parts = num_parts
         self.block_size = block_size
@@ -135,11 +154,22 @@ class WindowPool:
         self.num_reserved = 0
         self.num_lasting = 0
         self.max_lasting = (num_parts - least) // 2
+        if memory is not None:
+            most_bytes = num_blocks * memory.block_bytes // 8 if memory.block_bytes else num_parts * memory.part_bytes
+            self.max_lasting = min(self.max_lasting, most_bytes // memory.part_bytes)
         self.num_given_up = 0
+        self.num_withheld_blocks = 0
+        self.share = None if memory is None else PartShare(num_blocks, block_size, memory)
+        self._memory = memory
+        self._blocks: BlockPool | None = None
         self._free = list(range(num_parts - 1, -1, -1))
         self._needs: Counter[int] = Counter()  # requests that need the part of a block
-        self._passed: dict[int, None] = {}  # blocks with an unpinned part, the least recently used first
-        self._ended: dict[int, None] = {}
+        self._unpinned = PartQueue(num_blocks, -(-reach.num_tokens // block_size))
+
+    def connect(self, blocks: BlockPool) -> None:
+        """Share the memory with the blocks of this pool, if there is a `PartMemory`. Call it once, first of all."""
+        self._blocks = blocks
+        self._withhold()
 
     @property
     def num_free(self) -> int:
@@ -154,7 +184,40 @@ class WindowPool:
     @property
     def num_waiting(self) -> int:
         """Parts of cached blocks that no running request needs."""
-        return len(self._passed) + len(self._ended)
+        return len(self._unpinned)
+
+    @property
+    def num_passed(self) -> int:
+        """Unpinned parts that requests only passed."""
+        return self._unpinned.num_passed
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether there are more passed parts than `share` allows while blocks are evicted."""
+        return self.share is not None and self.num_passed > self.share.max_parts
+
+    @property
+    def blocks_per_part(self) -> float:
+        """Blocks that fit into the memory of a part; 0 if blocks never get it."""
+        memory = self._memory
+        return memory.part_bytes / memory.block_bytes if memory is not None and memory.block_bytes else 0.0
+
+    def num_reserved_blocks(self, num_more_parts: int = 0) -> int:
+        """Return the blocks whose memory is withheld for reservations, if there were some more."""
+        return self._num_blocks(self.num_reserved + num_more_parts + self.num_step_parts)
+
+    def num_lacking_blocks(self, num_new_blocks: int, num_free_blocks: int) -> int:
+        """Return how many blocks to evict so that the parts of new blocks can stay, as far as `share` allows.
+
+        Args:
+            num_new_blocks: blocks that a lease takes now, and computes.
+            num_free_blocks: blocks that are free besides.
+        """
+        if self.share is None:
+            return 0
+        num_used = self.num_parts - self.num_free + max(0, min(num_new_blocks, self.share.max_parts - self.num_passed))
+        num_blocks = self._num_blocks(num_used) - self.num_withheld_blocks - num_free_blocks
+        return max(num_blocks, num_used - self.num_parts)
 
     def require_room(self, num_parts: int, *, lasts: bool = False) -> None:
         """Raise if a request may not reserve `num_parts` parts now.
@@ -193,8 +256,12 @@ class WindowPool:
         return self.num_lasting + num_parts <= self.max_lasting
 
     def reserve(self, num_parts: int) -> None:
-        """Reserve parts for a request, or return reserved ones if negative. Call `require_room` before."""
+        """Reserve parts for a request, or return reserved ones if negative.
+
+        Call `require_room` before, and make room for the blocks of `num_reserved_blocks`.
+        """
         self.num_reserved += num_parts
+        self._withhold()
 
     def longest(self, block_ids: BlockIds, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused; see `Reach.longest`.
@@ -221,22 +288,37 @@ class WindowPool:
                 if self.table[block_id] == NO_PART:
                     self.table[block_id] = self._take()
                 else:
-                    self._leave_line(block_id)
+                    self._unpinned.remove(block_id)
             self._needs[block_id] += 1
 
-    def let_go(self, block_ids: Iterable[int], *, are_ends: bool) -> None:
-        """Unpin the parts of blocks for one request.
+    def end_at(self, block_ids: Iterable[int]) -> None:
+        """Unpin the parts of blocks for one request, which ended there, or for which a hit ended there."""
+        for block_id in block_ids:
+            if self._unpin(block_id):
+                self._unpinned.add_end(block_id)
+
+    def pass_over(self, positions: Mapping[int, int], num_blocks: int) -> None:
+        """Unpin the parts of blocks for one request, which has passed them.
 
         Args:
-            block_ids: blocks whose parts the request had pinned.
-            are_ends: whether a request ended or a hit was found there; otherwise the request has passed them.
+            positions: by block, its position in the prompt, in blocks.
+            num_blocks: blocks of the prompt.
         """
-        line = self._ended if are_ends else self._passed
-        for block_id in block_ids:
-            self._needs[block_id] -= 1
-            if not self._needs[block_id]:
-                del self._needs[block_id]
-                line[block_id] = None
+        for block_id, position in positions.items():
+            if self._unpin(block_id):
+                self._unpinned.add_passed(block_id, position, num_blocks)
+
+    def _unpin(self, block_id: int) -> bool:
+        """Unpin a part for one request. Returns whether no other request needs it."""
+        self._needs[block_id] -= 1
+        if self._needs[block_id]:
+            return False
+        del self._needs[block_id]
+        return True
+
+    def touch(self, block_ids: BlockIds) -> None:
+        """Note that a prompt with these blocks is used, so that its parts are evicted later."""
+        self._unpinned.touch(block_ids)
 
     def exchange(self, old: int, new: int) -> bool:
         """Replace a block by another one with the same content, because a tree had it first.
@@ -256,11 +338,10 @@ class WindowPool:
             if was_needed:
                 self._needs[new] = self._needs.pop(old)
             else:
-                self._leave_line(old)
-                self._passed[new] = None
+                self._unpinned.move(old, new)
         elif was_needed:
             self.need([new])
-            self.let_go([old], are_ends=False)
+            self.pass_over({old: 0}, 0)
         return was_needed
 
     def freed(self, block_ids: BlockIds) -> None:
@@ -272,28 +353,49 @@ class WindowPool:
         for block_id in block_ids[self.table[block_ids] != NO_PART].tolist():
             if block_id in self._needs:
                 raise InvariantViolation("windowed layers: a block was freed whose part is pinned")
-            self._leave_line(block_id)
+            self._unpinned.remove(block_id)
             self._free.append(int(self.table[block_id]))
             self.table[block_id] = NO_PART
+        self._withhold()
+
+    def give_back(self) -> bool:
+        """Evict an unpinned part, so that blocks may have its memory. Returns whether that was possible."""
+        if not self._unpinned or self.num_withheld_blocks <= self.num_reserved_blocks():
+            return False
+        self._free.append(self._evict())
+        self._withhold()
+        return True
 
     def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        line = self._passed or self._ended
-        if not line:
+        if not self._free:
+            return self._evict()
+        num_more_blocks = self._num_blocks(self.num_parts - self.num_free + 1) - self.num_withheld_blocks
+        if self._blocks is not None and num_more_blocks > 0:
+            if num_more_blocks > self._blocks.num_free:
+                return self._evict()
+            self._blocks.withhold(num_more_blocks)
+            self.num_withheld_blocks += num_more_blocks
+        return self._free.pop()
+
+    def _evict(self) -> int:
+        """Take the part of a block that needs it least. Returns the part."""
+        block_id = self._unpinned.pop()
+        if block_id is None:
             raise InvariantViolation(f"parts: expected one that no request needs, got {self.num_parts} needed ones")
-        block_id = next(iter(line))
-        del line[block_id]
         part = int(self.table[block_id])
         self.table[block_id] = NO_PART
         self.num_given_up += 1
         return part
 
-    def _leave_line(self, block_id: int) -> None:
-        if block_id in self._passed:
-            del self._passed[block_id]
-        else:
-            del self._ended[block_id]
+    def _num_blocks(self, num_parts: int) -> int:
+        return 0 if self._memory is None else self._memory.num_blocks(num_parts)
+
+    def _withhold(self) -> None:
+        """Withhold as many blocks as have the memory of the parts that are used or reserved."""
+        if self._blocks is not None and self._memory is not None:
+            num_blocks = max(self._num_blocks(self.num_parts - self.num_free), self.num_reserved_blocks())
+            self._blocks.withhold(num_blocks - self.num_withheld_blocks)
+            self.num_withheld_blocks = num_blocks
 
     def check(self, needs: Counter[int], num_reserved: int, free_blocks: BlockIds) -> None:
         """Compare everything with what the caller has counted.
@@ -311,7 +413,7 @@ class WindowPool:
         require_invariant("parts", parts == list(range(self.num_parts)), "one is lost, or two blocks have one")
         require_invariant("parts", self._needs == needs, "the needed ones are not those of the holders")
         require_invariant("parts", min(self._needs.values(), default=1) > 0, "a block without leases counts as pinned")
-        lines = [*self._passed, *self._ended]
+        lines = list(self._unpinned)
         require_invariant("parts", len(set(lines)) == len(lines), "a block waits in two lines")
         owners = sorted([*self._needs, *lines])
         require_invariant("parts", owners == with_part.tolist(), "a part is neither needed nor in a line")
@@ -319,6 +421,8 @@ class WindowPool:
         require_invariant("parts", self.num_reserved == num_reserved, "the reservations are not those of the holders")
         is_bounded = num_reserved + self.num_step_parts <= self.num_parts
         require_invariant("parts", is_bounded, "more are reserved than there are")
+        num_blocks = max(self._num_blocks(len(with_part)), self.num_reserved_blocks())
+        require_invariant("parts", self.num_withheld_blocks == num_blocks, "the withheld blocks are miscounted")
 
 
 def least_parts(reach: Reach, block_size: int, step_tokens: int) -> int:

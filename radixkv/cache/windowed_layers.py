@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from radixkv.api.stats import PartStats
 from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.window_pool import NO_PART, WindowPool
 from radixkv.errors import InvariantViolation
+from radixkv.namespace import Namespace
 
 _COPIED = -1  # in place of the position of a block that is only copied from
 
@@ -37,8 +39,9 @@ class WindowLease:
 
     Args:
         pool: the pool of the group.
-        num_reserved: maximum number of parts that the request needs, without those of the tokens of a step; already
-            reserved.
+        num_reserved: maximum number of parts that the request needs, without those of the tokens of a step. The caller
+            reserves them.
+        num_tokens: maximum number of tokens that the request will have.
         keeps_all: whether all parts are kept, as public prefixes need.
 
     Attributes:
@@ -46,10 +49,20 @@ class WindowLease:
         num_lasting: reserved parts that outlive the request.
     """
 
-    __slots__ = ("_keeps_all", "_needed", "_num_found_blocks", "_parting", "_pool", "num_lasting", "num_reserved")
+    __slots__ = (
+        "_keeps_all",
+        "_needed",
+        "_num_blocks",
+        "_num_found_blocks",
+        "_parting",
+        "_pool",
+        "num_lasting",
+        "num_reserved",
+    )
 
-    def __init__(self, pool: WindowPool, num_reserved: int, *, keeps_all: bool = False) -> None:
+    def __init__(self, pool: WindowPool, num_reserved: int, num_tokens: int = 0, *, keeps_all: bool = False) -> None:
         self._pool = pool
+        self._num_blocks = -(-num_tokens // pool.block_size)
         self._keeps_all = keeps_all
         self._needed: dict[int, int] = {}  # by block id: its position in the prompt, in blocks
         self._num_found_blocks = 0
@@ -166,7 +179,7 @@ class WindowLease:
 
     def close(self) -> None:
         """Unpin everything, and return the reservation. Closing again does nothing."""
-        self._pool.let_go(self._needed, are_ends=True)
+        self._pool.end_at(self._needed)
         self._pool.reserve(-self.num_reserved)
         self._pool.num_lasting -= self.num_lasting
         self._needed = {}
@@ -188,13 +201,15 @@ class WindowLease:
 
     def _let_go(self, block_ids: list[int]) -> None:
         found: list[int] = []
-        passed: list[int] = []
+        passed: dict[int, int] = {}
         for block_id in block_ids:
             at = self._needed.pop(block_id)
-            is_end = at < self._num_found_blocks or at in self._parting
-            (found if is_end else passed).append(block_id)
-        self._pool.let_go(found, are_ends=True)
-        self._pool.let_go(passed, are_ends=False)
+            if at < self._num_found_blocks or at in self._parting:
+                found.append(block_id)
+            else:
+                passed[block_id] = at
+        self._pool.end_at(found)
+        self._pool.pass_over(passed, self._num_blocks)
 
 
 class WindowedLayers:
@@ -205,10 +220,12 @@ class WindowedLayers:
 
     Attributes:
         pools: as above.
+        shares_memory: whether parts and blocks share memory.
     """
 
     def __init__(self, pools: Sequence[WindowPool] = ()) -> None:
         self.pools = tuple(pools)
+        self.shares_memory = any(pool.share is not None for pool in self.pools)
         self._num_shortened_hits = 0
         self._num_lost_tokens = 0
 
@@ -237,11 +254,83 @@ class WindowedLayers:
                 num_tokens = pool.longest(block_ids, num_tokens)
         return num_tokens
 
-    def note_hit(self, cached_tokens: int, reused_tokens: int) -> None:
-        """Count a hit, given the cached tokens and the tokens of them that could be reused."""
-        if self.pools and reused_tokens < cached_tokens:
+    def connect(self, blocks: BlockPool) -> None:
+        """Let all groups share the memory of blocks; see `WindowPool.connect`."""
+        for pool in self.pools:
+            pool.connect(blocks)
+
+    @property
+    def num_withheld_blocks(self) -> int:
+        """Blocks whose memory parts have."""
+        return sum(pool.num_withheld_blocks for pool in self.pools)
+
+    @property
+    def num_returnable_blocks(self) -> int:
+        """Blocks that could be had if all parts that no request has reserved were evicted."""
+        return sum(pool.num_withheld_blocks - pool.num_reserved_blocks() for pool in self.pools)
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether parts are to be evicted before blocks are."""
+        return any(pool.has_excess for pool in self.pools)
+
+    def num_blocks_to_reserve(self, num_tokens: int, *, keeps_all: bool = False) -> int:
+        """Return how many blocks the reservations of one more request would withhold; see `open`."""
+        numbers = [self._most(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
+        return sum(
+            pool.num_reserved_blocks(number) - pool.num_reserved_blocks()
+            for pool, number in zip(self.pools, numbers, strict=True)
+        )
+
+    def num_unreserved_blocks(self, holders: Sequence[WindowLease]) -> int:
+        """Return how many free blocks `reserve` would withhold. There are holders of all groups, or of none."""
+        return sum(
+            max(0, pool.num_reserved_blocks(holder.num_reserved) - pool.num_withheld_blocks)
+            for pool, holder in zip(self.pools, holders, strict=False)
+        )
+
+    def num_lacking_blocks(self, num_new_blocks: int, num_free_blocks: int) -> int:
+        """Return how many blocks to evict for the parts of new blocks; see `WindowPool.num_lacking_blocks`."""
+        return max(pool.num_lacking_blocks(num_new_blocks, num_free_blocks) for pool in self.pools)
+
+    def num_blocks_to_evict(self, num_blocks: int) -> int:
+        """Return how many blocks to evict at once for the memory of `num_blocks`, since parts are evicted with them."""
+        return max(1, int(num_blocks / (1 + sum(pool.blocks_per_part for pool in self.pools))))
+
+    def give_back(self, *, only_excess: bool) -> bool:
+        """Evict a part, so that blocks may have its memory.
+
+        Args:
+            only_excess: evict none of a group that has no more than its share.
+
+        Returns:
+            Whether that was possible.
+        """
+        return any(pool.give_back() for pool in self.pools if pool.has_excess or not only_excess)
+
+    def looked_up(
+        self, namespace: Namespace, tokens: bytes, packed: bytes, found_tokens: int, reusable_tokens: int
+    ) -> None:
+        """Note what a prompt found, and what it lost.
+
+        Args:
+            namespace, tokens: the prompt.
+            packed: ids of the blocks of at least `found_tokens` tokens.
+            found_tokens: tokens that are cached, with or without the parts that are needed to continue after them.
+            reusable_tokens: the tokens that can be reused.
+        """
+        lost_tokens = found_tokens - reusable_tokens
+        if lost_tokens:
             self._num_shortened_hits += 1
-            self._num_lost_tokens += cached_tokens - reused_tokens
+            self._num_lost_tokens += lost_tokens
+        for pool in self.pools:
+            pool.touch(np.frombuffer(packed, dtype=np.int32)[: -(-found_tokens // pool.block_size)])
+            if pool.share is None:
+                continue
+            if lost_tokens:
+                pool.share.missed_parts(lost_tokens, pool.num_passed)
+            else:
+                pool.share.missed_blocks(namespace, tokens, found_tokens)
 
     def stats(self) -> PartStats | None:
         """Count the parts of all groups; None if there are none."""
@@ -276,7 +365,13 @@ class WindowedLayers:
                     num_blocks //= pool.block_size
         return max(0, num_blocks - block_ids.size)
 
-    def open(
+    def open(self, block_ids: BlockIds, cached_tokens: int, num_tokens: int, **options: Any) -> tuple[WindowLease, ...]:
+        """Pin what a request found, and reserve what it may need; see `pin` and `reserve`."""
+        holders = self.pin(block_ids, cached_tokens, num_tokens, **options)
+        self.reserve(holders)
+        return holders
+
+    def pin(
         self,
         block_ids: BlockIds,
         cached_tokens: int,
@@ -285,7 +380,7 @@ class WindowedLayers:
         keeps_all: bool = False,
         found_tokens: int = 0,
     ) -> tuple[WindowLease, ...]:
-        """Reserve what a request may need, and pin what it found.
+        """Pin what a request found.
 
         Args:
             block_ids: int32, the blocks that hold the cached tokens.
@@ -295,22 +390,26 @@ class WindowedLayers:
             found_tokens: tokens that are cached, with or without the parts that are needed to continue after them.
 
         Returns:
-            A lease for each group. The caller must close them.
+            A lease for each group. The caller must call `reserve` before a step, and close them.
 
         Raises:
             OutOfBlocks: other requests have reserved too many parts, or too many would outlive their requests. Nothing
                 has changed.
         """
-        numbers = [self._most(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
         self.require_room(num_tokens, keeps_all=keeps_all)
         holders = []
-        for pool, number in zip(self.pools, numbers, strict=True):
-            pool.reserve(number)
-            holders.append(WindowLease(pool, number, keeps_all=keeps_all))
+        for pool in self.pools:
+            number = self._most(pool, num_tokens, keeps_all=keeps_all)
+            holders.append(WindowLease(pool, number, num_tokens, keeps_all=keeps_all))
             holders[-1].find(block_ids, cached_tokens)
             if found_tokens > cached_tokens:
                 holders[-1].expect_others(found_tokens)
         return tuple(holders)
+
+    def reserve(self, holders: Iterable[WindowLease]) -> None:
+        """Reserve what a request may need, for which `num_unreserved_blocks` must be free."""
+        for pool, holder in zip(self.pools, holders, strict=True):
+            pool.reserve(holder.num_reserved)
 
     def require_lasting_room(self, num_tokens: int) -> None:
         """Raise if the parts of `num_tokens` tokens cannot be kept after their request.

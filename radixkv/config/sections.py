@@ -113,8 +113,9 @@ class CacheConfig:
             attention store fewer tokens, the pool takes the same memory and the other layers store more. Default: on a
             GPU, as many as `memory_share` allows; on a CPU, 131,072.
         windowed_tokens: capacity, in tokens, of the separate pool for layers with sliding-window attention; rounded
-            down to whole blocks. 0: these layers store every token, like the others. Default: derived from the window;
-            every token if another feature requires it, or if a separate pool would save nothing.
+            down to whole blocks. 0: these layers store every token, like the others. Default: these layers share the
+            memory of the others as the traffic needs; every token if another feature requires it, or if a request
+            could need the whole pool.
         memory_share: fraction of a GPU's memory that weights, activations, the pool and other processes may use
             together, 0 to 1.
         kv_dtype: storage format of K and V: `auto` (the model's data type), `bf16`, `fp8`, `int8` or `int4`. The last

@@ -93,6 +93,7 @@ class StatsCollector:
                 retained=self._cache.num_retained_blocks,
                 retainable=self._cache.max_retained_blocks,
                 on_probation=self._cache.num_probation_blocks,
+                withheld=pool.num_withheld,
             ),
             requests=RequestStats(
                 waiting=self._scheduler.num_waiting,

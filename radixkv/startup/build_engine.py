@@ -14,6 +14,7 @@ import torch
 
 from radixkv.api.limits import longest_sequence
 from radixkv.cache.changes import Listener
+from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.recurrent_states import StateSlots
@@ -23,6 +24,7 @@ from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import CacheConfig, Config, TenantConfig
 from radixkv.engine.engine import Engine
+from radixkv.engine.memory_border import MemoryBorder
 from radixkv.engine.observer import Observer
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
@@ -50,7 +52,6 @@ from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores, tier_shares
 from radixkv.startup.windowed_layers import divide_layers, windows_of
 from radixkv.storage.device_pool import KVShape, KVStorage
-from radixkv.storage.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ def build_engine(
     recorder = GraphRecorder(model, kernels, limits)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
     states = make_state_slots(model, kv_shape, num_blocks, config, limits)
-    groups, num_blocks, num_parts = divide_layers(config, limits, model, num_blocks)
+    num_whole_blocks = num_blocks  # of one pool of all layers
+    groups, num_blocks, num_parts, num_own_parts = divide_layers(config, limits, model, num_blocks)
     _require_floors(quotas, num_blocks)
     storage = KVStorage(
         num_blocks,
@@ -109,8 +111,9 @@ def build_engine(
         is_by_layer=kernels.wants_pool_by_layer,
         groups=groups,
         num_parts=num_parts,
+        num_own_parts=num_own_parts,
     )
-    _log_pool(storage, model.device, groups, num_parts)
+    _log_pool(storage, model.device)
     progress.note(
         f"pool of {num_blocks * storage.block_size} tokens in blocks of {storage.block_size} "
         f"({storage.num_bytes / 1e6:.1f} MB)"
@@ -140,7 +143,10 @@ def build_engine(
     if stores is not None:
         listeners.append(stores.index)
         events.follow(stores.index)
-    cache = _make_cache(config.cache, quotas, default_quota, num_blocks, listeners, marks, windows, states)
+    policy = make_policy(config.cache.policy, num_whole_blocks)
+    cache = _make_cache(config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states)
+    if windows.shares_memory:
+        observers = (*observers, MemoryBorder(storage, cache.pool, windows.pools[-1]))
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = RateLimiter(config.tenants, config.default_tenant)
     engine = Engine(
@@ -166,8 +172,8 @@ def _set_threads(configured: int | None) -> None:
     _log.info("computing with %d %s: %s", threads.count, "thread" if threads.count == 1 else "threads", threads.reason)
 
 
-def _log_pool(storage: KVStorage, device: torch.device, groups: LayerGroups | None, num_parts: int) -> None:
-    num_blocks = storage.num_blocks
+def _log_pool(storage: KVStorage, device: torch.device) -> None:
+    num_blocks, num_parts, groups = storage.num_blocks, storage.num_parts, storage.groups
     _log.info(
         "allocated a pool of %d blocks of %d tokens: %.1f MB in %s on %s",
         num_blocks,
@@ -177,14 +183,17 @@ def _log_pool(storage: KVStorage, device: torch.device, groups: LayerGroups | No
         device,
     )
     if groups is not None:
+        at_most = "" if storage.num_own_parts is None else "at most "  # the traffic decides
         _log.info(
-            "%d of %d layers have windows of at most %d tokens: the pool holds %d tokens for them in %.1f MB, and %d "
-            "tokens for the other layers in %.1f MB",
+            "%d of %d layers have windows of at most %d tokens: the pool holds %s%d tokens for them in %.1f MB, and "
+            "%s%d tokens for the other layers in %.1f MB",
             groups.num_windowed,
             len(groups.are_windowed),
             groups.window,
+            at_most,
             num_parts * storage.block_size,
             num_parts * storage.part_bytes / 1e6,
+            at_most,
             num_blocks * storage.block_size,
             num_blocks * storage.block_bytes / 1e6,
         )
@@ -270,6 +279,7 @@ def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_
 
 def _make_cache(
     cache: CacheConfig,
+    policy: EvictionPolicy,
     quotas: Mapping[str, Quota],
     default_quota: Quota,
     num_blocks: int,
@@ -281,7 +291,7 @@ def _make_cache(
     return PrefixCache(
         num_blocks,
         cache.block_size,
-        policy=make_policy(cache.policy, num_blocks),
+        policy=policy,
         quotas=quotas,
         default_quota=default_quota,
         max_retained_blocks=int(cache.max_retained_share * num_blocks),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.window_pool import Reach, WindowPool, least_parts
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import MAX_BLOCKS, Config, EngineConfig
 from radixkv.errors import ConfigError
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape, KVStorage, divided_layers
-from radixkv.storage.kv_layout import LayerShares, layer_shares
+from radixkv.storage.kv_layout import layer_shares
 from radixkv.storage.layer_groups import LayerGroups
 
 _log = logging.getLogger(__name__)
@@ -24,17 +25,19 @@ class Division(NamedTuple):
         groups: the layers of both pools; None for one pool.
         num_blocks: blocks that trees and leases share.
         num_parts: blocks of the windowed layers' pool; 0 for one pool.
+        num_own_parts: those that have memory of their own, if the others share that of blocks; None if all have.
     """
 
     groups: LayerGroups | None
     num_blocks: int
-    num_parts: int
+    num_parts: int = 0
+    num_own_parts: int | None = None
 
 
 def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks: int) -> Division:
-    """Choose the pools of a model's layers. Logs what windowed layers hold, and why they hold everything if they do.
+    """Choose the pools of a model's layers. Logs why windowed layers hold everything if they do.
 
-    What windowed layers save holds more blocks of the others, so both pools take the memory of one.
+    Both pools take the memory of one. Its border moves with the traffic, unless `cache.windowed_tokens` sets it.
 
     Args:
         config: the configuration.
@@ -48,22 +51,23 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
     wanted = config.cache.windowed_tokens
     groups = LayerGroups.of(model.windows, model.max_tokens)
     if wanted == 0 or (wanted is None and not groups.num_windowed):
-        return Division(None, num_blocks, 0)
+        return Division(None, num_blocks)
     if reason := _reason_against(config, model, groups):
         if wanted is not None:
             raise ConfigError(f"cache.windowed_tokens: expected none, or 0, for {reason}, got {wanted}")
         _log.info("windowed layers keep K/V of every token, because of %s", reason)
-        return Division(None, num_blocks, 0)
+        return Division(None, num_blocks)
     token_bytes = _token_bytes(model.kv_shape.stored_as(config.cache.kv_dtype), groups)
-    shares = layer_shares(groups.window, token_bytes.windowed, token_bytes.other)
-    num_parts = _num_parts(config, limits, groups, shares, num_blocks)
-    num_more_blocks = _num_blocks(token_bytes, shares, num_blocks, num_parts)
-    if num_parts > num_blocks or num_parts >= num_more_blocks:
+    num_own_parts = _num_own_parts(config, limits, groups, num_blocks if not token_bytes.other else None)
+    num_more_blocks = _num_blocks(token_bytes, num_blocks, num_own_parts)
+    if num_own_parts > num_blocks or num_own_parts >= num_more_blocks:
         _log.info(
-            "windowed layers keep K/V of every token: a pool of their own would need %d blocks, no fewer", num_parts
+            "windowed layers keep K/V of every token: a pool of their own would need %d blocks, no fewer", num_own_parts
         )
-        return Division(None, num_blocks, 0)
-    return Division(groups, num_more_blocks, num_parts)
+        return Division(None, num_blocks)
+    if wanted is None:
+        return Division(groups, num_more_blocks, num_blocks, num_own_parts)
+    return Division(groups, num_more_blocks, num_own_parts)
 
 
 class _TokenBytes(NamedTuple):
@@ -78,12 +82,12 @@ def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
     return _TokenBytes(windowed, whole)
 
 
-def _num_parts(config: Config, limits: EngineConfig, groups: LayerGroups, shares: LayerShares, num_blocks: int) -> int:
-    """Return the blocks of the windowed layers' pools."""
+def _num_own_parts(config: Config, limits: EngineConfig, groups: LayerGroups, most: int | None) -> int:
+    """Return the parts that have memory of their own: those that one request needs, or `most` if there is a number."""
     size, wanted = config.cache.block_size, config.cache.windowed_tokens
     least = least_parts(Reach.of_window(groups.window), size, limits.step_tokens)
     if wanted is None:
-        return max(int(shares.windowed * num_blocks), 2 * least)  # so that more than one request runs
+        return least if most is None else max(least, most)
     if wanted // size < least:
         raise ConfigError(
             f"cache.windowed_tokens: expected at least {least * size}, for a window of {groups.window} tokens and "
@@ -92,10 +96,10 @@ def _num_parts(config: Config, limits: EngineConfig, groups: LayerGroups, shares
     return wanted // size
 
 
-def _num_blocks(token_bytes: _TokenBytes, shares: LayerShares, num_blocks: int, num_parts: int) -> int:
+def _num_blocks(token_bytes: _TokenBytes, num_blocks: int, num_parts: int) -> int:
     """Return how many blocks fit next to the parts into the memory of `num_blocks` blocks of all layers."""
     if not token_bytes.other:
-        return min(int(shares.other * num_blocks), MAX_BLOCKS)
+        return min(int(layer_shares(*token_bytes).other * num_blocks), MAX_BLOCKS)
     num_free = num_blocks * sum(token_bytes) - num_parts * token_bytes.windowed  # bytes, for each token of a block
     return min(max(0, num_free // token_bytes.other), MAX_BLOCKS)
 
@@ -110,7 +114,10 @@ def windows_of(storage: KVStorage, step_tokens: int) -> WindowedLayers:
     if storage.groups is None:
         return WindowedLayers()
     reach = Reach.of_window(storage.groups.window)
-    pool = WindowPool(storage.num_blocks, storage.num_parts, storage.block_size, reach, step_tokens)
+    memory = None
+    if storage.num_own_parts is not None:
+        memory = PartMemory(storage.part_bytes, storage.block_bytes, storage.num_own_parts)
+    pool = WindowPool(storage.num_blocks, storage.num_parts, storage.block_size, reach, step_tokens, memory)
     return WindowedLayers([pool])
 
 

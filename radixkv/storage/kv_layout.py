@@ -11,8 +11,7 @@ from radixkv.errors import ConfigError
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
 _SCALE_BYTES = 4  # float32
 
-_USUAL_PROMPT_TOKENS = 2048
-_MIN_WINDOWED_SHARE = 1 / 8
+_BLOCKS_PER_PART = 8.0  # if blocks take no memory
 
 # Our names for the dtypes of config.json.
 FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -190,7 +189,7 @@ KVLayout = HeadKV | LatentKV | MixedKV
 
 
 class LayerShares(NamedTuple):
-    """Tokens that layers hold, for each token that one pool of all layers would hold in the same memory.
+    """The most tokens that layers hold, for each token that one pool of all layers would hold in the same memory.
 
     Attributes:
         windowed: layers with a sliding window.
@@ -201,29 +200,22 @@ class LayerShares(NamedTuple):
     other: float
 
 
-def layer_shares(window: int, windowed: int, other: int) -> LayerShares:
-    """Return the default division of memory between windowed layers and other layers.
+def layer_shares(windowed: int, other: int) -> LayerShares:
+    """Return how much of the memory that they share windowed layers, and other layers, can have at most.
 
-    It is sized for prompts of 2,048 tokens, of which windowed layers need one window. They get at least an eighth of
-    the tokens of the other layers, so that shorter prompts fit too. A window of 2,048 tokens or more saves nothing,
-    except if all layers have one: then blocks take no memory, and there are enough for prompts of eight windows.
+    Windowed layers never need more tokens than the others hold, so they take at most what they would in one pool. The
+    others take what windowed layers leave. If all layers have a window, blocks take no memory, and there are enough for
+    prompts of eight windows.
 
-    >>> layer_shares(512, windowed=1, other=1)
-    LayerShares(windowed=0.4, other=1.6)
-    >>> layer_shares(4096, windowed=1, other=1)
-    LayerShares(windowed=1.0, other=1.0)
-    >>> layer_shares(4096, windowed=32, other=0)
+    >>> layer_shares(windowed=5, other=1)
+    LayerShares(windowed=1.0, other=6.0)
+    >>> layer_shares(windowed=32, other=0)
     LayerShares(windowed=1.0, other=8.0)
 
     Args:
-        window: tokens that a query sees, its own included.
         windowed, other: bytes per token in these layers, or their number if all layers store the same.
     """
-    if not other:
-        return LayerShares(1.0, 1 / _MIN_WINDOWED_SHARE)
-    share = min(max(window / _USUAL_PROMPT_TOKENS, _MIN_WINDOWED_SHARE), 1.0)
-    held = (windowed + other) / (other + share * windowed)
-    return LayerShares(share * held, held)
+    return LayerShares(1.0, (windowed + other) / other if other else _BLOCKS_PER_PART)
 
 
 def attention_kinds(

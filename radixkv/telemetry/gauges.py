@@ -187,6 +187,9 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
         )
     if (parts := load.parts) is not None:
         yield from _parts(parts)
+        yield GaugeMetricFamily(
+            "radixkv_withheld_blocks", "Blocks whose memory sliding-window layers use.", blocks.withheld
+        )
 
 
 def _parts(parts: PartStats) -> Iterable[Metric]:

@@ -35,6 +35,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ADAPTER_CHANGED: _ClassVar[MissReason]
     NOT_LOADED: _ClassVar[MissReason]
     NO_STATE: _ClassVar[MissReason]
+    NO_WINDOW: _ClassVar[MissReason]
 COMPRESSION_POLICY_UNSPECIFIED: CompressionPolicy
 STREAMING_LLM: CompressionPolicy
 H2O: CompressionPolicy
@@ -51,6 +52,7 @@ READ_DISABLED: MissReason
 ADAPTER_CHANGED: MissReason
 NOT_LOADED: MissReason
 NO_STATE: MissReason
+NO_WINDOW: MissReason
 
 class PrefillRequest(_message.Message):
     __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority", "return_block_table")

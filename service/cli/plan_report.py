@@ -236,12 +236,13 @@ def windowed_section(
         windowed, other = layout.sliding.token_bytes(kv_format), layout.other.token_bytes(kv_format)
     unit_bytes = use.block_size * token_bytes // (windowed + other)
     sequence_bytes = unit_bytes * (whole * other + use.num_blocks * windowed)
-    shares = layer_shares(use.window, windowed, other)
+    shares = layer_shares(windowed, other)
     rows = [
         ("layers", f"{num_windowed_layers} of {num_layers}, a window of {use.window:,} tokens"),
         ("per sequence", f"{use.num_blocks:,} of {whole:,} blocks there, {_size(sequence_bytes)} in all"),
-        ("cache.windowed_tokens", f"{shares.windowed:.3g} of cache.capacity_tokens if unset, on a CPU"),
-        ("other layers", f"{shares.other:.3g} of cache.capacity_tokens then, in the same memory"),
+        ("cache.windowed_tokens", "follows the traffic if unset, on a CPU, within the memory of one pool:"),
+        ("these layers", f"at most {shares.windowed:.3g} of cache.capacity_tokens"),
+        ("other layers", f"at most {shares.other:.3g} of cache.capacity_tokens"),
     ]
     fields = {
         "num_windowed_layers": num_windowed_layers,

@@ -8,6 +8,7 @@ import pytest
 
 from radixkv.config import EVICTION_POLICIES
 from tests.cache.walk.cache_walk import (
+    BORDERED,
     DEEP,
     PARTED,
     PUBLIC,
@@ -92,6 +93,17 @@ def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int)
     events = walk(world, "lru", dice_of(3, num_steps))
     wanted = {"matches cut short", "evicted blocks", "blocks adopted", "blocks purged while in use", "extensions"}
     wanted |= {"copies", "extensions in a copy"} if world.block_size > 1 else set()
+    assert {event for event in wanted if not events[event]} == set()
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("num_steps", [2500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", BORDERED, ids=world_id)
+def test_what_is_found_has_the_parts_that_it_needs_if_they_share_memory_with_blocks(
+    world: World, num_steps: int
+) -> None:
+    events = walk(world, "lru", dice_of(4, num_steps))
+    wanted = {"matches cut short", "evicted blocks", "blocks adopted", "blocks purged while in use", "extensions"}
     assert {event for event in wanted if not events[event]} == set()
 
 

@@ -61,8 +61,8 @@ def with_part(pool: WindowPool) -> list[int]:
 def test_parts_that_were_passed_are_given_up_before_those_where_a_prompt_ended() -> None:
     pool = pool_of(5)
     pool.need([1, 2, 3, 4, 5])
-    pool.let_go([1], are_ends=True)
-    pool.let_go([3, 2], are_ends=False)
+    pool.end_at([1])
+    pool.pass_over({3: 0, 2: 0}, 1)
     pool.need([6])
     assert with_part(pool) == [1, 2, 4, 5, 6], "the one that was passed first is gone"
     pool.need([7, 8])
@@ -74,7 +74,7 @@ def test_a_part_that_is_needed_again_stays_the_same() -> None:
     pool = pool_of(5)
     pool.need([1, 2])
     part = pool.table[1]
-    pool.let_go([1], are_ends=False)
+    pool.pass_over({1: 0}, 1)
     assert (pool.num_waiting, pool.num_needed) == (1, 1)
     pool.need([1])
     assert (pool.table[1], pool.num_waiting) == (part, 0)
@@ -84,7 +84,7 @@ def test_a_part_stays_needed_until_the_last_request_lets_it_go() -> None:
     pool = pool_of(5)
     pool.need([1])
     pool.need([1])
-    pool.let_go([1], are_ends=True)
+    pool.end_at([1])
     assert pool.num_needed == 1
     pool.check(Counter({1: 1}), 0, ids(*range(2, 20)))
 
@@ -92,7 +92,7 @@ def test_a_part_stays_needed_until_the_last_request_lets_it_go() -> None:
 def test_the_part_of_a_block_is_freed_with_it() -> None:
     pool = pool_of(5)
     pool.need([1, 2, 3])
-    pool.let_go([1, 2], are_ends=False)
+    pool.pass_over({1: 0, 2: 1}, 2)
     pool.freed(ids(0, 1, 7))
     assert (with_part(pool), pool.num_free, pool.num_waiting) == ([2, 3], 3, 1)
     with pytest.raises(InvariantViolation, match="whose part is pinned"):
@@ -105,7 +105,7 @@ def test_a_block_of_a_tree_gets_the_part_that_only_its_twin_has(is_needed: bool)
     pool.need([1])
     part = pool.table[1]
     if not is_needed:
-        pool.let_go([1], are_ends=False)
+        pool.pass_over({1: 0}, 1)
     assert pool.exchange(1, 9) is is_needed
     assert (pool.table[9], with_part(pool)) == (part, [9])
     pool.check(Counter({9: 1} if is_needed else {}), 0, ids(1))

@@ -154,7 +154,7 @@ def test_loaded_blocks_get_parts_where_the_next_token_reaches() -> None:
 def test_parts_that_are_there_do_not_go_for_loaded_ones() -> None:
     pool = pool_of(num_parts=7)
     pool.need([14, 15, 25, 26, 27, 28, 29])
-    pool.let_go([14, 15, 25, 26, 27, 28, 29], are_ends=True)
+    pool.end_at([14, 15, 25, 26, 27, 28, 29])
     before = pool.table[[14, 15]].tolist()
     holder = WindowLease(pool, 0, keeps_all=True)
     assert holder.receive(BLOCKS, 6) == [0, 1, 2, 3]
@@ -210,7 +210,7 @@ def test_a_prompt_is_found_as_far_as_every_group_has_what_it_needs() -> None:
     ids = np.arange(5, dtype=np.int32).tobytes()
     assert groups.longest(ids, 19) == 19
     assert groups.longest(ids, 16) == 4, "of the second group seven to sixteen is needed"
-    first.let_go([0], are_ends=False)
+    first.pass_over({0: 0}, 1)
     first.freed(np.array([0], dtype=np.int32))
     assert groups.longest(ids, 16) == 0, "the second group reaches to 4, where the first has nothing"
 
@@ -500,12 +500,12 @@ def test_a_hit_is_the_longest_one_whose_parts_are_there() -> None:
     assert cache.windows.pools[0].table[blocks[3]] >= 0
 
 
-def test_a_miss_for_a_missing_part_is_told_as_evicted() -> None:
+def test_a_miss_for_a_missing_part_has_a_reason_of_its_own() -> None:
     cache = cache_of()
     blocks = publish(cache, ALPHABET)
     give_up(cache, blocks[3])
     prompt = spell(ALPHABET[:20] + "!")
-    assert cache.explain(MODEL, prompt, 12) is MissReason.EVICTED
+    assert cache.explain(MODEL, prompt, 12) is MissReason.NO_WINDOW
     assert cache.explain(MODEL, spell("abc!"), 3) is MissReason.NONE
     assert cache.explain(MODEL, spell("abc!!"), 3) is MissReason.DIVERGED
 
@@ -625,7 +625,7 @@ def test_a_cache_without_parts_counts_none() -> None:
 def test_a_branch_is_found_once_two_prompts_have_parted_there() -> None:
     cache = cache_of(num_blocks=200, num_parts=16)
     for number, cached_tokens in ("1", 0), ("2", 0), ("3", 16), ("4", 16):
-        text = ALPHABET[:16] + number * 60  # more blocks than there are parts
+        text = ALPHABET[:16] + number * 120  # more blocks than there are parts
         with cache.lease(MODEL, spell(text)) as lease:
             assert lease.cached_tokens == cached_tokens
             assert lease.found_tokens == (0 if number == "1" else 16)

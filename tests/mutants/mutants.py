@@ -80,14 +80,22 @@ CACHE_MUTANTS = (
         "max(num_kept_blocks, num_spared_blocks)",
         "num_kept_blocks",
     ),
-    Mutant("cache/block_pool.py", "        self.num_free -= num_blocks\n", ""),
-    Mutant("cache/block_pool.py", "if num_blocks > self.num_free:", "if False:"),
+    Mutant(
+        "cache/block_pool.py",
+        "        self.num_free -= num_blocks\n        return block_ids",
+        "        return block_ids",
+    ),
+    Mutant(
+        "cache/block_pool.py",
+        'if num_blocks > self.num_free:\n            raise OutOfBlocks(f"block pool: expected {num_blocks} free blocks, got',
+        'if False:\n            raise OutOfBlocks(f"block pool: expected {num_blocks} free blocks, got',
+    ),
     Mutant("cache/block_pool.py", "                self._lengths[runs] -= taken\n", ""),
     Mutant("cache/block_pool.py", "if not self._states[block_ids].any():", "if True:"),
     Mutant("cache/block_pool.py", "left = min(room, spare)", "left = 0"),
     Mutant("cache/block_pool.py", "            self._free_list.frombytes(block_ids.tobytes())\n", ""),
     Mutant("cache/block_pool.py", "        self._start += skipped\n", ""),
-    Mutant("cache/block_pool.py", "if block_ids.size > self.num_free:", "if False:"),
+    Mutant("cache/block_pool.py", "if block_ids.size > self.num_free + self.num_withheld:", "if False:"),
     Mutant("cache/lease.py", "after = int(self.block_ids[-1]) if self.block_ids.size else None", "after = None"),
     Mutant("cache/cache_state.py", "return num_expected_blocks + 1 - num_blocks if", "return 0 if"),
     Mutant("cache/block_pool.py", "if self._states[index].tobytes().count(before) != index.size:", "if False:"),
@@ -1175,16 +1183,43 @@ PART_MUTANTS = (
     Mutant(
         "cache/window_pool.py", "-(-self.num_tokens // block_size) + 2) + 1", "-(-self.num_tokens // block_size)) + 1"
     ),
-    Mutant("cache/window_pool.py", "line = self._passed or self._ended", "line = self._ended or self._passed"),
+    Mutant("cache/part_queue.py", "- since) / 2**level", "- since)"),
+    Mutant("cache/part_queue.py", "if used <= since:", "if True:"),
+    Mutant("cache/part_queue.py", "self._levels[level])[block_id]", "self._levels[0])[block_id]"),
+    Mutant("cache/part_share.py", "        self._move(-max(0, ", "        self._move(max(0, "),
+    Mutant("cache/part_memory.py", "num_parts - self.num_own_parts) *", "num_parts) *"),
+    Mutant(
+        "cache/window_pool.py",
+        "        self.num_reserved += num_parts\n        self._withhold()\n",
+        "        self.num_reserved += num_parts\n",
+    ),
+    Mutant(
+        "cache/window_pool.py",
+        "max(self._num_blocks(self.num_parts - self.num_free), self.num_reserved_blocks())\n            self._blocks",
+        "self._num_blocks(self.num_parts - self.num_free)\n            self._blocks",
+    ),
+    Mutant(
+        "cache/evictor.py", "            num_available += self._windows.num_returnable_blocks\n", "            pass\n"
+    ),
+    Mutant("cache/evictor.py", "num_blocks + windows.num_unreserved_blocks(holders)", "num_blocks"),
+    Mutant(
+        "storage/pages.py",
+        "start = -(-(base + first * stride) // page) * page",
+        "start = (base + first * stride) // page * page",
+    ),
     Mutant("cache/window_pool.py", "        self.num_given_up += 1\n", ""),
     Mutant("cache/window_pool.py", "self.num_parts - self.num_step_parts - self.num_reserved", "self.num_parts"),
     Mutant("cache/window_pool.py", "(num_parts - least) // 2", "num_parts - least"),
     Mutant(
         "cache/window_pool.py",
-        "            self._leave_line(block_id)\n            self._free",
+        "            self._unpinned.remove(block_id)\n            self._free",
         "            self._free",
     ),
-    Mutant("cache/window_pool.py", "                self._passed[new] = None\n", "                pass\n"),
+    Mutant(
+        "cache/window_pool.py",
+        "                self._unpinned.move(old, new)\n",
+        "                self._unpinned.remove(old)\n",
+    ),
     Mutant("cache/windowed_layers.py", "at < self._num_found_blocks or at in self._parting", "at in self._parting"),
     Mutant(
         "cache/windowed_layers.py",
@@ -1213,7 +1248,7 @@ PART_MUTANTS = (
         "-(-pool.reach.num_tokens // pool.block_size) + 1 for",
         "-(-pool.reach.num_tokens // pool.block_size) for",
     ),
-    Mutant("cache/windowed_layers.py", "            self._num_lost_tokens += cached_tokens - reused_tokens\n", ""),
+    Mutant("cache/windowed_layers.py", "            self._num_lost_tokens += lost_tokens\n", ""),
     Mutant(
         "cache/lease.py",
         "        self._state.windows.exchange(self.windows, self.block_ids[differing], known[differing])\n",
@@ -1221,8 +1256,8 @@ PART_MUTANTS = (
     ),
     Mutant(
         "cache/prefix_cache.py",
-        "            if not is_resumed:\n                self.windows",
-        "            if True:\n                self.windows",
+        "if self.windows.pools and read and not is_resumed:",
+        "if self.windows.pools and read:",
     ),
     Mutant(
         "offload/index/offload_index.py",

@@ -78,6 +78,7 @@ NAMES = {
     "radixkv_state_recomputed_tokens_total": ("counter", ()),
     "radixkv_parts": ("gauge", ("state",)),
     "radixkv_given_up_parts_total": ("counter", ()),
+    "radixkv_withheld_blocks": ("gauge", ()),
     "radixkv_shortened_hits_total": ("counter", ()),
     "radixkv_part_lost_tokens_total": ("counter", ()),
     "radixkv_event_batches_total": ("counter", ()),

@@ -51,9 +51,11 @@ def test_windowed_layers_get_what_their_window_needs(gemma2: Path, caplog: pytes
     with caplog.at_level(logging.INFO, logger="radixkv"):
         engine = build_engine(config(gemma2))
     storage = engine._core._runner.storage
-    assert (storage.num_blocks, storage.num_parts) == (308, 38)
-    assert "2 of 3 layers have windows of at most 24 tokens: the pool holds 608 tokens for them in " in caplog.text
-    assert ", and 4928 tokens for the other layers in " in caplog.text
+    assert (storage.num_blocks, storage.num_parts, storage.num_own_parts) == (366, 128, 9)
+    assert "2 of 3 layers have windows of at most 24 tokens: the pool holds at most 2048 tokens for them" in caplog.text
+    assert ", and at most 5856 tokens for the other layers in " in caplog.text
+    whole = build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage
+    assert storage.num_bytes == whole.num_bytes
 
 
 @pytest.mark.parametrize("windowed_tokens", [272, 1024, 2000])
@@ -71,18 +73,20 @@ def test_a_model_of_windowed_layers_alone_has_a_part_for_every_block_of_one_pool
     assert storage.num_bytes == 128 * storage.part_bytes
 
 
-def test_a_window_as_long_as_usual_prompts_leaves_one_pool(tmp_path: Path) -> None:
+def test_a_long_window_shares_memory_unless_one_request_needs_all_of_it(tmp_path: Path) -> None:
     fields = {**MODELS["gemma2"].to_dict(), "sliding_window": 2048, "max_position_embeddings": 8192}
     model = write_checkpoint(type(MODELS["gemma2"])(**fields), tmp_path)
     storage = build_engine(config(model, "cache.capacity_tokens=8192"))._core._runner.storage
-    assert (storage.groups, storage.num_blocks) == (None, 512)
+    assert (storage.num_own_parts, storage.num_parts) == (2048 // 16 + 3 + 64 // 16, 512)
+    storage = build_engine(config(model, "cache.capacity_tokens=2048"))._core._runner.storage
+    assert (storage.groups, storage.num_blocks) == (None, 128)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         (["transfer.serve=true"], "because of transfers of K/V, which send whole blocks"),
-        (["cache.capacity_tokens=256"], "a pool of their own would need 18 blocks, no fewer"),
+        (["cache.capacity_tokens=128"], "a pool of their own would need 9 blocks, no fewer"),
     ],
 )
 def test_windowed_layers_keep_everything_if_a_feature_needs_it(
@@ -170,7 +174,7 @@ def test_a_turn_hits_although_parts_before_its_window_were_released(engines: tup
     assert np.array_equal(first.logits, second.logits)
     elsewhere = prompt[: 4 * 250] + tokens(3, 30)
     first, second = prefill(divided, elsewhere), prefill(whole, elsewhere)
-    assert (first.usage.cached_tokens, first.miss_reason) == (0, MissReason.EVICTED)
+    assert (first.usage.cached_tokens, first.miss_reason) == (224, MissReason.NO_WINDOW)
     assert (second.usage.cached_tokens, second.miss_reason) == (250, MissReason.DIVERGED)
     assert np.array_equal(first.logits, second.logits)
 

@@ -28,7 +28,7 @@ def test_a_long_prompt_needs_the_blocks_of_its_window_and_a_step(
         assert turn["cached_tokens"] == turn["one_pool_cached_tokens"] == row["num_tokens"]
         assert again["one_pool_cached_tokens"] == row["num_tokens"] - 1
         assert branch["cached_tokens"] < branch["one_pool_cached_tokens"] == row["num_tokens"] // 2
-        assert branch["miss_reason"] == "EVICTED"
+        assert branch["miss_reason"] == "NO_WINDOW"
         assert row["bytes"] < row["one_pool_bytes"]
     assert result["command"].startswith("python -m bench.windows --window 40")
     assert "windowed layers need at most" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from radixkv.api.retention import Retention
 from radixkv.cache.held_blocks import Path
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node, path_to
+from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.public_prefixes import PublicPrefix
@@ -66,6 +67,7 @@ class World:
     quotas: tuple[tuple[str, Quota], ...] = ()
     default_quota: Quota = field(default_factory=Quota)
     parts: tuple[tuple[int, Reach], ...] = ()  # how many each group has, and what it needs
+    memory: PartMemory | None = None  # that parts share with blocks
     max_path_nodes: int = 512
     keeps: bool = False  # whether leases are held after their requests
     public_texts: tuple[str, ...] = ()  # digits, which are made public and private again
@@ -130,6 +132,46 @@ PARTED = [
     ),
     World(block_size=4, num_blocks=11, max_tokens=28, num_namespaces=1, max_leases=2, parts=((10, Reach(9)),)),
 ]
+BORDERED = [
+    World(
+        block_size=1,
+        num_blocks=60,
+        max_tokens=20,
+        max_leases=3,
+        parts=((40, Reach(3)),),
+        memory=PartMemory(part_bytes=5, block_bytes=2, num_own_parts=18),
+        max_retained_blocks=8,
+    ),
+    World(
+        block_size=4,
+        num_blocks=40,
+        max_tokens=44,
+        alphabet=3,
+        max_leases=4,
+        parts=((30, Reach(6)),),
+        memory=PartMemory(part_bytes=1, block_bytes=1, num_own_parts=9),
+        quotas=(("a", Quota(floor_blocks=7)),),
+        probation_share=0.5,
+    ),
+    World(
+        block_size=2,
+        num_blocks=30,
+        max_tokens=26,
+        max_leases=3,
+        parts=((26, Reach(5)),),
+        memory=PartMemory(part_bytes=1, block_bytes=0, num_own_parts=26),
+        default_quota=Quota(ceiling_blocks=20),
+    ),
+    World(
+        block_size=2,
+        num_blocks=36,
+        max_tokens=30,
+        max_leases=3,
+        parts=((26, Reach(5)), (24, Reach(2))),
+        memory=PartMemory(part_bytes=1, block_bytes=3, num_own_parts=14),
+        keeps=True,
+    ),
+]
 DEEP = [
     World(block_size=1, num_blocks=40, max_tokens=14, max_retained_blocks=6, max_path_nodes=2, keeps=True),
     World(block_size=4, num_blocks=30, max_tokens=36, num_namespaces=1, max_path_nodes=2, keeps=True),
@@ -159,7 +201,7 @@ PUBLIC = [
         public_texts=("0100110", "1100"),
     ),
 ]
-WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *DEEP, *PUBLIC)
+WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *BORDERED, *DEEP, *PUBLIC)
 EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
 
 
@@ -205,7 +247,7 @@ class Walk:
         self.clock = FakeClock()
         self.parts = WindowedLayers(
             [
-                WindowPool(world.num_blocks, number, world.block_size, reach, STEP_TOKENS)
+                WindowPool(world.num_blocks, number, world.block_size, reach, STEP_TOKENS, world.memory)
                 for number, reach in world.parts
             ]
         )
@@ -297,7 +339,7 @@ class Walk:
         block_end = (match.cached_tokens // self.world.block_size + 1) * self.world.block_size
         assert (reason is MissReason.NONE) == (match.cached_tokens == identities.size - 1)
         if match.cached_tokens < num_reusable:
-            assert reason is MissReason.EVICTED
+            assert reason is MissReason.NO_WINDOW
             self.events["matches cut short"] += 1
         elif reason in (MissReason.EVICTED, MissReason.EXPIRED):
             ends = [self.oracle.identities(place.namespace, tokens)[:block_end][-1] for place in places]
@@ -310,10 +352,11 @@ class Walk:
         namespace, tokens, read = self._namespace(), self._prompt(), self.random.random() < 0.85
         num_blocks = -(-len(tokens) // (4 * self.world.block_size))
         places = self._places(namespace, tokens) if read else [Place(namespace, 0, 0, [])]
-        takeable = self._num_takeable(namespace.tenant)
+        num_expected = 2 * self.world.max_tokens + self.world.block_size if self.parts.pools else 0
+        num_more = self._num_reserved_blocks(max(num_expected, len(tokens) // 4)) - self._num_reserved_blocks()
+        takeable = self._num_takeable(namespace.tenant) - num_more
         choices = [(place, self._num_reused(place, tokens, num_blocks, takeable)) for place in places]
         place, num_reused = next(((place, num) for place, num in choices if num is not None), (places[0], None))
-        num_expected = 2 * self.world.max_tokens + self.world.block_size if self.parts.pools else 0
         before, floors = self._counts(), self._floors(namespace.tenant)
         try:
             lease = self.cache.lease(namespace, tokens, read=read, num_expected_tokens=num_expected)
@@ -333,13 +376,14 @@ class Walk:
         assert (lease.cached_tokens, lease.root_run.num_tokens) == (num_reused, place.root_tokens)
         if lease.cached_tokens != place.cached_tokens:  # the block shared in part was given up, for the last block
             self.events["less within reach"] += place.cached_tokens - lease.cached_tokens > self.world.block_size
-            assert self._num_takeable(namespace.tenant) == 0
+            assert self._num_takeable(namespace.tenant) == num_more
             self.events["shared blocks given up"] += 1
         self.events["leased where there is room"] += place is not places[0]
         self.events["public tokens"] += lease.public_tokens
         num_new_blocks = lease.block_ids.size - lease.cached_tokens // self.world.block_size
         num_evicted, num_missing = self.cache.num_evicted_blocks - before.num_evicted, num_new_blocks - before.num_free
-        assert num_evicted == max(0, num_missing) or (self.world.quotas and num_evicted > num_missing)
+        is_exact = num_evicted == max(0, num_missing) or (self.world.quotas and num_evicted > num_missing)
+        assert is_exact or self.world.memory is not None, "parts are evicted instead, and blocks for parts"
         holder = self._receive(lease)
         self.holders.append(holder)
         self.events["copies"] += lease.copy is not None
@@ -469,10 +513,10 @@ class Walk:
     def evict(self) -> None:
         num_blocks, num_segments = self.random.randint(1, 5), len(self.cache.segments)
         tenant = self.random.choice((None, "", "a"))
-        num_free, floors, leaves = self.cache.pool.num_free, self._floors(tenant), self._leaves()
+        num_free, floors, leaves = self._num_unowned(), self._floors(tenant), self._leaves()
         num_expected = min(num_blocks, self.cache.num_evictable_blocks - self._num_kept_from(tenant))
         assert self.cache.evict(num_blocks, tenant=tenant) == num_expected
-        assert self.cache.pool.num_free == num_free + num_expected
+        assert self._num_unowned() == num_free + num_expected
         self._verify_floors(floors)
         self.events["leaves truncated"] += num_expected > 0 and len(self.cache.segments) == num_segments
         if not self.world.quotas:
@@ -518,9 +562,9 @@ class Walk:
             is_named = all(wanted is None or wanted == name for wanted, name in pairs)
             return is_named and namespace.tenant != PUBLIC_TENANT
 
-        num_free, num_published = self.cache.pool.num_free, self.cache.pool.num_published
+        num_free, num_published = self._num_unowned(), self.cache.pool.num_published
         purged = forget()
-        assert self.cache.pool.num_free == num_free + purged.freed_blocks
+        assert self._num_unowned() == num_free + purged.freed_blocks
         assert self.cache.pool.num_published == num_published - purged.freed_blocks - purged.pinned_blocks
         assert not any(is_gone(namespace) for namespace in self.cache._trees)
         self.oracle.forget(is_gone)
@@ -633,9 +677,28 @@ class Walk:
     def _num_takeable(self, tenant: str) -> float:
         """Count the blocks that a tenant could have."""
         takeable = self.cache.pool.num_free + self.cache.num_evictable_blocks - self._num_kept_from(tenant)
+        takeable += self._num_returnable()
         ceiling, usage = self.world.quota_of(tenant).ceiling_blocks, self.cache.tenants[tenant]
         in_use = usage.num_leased_blocks + usage.num_pinned_blocks
         return takeable if ceiling is None else min(takeable, ceiling - in_use)
+
+    def _num_unowned(self) -> int:
+        return self.cache.pool.num_free + self.cache.pool.num_withheld
+
+    def _num_returnable(self) -> int:
+        """Count the blocks whose memory parts have that no holder has reserved."""
+        return self.cache.pool.num_withheld - self._num_reserved_blocks()
+
+    def _num_reserved_blocks(self, num_tokens: int = 0) -> int:
+        """Count the blocks whose memory the parts take that holders have reserved, and one more of so many tokens."""
+        memory, size, num_blocks = self.world.memory, self.world.block_size, 0
+        for group, pool in enumerate(self.parts.pools):
+            if memory is not None and memory.block_bytes:
+                num_parts = sum(holder.lease.windows[group].num_reserved for holder in self.holders)
+                num_parts += pool.reach.most_blocks(num_tokens, size) if num_tokens else 0
+                num_more = max(0, num_parts + -(-STEP_TOKENS // size) - memory.num_own_parts)
+                num_blocks += -(-num_more * memory.part_bytes // memory.block_bytes)
+        return num_blocks
 
     def _floors(self, tenant: str | None) -> dict[str, int]:
         """Return the blocks that floors keep for other tenants after this tenant has taken its own."""

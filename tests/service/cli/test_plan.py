@@ -330,8 +330,8 @@ def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
     block_bytes = 64 * numbers["token_bytes"]
     assert numbers["windowed_sequence_bytes"] == block_bytes * 256 // 4 + block_bytes * 9 * 3 // 4
     assert numbers["windowed_blocks"] == 9
-    assert numbers["other_share"] == 4 / (1 + 3 / 4), "a quarter of these for three quarters of the layers"
-    assert numbers["windowed_share"] == numbers["other_share"] / 4
+    assert numbers["other_share"] == 4, "the other layers could have the memory of all"
+    assert numbers["windowed_share"] == 1
 
 
 def test_layers_of_two_shapes_count_by_their_own_bytes(capsys, model):
@@ -345,7 +345,7 @@ def test_layers_of_two_shapes_count_by_their_own_bytes(capsys, model):
     sliding, other = 60 * 2 * 8 * 256 * 2, 20 * 2 * 8 * 512 * 2
     assert numbers["token_bytes"] == sliding + other
     assert numbers["windowed_sequence_bytes"] == 64 * (other * 256 + sliding * 9)
-    assert numbers["other_share"] == (sliding + other) / (other + sliding / 4)
+    assert numbers["other_share"] == (sliding + other) / other
     assert "can't be combined with a --model whose sliding layers" in refusal(capsys, *arguments, "--kv-heads", "4")
 
 

@@ -1,0 +1,128 @@
+"""Counts the tokens that prompts reuse if windowed layers share the memory of the other layers, or are in one pool.
+
+python -m bench.windows.border --json bench/results/window_border.json
+
+The caches have the same memory. Only the bookkeeping runs, without a model. With `--before FILE`, the table and the
+result have another column: what an earlier version reused by default, from its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.windows.traffic import TRAFFICS, Traffic
+from radixkv.cache.lease import Lease
+from radixkv.cache.part_memory import PartMemory
+from radixkv.cache.policies import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.windowed_layers import WindowedLayers
+from radixkv.namespace import Namespace
+from radixkv.storage.kv_layout import layer_shares
+
+_STEP_TOKENS = 512
+_NAMESPACE = Namespace("model", "tenant")
+
+ONE_POOL, SHARED = "one pool", "default"
+
+
+def cache_of(traffic: Traffic, rule: str) -> PrefixCache:
+    """Make a cache with one pool of all layers, or with parts of windowed layers that share its memory."""
+    shape, size = traffic.shape, traffic.block_size
+    num_blocks = traffic.capacity_tokens // size
+    num_more_blocks, pools = num_blocks, []
+    if rule == SHARED:
+        reach = Reach.of_window(shape.window)
+        num_own = least_parts(reach, size, _STEP_TOKENS) if shape.num_other else num_blocks
+        memory = PartMemory(shape.num_windowed, shape.num_other, num_own)
+        if shape.num_other:
+            num_all = num_blocks * (shape.num_windowed + shape.num_other)
+            num_more_blocks = (num_all - num_own * shape.num_windowed) // shape.num_other
+        else:
+            num_more_blocks = int(layer_shares(shape.num_windowed, 0).other * num_blocks)
+        pools = [WindowPool(num_more_blocks, num_blocks, size, reach, _STEP_TOKENS, memory)]
+    return PrefixCache(
+        num_more_blocks,
+        size,
+        policy=make_policy("adaptive", num_blocks),
+        probation_share=0.5,
+        clock=map(float, itertools.count()).__next__,
+        windows=WindowedLayers(pools),
+    )
+
+
+def reused_share(traffic: Traffic, rule: str, seed: int) -> float:
+    """Return the share of the tokens of prompts that is reused."""
+    cache = cache_of(traffic, rule)
+    found = total = 0
+    for prompt in traffic.prompts(seed):
+        tokens, num_found = prompt.tokens.astype("<u4").tobytes(), 0
+        if prompt.is_only_matched:
+            num_found = cache.match(_NAMESPACE, tokens).cached_tokens
+        else:
+            with cache.lease(_NAMESPACE, tokens) as lease:
+                num_found = lease.cached_tokens
+                compute(lease)
+        if prompt.is_measured:
+            found, total = found + num_found, total + prompt.tokens.size
+    cache.check()
+    return found / total
+
+
+def compute(lease: Lease) -> None:
+    """Publish a prompt step by step, as the engine does."""
+    start = lease.cached_tokens
+    while start < lease.num_tokens:
+        end = min(start + _STEP_TOKENS, lease.num_tokens)
+        for holder in lease.windows:
+            holder.cover(lease.block_ids, start, end, lease.copy)
+        lease.copy = None
+        for holder in lease.windows:
+            holder.settle(end)
+        lease.commit(end)
+        start = end
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table, and write JSON."""
+    parser = argparse.ArgumentParser(description="Count what prompts reuse of windowed layers.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", default="", help="traffics whose name or model contains this")
+    parser.add_argument("--before", type=Path, help="an earlier result to compare with")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    before = {} if options.before is None else _defaults_of(options.before)
+    rows = []
+    for traffic in TRAFFICS:
+        key = f"{traffic.shape.name}, {traffic.name}"
+        if options.only not in key:
+            continue
+        reused = {
+            rule: float(np.mean([reused_share(traffic, rule, seed) for seed in options.seeds]))
+            for rule in (ONE_POOL, SHARED)
+        }
+        reused |= {"before": before[key]} if key in before else {}
+        rows.append({"traffic": key, "window": traffic.shape.window, "reused": reused})
+        print(f"{key:58}", ", ".join(f"{rule} {share:.3f}" for rule, share in reused.items()), flush=True)
+    if options.json:
+        called = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(["python", "-m", "bench.windows.border", *called])
+        write_json(options.json, {"rows": rows, "seeds": options.seeds, "command": command, **describe_run()})
+
+
+def _defaults_of(result: Path) -> dict[str, float]:
+    return {row["traffic"]: row["reused"][SHARED] for row in json.loads(result.read_text())["rows"]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The parts of windowed layers that no running request needs, in the order of their eviction."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+
+from radixkv.blocks import BlockIds
+
+_NUM_LEVELS = 6
+_ENDED = _NUM_LEVELS
+_OUTSIDE = -1
+
+
+class PartQueue:
+    """Orders unpinned parts, by their blocks: first those that requests only passed, then those where one ended.
+
+    A passed part is of use to a prompt that diverges there, and any prompt may. So windows are evicted evenly over a
+    prompt: those that end at odd eighths of it are evicted before those at odd quarters, and the one in its middle
+    last. From what is left, a prompt that diverges anywhere can continue after it has computed a little again.
+
+        windows of a prompt   [   )[   )[   )[   )[   )[   )[   )[ end )
+        level                   3    4    3    5    3    4    3            an age counts as age / 2 ** level
+
+    Parts where a request or a hit ended are evicted when no passed ones are left, the least recently used one first.
+
+    Args:
+        num_blocks: blocks of the block pool.
+        window_blocks: blocks of a window.
+
+    Complexity: O(levels) for each part.
+
+    >>> queue = PartQueue(num_blocks=20, window_blocks=2)
+    >>> for block_id in range(8):
+    ...     queue.add_passed(block_id, position=block_id, num_blocks=8)
+    >>> queue.pop(), queue.pop(), queue.pop(), queue.num_passed
+    (6, 7, 0, 5)
+    """
+
+    def __init__(self, num_blocks: int, window_blocks: int) -> None:
+        self._window_blocks = window_blocks
+        self._level_of = np.full(num_blocks, _OUTSIDE, dtype=np.int8)
+        self._used = np.zeros(num_blocks, dtype=np.int64)  # when a prompt with each block was used last
+        self._levels: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(_NUM_LEVELS)]  # when queued, by block
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._now = 0  # passed parts that were added so far
+
+    def __len__(self) -> int:
+        return self.num_passed + len(self._ended)
+
+    def __iter__(self) -> Iterator[int]:
+        for level in self._levels:
+            yield from level
+        yield from self._ended
+
+    @property
+    def num_passed(self) -> int:
+        """Parts that requests only passed."""
+        return sum(map(len, self._levels))
+
+    def add_end(self, block_id: int) -> None:
+        """Add a part where a request or a hit ended. Complexity: O(1)."""
+        self._level_of[block_id] = _ENDED
+        self._ended[block_id] = None
+
+    def add_passed(self, block_id: int, position: int, num_blocks: int) -> None:
+        """Add a part that a request has passed.
+
+        Args:
+            block_id: its block.
+            position: the position of the block in the prompt.
+            num_blocks: blocks of the prompt.
+        """
+        self._put(block_id, _level(position // self._window_blocks, -(-num_blocks // self._window_blocks)))
+
+    def move(self, old: int, new: int) -> None:
+        """Replace a block by another one with the same content."""
+        level = int(self._level_of[old])
+        self.remove(old)
+        if level == _ENDED:
+            self.add_end(new)
+        else:
+            self._put(new, level)
+
+    def remove(self, block_id: int) -> None:
+        """Remove a part. Complexity: O(1)."""
+        level = self._level_of[block_id]
+        self._level_of[block_id] = _OUTSIDE
+        del (self._ended if level == _ENDED else self._levels[level])[block_id]
+
+    def touch(self, block_ids: BlockIds) -> None:
+        """Note that a prompt with these blocks was used, whether or not it needed their parts."""
+        self._used[block_ids] = self._now
+
+    def pop(self) -> int | None:
+        """Remove the part that is evicted next. Returns its block; None if there is none."""
+        oldest, greatest_age = None, -1.0
+        for level, queued in enumerate(self._levels):
+            self._requeue_used(queued)
+            for block_id, since in queued.items():
+                age = (self._now - since) / 2**level
+                if age > greatest_age:
+                    oldest, greatest_age = block_id, age
+                break
+        if oldest is None:
+            oldest = next(iter(self._ended), None)
+        if oldest is not None:
+            self.remove(oldest)
+        return oldest
+
+    def _put(self, block_id: int, level: int) -> None:
+        self._now += 1
+        self._level_of[block_id] = level
+        self._levels[level][block_id] = self._now
+
+    def _requeue_used(self, queued: OrderedDict[int, int]) -> None:
+        """Move those at the front of a level that were used since they were queued. Complexity: O(1), amortized."""
+        while queued:
+            block_id, since = next(iter(queued.items()))
+            used = int(self._used[block_id])
+            if used <= since:
+                return
+            queued[block_id] = used
+            queued.move_to_end(block_id)
+
+
+def _level(window: int, num_windows: int) -> int:
+    """Return the level of a window: the greatest one for the window that ends in the middle of the prompt."""
+    end = window + 1
+    for level in range(_NUM_LEVELS - 1, 0, -1):
+        num_pieces = 2 ** (_NUM_LEVELS - level)
+        piece = -(-end * num_pieces // max(1, num_windows))
+        if piece < num_pieces and piece * num_windows // num_pieces == end:
+            return level
+    return 0

@@ -1,0 +1,103 @@
+"""The share of the memory for parts that requests only passed, which follows what prompts miss."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.changes import Listener
+from radixkv.cache.node import Node
+from radixkv.cache.part_memory import PartMemory
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
+
+# `python -m bench.windows.traffic` compares these. At first passed parts may take almost what they take in one pool.
+_FIRST_SHARE = 0.85
+_SHADOW = 1 / 4  # of the memory: blocks that were evicted before as many others are no reason for a larger memory
+_PART_WEIGHT = 1.5
+_MAX_WEIGHT = 8.0
+
+
+class PartShare(Listener):
+    """Bounds the passed parts: what exceeds the bound is evicted before blocks are.
+
+        more passed parts    prompts that diverge inside a cached prompt reuse more of it
+        fewer passed parts   more prompts stay cached, from whose end others can continue
+
+    The bound moves with what prompts miss. Tokens that a prompt lost because blocks were evicted recently would have
+    been there with fewer parts. Tokens whose blocks are there, but not their window, would have been reused with more.
+    Both are weighted by the memory that it would have taken: a quarter of all for the first; for the second, windows at
+    half the distance, which lose half as much, so as much memory again as passed parts take.
+
+    Args:
+        num_blocks: blocks of the block pool.
+        block_size: tokens per block.
+        memory: the memory of blocks and parts.
+
+    Attributes:
+        max_parts: passed parts that may stay while blocks are evicted.
+
+    Source: the balance of two lists by what each misses: Megiddo, Modha: "ARC", FAST 2003. Weighted by memory: Cidon
+    et al.: "Cliffhanger", NSDI 2016.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, memory: PartMemory) -> None:
+        self._memory = memory
+        self._block_size = block_size
+        self._num_bytes = memory.num_bytes(num_blocks)
+        both_bytes = memory.part_bytes + memory.block_bytes
+        self._capacity_tokens = self._num_bytes // both_bytes * block_size
+        self._max_share = memory.part_bytes / both_bytes
+        self._share = _FIRST_SHARE * self._max_share
+        self._num_shadow_blocks = int(_SHADOW * num_blocks)
+        self._num_evicted_blocks = 0
+        # By fingerprint: the blocks of an eviction, and all that were evicted until then.
+        self._evicted: OrderedDict[int, tuple[int, int]] = OrderedDict()
+
+    @property
+    def max_parts(self) -> int:
+        """Passed parts that may stay while blocks are evicted."""
+        return int(self._share * self._num_bytes / self._memory.part_bytes)
+
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Remember the blocks that are evicted, and forget older ones. Complexity: O(1), amortized."""
+        self._num_evicted_blocks += num_blocks
+        self._evicted[fingerprint] = num_blocks, self._num_evicted_blocks
+        self._evicted.move_to_end(fingerprint)
+        oldest = self._num_evicted_blocks - self._num_shadow_blocks
+        while self._evicted and next(iter(self._evicted.values()))[1] < oldest:
+            self._evicted.popitem(last=False)
+
+    def missed_parts(self, num_tokens: int, num_passed_parts: int) -> None:
+        """Note a prompt whose blocks are cached, but not the window that it needs.
+
+        Args:
+            num_tokens: cached tokens that it cannot reuse for that reason.
+            num_passed_parts: passed parts that are cached.
+        """
+        passed_bytes = max(1, num_passed_parts) * self._memory.part_bytes
+        weight = _PART_WEIGHT * _SHADOW * self._num_bytes / passed_bytes
+        self._move(min(weight, _MAX_WEIGHT) * num_tokens)
+
+    def missed_blocks(self, namespace: Namespace, tokens: bytes, found_tokens: int) -> None:
+        """Note how much of a prompt was evicted recently.
+
+        Args:
+            namespace, tokens: the prompt.
+            found_tokens: tokens that are cached.
+
+        Complexity: a hash of the prompt up to there, and one for each eviction of it.
+        """
+        size, num_tokens = self._block_size, len(tokens) // TOKEN_BYTES
+        block = found_tokens // size
+        while self._evicted and block * size < num_tokens:
+            end = min((block + 1) * size * TOKEN_BYTES, len(tokens))
+            num_blocks, _ = self._evicted.get(prefix_fingerprint(namespace.seed, tokens, end), (0, 0))
+            if not num_blocks:
+                break
+            block += num_blocks
+        self._move(-max(0, min(block * size, num_tokens) - found_tokens))
+
+    def _move(self, num_tokens: float) -> None:
+        """Move the bound by the weighted tokens, of those that the memory could hold."""
+        self._share = min(max(0.0, self._share + num_tokens / self._capacity_tokens), self._max_share)

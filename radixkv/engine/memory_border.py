@@ -1,0 +1,75 @@
+"""Keeps the blocks and the parts of windowed layers within the memory that they share."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from radixkv.cache.block_pool import BlockPool, BlockState
+from radixkv.cache.window_pool import NO_PART, WindowPool
+from radixkv.engine.observer import Observer
+from radixkv.storage.device_pool import KVStorage
+from radixkv.storage.pages import release_pages, use_small_pages
+
+# Memory beyond the bound, as a share of it, before pages are returned: each return takes a call per layer and head.
+_SLACK = 1 / 64
+
+_log = logging.getLogger(__name__)
+
+
+class MemoryBorder(Observer):
+    """Returns the pages of free blocks when parts need the memory, and the other way round.
+
+    Both have addresses for as many as could ever be used, and take memory when something is written there:
+
+        addresses    blocks  [ used | free ...........................)   parts  [ used | free ......)
+        memory               [ used )                                            [ used )              together bounded
+
+    After each step, evicted blocks have been copied to the tiers, so what is free then holds nothing.
+
+    Args:
+        storage: the pools, on a CPU.
+        blocks: which blocks are used.
+        parts: which parts are used.
+
+    Attributes:
+        num_bytes: bytes that have pages, or had some when the last step ended.
+    """
+
+    def __init__(self, storage: KVStorage, blocks: BlockPool, parts: WindowPool) -> None:
+        self._storage = storage
+        self._blocks = blocks
+        self._parts = parts
+        self._touched_blocks = np.zeros(storage.num_blocks, dtype=np.bool_)
+        self._touched_parts = np.zeros(storage.num_parts, dtype=np.bool_)
+        self._max_bytes = int((1 + _SLACK) * storage.num_bytes)
+        self.num_bytes = 0
+        for pool in (*storage.pools, *storage.part_pools):
+            use_small_pages(pool)
+
+    def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+        """Note what is used now, and return the pages of what is not if both together have too many.
+
+        Complexity: a pass over the states of the blocks; `release_pages` for each pool if there are too many.
+        """
+        used_blocks = np.frombuffer(self._blocks.states(), dtype=np.uint8) != BlockState.FREE
+        used_parts = np.zeros_like(self._touched_parts)
+        used_parts[self._parts.table[self._parts.table != NO_PART]] = True
+        self._touched_blocks |= used_blocks
+        self._touched_parts |= used_parts
+        self._count()
+        if self.num_bytes <= self._max_bytes:
+            return
+        done = [release_pages(pool, ~used_blocks, self._touched_blocks) for pool in self._storage.pools]
+        done += [release_pages(pool, ~used_parts, self._touched_parts) for pool in self._storage.part_pools]
+        if not all(done):
+            _log.warning("the system took no memory back from the pool, which may grow beyond its size")
+            self._max_bytes = 2**63
+        self._touched_blocks, self._touched_parts = used_blocks, used_parts
+        self._count()
+
+    def _count(self) -> None:
+        storage = self._storage
+        self.num_bytes = int(self._touched_blocks.sum()) * storage.block_bytes
+        self.num_bytes += int(self._touched_parts.sum()) * storage.part_bytes

@@ -1,0 +1,65 @@
+"""Returns the memory of blocks that hold nothing to the operating system."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.kernels.kv_pool import KVPool
+
+_log = logging.getLogger(__name__)
+
+
+def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.NDArray[np.bool_]) -> bool:
+    """Return the pages of free blocks of a pool on a CPU. They hold zeros when they are used again.
+
+    A page that a block in use shares stays.
+
+    Args:
+        pool: the pool.
+        is_free: bool `[num_blocks]`, whether each block holds nothing.
+        is_touched: bool `[num_blocks]`, whether each block may have pages.
+
+    Returns:
+        Whether the system has taken them. If not, they stay, and nothing else is wrong.
+
+    Complexity: a call for each run of adjacent free blocks, layer and head; by block, for each run.
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], is_free, [False])).astype(np.int8)))
+    num_touched = np.concatenate(([0], np.cumsum(is_touched & is_free)))
+    runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if num_touched[b] > num_touched[a]]
+    blocks, page = pool.blocks, mmap.PAGESIZE
+    stride, *inner = blocks.stride()
+    for index in itertools.product(*map(range, blocks.shape[1:-1])):
+        base = blocks.data_ptr() + sum(at * step for at, step in zip(index, inner, strict=False))
+        for first, end in runs:
+            start = -(-(base + first * stride) // page) * page
+            size = (base + end * stride) // page * page - start
+            if size > 0 and not _advise(start, size, mmap.MADV_DONTNEED):
+                return False
+    return True
+
+
+def use_small_pages(pool: KVPool) -> None:
+    """Keep the system from joining the pages of a pool on a CPU into large ones, of which it would release none."""
+    memory = pool.blocks.untyped_storage()
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (memory.data_ptr() + memory.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if size > 0:
+        _advise(start, size, mmap.MADV_NOHUGEPAGE)
+
+
+def _advise(start: int, size: int, advice: int) -> bool:
+    try:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return False
+    if madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice) == 0:
+        return True
+    _log.debug("madvise(%d) of %d bytes failed: errno %d", advice, size, ctypes.get_errno())
+    return False
