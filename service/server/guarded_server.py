@@ -112,11 +112,13 @@ class GuardedServer:
             try:
                 call, request = await self._receive(method, parse, context)
                 async with (
-                    self._revocation(call, request),
+                    self._revocation(call, request) as revocation,
                     contextlib.aclosing(self._receiver.send_all(call, servicer(request, context))) as responses,
                 ):
                     async for response in responses:
+                        revocation.begin_write()
                         yield response
+                        revocation.end_write()
             except Exception as error:  # noqa: BLE001 - every exception becomes a status
                 await _abort_with(error, context, method)
 
@@ -146,12 +148,14 @@ class GuardedServer:
             try:
                 call = self._begin(method, context, is_endless=True)
                 async with (
-                    self._revocation(call),
+                    self._revocation(call) as revocation,
                     contextlib.aclosing(self._receive_all(call, parse)) as requests,
                     contextlib.aclosing(self._receiver.send_all(call, servicer(requests, context))) as responses,
                 ):
                     async for response in responses:
+                        revocation.begin_write()
                         yield response
+                        revocation.end_write()
             except Exception as error:  # noqa: BLE001 - every exception becomes a status
                 await _abort_with(error, context, method)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
+from typing import Self
 
 from radixkv.errors import RadixKVError
 
@@ -15,15 +16,19 @@ class Revocation:
     """An asynchronous context in which a call runs as long as its caller is authorized.
 
     The call is checked once per second. When it is refused, whatever it waits for is cancelled, and the context raises
-    the refusal. A call that is over within a second costs nothing but a timer.
+    the refusal. A write that gRPC makes outside of the context is not cancelled, because gRPC would then send no
+    status: the refusal is raised after it. A call that is over within a second costs nothing but a timer.
 
     Args:
         require_authorized: raises the refusal; None if every caller may make the call at any time.
 
     Example:
         ```python
-        async with Revocation(partial(authorizer.require_still, authorization, context)):
-            await stream_responses()
+        async with Revocation(partial(authorizer.require_still, authorization, context)) as revocation:
+            async for response in responses:
+                revocation.begin_write()
+                yield response
+                revocation.end_write()
         ```
     """
 
@@ -32,11 +37,23 @@ class Revocation:
         self._refusal: RadixKVError | None = None
         self._limit = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
+        self._is_writing = False
 
-    async def __aenter__(self) -> None:
+    def begin_write(self) -> None:
+        """Note that gRPC writes a response that is yielded to it."""
+        self._is_writing = True
+
+    def end_write(self) -> None:
+        """Note that gRPC asks for the next response. Raises the refusal if the call was refused meanwhile."""
+        self._is_writing = False
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def __aenter__(self) -> Self:
         if self._require_authorized is not None:
             await self._limit.__aenter__()
             self._wait()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -63,6 +80,7 @@ class Revocation:
             self._require_authorized()
         except RadixKVError as refusal:
             self._refusal = refusal
-            self._limit.reschedule(asyncio.get_running_loop().time())
+            if not self._is_writing:
+                self._limit.reschedule(asyncio.get_running_loop().time())
         else:
             self._wait()
