@@ -216,6 +216,9 @@ class ServerConfig:
         host: address to listen on.
         port: port to listen on. 0 picks a free one.
         metrics_port: HTTP port for Prometheus metrics, on the same host. 0 picks a free one. Default: no metrics port.
+        metrics_hosts: further host names under which clients reach the metrics port, separated by commas, such as those
+            that a proxy passes on. On a loopback address, requests that name any other host than this machine are
+            refused; on other addresses only if this key is set, and never those that name an IP address.
         drain_timeout_s: seconds that running requests may take after SIGTERM.
         max_message_bytes: maximum size of a request message. Default: enough for the longest prompt that the engine
             accepts: 5 bytes per token, since each may be encoded with a tag of its own, and 512 KiB for the rest.
@@ -247,6 +250,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: _Port = 50051
     metrics_port: _Port | None = None
+    metrics_hosts: str = ""
     drain_timeout_s: _Seconds = 30.0
     max_message_bytes: Annotated[int, Range(1024, _MAX_INT32)] | None = None
     max_connections: Annotated[int, Range(1, _MAX_INT32)] = 16_384

@@ -8,7 +8,8 @@ decoded in the call's own task, which fails alone.
 `AcceptingServer` replaces that loop. The path of a registered method is known without decoding it, and each call to
 anything else is answered with UNIMPLEMENTED, whatever its path is. Hence all methods must be registered, as generated
 code does; handlers that are only generic are never called. The calls of a method that floods the server do not delay
-the acceptance of others, and the cost of a call does not grow with the number of methods.
+the acceptance of others, and the cost of a call does not grow with the number of methods. Connections that begin calls
+only to reset them are closed, and their further calls are dropped.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension module
 
+from radixkv.service.server.connections import close_connections
+from radixkv.service.server.reset_floods import EARLY_S, ResetFloods
+
 # What grpcio 1.84 and 1.85 name the parts of their loop. Other versions accept calls as they do by themselves.
-_PARTS = ("_MethodResolver", "_handle_rpc", "_schedule_rpc_coro")
+_PARTS = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedule_rpc_coro")
 _UNKNOWN_METHOD = "/"
+_FORGET_S = 5.0  # after a connection was closed, until its address may be that of another
 
 _logger = logging.getLogger(__name__)
 
@@ -99,6 +105,7 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         self._max_concurrent_calls = max_concurrent_calls
         self._handlers: dict[str, object] = {}
         self._calls: set[asyncio.Task[None]] = set()  # the event loop itself holds only weak references to tasks
+        self._floods = ResetFloods()
 
     def add_registered_method_handlers(self, handlers: Mapping[str, object]) -> None:
         """Register methods, by their full names such as `/package.Service/Method`."""
@@ -118,10 +125,23 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         name = _UNKNOWN_METHOD if method is None else method.decode()
         while True:
             call = await (self._request_call() if method is None else self._request_registered_call(method))
+            context = cygrpc._ServicerContext(call, None, None, self._event_loop)
+            peer = context.peer()
+            if self._floods.is_closed(peer):
+                continue  # gRPC ends a call that nothing refers to
             is_refused = self._max_concurrent_calls is not None and len(self._calls) >= self._max_concurrent_calls
             handler = cygrpc._handle_rpc(name, resolver, self._call_interceptors, call, self._event_loop, is_refused)
             task = self._event_loop.create_task(
                 cygrpc._schedule_rpc_coro(handler, call, self._event_loop, name), name="rpc_task"
             )
             self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+            task.add_done_callback(partial(self._note_end, context, peer, self._event_loop.time()))
+
+    def _note_end(self, context: Any, peer: str, start_s: float, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        if context.done():
+            self._floods.note_answer(peer)
+        elif self._event_loop.time() - start_s < EARLY_S and self._floods.note_reset(peer):
+            _logger.warning("closing the connection of %s, which begins calls only to reset them", peer)
+            self._event_loop.run_in_executor(None, close_connections, frozenset({peer}))
+            self._event_loop.call_later(_FORGET_S, self._floods.forget, peer)

@@ -25,6 +25,7 @@ from radixkv.service.server.auth.authenticator import Authenticator
 from radixkv.service.server.auth.identity import OPERATORS
 from radixkv.service.server.auth.server_auth import credential_authenticator
 from radixkv.service.server.auth.tls import Tls
+from radixkv.service.server.host_check import HostCheck, with_host_check
 from radixkv.service.server.listen_address import host_port, not_free
 from radixkv.service.server.page.page import Page
 from radixkv.service.server.page.state_feed import StateFeed
@@ -71,6 +72,7 @@ class Telemetry:
         """Serve the metrics port while the context lasts, including while the service starts and drains.
 
         With credentials, everything but `OPEN_PATHS` needs the token of an admin or a reader. With TLS, it is HTTPS.
+        `HostCheck` says which hosts a request may name.
 
         Args:
             engine: the engine to report on; None if it does not exist yet and is passed to `watch` later.
@@ -92,6 +94,7 @@ class Telemetry:
             authenticator = credential_authenticator(self._config)
             if authenticator is not None:
                 app = guarded(app, authenticator, OPEN_PATHS)
+            app = with_host_check(app, HostCheck(self._config))
             tls = None if self._config.tls_certificate is None else Tls(self._config)
             server = _Server(host, port, app, tls)
         except (OSError, UnicodeError) as error:
@@ -282,7 +285,12 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self.shutdown_request(request)
                 return
         self.connections.add(request)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system allows no further thread
+            self.connections.discard(request)
+            self._slots.release()
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Handle a connection, and release its slot."""

@@ -7,6 +7,7 @@ from radixkv.errors import ConfigError
 from radixkv.service.server.auth.requirements import require_secure
 from radixkv.service.server.event_publishing import require_publishable
 from radixkv.service.server.listen_address import require_free
+from radixkv.service.server.open_files import raise_open_files
 from radixkv.service.server.servicers.kv_sources import require_sources
 from radixkv.startup.requirements import require_usable
 from radixkv.telemetry.otlp import require_exportable
@@ -15,10 +16,13 @@ from radixkv.telemetry.otlp import require_exportable
 def require_startable(config: Config) -> None:
     """Check everything that a server needs from its configuration and this machine, except the model.
 
+    Raises the limit of open files if `server.max_connections` needs it.
+
     Raises:
         ConfigError: the message names the key.
     """
     require_secure(config.server)
+    raise_open_files(config.server)
     require_free(config.server)
     require_publishable(
         config.events, is_insecure=config.server.insecure, has_tokens=config.server.tokens_file is not None

@@ -29,4 +29,7 @@ ATTACKS: dict[str, Attack] = {
     "purge": Attack(operators.purge, operators.fill_tenants, LARGE_POOL, num_connections=48),
     "priorities": Attack(operators.await_end, operators.fill_priorities, LARGE_POOL),
     "cancels": Attack(cancels, num_connections=48),
+    "rapid_reset": Attack(connections.rapid_reset),
+    "reset_burst": Attack(connections.reset_burst),
+    "broken_paths": Attack(connections.broken_paths, num_connections=100),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 
 from bench.hostile.attacks.attack import Figures, Target
@@ -14,6 +15,12 @@ from radixkv.v1 import prefill_pb2
 IDLE_CONNECTIONS = 10_000
 
 _AT_ONCE = 100  # connections that are opened together
+
+_NUM_RESETS = 15_000
+_RESETS_AT_ONCE = 10
+_NUM_BROKEN_PATHS = 100
+_BROKEN_PATH = b"/radixkv.v1.PrefillService/\xff"
+_STATUS_TIMEOUT_S = 5.0
 
 
 async def stalled(target: Target) -> Figures:
@@ -62,6 +69,49 @@ async def idle(target: Target) -> Figures:
     async with _connections(target.address, num_connections):
         await asyncio.sleep(target.seconds)
     return {"connections": num_connections}
+
+
+async def rapid_reset(target: Target) -> Figures:
+    """Begin 15,000 calls and reset each at once, evenly over the time, on one connection at a time."""
+    return await _resets(target, target.seconds)
+
+
+async def reset_burst(target: Target) -> Figures:
+    """The same as fast as the server takes them."""
+    return await _resets(target, 0.0)
+
+
+async def _resets(target: Target, seconds: float) -> Figures:
+    """Reset streams within some seconds; connect again when the server disconnects."""
+    clock = asyncio.get_running_loop().time
+    start_s, num_streams = clock(), target.part_of(_NUM_RESETS)
+    num_sent = num_connections = 0
+    while num_sent < num_streams and clock() < start_s + target.seconds:
+        with contextlib.suppress(ConnectionError):
+            connection = await RawConnection.open(target.address)
+            num_connections += 1
+            while num_sent < num_streams:
+                for _ in range(_RESETS_AT_ONCE):
+                    connection.reset(connection.call(PREFILL, None))
+                num_sent += _RESETS_AT_ONCE
+                await connection.drain()
+                await asyncio.sleep(start_s + seconds * num_sent / num_streams - clock())
+            connection.close()
+    return {"streams": num_sent, "connections": num_connections}
+
+
+async def broken_paths(target: Target) -> Figures:
+    """Call a method whose path is not UTF-8, a hundred times, each on a new connection."""
+    seen: Counter[str] = Counter()
+    num_calls = target.part_of(_NUM_BROKEN_PATHS)
+    for _ in range(num_calls):
+        with contextlib.suppress(ConnectionError):
+            connection = await RawConnection.open(target.address, 65_535)
+            connection.call(_BROKEN_PATH, b"")
+            seen[f"status {await connection.read_status(_STATUS_TIMEOUT_S)}"] += 1
+            connection.close()
+        await asyncio.sleep(target.seconds / num_calls)
+    return dict(seen)
 
 
 @contextlib.asynccontextmanager

@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS, CONTINUATION = 0, 1, 4, 9
+DATA, HEADERS, RST_STREAM, SETTINGS, CONTINUATION = 0, 1, 3, 4, 9
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
 _INITIAL_WINDOW_SIZE = 4
+_CANCEL = (8).to_bytes(4, "big")
 _HEAD_BYTES = 9
 _STATUS = re.compile(rb"grpc-status[\x01\x02](\d+)")
 # With these words, often as UNAVAILABLE, gRPC ends the calls of a connection whose frames it can't read any further.
@@ -61,16 +62,26 @@ class RawConnection:
         if not self._writer.transport.is_closing():
             self._writer.write(data)
 
+    async def drain(self) -> None:
+        """Wait until the server has taken most of what was written. Raises ConnectionError if it has disconnected."""
+        if self._writer.transport.is_closing():
+            raise ConnectionResetError
+        await self._writer.drain()
+
+    def reset(self, stream: int) -> None:
+        """Reset a stream."""
+        self.write(frame(RST_STREAM, 0, stream, _CANCEL))
+
     def call(
         self,
-        path: str,
+        path: str | bytes,
         message: bytes | None,
         announced_bytes: int | None = None,
         headers: Mapping[str, str] | None = None,
         *,
         is_compressed: bool = False,
-    ) -> None:
-        """Begin a call.
+    ) -> int:
+        """Begin a call. Returns the number of its stream.
 
         Args:
             path: `/SERVICE/METHOD`.
@@ -88,6 +99,7 @@ class RawConnection:
             for start, end in zip([0, *ends], ends, strict=False):
                 flags = END_STREAM if end == len(body) and size == len(message) else 0
                 self.write(frame(DATA, flags, stream, body[start:end]))
+        return stream
 
     async def read_status(self, timeout_s: float) -> str:
         """Read what the server sends until it names a status, ends the connection, or is silent.
@@ -119,9 +131,9 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def block(path: str, headers: Mapping[str, str] | None = None) -> bytes:
+def block(path: str | bytes, headers: Mapping[str, str] | None = None) -> bytes:
     """Return the block of headers that begins a call of gRPC. Given headers take the place of the usual ones."""
-    fields = {
+    fields: dict[str, str | bytes] = {
         ":method": "POST",
         ":scheme": "http",
         ":path": path,
@@ -133,9 +145,9 @@ def block(path: str, headers: Mapping[str, str] | None = None) -> bytes:
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
 
 
-def _text(text: str) -> bytes:
+def _text(text: str | bytes) -> bytes:
     """Return a string as HPACK has it: its length, of which 7 bits are in the first byte, then itself."""
-    data = text.encode()
+    data = text.encode() if isinstance(text, str) else text
     if len(data) < 127:
         return bytes([len(data)]) + data
     rest, head = len(data) - 127, bytearray([127])

@@ -9,6 +9,7 @@ import grpc.aio
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 from radixkv.service.server.accept_loop import make_server
+from radixkv.service.server.open_files import max_connections
 
 # A token id that is not packed: a tag and four bytes.
 _TOKEN_BYTES = 5
@@ -41,7 +42,7 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", max_message_bytes(config, limits)),
         ("grpc.max_send_message_length", -1),  # responses with logits may be large
         ("grpc.max_concurrent_streams", config.max_connection_calls),
-        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_allowed_incoming_connections", max_connections(config)),
         # Above 1,000 calls that no handler has accepted yet, gRPC would cancel new ones at random, whoever makes them.
         ("grpc.server.max_pending_requests", config.max_calls),
         ("grpc.server.max_pending_requests_hard_limit", min(2 * config.max_calls, _MAX_INT32)),

@@ -16,6 +16,7 @@ from bench.hostile.attacks.frames import END_HEADERS, END_STREAM, HEADERS, RawCo
 from radixkv.service.client import AsyncClient
 from radixkv.service.server import accept_loop
 from radixkv.service.server.accept_loop import add_handlers, make_server
+from radixkv.service.server.reset_floods import MAX_RESETS
 from radixkv.service.server.server import Server
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
@@ -125,6 +126,48 @@ def test_methods_of_all_services_are_served(path: str, message: bytes) -> None:
             return answer
 
     assert asyncio.run(run())
+
+
+def test_a_connection_that_begins_calls_only_to_reset_them_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> tuple[str, bytes]:
+        server, address = await started({"Echo": echo})
+        async with grpc.aio.insecure_channel(address) as channel:
+            honest = channel.unary_unary("/test.Echo/Echo")
+            assert await honest(b"before", timeout=PATIENCE_S) == b"before"
+            connection = await RawConnection.open(address, 65_535)
+            for _ in range(2 * MAX_RESETS):
+                connection.reset(connection.call("/test.Echo/Echo", None))
+            end = await connection.read_status(PATIENCE_S)
+            connection.close()
+            answer: bytes = await honest(b"after", timeout=PATIENCE_S)
+        await server.stop(None)
+        return end, answer
+
+    assert asyncio.run(run()) == ("closed", b"after")
+    assert caplog.text.count("which begins calls only to reset them") == 1
+
+
+def test_a_connection_that_cancels_half_of_its_calls_stays_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        entered = asyncio.Event()
+
+        async def wait(request: bytes, _: object) -> bytes:
+            entered.set()
+            await asyncio.Future()
+            return request
+
+        server, address = await started({"Echo": echo, "Wait": wait})
+        async with grpc.aio.insecure_channel(address) as channel:
+            for _ in range(MAX_RESETS + 10):
+                assert await channel.unary_unary("/test.Echo/Echo")(b"x", timeout=PATIENCE_S) == b"x"
+                entered.clear()
+                call = channel.unary_unary("/test.Echo/Wait")(b"x")
+                await asyncio.wait_for(entered.wait(), PATIENCE_S)
+                call.cancel()
+        await server.stop(None)
+
+    asyncio.run(run())
+    assert "only to reset them" not in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(cygrpc.AioServer, "_make_request_call_future"), reason="grpcio is older than 1.84")

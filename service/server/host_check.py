@@ -1,0 +1,72 @@
+"""Refuses HTTP requests that a browser sends under a name that is not that of this server: DNS rebinding.
+
+A page of `evil.example` whose name resolves to 127.0.0.1 a second later may read every answer of a server on this
+machine, as both have the same origin. Its requests still name `evil.example` as the host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+from radixkv.config import ServerConfig
+from radixkv.service.server.auth.requirements import is_on_this_machine
+
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+?))\.?(?::\d{0,5})?", re.ASCII)
+
+
+class HostCheck:
+    """Decides which hosts a request may name.
+
+    ```
+                            this machine's names   `server.metrics_hosts`   other IP addresses   other names
+    loopback                yes                    yes                      no                   no
+    network                 yes                    yes                      yes                  yes
+    network, hosts are set  yes                    yes                      yes                  no
+    ```
+
+    Orchestrators probe by IP address, which no page of a browser can be rebound to.
+
+    Args:
+        config: the address that the port listens on, and the names that are allowed.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._hosts = frozenset(host.strip().lower() for host in config.metrics_hosts.split(",") if host.strip())
+        self._is_local = is_on_this_machine(config.host)
+
+    def allows(self, header: str | None) -> bool:
+        """Return whether a request with this header `Host` may be answered. Browsers always send one."""
+        if header is None:
+            return True
+        found = _HOST.fullmatch(header.strip())
+        if found is None:
+            return False
+        host = (found["ipv6"] or found["name"]).lower()
+        if is_on_this_machine(host) or host in self._hosts:
+            return True
+        return not self._is_local and (not self._hosts or _is_address(host))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def with_host_check(app: WSGIApplication, check: HostCheck) -> WSGIApplication:
+    """Answer requests that name another host with 421, and pass on the others."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if check.allows(environ.get("HTTP_HOST")):
+            return app(environ, start_response)
+        text = b"the Host of this request is not a name of this server; server.metrics_hosts allows more names\n"
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
+        start_response("421 Misdirected Request", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]
+
+    return answer

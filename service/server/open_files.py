@@ -1,0 +1,58 @@
+"""The limit of open files of this process, compared with the number of connections that the server accepts."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+from radixkv.config import ServerConfig
+
+# Files of the libraries and of tiers, the connections of the metrics port (64), and those of the event ports (512).
+RESERVED_FILES = 1024
+
+_logger = logging.getLogger(__name__)
+
+
+def raise_open_files(config: ServerConfig) -> None:
+    """Raise the limit of open files as far as `server.max_connections` needs and the system allows.
+
+    If it does not allow enough, the log says so once, and `max_connections` is lower than configured.
+    """
+    limit = _raised_limit(config.max_connections + RESERVED_FILES)
+    if limit is not None and max_connections(config) < config.max_connections:
+        _logger.warning(
+            "server.max_connections: expected a limit of at least %d open files, got %d, so at most %d connections are "
+            "accepted; raise the limit (LimitNOFILE= in a systemd unit, ulimits.nofile in a compose file, ulimit -n in "
+            "a shell), or lower the key",
+            config.max_connections + RESERVED_FILES,
+            limit,
+            max_connections(config),
+        )
+
+
+def max_connections(config: ServerConfig) -> int:
+    """Return the number of connections that are accepted: as configured, or as many as there may be open files."""
+    limit = _limit()
+    if limit is None:
+        return config.max_connections
+    return max(1, min(config.max_connections, limit - min(RESERVED_FILES, limit // 2)))
+
+
+def _limit() -> int | None:
+    """Return the limit of open files; None if there is none."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _raised_limit(num_files: int) -> int | None:
+    """Raise the limit of open files to a number, or as far as it may be raised. Returns the limit; None without one."""
+    limit = _limit()
+    if limit is None or limit >= num_files:
+        return limit
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS refuses more than kern.maxfilesperproc
+        return limit
+    return wanted

@@ -1,0 +1,86 @@
+"""The limit of open files is raised as far as possible, and bounds the connections otherwise."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from radixkv.config import ServerConfig
+from radixkv.service.server import open_files
+from radixkv.service.server.open_files import RESERVED_FILES, max_connections, raise_open_files
+
+INFINITY = resource.RLIM_INFINITY
+
+
+class Limits:
+    """Stands in for the limits of the process."""
+
+    def __init__(self, soft: int, hard: int, *, is_raised: bool = True) -> None:
+        self.soft, self.hard, self._is_raised = soft, hard, is_raised
+
+    def get(self, kind: int) -> tuple[int, int]:
+        assert kind == resource.RLIMIT_NOFILE
+        return self.soft, self.hard
+
+    def set(self, kind: int, limits: tuple[int, int]) -> None:
+        assert kind == resource.RLIMIT_NOFILE
+        if not self._is_raised:
+            raise ValueError("current limit exceeds maximum limit")
+        self.soft, self.hard = limits
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch):
+    def limit(limits: Limits) -> Limits:
+        monkeypatch.setattr(open_files.resource, "getrlimit", limits.get)
+        monkeypatch.setattr(open_files.resource, "setrlimit", limits.set)
+        return limits
+
+    return limit
+
+
+@pytest.mark.parametrize("hard", [50_000, INFINITY])
+def test_the_limit_is_raised_to_what_the_connections_need(limited, caplog, hard) -> None:
+    limits = limited(Limits(1024, hard))
+    config = ServerConfig()
+    raise_open_files(config)
+    assert (limits.soft, limits.hard) == (config.max_connections + RESERVED_FILES, hard)
+    assert max_connections(config) == config.max_connections
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("soft", [50_000, INFINITY])
+def test_a_limit_that_suffices_stays(limited, caplog, soft) -> None:
+    limits = limited(Limits(soft, soft))
+    raise_open_files(ServerConfig())
+    assert limits.soft == soft
+    assert max_connections(ServerConfig()) == 16_384
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "accepted"),
+    [
+        (Limits(1024, 1024), 1024, 512),
+        (Limits(256, 4096), 4096, 3072),
+        (Limits(1024, 65_536, is_raised=False), 1024, 512),
+    ],
+    ids=["fixed", "raised in part", "refused"],
+)
+def test_fewer_connections_are_accepted_than_configured_with_a_warning(
+    limited, caplog, limits, raised, accepted
+) -> None:
+    limited(limits)
+    raise_open_files(ServerConfig())
+    assert limits.soft == raised
+    assert max_connections(ServerConfig()) == accepted
+    assert "server.max_connections: expected a limit of at least 17408 open files" in caplog.text
+    assert f"got {raised}, so at most {accepted} connections are accepted; raise the limit (LimitNOFILE=" in caplog.text
+
+
+def test_a_few_connections_need_no_warning(limited, caplog) -> None:
+    limited(Limits(1024, 1024))
+    raise_open_files(ServerConfig(max_connections=500))
+    assert max_connections(ServerConfig(max_connections=500)) == 500
+    assert not caplog.text

@@ -1,0 +1,30 @@
+"""Which connections count as floods of resets."""
+
+from __future__ import annotations
+
+from radixkv.service.server.reset_floods import MAX_RESETS, ResetFloods
+
+
+def test_a_connection_that_only_resets_must_be_closed_once() -> None:
+    floods = ResetFloods()
+    assert [floods.note_reset("a") for _ in range(MAX_RESETS + 2)] == [False] * (MAX_RESETS - 1) + [True, False, False]
+    assert floods.is_closed("a")
+    assert not floods.is_closed("b")
+    floods.forget("a")
+    assert not floods.is_closed("a")
+    assert not floods.note_reset("a")
+
+
+def test_answers_make_up_for_resets() -> None:
+    floods = ResetFloods()
+    for _ in range(10 * MAX_RESETS):
+        assert not floods.note_reset("a")
+        floods.note_answer("a")
+    assert not floods._num_resets
+
+
+def test_few_connections_are_remembered() -> None:
+    floods = ResetFloods()
+    for index in range(10_000):
+        floods.note_reset(f"peer {index}")
+    assert len(floods._num_resets) == 4096
