@@ -46,3 +46,15 @@ def keep_freed_memory() -> bool:
     settings = ((_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES), (_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES))
     results = [mallopt(parameter, value) for parameter, value in settings]
     return all(result == 1 for result in results)
+
+
+def give_back_freed_memory() -> None:
+    """Give memory that was freed back to the system, once. The next step then takes a part of it again.
+
+    It serves after a flood of calls, whose memory no step needs: 15,000 calls that were reset left 30 to 130 MB.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return
+    trim(0)

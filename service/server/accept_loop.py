@@ -25,6 +25,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension mo
 
 from radixkv.service.server.connections import close_connections
 from radixkv.service.server.reset_floods import EARLY_S, ResetFloods
+from radixkv.startup.malloc import give_back_freed_memory
 
 # What grpcio 1.84 and 1.85 name the parts of their loop. Other versions accept calls as they do by themselves.
 _PARTS = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedule_rpc_coro")
@@ -144,4 +145,8 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         elif self._event_loop.time() - start_s < EARLY_S and self._floods.note_reset(peer):
             _logger.warning("closing the connection of %s, which begins calls only to reset them", peer)
             self._event_loop.run_in_executor(None, close_connections, frozenset({peer}))
-            self._event_loop.call_later(_FORGET_S, self._floods.forget, peer)
+            self._event_loop.call_later(_FORGET_S, self._forget, peer)
+
+    def _forget(self, peer: str) -> None:
+        if self._floods.forget(peer):
+            self._event_loop.run_in_executor(None, give_back_freed_memory)

@@ -52,9 +52,14 @@ class ResetFloods:
         """Whether a connection must be closed, or was. Its further calls need no answer."""
         return peer in self._closed
 
-    def forget(self, peer: str) -> None:
-        """Forget a connection that was closed a while ago, since its address may be used again."""
+    def forget(self, peer: str) -> bool:
+        """Forget a connection that was closed a while ago, since its address may be used again.
+
+        Returns:
+            Whether the flood is over: no other connection was closed lately.
+        """
         self._closed.pop(peer, None)
+        return not self._closed
 
 
 def _remember(known: OrderedDict[str, int], peer: str, value: int) -> None:

@@ -83,6 +83,7 @@ async def reset_burst(target: Target) -> Figures:
 
 async def _resets(target: Target, seconds: float) -> Figures:
     """Reset streams within some seconds; connect again when the server disconnects."""
+    message = prefill_pb2.PrefillRequest(token_ids=range(1, 100), tenant="resets").SerializeToString()
     clock = asyncio.get_running_loop().time
     start_s, num_streams = clock(), target.part_of(_NUM_RESETS)
     num_sent = num_connections = 0
@@ -92,7 +93,7 @@ async def _resets(target: Target, seconds: float) -> Figures:
             num_connections += 1
             while num_sent < num_streams:
                 for _ in range(_RESETS_AT_ONCE):
-                    connection.reset(connection.call(PREFILL, None))
+                    connection.reset(connection.call(PREFILL, message))
                 num_sent += _RESETS_AT_ONCE
                 await connection.drain()
                 await asyncio.sleep(start_s + seconds * num_sent / num_streams - clock())

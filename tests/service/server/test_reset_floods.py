@@ -10,7 +10,7 @@ def test_a_connection_that_only_resets_must_be_closed_once() -> None:
     assert [floods.note_reset("a") for _ in range(MAX_RESETS + 2)] == [False] * (MAX_RESETS - 1) + [True, False, False]
     assert floods.is_closed("a")
     assert not floods.is_closed("b")
-    floods.forget("a")
+    assert floods.forget("a")
     assert not floods.is_closed("a")
     assert not floods.note_reset("a")
 
@@ -21,6 +21,14 @@ def test_answers_make_up_for_resets() -> None:
         assert not floods.note_reset("a")
         floods.note_answer("a")
     assert not floods._num_resets
+
+
+def test_a_flood_is_over_when_the_last_connection_is_forgotten() -> None:
+    floods = ResetFloods()
+    for peer in ("a", "b"):
+        for _ in range(MAX_RESETS):
+            floods.note_reset(peer)
+    assert [floods.forget("b"), floods.forget("a")] == [False, True]
 
 
 def test_few_connections_are_remembered() -> None:
