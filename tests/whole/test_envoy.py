@@ -24,8 +24,11 @@ import grpc
 import pytest
 import yaml
 
+from bench.hostile.attacks.flood import PREFILL
+from bench.hostile.attacks.frames import RawConnection
 from radixkv.api.retention import Retention
 from radixkv.service.client import Client
+from radixkv.v1.prefill_pb2 import PrefillRequest
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import fake_service
 from tests.service.fake_engine import FakeEngine
@@ -40,6 +43,7 @@ pytestmark = [
 
 CALLS = 1000
 CALLERS = 8
+RESETS = 5000
 
 
 def free_port() -> int:
@@ -102,6 +106,37 @@ async def through_envoy(folder: Path, engines: Sequence[FakeEngine], talk: Calla
     async with contextlib.AsyncExitStack() as servers:
         addresses = [(await servers.enter_async_context(serving(engine)))[1] for engine in engines]
         return await asyncio.to_thread(run, addresses)
+
+
+def test_resets_at_envoy_neither_reach_the_server_nor_fail_other_calls(tmp_path: Path) -> None:
+    async def reset(address: str) -> None:
+        """Begin calls and reset each at once; connect again whenever Envoy closes the connection."""
+        message, num_sent = PrefillRequest(token_ids=[1]).SerializeToString(), 0
+        while num_sent < RESETS:
+            with contextlib.suppress(ConnectionError):
+                connection = await RawConnection.open(address, 65_535)
+                reading = asyncio.create_task(connection.discard())
+                while num_sent < RESETS:
+                    for _ in range(10):
+                        connection.reset(connection.call(PREFILL, message))
+                    num_sent += 10
+                    await connection.drain()
+                connection.close()
+                await reading
+
+    def talk(address: str) -> int:
+        with Client(address, timeout_s=PATIENCE_S) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
+            attack = threads.submit(asyncio.run, reset(address))
+            num_calls = 0
+            while not attack.done() or not num_calls:
+                assert client.prefill([1, 2]).next_token_id == 3
+                num_calls += 1
+            attack.result()
+        return num_calls
+
+    engines = [FakeEngine(), FakeEngine()]
+    num_calls = asyncio.run(through_envoy(tmp_path, engines, talk))
+    assert sum(len(engine.params) for engine in engines) - num_calls < RESETS / 10
 
 
 def test_every_field_and_every_error_passes_through_envoy(tmp_path: Path) -> None:

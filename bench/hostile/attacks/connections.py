@@ -89,7 +89,8 @@ async def _resets(target: Target, seconds: float) -> Figures:
     num_sent = num_connections = 0
     while num_sent < num_streams and clock() < start_s + target.seconds:
         with contextlib.suppress(ConnectionError):
-            connection = await RawConnection.open(target.address)
+            connection = await RawConnection.open(target.address, 65_535)
+            reading = asyncio.create_task(connection.discard())
             num_connections += 1
             while num_sent < num_streams:
                 for _ in range(_RESETS_AT_ONCE):
@@ -98,6 +99,7 @@ async def _resets(target: Target, seconds: float) -> Figures:
                 await connection.drain()
                 await asyncio.sleep(start_s + seconds * num_sent / num_streams - clock())
             connection.close()
+            await reading
     return {"streams": num_sent, "connections": num_connections}
 
 

@@ -68,6 +68,12 @@ class RawConnection:
             raise ConnectionResetError
         await self._writer.drain()
 
+    async def discard(self) -> None:
+        """Read what the server sends until it ends the connection."""
+        with contextlib.suppress(ConnectionError):
+            while await self._reader.read(_READ_BYTES):
+                pass
+
     def reset(self, stream: int) -> None:
         """Reset a stream."""
         self.write(frame(RST_STREAM, 0, stream, _CANCEL))
