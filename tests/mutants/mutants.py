@@ -135,7 +135,7 @@ CACHE_MUTANTS = (
     Mutant("cache/prefix_cache.py", "            self.public.enter(prefix)\n", ""),
     Mutant("cache/prefix_cache.py", "each.root_tokens), reverse=True)", "each.root_tokens))"),
     Mutant("cache/prefix_cache.py", "        for found in places:\n", "        for found in places[:1]:\n"),
-    Mutant("cache/prefix_cache.py", "usage, num_spared_blocks) - num_private_blocks", "usage, num_spared_blocks)"),
+    Mutant("cache/prefix_cache.py", "num_private_blocks + num_reserved_blocks", "num_reserved_blocks"),
     Mutant("cache/public_prefixes.py", "if start <= num_shared and may_have_more", "if False"),
     Mutant("cache/public_prefixes.py", "if start <= num_shared and ", "if "),
     Mutant(
