@@ -31,7 +31,9 @@
     │   ├── EventsLost
     │   └── StepHangs
     ├── KVSourceError                K/V can't be fetched from another server now
-    │   └── KVFormatDiffers
+    │   ├── KVOfOtherPrompt
+    │   └── KVSourceUnusable         trying again does not help
+    │       └── KVFormatDiffers
     ├── ConfigError                  the service can't start like this
     │   └── UnsupportedModel
     ├── StoreError                   a store of blocks can't do this; requests go on without it
@@ -209,7 +211,15 @@ class KVSourceError(RadixKVError):
     cause = Cause.KV_SOURCE
 
 
-class KVFormatDiffers(KVSourceError):
+class KVOfOtherPrompt(KVSourceError):
+    """The named lease has the K/V of another prompt."""
+
+
+class KVSourceUnusable(KVSourceError):
+    """Another server cannot be used as it is configured, or as this one is."""
+
+
+class KVFormatDiffers(KVSourceUnusable):
     """The K/V of another server cannot be used: its model, dtype or block size differs."""
 
 

@@ -7,7 +7,7 @@ import logging
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.config import Config, EngineConfig
 from radixkv.config.sections import STATE_SHARE
-from radixkv.errors import UnsupportedModel
+from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape
 
@@ -31,15 +31,22 @@ def make_state_slots(
 
     Raises:
         UnsupportedModel: the configuration asks for something that can't be done with states.
+        ConfigError: the memory for snapshots has no room for one.
     """
     shape, size = model.state_shape, config.cache.block_size
     if shape is None:
         return None
     _require_possible(model, config)
+    state_bytes = config.cache.state_bytes
+    if state_bytes is not None and 0 < state_bytes < shape.slot_bytes:
+        raise ConfigError(
+            f"cache.state_bytes: expected at least {shape.slot_bytes}, the bytes of one state, or 0 for no snapshots, "
+            f"got {state_bytes}"
+        )
     num_snapshots = (
         max(_LEAST_SNAPSHOTS, int(STATE_SHARE * num_blocks * size * kv_shape.token_bytes / shape.slot_bytes))
-        if config.cache.state_bytes is None
-        else config.cache.state_bytes // shape.slot_bytes
+        if state_bytes is None
+        else state_bytes // shape.slot_bytes
     )
     num_snapshots = min(num_snapshots, num_blocks)  # a block has at most one
     num_requests = limits.max_running_requests
@@ -50,6 +57,15 @@ def make_state_slots(
         shape.slot_bytes / 1e3,
         (num_snapshots + num_requests) * shape.slot_bytes / 1e6,
     )
+    wanted = min(_LEAST_SNAPSHOTS, num_blocks)
+    if num_snapshots < wanted:
+        _log.warning(
+            "cache.state_bytes has room for %d snapshots of states, and each cached prompt needs one to be reused: "
+            "%d snapshots need %d bytes",
+            num_snapshots,
+            wanted,
+            wanted * shape.slot_bytes,
+        )
     return StateSlots(num_blocks, size, num_requests, num_snapshots, config.cache.state_every_tokens)
 
 

@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 # Divisor of the pool size that bounds copies waiting to be stored, and loaded blocks waiting for their requests.
 _WAITING_SHARE = 8
 _MIN_WAITING_BYTES = 64 << 20
+_SMALL_TIER = 16  # a tier with less than this part of the pool's blocks is reported
 # The prompt whose K and V identify how this process computes; see `_computed_by`.
 _PROBE_BLOCKS = 2
 _PROBE_STRIDE = 7919
@@ -232,7 +233,8 @@ def open_stores(
             _log.error("tier %s is off: %s", name, error)
             closed.append(name)
     tier_indexes = [
-        _tier_index(name, backend, block_format, shares_of, retained_share) for name, backend in backends.items()
+        _tier_index(name, backend, block_format, shares_of, retained_share, storage.num_blocks)
+        for name, backend in backends.items()
     ]
     key_blocks = PromptKeys(keys, marks).blocks
     offload_index = OffloadIndex(tier_indexes, key_blocks, storage.block_size, part_of or (lambda block_id: None))
@@ -329,6 +331,7 @@ def _tier_index(
     block_format: BlockFormat,
     shares_of: Callable[[str], TierShares],
     retained_share: float,
+    num_pool_blocks: int,
 ) -> TierIndex:
     """Return the index of a tier. A store that does not know its capacity is shared with other servers."""
     num_blocks = backend.size().max_objects
@@ -337,7 +340,17 @@ def _tier_index(
             raise ConfigError(f"store {name}: a store without `max_objects` must implement `purge`")
         _log.info("tier %s is shared with servers whose blocks have the format %s", name, block_format.fingerprint)
         return SharedTierIndex(name)
-    _log.info("tier %s has room for %d blocks", name, num_blocks)
+    if num_blocks < num_pool_blocks // _SMALL_TIER:
+        _log.warning(
+            "tier %s has room for %d blocks only, and the pool for %d, so it keeps little of what is evicted: the bytes of "
+            "as many blocks are %d",
+            name,
+            num_blocks,
+            num_pool_blocks,
+            num_pool_blocks * block_format.payload_bytes,
+        )
+    else:
+        _log.info("tier %s has room for %d blocks", name, num_blocks)
     return TierIndex(name, num_blocks, shares_of=shares_of, retained_share=retained_share)
 
 

@@ -16,7 +16,7 @@ from radixkv.api.result import GeneratedTokens
 from radixkv.api.sampling import Sampling
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
-from radixkv.errors import SwitchedOff, UnsupportedModel
+from radixkv.errors import ConfigError, SwitchedOff, UnsupportedModel
 from radixkv.startup.build_engine import build_engine
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
@@ -106,7 +106,7 @@ def test_kv_transfer_is_rejected_at_startup(key: str, settings: list[str], direc
 
 @pytest.mark.parametrize(("state_bytes", "num_snapshots"), [(None, 204), (0, 0), (3000, 2), (10**9, 256)])
 def test_the_budget_covers_snapshots_and_not_running_requests(
-    state_bytes: int | None, num_snapshots: int, directory: Path
+    state_bytes: int | None, num_snapshots: int, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A state takes 1,024 bytes: two layers of two inputs of 64 numbers. K and V of 4,096 tokens take 2 MiB."""
     settings = [] if state_bytes is None else [f"cache.state_bytes={state_bytes}"]
@@ -116,6 +116,16 @@ def test_the_budget_covers_snapshots_and_not_running_requests(
     assert (states.num_snapshots, states.num_slots) == (num_snapshots, num_snapshots + 5)
     assert engine._core._runner.states is not None
     assert engine._core._runner.states.num_slots == states.num_slots
+    warnings = [each.getMessage() for each in caplog.records if "cache.state_bytes" in each.getMessage()]
+    assert [each for each in warnings if f"room for {num_snapshots} snapshots" in each] == warnings
+    assert [each for each in warnings if each.endswith("64 snapshots need 65536 bytes")] == warnings
+    assert bool(warnings) == (num_snapshots < 64)
+
+
+@pytest.mark.parametrize("state_bytes", [1, 1023])
+def test_memory_for_less_than_one_snapshot_is_refused(state_bytes: int, directory: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"cache\.state_bytes: expected at least 1024, .*got {state_bytes}$"):
+        build_engine(config(directory, f"cache.state_bytes={state_bytes}"))
 
 
 def test_a_model_without_states_has_no_slots(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_lease_of_another_prompt_or_tenant_is_refused(pair: Pair) -> None:
     _, source = pair.hold(prompt(104))
     code, details = refusal(pair.decode, prompt(105), source)
     assert (code, details) == (
-        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INVALID_ARGUMENT,
         "kv_source: expected the K/V of this prompt, got a block that is foreign",
     )
     with pytest.raises(grpc.RpcError) as caught:
@@ -254,7 +254,7 @@ def test_a_lease_of_another_prompt_or_tenant_is_refused(pair: Pair) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     salted = pair.hold(prompt(106), salt="a")[1]
     code, _ = refusal(pair.decode, prompt(106), salted)
-    assert code is grpc.StatusCode.UNAVAILABLE
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_kv_without_the_mac_of_the_servers_secret_is_computed(pair: Pair, tmp_path: Path) -> None:

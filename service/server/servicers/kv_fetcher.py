@@ -16,7 +16,16 @@ import grpc
 import grpc.aio
 
 from radixkv.api.params import PrefillParams
-from radixkv.errors import Cause, InvalidRequest, KVFormatDiffers, KVSourceError, SwitchedOff, UnknownLease
+from radixkv.errors import (
+    Cause,
+    InvalidRequest,
+    KVFormatDiffers,
+    KVOfOtherPrompt,
+    KVSourceError,
+    KVSourceUnusable,
+    SwitchedOff,
+    UnknownLease,
+)
 from radixkv.offload.index.prompt_blocks import FetchedBlocks, KeyedBlock
 from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import ObjectFault
@@ -38,6 +47,13 @@ _MAX_ATTEMPTS = 3
 # The blocks that are missing then are computed.
 _MAX_BLOCK_S = 10.0
 _MAX_FETCH_S = 60.0
+# Refusals of the other server that a retry does not cure.
+_INVALID = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+_UNUSABLE = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
 _UNSURE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
 
@@ -81,10 +97,13 @@ class KVFetcher:
 
         Raises:
             SwitchedOff: this service does not fetch K/V, or the source does not send any.
-            InvalidRequest: no section `kv_sources` has this address, or the request disables the cache.
+            InvalidRequest: no section `kv_sources` has this address, the request disables the cache, or the source
+                refuses it as invalid.
             UnknownLease: the lease is no longer held by the source, or the source was restarted.
+            KVOfOtherPrompt: the lease is of another prompt.
             KVFormatDiffers: the source has another model, other dtypes, or another block size.
-            KVSourceError: the source cannot be reached, or sends K/V of another prompt.
+            KVSourceUnusable: the source refuses this server, or its certificates are unusable.
+            KVSourceError: the source cannot be reached.
         """
         transfer = self._engine.transfer
         if transfer is None:
@@ -161,7 +180,7 @@ class _Stream:
         """Return K and V of the wanted blocks, up to the first that is not available, is late or fails verification.
 
         Raises:
-            KVSourceError: the first block is of another prompt, so the lease is.
+            KVOfOtherPrompt: the first block is of another prompt, so the lease is.
 
         Args:
             stores: shared stores whose handles the source may send instead of blocks. A block that cannot be loaded
@@ -183,7 +202,7 @@ class _Stream:
             if isinstance(payload, ObjectFault):
                 self._transfer.rejected.add([payload])
                 if payload in _OTHER_PROMPT and not verified:
-                    raise KVSourceError(
+                    raise KVOfOtherPrompt(
                         f"kv_source: expected the K/V of this prompt, got a block that is {payload.value}"
                     )
             if not isinstance(payload, memoryview):
@@ -297,7 +316,7 @@ class _Stream:
 
     def _in_store(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
         if handle.store not in stores or handle.key != wanted.key:
-            raise KVSourceError("kv_source: expected the K/V of this prompt, got a handle of another block or store")
+            raise KVOfOtherPrompt("kv_source: expected the K/V of this prompt, got a handle of another block or store")
         return _InStore(handle.store)
 
     def _require_format(self, theirs: prefill_pb2.KVFormat) -> None:
@@ -322,4 +341,7 @@ def _translated(error: grpc.aio.AioRpcError) -> Exception:
         return UnknownLease(f"kv_source: {details}", cause=Cause.KV_SOURCE)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return SwitchedOff(f"kv_source: {details}", cause=Cause.KV_SOURCE)
-    return KVSourceError(f"kv_source: expected K/V of the lease, got {code.name}: {details}")
+    if code in _INVALID:
+        return InvalidRequest(f"kv_source: {details}", cause=Cause.KV_SOURCE)
+    kind = KVSourceUnusable if code in _UNUSABLE else KVSourceError
+    return kind(f"kv_source: expected K/V of the lease, got {code.name}: {details}")

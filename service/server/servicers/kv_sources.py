@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.config import KVSourceConfig
 from radixkv.config.named_file import read_named
-from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
+from radixkv.errors import ConfigError, InvalidRequest, KVSourceUnusable
 from radixkv.service.client.address import is_on_this_machine, require_address
 from radixkv.service.client.async_client import AsyncClient
 from radixkv.service.client.connection import Connection, server_name_options
@@ -72,7 +72,7 @@ class KVSources:
 
         Raises:
             InvalidRequest: no section has this address, or it is malformed.
-            KVSourceError: its certificates have become unusable. The log has the cause, which may name files.
+            KVSourceUnusable: its certificates have become unusable. The log has the cause, which may name files.
         """
         if address not in self._configs and fleet is None:
             raise InvalidRequest("kv_source.address: expected that of a section kv_sources here, got another")
@@ -83,7 +83,7 @@ class KVSources:
                 self._clients[address] = self._connected(address, fleet)
             except (OSError, ValueError) as error:
                 _logger.error("%s: %s", name, error)
-                raise KVSourceError(
+                raise KVSourceUnusable(
                     "kv_source: expected usable certificates for it, got others; the server's log has the cause"
                 ) from error
         return self._clients[address]

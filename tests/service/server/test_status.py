@@ -43,6 +43,7 @@ EXPECTED = {
     "Draining": "UNAVAILABLE",
     "EventsLost": "DATA_LOSS",
     "StepHangs": "UNAVAILABLE",
+    "KVOfOtherPrompt": "INVALID_ARGUMENT",
     "KVFormatDiffers": "FAILED_PRECONDITION",
     "UnsupportedModel": "FAILED_PRECONDITION",
     "StoreBusy": "UNAVAILABLE",

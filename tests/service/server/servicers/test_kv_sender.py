@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import grpc
 import pytest
 
 from radixkv.api.caller import Caller
@@ -18,7 +19,19 @@ from radixkv.api.params import PrefillParams
 from radixkv.config import KVSourceConfig, TransferConfig
 from radixkv.engine.transfer.lease_exporter import LeaseBlocks
 from radixkv.engine.transfer.transfer import Transfer
-from radixkv.errors import Cause, InvalidRequest, KVSourceError, RadixKVError, UnknownLease
+from radixkv.errors import (
+    Cause,
+    ConfigError,
+    Draining,
+    InvalidCredential,
+    InvalidRequest,
+    KVOfOtherPrompt,
+    KVSourceError,
+    NotPermitted,
+    QueueFull,
+    RadixKVError,
+    UnknownLease,
+)
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat, BlockKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
@@ -30,6 +43,7 @@ from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.servicers import kv_sender
 from radixkv.service.server.servicers.kv_fetcher import KVFetcher
 from radixkv.service.server.servicers.kv_sources import sources_of
+from radixkv.service.server.status import status_of
 from radixkv.storage.layer_bytes import LayerBytes, Layers
 from radixkv.v1.prefill_pb2 import FetchKVRequest
 from tests.offload.tiers import altered
@@ -306,6 +320,37 @@ def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
     assert outcomes["computed"] > num_cases // 2
 
 
+def test_a_lease_of_another_prompt_is_an_error_that_no_retry_cures() -> None:
+    sending = FakeTransfer()
+    others = [BlockObject(bytes(32), bytes(32), 0, each.tokens, payload_of(0)) for each in blocks()]
+    sending.faults = [None, lambda _: others]
+    with pytest.raises(KVOfOtherPrompt, match="expected the K/V of this prompt") as caught:
+        fetched(sending)
+    assert status_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.cause is Cause.KV_SOURCE
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        (InvalidRequest("first_block: expected at most 2, got 3"), "INVALID_ARGUMENT"),
+        (NotPermitted("expected a role"), "FAILED_PRECONDITION"),
+        (InvalidCredential("expected a token"), "FAILED_PRECONDITION"),
+        (ConfigError("expected another"), "FAILED_PRECONDITION"),
+        (QueueFull("expected fewer"), "UNAVAILABLE"),
+        (Draining("expected another server"), "UNAVAILABLE"),
+    ],
+)
+def test_clients_retry_only_what_may_pass(refusal: RadixKVError, status: str) -> None:
+    """Clients retry UNAVAILABLE, so it is for refusals that end by themselves."""
+    sending = FakeTransfer()
+    sending.faults = [refusal] * 3
+    with pytest.raises(RadixKVError, match="kv_source: ") as caught:
+        fetched(sending)
+    assert status_of(caught.value).name == status
+    assert caught.value.cause is Cause.KV_SOURCE
+
+
 def test_blocks_of_a_shared_store_come_as_handles_and_are_loaded_there() -> None:
     sending, stores = FakeTransfer(), FakeStores(there=())
     sending.stores = FakeStores(there=(0, 1, 3, 5))
@@ -338,7 +383,7 @@ def test_a_handle_of_another_block_is_found() -> None:
     other = [each._replace(key=bytes(32)) for each in blocks()]
     sending.faults = [lambda found: LeaseBlocks(other, found.block_ids)]
     sending.stores.exists = lambda name, asked: ended([True] * len(asked))
-    with pytest.raises(KVSourceError, match="got a handle of another block or store"):
+    with pytest.raises(KVOfOtherPrompt, match="got a handle of another block or store"):
         fetched(sending, stores=FakeStores(there=()))
 
 

@@ -7,7 +7,7 @@ import trustme
 
 from radixkv.config import KVSourceConfig
 from radixkv.engine.transfer.transfer import FleetAccess
-from radixkv.errors import ConfigError, InvalidRequest, KVSourceError
+from radixkv.errors import ConfigError, InvalidRequest, KVSourceUnusable
 from radixkv.service.server.servicers import kv_sources
 from radixkv.service.server.servicers.kv_sources import KVSources, require_sources
 
@@ -54,7 +54,7 @@ def test_what_is_no_address_is_told_so(address) -> None:
 
 
 def test_callers_are_not_told_of_files_of_a_fleet_that_are_gone(tmp_path: Path, caplog) -> None:
-    with pytest.raises(KVSourceError, match=r"^kv_source: expected usable certificates for it") as caught:
+    with pytest.raises(KVSourceUnusable, match=r"^kv_source: expected usable certificates for it") as caught:
         KVSources({}).client_of(HERE, FleetAccess("fleet", b"key", str(tmp_path / "gone"), ""))
     assert str(tmp_path) not in str(caught.value)
     assert f"fleet: [Errno 2] No such file or directory: '{tmp_path}" in caplog.text
@@ -115,7 +115,7 @@ def test_callers_are_not_told_of_files_that_are_gone(tmp_path: Path, caplog: pyt
     trustme.CA().cert_pem.write_to_path(ca)
     sources = KVSources({"a": KVSourceConfig(HERE, tls_ca=str(ca))})
     ca.unlink()
-    with pytest.raises(KVSourceError, match=r"^kv_source: expected usable certificates for it") as caught:
+    with pytest.raises(KVSourceUnusable, match=r"^kv_source: expected usable certificates for it") as caught:
         sources.client_of(HERE)
     assert str(tmp_path) not in str(caught.value)
     assert str(tmp_path) in caplog.text
