@@ -342,8 +342,8 @@ def _tier_index(
         return SharedTierIndex(name)
     if num_blocks < num_pool_blocks // _SMALL_TIER:
         _log.warning(
-            "tier %s has room for %d blocks only, and the pool for %d, so it keeps little of what is evicted: the bytes of "
-            "as many blocks are %d",
+            "tier %s has room for only %d blocks, and the pool for %d, so it keeps little of what is evicted: as many "
+            "blocks have %d bytes",
             name,
             num_blocks,
             num_pool_blocks,
