@@ -241,12 +241,18 @@ def _numbered(
     if length not in lengths:
         raise ConfigError(
             f"{request.where}: input_length: expected {lengths.start} to {lengths.stop - 1} tokens for {num_ids} "
-            f"hash_ids of {tokens_per_id} tokens, got {length}"
+            f"hash_ids of {tokens_per_id} tokens, got {length}{_hint(trace_format)}"
         )
     ids = numbers.of(request)
     if length > tokens_per_id * num_ids:
         ids = (*ids, numbers.hash_of("rest", index))
     return TraceRequest(request.time_ms or 0.0, length, request.output_length, ids, tokens_per_id)
+
+
+def _hint(trace_format: TraceFormat) -> str:
+    if trace_format.may_end_after_ids:
+        return ""
+    return "; give the tokens of an id (--tokens-per-id), or the format dynamo if ids cover only complete blocks"
 
 
 def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: TraceFormat) -> int:

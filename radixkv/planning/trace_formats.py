@@ -34,7 +34,7 @@ _UNIT_NAMES: Mapping[TimeUnit, str] = {"ms": "milliseconds", "s": "seconds"}
 _TEXT_FIELDS = ("messages", "conversations", "conversation", "prompt", "text", "text_input", "body", "payload")
 _CONVERT = "convert it with `radixkv trace FILE --tokenizer DIR --output TRACE`"
 _EVENTS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
-_DEVICE_MEDIA = frozenset({None, "gpu", "GPU"})
+_DEVICE_MEDIA = (None, "gpu", "GPU")
 _SAME_REQUEST_S = 2.0  # a prefill goes on after a step, a decoded block follows in 16 steps; a person takes longer
 
 
@@ -276,11 +276,15 @@ class _Chain:
 
 def _is_vllm(value: Any) -> bool:
     if isinstance(value, dict):
-        return value.get("type") in _EVENTS or ("ts" in value and isinstance(value.get("events"), list))
+        return _is_event_name(value.get("type")) or ("ts" in value and isinstance(value.get("events"), list))
     if not isinstance(value, list) or not value:
         return False
     is_batch = len(value) >= 2 and isinstance(value[0], int | float) and isinstance(value[1], list)
-    return is_batch or (isinstance(value[0], str) and value[0] in _EVENTS)
+    return is_batch or _is_event_name(value[0])
+
+
+def _is_event_name(value: object) -> bool:
+    return isinstance(value, str) and value in _EVENTS
 
 
 def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRequest]:
@@ -357,7 +361,7 @@ def _vllm_events(
             raise ConfigError(f"{where}: events: expected a list of events, got {shown(events)}")
         for event in events:
             name = event.get("type") if isinstance(event, dict) else event[0] if _has_event_name(event) else None
-            if name not in _EVENTS:
+            if not _is_event_name(name):
                 raise ConfigError(f"{where}: expected events {', '.join(sorted(_EVENTS))}, got {shown(event)}")
             if name == "BlockStored":
                 yield where, time_ms, event

@@ -113,7 +113,7 @@ def _messages(stream: io.BufferedReader, name: str) -> Iterator[Record]:
         for number, value in enumerate(unpacker, start=1):
             yield Record(f"{name}: message {number}", value)
             end = unpacker.tell()
-    except (ValueError, msgpack.UnpackException) as error:
+    except (TypeError, ValueError, msgpack.UnpackException) as error:  # TypeError: a list as the key of a map
         raise ConfigError(
             f"{name}: message {number + 1}: expected msgpack, got damaged bytes ({type(error).__name__})"
         ) from error

@@ -18,6 +18,7 @@ from radixkv.errors import ConfigError
 from radixkv.planning.simulate import simulate
 from radixkv.planning.trace import load_trace
 from radixkv.planning.trace_formats import FORMATS
+from radixkv.planning.trace_records import read_records
 
 UNLIMITED = 10**6
 
@@ -459,6 +460,44 @@ def test_a_later_record_of_another_format_is_refused(tmp_path: Path) -> None:
         load_trace(written(tmp_path, good, {"ts": 0, "events": []}))
 
 
+ODD_VALUES = [None, True, -1, 2**63, 1.5, float("nan"), "", [], [[]], {}, [None], 2**26 + 1, "local"]
+ODD_IN_JSON = [*ODD_VALUES, -(2**70), "\ud800"]
+
+
+def damaged(value: Any, dice: random.Random, odd: list[Any]) -> Any:
+    """Return a value of which one part, however deep, is missing or odd."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    if not keys or dice.random() < 0.1:
+        return dice.choice(odd)
+    changed, key = value.copy(), dice.choice(keys)
+    if dice.random() < 0.2:
+        del changed[key]
+    else:
+        changed[key] = damaged(changed[key], dice, odd)
+    return changed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_file_is_read_or_refused(tmp_path: Path, name: str) -> None:
+    dice, num_refused, is_msgpack = random.Random(name), 0, "msgpack" in name
+    odd, write = (ODD_VALUES, messages) if is_msgpack else (ODD_IN_JSON, json_lines)
+    data = CASES[name].write(chats(1, CASES[name].tokens_per_id)[:6])
+    values = [record.value for record in read_records(written(tmp_path, data))]
+    for _ in range(60):
+        rows = [damaged(each, dice, odd) if dice.random() < 0.3 else each for each in values]
+        try:
+            requests = load_trace(written(tmp_path, write(rows)))
+        except ConfigError:
+            num_refused += 1
+            continue
+        assert [each.timestamp_ms for each in requests] == sorted(each.timestamp_ms for each in requests)
+        for each in requests:
+            covered = each.tokens_per_id * len(each.hash_ids)
+            assert covered - each.tokens_per_id < each.input_length <= covered
+            assert all(0 <= number < 2**64 for number in each.hash_ids)
+    assert 0 < num_refused < 60
+
+
 def test_every_format_says_what_it_is() -> None:
     assert list(FORMATS) == [each.name for each in FORMATS.values()]
     assert {case.format_name for case in CASES.values()} == set(FORMATS)
@@ -466,6 +505,7 @@ def test_every_format_says_what_it_is() -> None:
 
 
 def written(folder: Path, *values: Any) -> Path:
+    """Write one value as it is if it is bytes, or else JSON lines."""
     file = folder / "trace.jsonl"
-    file.write_bytes(json_lines(list(values)))
+    file.write_bytes(values[0] if isinstance(values[0], bytes) else json_lines(list(values)))
     return file
