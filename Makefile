@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed-all
 # The most minutes that `make demo` takes once everything is installed.
 DEMO_MINUTES ?= 5
 
-.PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign mutants check bench gpu proto clean
+.PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign soak mutants check bench gpu proto clean
 
 help:
 	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png;"
@@ -26,6 +26,8 @@ help:
 	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
 	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
 	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
+	@echo "make soak      MINUTES=60 of mixed calls next to a Redis that is restarted: memory does not grow after 10 minutes, no"
+	@echo "               answer is wrong, everything is returned"
 	@echo "make mutants   break cache and engine in small ways: a test must fail each time; about 20 minutes"
 	@echo "make bench     replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and the trace's replay"
 	@echo "make gpu       on a GPU, into build/gpu/: PART=product, look (two minutes), prefill, kernels or peers (nine minutes each)"
@@ -111,6 +113,10 @@ exact: $(STAMP)
 CALLS ?= 50000
 campaign: $(STAMP)
 	$(PY) -m tests.whole.campaign --calls $(CALLS) --seed $(SEED)
+
+MINUTES ?= 60
+soak: $(STAMP)
+	$(PY) -m tests.whole.soak --minutes $(MINUTES) --warm-up-minutes $$(( $(MINUTES) < 20 ? $(MINUTES) / 2 : 10 )) --seed $(SEED)
 
 mutants: $(STAMP)
 	$(PY) -m tests.mutants.mutation_check

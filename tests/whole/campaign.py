@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -195,11 +196,16 @@ async def be_a_worker(address: str, seed: int) -> None:
 
 
 @contextmanager
-def checked_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a server that audits its cache; yield the process and its address."""
-    options = [word for setting in SETTINGS for word in ("--set", setting)]
+def checked_server(
+    settings: Sequence[str] = SETTINGS, log: Path = Path(os.devnull)
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a server that audits its cache, with its log in a file; yield the process and its address."""
+    options = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "tests.whole.checked_server", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with (
+        log.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
             yield process, process.stdout.readline().removeprefix("listening on ").strip()

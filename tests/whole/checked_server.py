@@ -1,5 +1,7 @@
 """Runs `radixkv serve` with an audit of the cache four times per second and at the end, and prints its result last.
 
+The address of the metrics port, if there is one, is printed on stderr.
+
 python -m tests.whole.checked_server --set cache.capacity_tokens=8192
 """
 
@@ -10,6 +12,7 @@ import threading
 
 from radixkv.config import Config
 from radixkv.engine.engine import Engine
+from radixkv.service.server.metrics_port import Telemetry
 from radixkv.service.server.optional_services import optional_services
 from radixkv.service.server.server import run
 from radixkv.startup.build_engine import build_engine
@@ -31,13 +34,19 @@ def recount(engine: Engine, is_over: threading.Event) -> None:
 def main(arguments: list[str]) -> None:
     """Serve until SIGTERM."""
     config = Config.load(settings=["server.port=0", *arguments[1::2]])
-    engine = build_engine(config)
-    is_over = threading.Event()
-    thread = threading.Thread(target=recount, args=(engine, is_over))
-    thread.start()
-    run(engine, config.server, config.model.path, optional_services(engine, config))
-    is_over.set()
-    thread.join()
+    telemetry = Telemetry(config)
+    with telemetry.serving() as metrics_address:
+        if metrics_address is not None:
+            print(f"metrics on {metrics_address}", file=sys.stderr, flush=True)
+        engine = build_engine(config, telemetry.observers)
+        telemetry.watch(engine)
+        is_over = threading.Event()
+        thread = threading.Thread(target=recount, args=(engine, is_over))
+        thread.start()
+        services = optional_services(engine, config)
+        run(engine, config.server, config.model.path, services, config.gateway.tenant, telemetry.count_refusal)
+        is_over.set()
+        thread.join()
     cache = engine._core.cache
     cache.check()
     print(f"check passed, {cache.pool.num_leased} leased, {cache.num_pinned_blocks} pinned", flush=True)

@@ -85,6 +85,7 @@ class GenerateCall:
         """Cancel completions that still run, and drop unsent tokens."""
         self._stream.close()
         self._cancel()
+        self._futures.clear()  # their callbacks refer to the stream, and so would the call
 
     async def _chunk(self, index: int) -> Response | None:
         """Return a response with the new tokens of a completion; None if none of them belong to it."""

@@ -65,7 +65,7 @@ class TokenStream:
         self._mailbox = mailbox
         self._held_bytes = held_bytes
         self._key = key
-        self._cancel = cancel
+        self._cancel: Callable[[], object] | None = cancel
         self._unsent: dict[int, UnsentTokens] = {}
         self._updated: dict[int, None] = {}  # completions, in the order in which their tokens arrived
         self._ended: list[int] = []
@@ -131,8 +131,9 @@ class TokenStream:
         return taken
 
     def close(self) -> None:
-        """Drop all tokens, including those that arrive later."""
+        """Drop all tokens, including those that arrive later, and the function that cancels the completions."""
         self._is_closed = True
+        self._cancel = None  # it belongs to the owner of the stream: a cycle that only the garbage collector would free
         self._drop_unsent()
         self._release(self._sending_bytes)
         self._sending_bytes = 0
@@ -148,7 +149,8 @@ class TokenStream:
             self._refusal = error
             self._has_update.set()
             self._drop_unsent()
-            self._cancel()
+            if self._cancel is not None:
+                self._cancel()
             return
         self._unsent_bytes += num_bytes
         self._unsent.setdefault(index, UnsentTokens()).add(tokens, num_bytes)

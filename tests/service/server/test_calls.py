@@ -92,14 +92,19 @@ def test_calls_leave_no_reference_cycles():
         async with serving(FakeEngine()) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
             await client.prefill([1, 2])
             await client.probe([1, 2])
-            async for _ in client.generate([1, 2], max_new_tokens=2):
-                pass
+            for options in ({}, {"n": 3}, {"logprobs": 2}):
+                async for _ in client.generate([1, 2], max_new_tokens=2, **options):
+                    pass
+            left = client.generate([1, 2], max_new_tokens=100)
+            await anext(left)
+            await left.aclose()
             await refusal_of(client.prefill([]))
             await refusal_of(client.release("unknown"))
 
     with uncollected() as found:
         asyncio.run(run())
-    assert not {"RPCState", "_ServicerContext", "AbortError"} & {type(each).__name__ for each in found}
+    names = {type(each).__name__ for each in found}
+    assert not names & {"RPCState", "_ServicerContext", "AbortError", "GenerateCall", "GenerationFuture", "TokenStream"}
 
 
 def test_callbacks_run_once_in_order_when_a_call_is_over_even_if_one_raises():

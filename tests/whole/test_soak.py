@@ -1,0 +1,72 @@
+"""The soak finds memory that grows and answers that are wrong, and a short one finds neither."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.whole.soak import MAX_GROWTH_BYTES, Report, Sample, growth_per_10k_calls, run_soak, sample
+
+PASSED = "check passed, 0 leased, 0 pinned"
+
+
+def samples(bytes_per_call: float, *, noise: int = 0, more_threads: int = 0) -> list[Sample]:
+    """Samples of a server that keeps so many bytes of each call, with peaks now and then."""
+    return [
+        Sample(
+            10.0 * index,
+            1000 * index,
+            400_000_000 + int(1000 * index * bytes_per_call) + (noise if index % 7 == 3 else 0),
+            0,
+            0,
+            20 + (more_threads if index > 30 else 0),
+            30,
+        )
+        for index in range(60)
+    ]
+
+
+@pytest.mark.parametrize("bytes_per_call", [0, 20, 3000])
+def test_growth_is_found_in_spite_of_peaks(bytes_per_call: int) -> None:
+    grown = growth_per_10k_calls(samples(bytes_per_call, noise=20_000_000))
+    assert grown == pytest.approx(10_000 * bytes_per_call, abs=50_000)
+    report = Report(warm=samples(bytes_per_call, noise=20_000_000), last_words=PASSED)
+    assert (report.growth_bytes > MAX_GROWTH_BYTES) == bool(report.mistakes) == (bytes_per_call == 3000)
+
+
+def test_wrong_answers_and_what_is_left_are_mistakes() -> None:
+    report = Report(
+        outcomes=Counter({"prefilled": 9, "WRONG n of prompt 3": 2, "UNEXPECTED UNAVAILABLE x": 1}),
+        warm=samples(0, more_threads=9),
+        left_behind={"held leases": 0, "pinned blocks": 4},
+        last_words="check failed",
+    )
+    assert report.mistakes == [
+        "2 WRONG n of prompt 3",
+        "1 UNEXPECTED UNAVAILABLE x",
+        "4 pinned blocks left",
+        "the server ended with 'check failed'",
+        "9 threads left",
+    ]
+    assert Report(last_words=PASSED).mistakes == ["expected at least 10 samples after the warm-up, got 0"]
+
+
+def test_a_sample_reads_this_process() -> None:
+    ballast = bytearray(os.urandom(1)) * 30_000_000
+    before = sample(os.getpid(), 0.0, 0)
+    del ballast
+    after = sample(os.getpid(), 1.0, 1)
+    assert before.anonymous - after.anonymous == pytest.approx(30e6, abs=5e6)
+    assert before.threads >= 1
+    assert before.descriptors >= 3
+
+
+@pytest.mark.slow
+def test_a_short_soak_makes_every_kind_of_call_without_a_mistake() -> None:
+    report = run_soak(minutes=6, warm_up_minutes=3)
+    assert [each for each in report.mistakes if "memory grew" not in each] == []
+    kinds = {"adapter", "n", "regex", "schema", "gateway", "visitor", "events", "purged", "held", "cancelled"}
+    assert kinds <= set(report.outcomes)
+    assert report.num_killed
