@@ -174,7 +174,12 @@ def wire_names(options):
 def test_options_are_the_fields_of_the_messages():
     assert wire_names(PrefillOptions) == wire_fields(PrefillRequest) - {"token_ids"}
     assert wire_names(GenerateOptions) - wire_names(PromptOptions) == wire_fields(GenerateRequest) - {"prefill"}
-    assert wire_names(PrefillOptions) - wire_names(PromptOptions) == {"top_logprobs", "return_logits", "hold_lease"}
+    assert wire_names(PrefillOptions) - wire_names(PromptOptions) == {
+        "top_logprobs",
+        "return_logits",
+        "hold_lease",
+        "return_block_table",
+    }
 
 
 def test_a_purge_requires_either_names_or_everything():
