@@ -38,18 +38,26 @@ def test_a_key_makes_ciphers(tmp_path: Path) -> None:
             TiersConfig(secret_file="/nowhere"),
             "tiers.secret_file: expected a readable file, got /nowhere: No such file or directory",
         ),
-        (TiersConfig(secret_file="/dev/null"), "tiers.secret_file: expected a secret in the file, got none"),
+        (
+            TiersConfig(secret_file="/dev/null"),
+            "tiers.secret_file: expected a readable file, got /dev/null: not a regular file but a device",
+        ),
+        (TiersConfig(secret_file="EMPTY"), "tiers.secret_file: expected a secret in the file, got none"),
         (
             TiersConfig(encryption_key_file="/nowhere"),
             "tiers.encryption_key_file: expected a readable file, got /nowhere: No such file or directory",
         ),
         (TiersConfig(encryption_key_file=""), "tiers.encryption_key_file: expected a readable file, got an empty path"),
         (
-            TiersConfig(encryption_key_file="/dev/null"),
+            TiersConfig(encryption_key_file="EMPTY"),
             "tiers.encryption_key_file: expected 64 hexadecimal digits in the file, got something else",
         ),
     ],
 )
-def test_unusable_secret_files_are_rejected(config: TiersConfig, message: str) -> None:
+def test_unusable_secret_files_are_rejected(
+    config: TiersConfig, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").touch()
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         _ = secret_of(config), ciphers_of(config)

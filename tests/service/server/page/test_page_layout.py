@@ -77,7 +77,8 @@ class BusyEngine(FakeEngine):
     def __init__(self) -> None:
         super().__init__(num_blocks=4000)
         self.offload: Any = SimpleNamespace(
-            stats=lambda: [TierStats(name, name == "host", 7, 700, 1000, *range(9)) for name in ("host", "disk")]
+            tiers={},
+            stats=lambda: [TierStats(name, name == "host", 7, 700, 1000, *range(9)) for name in ("host", "disk")],
         )
         rng = random.Random(1)
         for number, name in enumerate(TENANTS):
