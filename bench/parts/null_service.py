@@ -22,6 +22,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner, StepResult
 from radixkv.config import Config
+from radixkv.config.sequence_limit import NO_LIMIT
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.service.server.server import run
@@ -47,6 +48,7 @@ class NullRunner:
             device=torch.device("cpu"),
             vocab_size=vocab_size,
             max_tokens=None,
+            limit=NO_LIMIT,
             eos_token_ids=frozenset(),
         )
         self.fingerprint = "null"

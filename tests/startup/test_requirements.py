@@ -90,7 +90,7 @@ def test_without_a_secret_the_directory_of_the_disk_tier_must_be_private(tmp_pat
         (["tiers.disk_path="], "tiers.disk_path: expected a directory, got an empty path"),
         (["tiers.mooncake_master=nope"], "tiers.mooncake_master: expected HOST:PORT with a port from 1 to 65535, got"),
         (["tiers.secret_file=/nowhere"], "tiers.secret_file: expected a readable file, got /nowhere: No such file"),
-        (["tiers.encryption_key_file=/dev/null"], "tiers.encryption_key_file: expected 64 hexadecimal digits"),
+        (["tiers.encryption_key_file=/dev/null"], "tiers.encryption_key_file: expected a readable file, got /dev/null"),
         (["tiers.redis_url=nope"], "tiers.redis_url: expected redis://HOST:PORT/DB, got something else"),
         (["tiers.mooncake_master=127.0.0.1:1"], "tiers.mooncake_master: the package mooncake-transfer-engine-non-cuda"),
         (["stores.drawer.place=x"], "stores.drawer: expected the name of an installed package's entry point"),
