@@ -36,7 +36,7 @@ class PartQueue:
     >>> for block_id in range(8):
     ...     queue.add_passed(block_id, position=block_id, num_blocks=8)
     >>> queue.pop(), queue.pop(), queue.pop(), queue.num_passed
-    (6, 7, 0, 5)
+    (6, 0, 1, 5)
     """
 
     def __init__(self, num_blocks: int, window_blocks: int) -> None:

@@ -377,7 +377,7 @@ class TenantStats(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., ceiling_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., stored_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class BlockStats(_message.Message):
-    __slots__ = ("total", "free", "leased", "published", "pinned", "retained", "retainable", "on_probation")
+    __slots__ = ("total", "free", "leased", "published", "pinned", "retained", "retainable", "on_probation", "withheld")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +386,7 @@ class BlockStats(_message.Message):
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     RETAINABLE_FIELD_NUMBER: _ClassVar[int]
     ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
     total: int
     free: int
     leased: int
@@ -394,7 +395,8 @@ class BlockStats(_message.Message):
     retained: int
     retainable: int
     on_probation: int
-    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., published: _Optional[int] = ..., pinned: _Optional[int] = ..., retained: _Optional[int] = ..., retainable: _Optional[int] = ..., on_probation: _Optional[int] = ...) -> None: ...
+    withheld: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., published: _Optional[int] = ..., pinned: _Optional[int] = ..., retained: _Optional[int] = ..., retainable: _Optional[int] = ..., on_probation: _Optional[int] = ..., withheld: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
     __slots__ = ("waiting", "running", "finished", "failed", "cancelled", "following", "paused", "pauses")
