@@ -206,7 +206,8 @@ class Admitter:
         if cached_tokens < request.reuse.stored_upto:
             return MissReason.NOT_LOADED
         if self._cache.snapshots is None and cached_tokens < lease.found_tokens:
-            return MissReason.EVICTED  # or there was no room to reuse all of it
+            # Or there was no room to reuse all of it.
+            return MissReason.NO_WINDOW if self._cache.windows.pools else MissReason.EVICTED
         return self._cache.explain(request.namespace, tokens, cached_tokens, request.former)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:

@@ -16,7 +16,7 @@ PROMPT = range(41)  # ten whole blocks and a token; a hit needs the parts of the
 
 
 def bench_of(num_blocks: int = 30, **stores: int) -> TieredBench:
-    """The last eight blocks of a long prompt have parts."""
+    """Eight blocks of a long prompt have parts: its last ones, and one between them and its beginning."""
     return TieredBench(num_blocks, num_parts=8, **stores)
 
 
@@ -34,7 +34,7 @@ def parts_of(bench: TieredBench, ids: range) -> list[bool]:
 def test_a_prompt_is_loaded_also_where_blocks_before_its_window_have_no_parts() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
-    assert parts_of(bench, PROMPT) == [False] * 3 + [True] * 7  # and that of the last token
+    assert parts_of(bench, PROMPT) == [False, True, False, False] + [True] * 6  # and that of the last token
     bench.evict(11)
     assert len(bench.index.tiers["host"].partless) == 3
     result = bench.prefill(PROMPT)
@@ -108,7 +108,7 @@ def test_a_store_learns_from_a_load_that_a_block_came_without_its_part() -> None
     bench.evict(11)
     tier_index = bench.index.tiers["host"]
     lacking, tier_index.partless = tier_index.partless, set()  # as after a restart
-    assert loaded(bench.prefill(range(13))) == (0, 0)
+    assert loaded(bench.prefill(range(17))) == (0, 0)
     assert tier_index.partless == lacking
     bench.evict(30)
     assert tier_index.partless == set(), "they were computed, and left with their parts"
