@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import Counter
 
@@ -54,9 +55,10 @@ def test_wrong_answers_and_what_is_left_are_mistakes() -> None:
 
 
 def test_a_sample_reads_this_process() -> None:
-    ballast = bytearray(os.urandom(1)) * 30_000_000
+    ballast = mmap.mmap(-1, 30_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # an allocator may keep its memory
+    ballast.write(bytes(30_000_000))
     before = sample(os.getpid(), 0.0, 0)
-    del ballast
+    ballast.close()
     after = sample(os.getpid(), 1.0, 1)
     assert before.anonymous - after.anonymous == pytest.approx(30e6, abs=5e6)
     assert before.threads >= 1

@@ -88,22 +88,26 @@ def uncollected():
 
 
 def test_calls_leave_no_reference_cycles():
-    async def run():
-        async with serving(FakeEngine()) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
-            await client.prefill([1, 2])
-            await client.probe([1, 2])
-            for options in ({}, {"n": 3}, {"logprobs": 2}):
-                async for _ in client.generate([1, 2], max_new_tokens=2, **options):
-                    pass
-            left = client.generate([1, 2], max_new_tokens=100)
-            await anext(left)
-            await left.aclose()
-            await refusal_of(client.prefill([]))
-            await refusal_of(client.release("unknown"))
+    engine = FakeEngine()
 
-    with uncollected() as found:
-        asyncio.run(run())
-    names = {type(each).__name__ for each in found}
+    async def run():
+        async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
+            with uncollected() as found:
+                await client.prefill([1, 2])
+                await client.probe([1, 2])
+                for options in ({}, {"n": 3}, {"logprobs": 2}):
+                    async for _ in client.generate([1, 2], max_new_tokens=2, **options):
+                        pass
+                left = client.generate([1, 2], max_new_tokens=100)
+                await anext(left)
+                await left.aclose()
+                await refusal_of(client.prefill([]))
+                await refusal_of(client.release("unknown"))
+                engine.futures.clear()
+                await asyncio.sleep(0.1)
+        return {type(each).__name__ for each in found}
+
+    names = asyncio.run(run())
     assert not names & {"RPCState", "_ServicerContext", "AbortError", "GenerateCall", "GenerationFuture", "TokenStream"}
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("forked_servers")
 
 SETTINGS = (*LARGE_POOL, "engine.held_lease_ttl_s=0.5", "server.send_timeout_s=0.2")
 RIGHT = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
-FIGURES = {"connections", "calls", "frames"}
+FIGURES = {"connections", "calls", "frames", "streams"}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_an_attack_sees_right_statuses_and_leaves_nothing(address, name):
 
     seen = asyncio.run(run())
     assert seen
-    assert set(seen) <= RIGHT | FIGURES
+    assert set(seen) <= RIGHT | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
     with Client(address) as client:
 
         def is_idle():
