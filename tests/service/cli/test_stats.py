@@ -23,6 +23,7 @@ def test_stats_print_a_table_or_json(capsys):
         "retained": 2,
         "retainable": 4,
         "on_probation": 3,
+        "withheld": 0,
     }
     assert stats["evicted_blocks"] == 2**53 + 1
 
