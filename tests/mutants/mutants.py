@@ -1087,7 +1087,7 @@ ANSWER_MUTANTS = (
     ),
     Mutant(
         "service/server/servicers/token_stream.py",
-        "            self._drop_unsent()\n            self._cancel()\n",
+        "            self._drop_unsent()\n            if self._cancel is not None:\n                self._cancel()\n",
         "            pass\n",
     ),
     Mutant("service/server/servicers/token_stream.py", "        self._sending_bytes += taken.num_bytes\n", ""),
