@@ -154,8 +154,9 @@ class Evictor:
         With `with_dead_ends`, also the blocks before them that no prompt could continue after.
         """
         self.expire()
-        first = lambda: self._queue.first(spared=self._spared(tenant))  # noqa: E731
-        return self._evict(num_blocks, first, tenant, with_dead_ends=with_dead_ends)
+        return self._evict(
+            num_blocks, lambda: self._queue.first(spared=self._spared(tenant)), tenant, with_dead_ends=with_dead_ends
+        )
 
     def thin(self, end: Node, num_nodes: int) -> bool:
         """Evict branches of a path with too many nodes, the least recently used first, 64 at most.

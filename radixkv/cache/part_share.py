@@ -34,9 +34,6 @@ class PartShare(Listener):
         block_size: tokens per block.
         memory: the memory of blocks and parts.
 
-    Attributes:
-        max_parts: passed parts that may stay while blocks are evicted.
-
     Source: the balance of two lists by what each misses: Megiddo, Modha: "ARC", FAST 2003. Weighted by memory: Cidon
     et al.: "Cliffhanger", NSDI 2016.
     """

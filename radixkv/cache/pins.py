@@ -149,7 +149,7 @@ class Pins:
         return num_blocks
 
     def narrowed(
-        self, node: Node | None, cached_tokens: int, num_spare_blocks: int, root_tokens: int
+        self, node: Node | None, cached_tokens: int, num_surplus_blocks: int, root_tokens: int
     ) -> tuple[Node | None, int, int]:
         """Pin less of a path whose own blocks the lease needs, and reuse less of it if necessary.
 
@@ -159,7 +159,7 @@ class Pins:
         Args:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
-            num_spare_blocks: blocks that the lease could take, less those that the suffix takes.
+            num_surplus_blocks: blocks that the lease could take, less those that the suffix takes.
             root_tokens: tokens of a public prefix above the tree, whose blocks are always pinned.
 
         Returns:
@@ -169,10 +169,10 @@ class Pins:
         num_pinned_blocks = root_tokens // self._block_size
         num_pinned_blocks += sum(above.num_blocks for above in path_to(node) if above.ref_count)
         num_held_blocks = -(-cached_tokens // self._block_size)
-        if num_spare_blocks < num_held_blocks - num_pinned_blocks:
+        if num_surplus_blocks < num_held_blocks - num_pinned_blocks:
             num_held_blocks = cached_tokens // self._block_size
             cached_tokens = num_held_blocks * self._block_size
-        num_available_blocks = num_spare_blocks - max(0, num_held_blocks - num_pinned_blocks)
+        num_available_blocks = num_surplus_blocks - max(0, num_held_blocks - num_pinned_blocks)
         if num_available_blocks < 0 or node is None or cached_tokens <= root_tokens:
             return None, root_tokens, max(0, -num_available_blocks)
         return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0

@@ -337,9 +337,7 @@ class PrefixCache:
         return np.frombuffer(packed, np.int32, num_tokens // self.block_size)
 
     def num_root_tokens(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> int:
-        """Return the maximum number of tokens that a lease of a prompt can have from a public prefix, in whole
-        blocks.
-        """
+        """Return the most tokens, in whole blocks, that a lease of a prompt can have from a public prefix."""
         return max(found.root_tokens for found in self._find_all(namespace, tokens, read))
 
     def explain(
@@ -510,10 +508,10 @@ class PrefixCache:
             missing, there is no room for the lease here, and the others are those that were found.
         """
         node, cached_tokens = found.node, found.cached_tokens
-        num_spare_blocks = num_takeable_blocks - num_blocks + cached_tokens // self.block_size
-        while num_spare_blocks < self._pins.num_unpinned_blocks(node, num_spare_blocks):
+        num_surplus_blocks = num_takeable_blocks - num_blocks + cached_tokens // self.block_size
+        while num_surplus_blocks < self._pins.num_unpinned_blocks(node, num_surplus_blocks):
             node, cached_tokens, num_missing_blocks = self._pins.narrowed(
-                node, cached_tokens, num_spare_blocks, found.root_tokens
+                node, cached_tokens, num_surplus_blocks, found.root_tokens
             )
             if num_missing_blocks:
                 return found.node, found.cached_tokens, num_missing_blocks
@@ -521,7 +519,7 @@ class PrefixCache:
             fewer_tokens = self._reusable_tokens(found.packed_block_ids, cached_tokens)
             if fewer_tokens == cached_tokens:
                 break
-            num_spare_blocks -= cached_tokens // self.block_size - fewer_tokens // self.block_size
+            num_surplus_blocks -= cached_tokens // self.block_size - fewer_tokens // self.block_size
             cached_tokens = fewer_tokens
         return node, cached_tokens, 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -275,7 +275,7 @@ class WindowedLayers:
         return any(pool.has_excess for pool in self.pools)
 
     def num_blocks_to_reserve(self, num_tokens: int, *, keeps_all: bool = False) -> int:
-        """Return how many blocks the reservations of one more request would withhold; see `open`."""
+        """Return how many blocks the reservations of one more request would withhold; see `pin` and `reserve`."""
         numbers = [self._most(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
         return sum(
             pool.num_reserved_blocks(number) - pool.num_reserved_blocks()
@@ -364,12 +364,6 @@ class WindowedLayers:
                     num_blocks = pool.reach.longest(has_part, num_blocks * pool.block_size, pool.block_size)
                     num_blocks //= pool.block_size
         return max(0, num_blocks - block_ids.size)
-
-    def open(self, block_ids: BlockIds, cached_tokens: int, num_tokens: int, **options: Any) -> tuple[WindowLease, ...]:
-        """Pin what a request found, and reserve what it may need; see `pin` and `reserve`."""
-        holders = self.pin(block_ids, cached_tokens, num_tokens, **options)
-        self.reserve(holders)
-        return holders
 
     def pin(
         self,

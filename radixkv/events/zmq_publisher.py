@@ -17,7 +17,7 @@ from radixkv.events.curve_keys import read_curve_keys
 from radixkv.events.published_batches import PublishedBatches
 from radixkv.events.readers import EventSource
 from radixkv.events.replays import MalformedRequests, ReplayReader
-from radixkv.events.subscriber import Subscriber
+from radixkv.events.subscriptions import SubscriptionReader
 from radixkv.events.zmq_address import ZmqAddress, end_listening
 from radixkv.events.zmq_forms import PAYLOADS
 from radixkv.events.zmq_port import ZmqPort
@@ -59,7 +59,7 @@ class ZmqPublisher:
         self._publisher = ZmqPort(
             ZmqAddress.of("zmq_endpoint", config.zmq_endpoint),
             partial(secured, b"PUB", (b"SUB", b"XSUB")),
-            lambda: Subscriber(batches),
+            lambda: SubscriptionReader(batches),
         )
         self._ports = [self._publisher]
         self.endpoint = self._publisher.endpoint

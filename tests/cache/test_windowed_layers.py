@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.blocks import BlockCopy
+from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.window_pool import Reach, WindowPool
@@ -194,11 +194,18 @@ def groups_of(*reaches: Reach, num_parts: int) -> WindowedLayers:
     return WindowedLayers([WindowPool(NUM_BLOCKS, num_parts, SIZE, reach, STEP_TOKENS) for reach in reaches])
 
 
+def opened(groups: WindowedLayers, block_ids: BlockIds, cached_tokens: int, num_tokens: int) -> tuple[WindowLease, ...]:
+    """Pin what a request found, and reserve what it may need."""
+    holders = groups.pin(block_ids, cached_tokens, num_tokens)
+    groups.reserve(holders)
+    return holders
+
+
 def test_without_groups_everything_is_found_and_nothing_is_kept() -> None:
     groups = WindowedLayers()
     ids = np.arange(3, dtype=np.int32)
     assert groups.longest(ids.tobytes(), 11) == 11
-    assert groups.open(ids, 11, 20) == ()
+    assert opened(groups, ids, 11, 20) == ()
     groups.check([], ids)
 
 
@@ -217,10 +224,10 @@ def test_a_prompt_is_found_as_far_as_every_group_has_what_it_needs() -> None:
 
 def test_one_group_without_room_leaves_the_others_as_they_are() -> None:
     groups = groups_of(Reach(4), Reach(30), num_parts=20)
-    holders = groups.open(np.empty(0, dtype=np.int32), 0, 100)
+    holders = opened(groups, np.empty(0, dtype=np.int32), 0, 100)
     assert [holder.num_reserved for holder in holders] == [4, 11]
     with pytest.raises(OutOfBlocks, match="expected room for 11 blocks more, got 6 of 20"):
-        groups.open(np.empty(0, dtype=np.int32), 0, 100)
+        opened(groups, np.empty(0, dtype=np.int32), 0, 100)
     groups.check([holders], np.arange(NUM_BLOCKS))
     groups.require_room(20)
 
@@ -283,7 +290,7 @@ class PartWalk:
         if num_new > len(self.free):
             return
         try:
-            holders = self.groups.open(ids, cached, len(prompt))
+            holders = opened(self.groups, ids, cached, len(prompt))
         except OutOfBlocks:
             assert self.running, "one request always has room"
             self.events["refused"] += 1

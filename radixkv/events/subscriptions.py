@@ -12,7 +12,7 @@ from radixkv.events.zmtp import ZmtpError
 _SUBSCRIBE, _CANCEL = 1, 0
 
 
-class Subscriber:
+class SubscriptionReader:
     """Reads the log from the moment of its first subscription on.
 
         subscription   [1 and a prefix of the topic], or [0 and the prefix] to cancel it
