@@ -61,7 +61,7 @@ class Revocation:
         if self._timer is None:
             return
         self._timer.cancel()
-        if kind is GeneratorExit:  # the call was over before; there is nobody to raise to
+        if kind is GeneratorExit:  # the call has ended, so nothing would receive the exception
             return
         try:
             await self._limit.__aexit__(kind, error, trace)

@@ -76,8 +76,8 @@ def test_a_source_that_stalls_keeps_its_caller_no_longer_than_a_block_may_take(
     source = StallingSource(*responses)
     assert asyncio.run(fetched(source, 3)) == num_fetched
     assert (source.num_calls, source.is_cancelled) == (1, True)
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert told == ["kv_source peer:1: did not send a block in time; missing blocks are computed"]
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert messages == ["kv_source peer:1: did not send a block in time; missing blocks are computed"]
 
 
 @pytest.mark.usefixtures("is_impatient")
