@@ -17,9 +17,9 @@ help:
 	@echo "make fleet-demo  a fleet of two on Ray, and a replica that is killed; 2 minutes, after installing $(SIZE_fleet-demo)"
 	@echo
 	@echo "The targets below install $(SIZE_all)."
-	@echo "make test      run the tests: about 8 minutes on two cores"
+	@echo "make test      run the tests: about 12 minutes on two cores"
 	@echo "make test-long run the tests that \`make test\` leaves out, since they take long for what they prove: more random"
-	@echo "               cases, benchmarks, gateways and routers of other projects; about 10 minutes on two cores"
+	@echo "               cases, benchmarks, gateways and routers of other projects; about 12 minutes on two cores"
 	@echo "make check     lint, format check, types"
 	@echo "make install-matrix  install each set of extras that the docs name into a clean environment, and use it; about an"
 	@echo "               hour, or some of them: SETS=\"'' engine engine,text engine@oldest\""
