@@ -17,14 +17,10 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-# Names for the reasoning of a message. Templates read the first one, those of gpt-oss the second.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-# Converts values of subclasses, such as members of an enumeration, to the JSON type.
-_SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (str, str.__str__),
-    (int, int.__int__),
-    (float, float.__float__),
-)
+from radixkv.service.text.conversation import Conversation, Parts, plain, with_longer_content, without_tool_calls
+
+# Variables of every template, which are arguments of their own.
+_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class ChatTemplate:
@@ -51,8 +47,10 @@ class ChatTemplate:
         environment.globals["dict"] = _Dict()
         environment.globals["namespace"] = _Namespace
         self._special_tokens = special_tokens
+        self._written_roles: set[tuple[str, bool]] = set()
         try:
             self._template = environment.from_string(source)
+            self._names = {each.name for each in environment.parse(source).find_all(nodes.Name)}
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template is not valid: {error}") from error
 
@@ -67,8 +65,13 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation.
 
+        What the template would drop is refused: the conversation is rendered again without each of tools, documents and
+        tool calls, and with other contents, and each time the text must differ. Contents of a role are checked until
+        the template has written one. Of several forms of the messages, see `radixkv.service.text.conversation`, the
+        first one of which nothing is dropped is used.
+
         Args:
-            messages: at least one; see `Tokenizer.encode_chat`.
+            messages: at least one; see `Conversation`.
             tools: JSON schemas of functions that the model may call.
             documents: texts that the answer may be based on.
             add_generation_prompt: end with the beginning of the model's answer.
@@ -76,18 +79,62 @@ class ChatTemplate:
 
         Raises:
             TypeError: an argument contains a value that has no JSON type.
-            ValueError: there is no message, or the template rejects the messages or fails.
+            ValueError: there is no message, or the template rejects the messages, fails, or would drop an argument.
         """
-        if not messages:
-            raise ValueError("expected at least one message, got none")
+        conversation = Conversation(messages)
         values = {
             **self._special_tokens,
-            **_plain(dict(variables or {})),
-            "messages": [_message(each) for each in messages],
-            "tools": _plain(tools),
-            "documents": _plain(documents),
+            **self._checked(plain(dict(variables or {}))),
+            "tools": plain(tools),
+            "documents": plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
+        first_error: ValueError | None = None
+        for form in conversation.forms():
+            try:
+                return self._complete(conversation, {**values, "messages": form})
+            except ValueError as error:
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
+
+    def _checked(self, variables: dict[str, Any]) -> dict[str, Any]:
+        for name, value in variables.items():
+            if name in _ARGUMENTS:
+                raise ValueError(f"chat_template_kwargs: expected {name} as an argument of its own")
+            if value is not None and name not in self._names:
+                raise ValueError(f"chat_template_kwargs: expected variables of the model's chat template, got {name}")
+        return variables
+
+    def _complete(self, conversation: Conversation, values: dict[str, Any]) -> str:
+        """Return the text of a form of the conversation, from which nothing is dropped."""
+        text, messages = self._text(values), values["messages"]
+        for name in ("tools", "documents"):
+            if values[name]:
+                self._require(text, name, {**values, name: None})
+        if conversation.has_tool_calls:
+            self._require(text, "tool_calls", {**values, "messages": without_tool_calls(messages)})
+        has_parts = any(isinstance(each.get("content"), Parts) for each in messages)
+        for role in conversation.roles:
+            if (role, has_parts) not in self._written_roles:
+                altered = {**values, "messages": with_longer_content(messages, role)}
+                self._require(text, f"messages of the role {role}", altered)
+                self._written_roles.add((role, has_parts))
+        return text
+
+    def _require(self, text: str, what: str, altered: dict[str, Any]) -> None:
+        """Refuse a conversation whose altered values give the same text."""
+        try:
+            is_dropped = self._text(altered) == text
+        except ValueError:
+            return
+        if is_dropped:
+            raise ValueError(
+                f"the model's chat template drops {what}: send them as text in another message, or serve a model whose "
+                "template writes them"
+            )
+
+    def _text(self, values: dict[str, Any]) -> str:
         try:
             return self._template.render(values)
         except jinja2.TemplateError as error:
@@ -150,29 +197,3 @@ def _to_json(
 ) -> str:
     """Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _message(message: object) -> dict[str, Any]:
-    """Return a message with JSON types only, without values that are None: OpenAI's API returns `content: null`."""
-    plain = _plain(message)
-    if not isinstance(plain, dict):
-        raise TypeError(f"messages: expected mappings with a role and content, got {type(message).__name__}")
-    plain = {name: value for name, value in plain.items() if value is not None}
-    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-
-
-def _plain(value: object) -> Any:
-    """Return a copy with JSON types only, because a template could call methods of other objects."""
-    if value is None or isinstance(value, bool):
-        return value
-    for kind, plain in _SCALARS:
-        if isinstance(value, kind):
-            return plain(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_plain(item) for item in value]
-    if callable(dump := getattr(value, "model_dump", None)):  # a Pydantic model, such as a message of OpenAI's client
-        return _plain(dump())
-    raise TypeError(f"chat: expected text, numbers, lists and mappings, got {type(value).__name__}")

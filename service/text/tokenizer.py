@@ -123,8 +123,9 @@ class Tokenizer:
         """Return the token ids of a conversation, rendered by the model's chat template.
 
         Args:
-            messages: each with a `role`, such as `system`, `user` or `assistant`, its `content`, and other keys that
-                the template reads, such as `tool_calls`. A value of None counts as absent.
+            messages: in the form of OpenAI's API: each with a `role`, such as `system`, `user` or `assistant`, its
+                `content` (text, a list of parts of the type text, or None), and other keys that the template reads,
+                such as `tool_calls`. Other values of None count as absent.
             tools: JSON schemas of functions that the model may call, in the form of OpenAI's API.
             documents: texts that the answer may be based on.
             add_generation_prompt: end with the tokens that begin the model's message.
@@ -133,7 +134,8 @@ class Tokenizer:
         Raises:
             MissingPackage: jinja2 is not installed.
             TypeError: an argument contains values other than strings, numbers, lists and mappings.
-            ValueError: the model has no chat template, or the template rejects the messages.
+            ValueError: the model has no chat template, or the template rejects the messages, or would drop something
+                that is given, such as tools.
         """
         text = self._template(has_tools=tools is not None).render(
             messages,

@@ -120,32 +120,41 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "It's
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def chatting(request, tmp_path_factory):
-    """Both tokenizers of a model with one of the templates."""
+    """Both tokenizers of a model with one of the templates, and the template."""
     directory = write_tiny(tmp_path_factory.mktemp("chat"))
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     settings |= {"chat_template": TEMPLATES[request.param], "bos_token": "<|endoftext|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return Tokenizer.load(directory), AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return Tokenizer.load(directory), theirs, TEMPLATES[request.param]
 
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_conversations_are_those_of_transformers(chatting, chat, add_generation_prompt):
-    ours, theirs = chatting
-    for extra in ({}, {"tools": [TOOL, TOOL]}, {"documents": [{"title": "T", "text": "<x>"}]}):
-        ids = ours.encode_chat(chat, add_generation_prompt=add_generation_prompt, **extra)
-        text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt, **extra)
-        assert ids == theirs.encode(text, add_special_tokens=False)
+    ours, theirs, source = chatting
+    is_prompt = add_generation_prompt
+    extras = {"tools": [TOOL, TOOL], "documents": [{"title": "T", "text": "<x>"}]}
     variables = {"enable_thinking": False, "date_string": "1 Jan"}
-    text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **variables)
-    assert ours.encode_chat(chat, chat_template_kwargs=variables) == theirs.encode(text, add_special_tokens=False)
+    has_calls = any("tool_calls" in each for each in chat)
+    for name, value in {"": None, **extras, **variables}.items():
+        extra = {name: value} if name in extras else {}
+        kwargs = {name: value} if name in variables else {}
+        given = [*extra, *kwargs, *(["tool_calls"] if has_calls else [])]
+        if all(each in source for each in given):
+            ids = ours.encode_chat(chat, add_generation_prompt=is_prompt, **extra, chat_template_kwargs=kwargs)
+            text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=is_prompt, **extra, **kwargs)
+            assert ids == theirs.encode(text, add_special_tokens=False)
+        else:
+            with pytest.raises(ValueError, match=r"drops (tools|documents|tool_calls):|variables of the"):
+                ours.encode_chat(chat, add_generation_prompt=is_prompt, **extra, chat_template_kwargs=kwargs)
 
 
 @pytest.mark.parametrize(
     ("source", "messages", "message"),
     [
         (GEMMA, [{"role": "system", "content": "x"}], "refuses these messages: System role not supported"),
-        (CHATML, [{"role": "user", "content": ["x"]}], "fails over these messages: TypeError"),
+        (CHATML, [{"role": ["x"], "content": "y"}], "fails over these messages: TypeError"),
         (CHATML, [{"role": "user"}], "refuses these messages: .* has no attribute 'content'"),
         (CHATML, [], "expected at least one message, got none"),
         ("{{ ''.__class__.mro() }}", [{"role": "user"}], "refuses these messages: .* is unsafe"),

@@ -81,37 +81,47 @@ def test_files_of_a_kind_that_needs_another_package_name_it(monkeypatch, tmp_pat
 CHAT = [{"role": "user", "content": "hi"}]
 
 
+def _names(source):
+    """Return a template that writes where it comes from, and the message."""
+    return source + " {{ messages[0].content }}"
+
+
 @pytest.mark.parametrize(
     ("files", "source"),
     [
-        ({"chat_template.jinja": "file"}, "file"),
-        ({"chat_template.json": json.dumps({"chat_template": "processor"})}, "settings"),
+        ({"chat_template.jinja": _names("file")}, "file"),
+        ({"chat_template.json": json.dumps({"chat_template": _names("processor")})}, "settings"),
         (
-            {"tokenizer_config.json": "{}", "chat_template.json": json.dumps({"chat_template": "processor"})},
+            {"tokenizer_config.json": "{}", "chat_template.json": json.dumps({"chat_template": _names("processor")})},
             "processor",
         ),
-        ({"tokenizer_config.json": json.dumps({"chat_template": [{"name": "default", "template": "list"}]})}, "list"),
-        ({"additional_chat_templates/default.jinja": "folder"}, "folder"),
+        (
+            {"tokenizer_config.json": json.dumps({"chat_template": [{"name": "default", "template": _names("list")}]})},
+            "list",
+        ),
+        ({"additional_chat_templates/default.jinja": _names("folder")}, "folder"),
     ],
 )
 def test_the_chat_template_is_found_where_models_have_it(tmp_path, files, source):
     write_tiny(tmp_path)
-    settings = {**json.loads((tmp_path / "tokenizer_config.json").read_text()), "chat_template": "settings"}
+    settings = {**json.loads((tmp_path / "tokenizer_config.json").read_text()), "chat_template": _names("settings")}
     for name, text in {"tokenizer_config.json": json.dumps(settings), **files}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == source
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == f"{source} hi"
 
 
 def test_a_model_with_several_templates_has_one_for_tools(tmp_path):
     write_tiny(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "{{ tools[0].name }}: {{ messages[0].content }}"
+    )
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "hi"
-    assert tokenizer.decode(tokenizer.encode_chat(CHAT, tools=[{"name": "weather"}])) == "weather"
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT, tools=[{"name": "weather"}])) == "weather: hi"
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template, got only tool_use"):
         Tokenizer.load(tmp_path).encode_chat(CHAT)

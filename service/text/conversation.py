@@ -1,0 +1,196 @@
+"""The messages of a conversation, in the forms that chat templates accept.
+
+OpenAI's API, the conventions of transformers and the templates of models disagree in three points. Each way to settle
+them is one form of the messages. The first form is the one that most templates accept:
+
+| in a message | in a form |
+|---|---|
+| `content` is a list of parts | the list; or the texts of its parts, joined by line breaks |
+| `content` is null | empty text; or null |
+| `arguments` of a tool call, JSON text in OpenAI's API | an object; or JSON text |
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+# Names for the reasoning of a message. Templates read the first one, those of gpt-oss the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Converts values of subclasses, such as members of an enumeration, to the JSON type.
+_SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (str, str.__str__),
+    (int, int.__int__),
+    (float, float.__float__),
+)
+
+
+class Parts(list[dict[str, Any]]):
+    """Parts of a content. Conversion to text raises, because Python's notation of a list is never meant."""
+
+    def __str__(self) -> NoReturn:
+        raise TypeError("expected a template that iterates over the parts of a content, got one that writes them whole")
+
+    __repr__ = __str__
+
+
+class Conversation:
+    """Checked messages with values of JSON types only.
+
+    Args:
+        messages: each with a `role`, such as `system`, `user` or `assistant`, its `content`, and other keys that
+            templates read, such as `tool_calls`. Other values of None count as absent.
+
+    Raises:
+        TypeError: a message is no mapping, or contains a value that has no JSON type.
+        ValueError: there is no message, a part of a content is not text, or the arguments of a tool call are no JSON
+            object.
+    """
+
+    def __init__(self, messages: Sequence[object]) -> None:
+        if not messages:
+            raise ValueError("expected at least one message, got none")
+        self._messages = [_message(each, f"messages[{index}]") for index, each in enumerate(messages)]
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of messages that have a content and no tool calls. Templates may omit what precedes a call."""
+        found = [each["role"] for each in self._messages if _is_checked(each)]
+        return list(dict.fromkeys(found))
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether a message has tool calls."""
+        return any(each.get("tool_calls") for each in self._messages)
+
+    def forms(self) -> Iterator[list[dict[str, Any]]]:
+        """Iterate over the forms of these messages."""
+        has_parts = any(isinstance(each.get("content"), Parts) for each in self._messages)
+        has_nulls = any(each.get("content", "") is None for each in self._messages)
+        choices = [
+            (False, True) if has_choice else (False,) for has_choice in (has_parts, has_nulls, self.has_tool_calls)
+        ]
+        for joins_parts, keeps_nulls, dumps_arguments in itertools.product(*choices):
+            yield [_formed(each, joins_parts, keeps_nulls, dumps_arguments) for each in self._messages]
+
+
+def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without their tool calls."""
+    return [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
+
+
+def with_longer_content(messages: Sequence[dict[str, Any]], role: str) -> list[dict[str, Any]]:
+    """Return messages whose contents of one role, see `Conversation.roles`, end in another character."""
+    return [_longer(each) if _is_checked(each) and each["role"] == role else each for each in messages]
+
+
+def plain(value: object) -> Any:
+    """Return a copy with JSON types only, because a template could call methods of other objects.
+
+    Raises:
+        TypeError: a value has no JSON type.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, converted in _SCALARS:
+        if isinstance(value, kind):
+            return converted(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [plain(item) for item in value]
+    if callable(dump := getattr(value, "model_dump", None)):  # a Pydantic model, such as a message of OpenAI's client
+        return plain(dump())
+    raise TypeError(f"chat: expected text, numbers, lists and mappings, got {type(value).__name__}")
+
+
+def _message(message: object, place: str) -> dict[str, Any]:
+    copy = plain(message)
+    if not isinstance(copy, dict):
+        raise TypeError(f"messages: expected mappings with a role and content, got {type(message).__name__}")
+    # An answer that consists of tool calls may have no content at all.
+    has_null = copy.get("content", "" if copy.get("role") != "assistant" else None) is None
+    copy = {name: value for name, value in copy.items() if value is not None}
+    reasoning = next((copy[name] for name in _REASONING if name in copy), None)
+    if reasoning is not None:
+        copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+    if has_null:
+        copy["content"] = None
+    if isinstance(copy.get("content"), list):
+        copy["content"] = Parts(_part(each, f"{place}.content[{index}]") for index, each in enumerate(copy["content"]))
+        if copy.get("tool_calls"):  # a template that omits it would not be noticed
+            copy["content"] = _joined(copy["content"])
+    if copy.get("function_call"):
+        raise ValueError(f"{place}.function_call: expected tool_calls, which replaced it in OpenAI's API")
+    if "tool_calls" in copy:
+        copy["tool_calls"] = _tool_calls(copy["tool_calls"], f"{place}.tool_calls")
+    return copy
+
+
+def _part(part: object, place: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(part, dict) or kind != "text":
+        raise ValueError(
+            f"{place}: expected a part of the type text, since models are served for text only, got {kind}"
+        )
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"{place}.text: expected text, got {type(part.get('text')).__name__}")
+    return part
+
+
+def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls):
+        raise ValueError(f"{place}: expected a list of objects, got {type(calls).__name__}")
+    return [_tool_call(each, f"{place}[{index}]") for index, each in enumerate(calls)]
+
+
+def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a call whose arguments, there or in its `function`, are an object."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _tool_call(call["function"], f"{place}.function")}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")  # some servers send nothing for a function without parameters
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):  # the message must not contain any of it
+        raise ValueError(f"{place}.arguments: expected a JSON object, got other text")
+    return {**call, "arguments": parsed}
+
+
+def _formed(message: dict[str, Any], joins_parts: bool, keeps_nulls: bool, dumps_arguments: bool) -> dict[str, Any]:
+    copy, content = dict(message), message.get("content", "")
+    if content is None and not keeps_nulls:
+        copy["content"] = ""
+    if isinstance(content, Parts) and joins_parts:
+        copy["content"] = _joined(content)
+    if dumps_arguments and message.get("tool_calls"):
+        copy["tool_calls"] = [_dumped(each) for each in message["tool_calls"]]
+    return copy
+
+
+def _dumped(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _dumped(call["function"])}
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(str(each["text"]) for each in parts)
+
+
+def _is_checked(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("content")) and isinstance(message.get("role"), str) and not message.get("tool_calls")
+
+
+def _longer(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, Parts):
+        return {**message, "content": Parts({**each, "text": each["text"] + "."} for each in content)}
+    return {**message, "content": content + "."} if isinstance(content, str) else message
