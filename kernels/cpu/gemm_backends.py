@@ -7,6 +7,7 @@
     plain          the weight as it is: MKL in float32, oneDNN in half precision
     float32        float16 only: converted once, so that machines without float16 arithmetic multiply in float32
     int8           weights and rows quantized to 8 bits: results differ, so only if configured
+    q8, q4         weights quantized to 8 or 4 bits, for our own C++ kernels: likewise
 
 MKL's packed GEMM adds up a row in the same order for every row count that was tried; its plain GEMM does not. A
 convolution adds up the channels of a pixel in the same order for any number of pixels, so it is batch-invariant in
@@ -22,6 +23,7 @@ import torch
 
 from radixkv.kernels.cpu.int8_linear import int8_linear, pack_int8
 from radixkv.kernels.native import gemm
+from radixkv.kernels.quantized_weight import QuantizedWeight
 
 ALIGNMENT_BYTES = 64  # of rows: vector loads must not depend on where a row starts
 _MKL: Any = torch.ops.mkl
@@ -64,7 +66,9 @@ def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
     """Return the backends for a weight like this one on this machine, except those with other results, such as int8."""
     dtype = weight.dtype
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    excluded = {"int8"} if has_mkl else {"int8", "packed"}
+    excluded = {"int8", *QUANTIZED_BITS}
+    if not has_mkl:
+        excluded.add("packed")
     if not gemm.multiplies(weight):
         excluded.add("native")
     names = [name for name, backend in GEMM_BACKENDS.items() if dtype in backend.dtypes and name not in excluded]
@@ -98,6 +102,13 @@ def _plain_matmul(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 def _concat(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     """Concatenate weights before packing."""
     return lambda *weights: pack(weights[0] if len(weights) == 1 else torch.cat(weights))
+
+
+def _quantize(bits: int) -> Callable[..., gemm.QuantizedPanels]:
+    """Quantize each weight before packing."""
+    return lambda *weights: gemm.QuantizedPanels(
+        [QuantizedWeight.quantize(each, bits) for each in weights], weights[0].dtype
+    )
 
 
 def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
@@ -185,6 +196,9 @@ def _float32_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor
 # Backends of oneDNN, with the dtype that each computes in; None for the dtype of the weight.
 _ONEDNN: dict[str, torch.dtype | None] = {"blocked": None, "convolution": None, "float32": torch.float32}
 
+# Backends whose weights are quantized and whose rows are not, with the bits of a code.
+QUANTIZED_BITS = {"q8": 8, "q4": 4}
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Likely fast backends come first, so that slower ones are dropped early.
@@ -196,4 +210,8 @@ GEMM_BACKENDS = {
     "plain": GemmBackend(_concat(_as_it_is), _plain_matmul, _FLOATS),
     "float32": GemmBackend(_concat(_blocked_float32), _float32_matmul, (torch.float16,)),
     "int8": GemmBackend(_concat(pack_int8), int8_linear, _FLOATS),
+    **{
+        name: GemmBackend(_quantize(bits), gemm.multiply, gemm.DTYPES, gemm.gate, rows_are_alike=True)
+        for name, bits in QUANTIZED_BITS.items()
+    },
 }

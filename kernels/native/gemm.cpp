@@ -3,6 +3,8 @@
 //   weight   [panel][word][two vectors of features]   a word is one number, or two neighbours where pairs are multiplied
 //   rows     [tile][word][up to kRows rows]           laid out for each call, as many words at once as a cache holds
 //
+// A quantized weight (quantized.h) is dequantized into words of a panel, some at a time, which a core's first cache holds.
+//
 // A number of the result is one sum over all words, from the first to the last, in a register or stored in float32
 // between two blocks of words. No operation of a row depends on others, so its bits do not depend on how many there are.
 
@@ -16,18 +18,19 @@ namespace {
 constexpr int kRows = kRegisters == 32 ? 12 : 6;  // of a tile, whose sums nearly fill the registers
 constexpr int64_t kMostRows = kRegisters == 32 ? 516 : 258;  // whose words fit in a cache
 constexpr int64_t kMostWords = 448;
+constexpr int64_t kMostDequantized = kRegisters == 32 ? 128 : 192;  // words of panels that are dequantized at once
 constexpr int64_t kAheadBytes = 4096;  // of a weight, which are asked for before they are needed
 constexpr int64_t kLineBytes = 64;
 
 // Multiplies in float32. Weights of 16 bits stay so, which is less to read.
-template <int64_t kKind>
+template <int64_t kKind, int64_t kWeightKind = kKind>
 struct InFloat32 {
   using Row = float;  // a word of a row, when it is laid out
-  using Weight = std::conditional_t<kKind == kFloat32, float, uint16_t>;
+  using Weight = std::conditional_t<kWeightKind == kFloat32, float, uint16_t>;
   static constexpr int kNumbers = 1;  // in a word
 
   static Words load_row(const void* row, int64_t word, Lanes lanes) { return as_words(load(row, word, kKind, lanes)); }
-  static Floats load_weight(const Weight* from) { return load(from, 0, kKind, first_lanes(kLanes)); }
+  static Floats load_weight(const Weight* from) { return load(from, 0, kWeightKind, first_lanes(kLanes)); }
   static Floats add(Floats sum, float a, Floats b) { return multiply_add(all(a), b, sum); }
 };
 
@@ -46,9 +49,15 @@ struct InPairs {
   }
 };
 using InBfloat16 = InPairs;
+using DequantizedInBfloat16 = InPairs;
 #else
 using InBfloat16 = InFloat32<kBfloat16>;
+using DequantizedInBfloat16 = InFloat32<kBfloat16, kFloat32>;
 #endif
+
+// Whether weights are dequantized into words of this arithmetic.
+template <class Arithmetic>
+constexpr bool can_dequantize = sizeof(typename Arithmetic::Weight) == 4;
 
 // How many rows and panels are multiplied at once: as many as there are registers for their sums.
 struct Tile {
@@ -163,35 +172,57 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // of panels, and those left
   const int num_weights = matmul.other_weight ? 2 : 1;
   const bool is_in_place = matmul.kind == kFloat32 && matmul.out_features % kFeatures == 0 && num_weights == 1;
+  const bool is_quantized = matmul.format != kPlain;
+  constexpr int64_t kGroupWords = kGroup / Arithmetic::kNumbers;
+  const int64_t unit = is_quantized ? kGroupWords : 1, num_units = num_words / unit;  // words that stay together
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
   const int64_t stride = is_in_place ? matmul.out_features : tile.panels * kFeatures;
-  const Buffer<Row> laid_out(num_rows * ((num_words + num_blocks - 1) / num_blocks));
+  const int64_t panel_bytes = matmul.in_features / kGroup * group_bytes(matmul.format, kFeatures);  // if it is quantized
+  const Buffer<Row> laid_out(num_rows * ((num_units + num_blocks - 1) / num_blocks) * unit);
   const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
   for (int64_t block = 0; block < num_blocks; block++) {
-    const int64_t first_word = num_words * block / num_blocks;
-    const int64_t words_here = num_words * (block + 1) / num_blocks - first_word;
+    const int64_t first_word = num_units * block / num_blocks * unit;
+    const int64_t words_here = num_units * (block + 1) / num_blocks * unit - first_word;
+    const int64_t words_at_once = is_quantized ? std::min(words_here, kMostDequantized / tile.panels) : words_here;
     parallel_for(num_tiles, matmul.num_threads, [&](int64_t t) {
       lay_out<Arithmetic>(matmul, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
                           reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
     });
     parallel_items(num_groups, matmul.num_threads, [&](Items& items) {
       const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
+      const Buffer<Weight> dequantized(is_quantized ? tile.panels * words_at_once * kFeatures : 0);
       for (int64_t g; items.next(g);) {
         const bool is_whole = g < num_panels / tile.panels;
         const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
         const int64_t panels_here = is_whole ? tile.panels : 1;
         float* sums = is_in_place ? static_cast<float*>(matmul.out) + first_row * stride + p * kFeatures : own;
         for (int i = 0; i < num_weights; i++) {
-          const Weight* panel = static_cast<const Weight*>(i ? matmul.other_weight : matmul.weight) +
-                                (p * num_words + first_word) * kFeatures;
-          for (int64_t t = 0; t < num_tiles; t++) {
-            // A single tile asks for what follows soon; of several, each asks for its part of the next panel.
-            const bool is_single = num_tiles == 1;
-            const int64_t first_ahead = words_here * t / num_tiles, end_ahead = words_here * (t + 1) / num_tiles;
-            const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
-            add_tile<Arithmetic>(panels_here, row_of(t + 1) - row_of(t), laid_out + row_of(t) * words_here,
-                                 panel, num_words * kFeatures, words_here, sums + (i * num_rows + row_of(t)) * stride,
-                                 stride, block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
+          const void* weight = i ? matmul.other_weight : matmul.weight;
+          for (int64_t word = 0, words; word < words_here; word += words) {
+            words = std::min(words_at_once, words_here - word);
+            const Weight* panel = static_cast<const Weight*>(weight) + (p * num_words + first_word) * kFeatures;
+            if constexpr (can_dequantize<Arithmetic>) {
+              if (is_quantized) {
+                panel = dequantized;
+                const uint8_t* groups = static_cast<const uint8_t*>(weight) + p * panel_bytes +
+                                        (first_word + word) / kGroupWords * group_bytes(matmul.format, kFeatures);
+                for (int64_t each = 0; each < panels_here; each++)
+                  dequantize(groups + each * panel_bytes, matmul.format, words / kGroupWords, kFeatures,
+                             dequantized + each * words * kFeatures);
+              }
+            }
+            for (int64_t t = 0; t < num_tiles; t++) {
+              // A single tile asks for what follows soon; of several, each asks for its part of the next panel.
+              const bool is_single = num_tiles == 1;
+              const int64_t first_ahead = words * t / num_tiles, end_ahead = words * (t + 1) / num_tiles;
+              const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
+              const int64_t rows_here = row_of(t + 1) - row_of(t);
+              add_tile<Arithmetic>(panels_here, rows_here, laid_out + row_of(t) * words_here + word * rows_here, panel,
+                                   (is_quantized ? words : num_words) * kFeatures, words,
+                                   sums + (i * num_rows + row_of(t)) * stride, stride, block == 0 && word == 0,
+                                   panel + distance + first_ahead * kFeatures,
+                                   is_quantized ? 0 : end_ahead - first_ahead);
+            }
           }
         }
         if (block == num_blocks - 1) finish(matmul, first_row, num_rows, p, panels_here, sums, stride);
@@ -254,6 +285,14 @@ extern "C" void radixkv_lay_out(const void* weight, int64_t num_features, int64_
 
 extern "C" void radixkv_multiply(const Matmul* matmul) {
   if (multiply_in_tiles(*matmul)) return;
-  if (matmul->kind == kFloat32) return multiply_all<InFloat32<kFloat32>>(*matmul);
-  matmul->kind == kBfloat16 ? multiply_all<InBfloat16>(*matmul) : multiply_all<InFloat32<kFloat16>>(*matmul);
+  const bool is_quantized = matmul->format != kPlain;
+  switch (matmul->kind) {
+    case kFloat32:
+      return multiply_all<InFloat32<kFloat32>>(*matmul);
+    case kBfloat16:
+      return is_quantized ? multiply_all<DequantizedInBfloat16>(*matmul) : multiply_all<InBfloat16>(*matmul);
+    default:
+      return is_quantized ? multiply_all<InFloat32<kFloat16, kFloat32>>(*matmul)
+                          : multiply_all<InFloat32<kFloat16>>(*matmul);
+  }
 }

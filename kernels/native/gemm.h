@@ -2,6 +2,7 @@
 #pragma once
 
 #include "buffer.h"
+#include "quantized.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@ struct Matmul {
   const void *weight, *other_weight;
   const void *bias, *other_bias;
   void* out;
-  int64_t num_rows, in_features, out_features, kind, num_threads;
+  int64_t num_rows, in_features, out_features, kind, format, num_threads;
 };
 
 extern "C" void radixkv_multiply(const Matmul* matmul);

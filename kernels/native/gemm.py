@@ -7,16 +7,26 @@ row and the weight, not on the number of rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
 from radixkv.kernels.native.library import KINDS
+from radixkv.kernels.quantized_weight import GROUP_FEATURES, QuantizedWeight
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 DTYPES = tuple(KINDS)  # supported dtypes of weights
+
+
+class Format(IntEnum):
+    """How weights are stored: `Format` of quantized.h."""
+
+    PLAIN = 0
+    Q8 = 1
+    Q4 = 2
 
 
 class _Library(NamedTuple):
@@ -36,7 +46,7 @@ class _Matmul(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("rows", "weight", "other_weight", "bias", "other_bias", "out")),
-        *((name, _INT) for name in ("num_rows", "in_features", "out_features", "kind", "num_threads")),
+        *((name, _INT) for name in ("num_rows", "in_features", "out_features", "kind", "format", "num_threads")),
     )
 
 
@@ -46,27 +56,64 @@ class Panels:
     Args:
         weights: `[features, in_features]` each, for which `multiplies` is true. Their features are concatenated in
             order.
+
+    Attributes:
+        numbers: the packed weights.
+        out_features: features of all weights.
+        dtype: of the rows that they are multiplied with.
+        format: how they are stored.
     """
+
+    format = Format.PLAIN
 
     def __init__(self, *weights: torch.Tensor) -> None:
         library = _in_use()
         in_features = weights[0].shape[1]
-        dtype = weights[0].dtype
+        self.dtype = weights[0].dtype
         self.out_features = sum(map(len, weights))
         num_features = library.panel_features
-        num_numbers = library.word_numbers[dtype]
+        num_numbers = library.word_numbers[self.dtype]
         num_panels = -(-self.out_features // num_features)
         num_words = in_features // num_numbers
         # [num_panels, num_words, features, numbers of a word]
-        self.numbers = torch.empty(num_panels, num_words, num_features, num_numbers, dtype=dtype)
+        self.numbers = torch.empty(num_panels, num_words, num_features, num_numbers, dtype=self.dtype)
         start = 0
         for weight in map(torch.Tensor.contiguous, weights):
             library.lay_out(
-                *(weight.data_ptr(), len(weight), num_words, num_numbers * dtype.itemsize, start),
+                *(weight.data_ptr(), len(weight), num_words, num_numbers * self.dtype.itemsize, start),
                 *(self.numbers.data_ptr(), torch.get_num_threads()),
             )
             start += len(weight)
         self.numbers[-1, :, num_features - num_panels * num_features + start :] = 0
+
+
+class QuantizedPanels(Panels):
+    """One or more quantized weights, packed in the layout of quantized.h, as one matrix.
+
+    Args:
+        weights: of the same bits and in_features. Their features are concatenated in order.
+        dtype: of the rows that they are multiplied with.
+    """
+
+    def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:
+        whole = QuantizedWeight.concatenated(weights)
+        self.dtype = dtype
+        self.format = Format.Q8 if whole.minima is None else Format.Q4
+        self.out_features = whole.out_features
+        num_features = _in_use().panel_features
+        codes, scales, minima = whole.padded(num_features)
+        num_panels, num_groups = len(scales) // num_features, scales.shape[1]
+        # [num_panels, num_groups, bytes of a group]
+        parts = [
+            each.view(num_panels, num_features, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+            for each in (scales, minima)
+            if each is not None
+        ]
+        grouped = codes.view(num_panels, num_features, num_groups, -1).permute(0, 2, 3, 1)
+        if self.format == Format.Q4:
+            grouped = grouped[:, :, 0::2] | grouped[:, :, 1::2] << 4
+        parts.append(grouped.reshape(num_panels, num_groups, -1).view(torch.uint8))
+        self.numbers = torch.cat(parts, dim=2)
 
 
 def use(library: ctypes.CDLL) -> None:
@@ -90,6 +137,11 @@ def multiplies(weight: torch.Tensor) -> bool:
     if _library is None or weight.dtype not in _library.word_numbers:
         return False
     return weight.shape[1] % _library.word_numbers[weight.dtype] == 0
+
+
+def multiplies_quantized(weight: torch.Tensor) -> bool:
+    """Return whether a library is in use that supports a weight of this shape and dtype once it is quantized."""
+    return _library is not None and weight.dtype in DTYPES and weight.shape[1] % GROUP_FEATURES == 0
 
 
 def _in_use() -> _Library:
@@ -117,7 +169,7 @@ def _computed(
     tensors = (rows, weight.numbers, None if up is None else up.numbers, bias, up_bias, out)
     matmul = _Matmul(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        *(num_rows, in_features, weight.out_features, KINDS[rows.dtype], torch.get_num_threads()),
+        *(num_rows, in_features, weight.out_features, KINDS[rows.dtype], weight.format, torch.get_num_threads()),
     )
     _in_use().multiply(ctypes.byref(matmul))
     return out

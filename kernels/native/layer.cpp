@@ -26,7 +26,7 @@ struct Norm {
 
 struct Weight {
   const void *panels, *bias;
-  int64_t in_features, out_features;
+  int64_t in_features, out_features, format;
 };
 
 struct Layer {
@@ -137,7 +137,7 @@ class LayerOfTokens {
   void multiply(const void* rows, const Weight& weight, const Weight* up, void* output) const {
     const Matmul matmul = {rows,       weight.panels,      up ? up->panels : nullptr, weight.bias, up ? up->bias : nullptr,
                              output,     num_tokens_,        weight.in_features,        weight.out_features,
-                             layer_.kind, num_threads_};
+                             layer_.kind, weight.format, num_threads_};
     radixkv_multiply(&matmul);
   }
 

@@ -28,7 +28,10 @@ class _Norm(ctypes.Structure):
 class _Weight(ctypes.Structure):
     """`Weight` of layer.cpp."""
 
-    _fields_ = (("panels", _POINTER), ("bias", _POINTER), ("in_features", _INT), ("out_features", _INT))
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "bias")),
+        *((name, _INT) for name in ("in_features", "out_features", "format")),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -77,7 +80,8 @@ class Weights:
     def structure(self, in_features: int) -> _Weight:
         """Tell C++ of them."""
         bias = None if self.bias is None else self.bias.data_ptr()
-        return _Weight(self.panels.numbers.data_ptr(), bias, in_features, self.panels.out_features)
+        panels = self.panels
+        return _Weight(panels.numbers.data_ptr(), bias, in_features, panels.out_features, panels.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class LayerParts:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of weights and rows."""
-        return self.heads.panels.numbers.dtype
+        return self.heads.panels.dtype
 
 
 class NativeLayer:

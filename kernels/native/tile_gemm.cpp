@@ -16,6 +16,8 @@ constexpr int64_t kMostBytes = 896 << 10;  // of rows that are laid out at once:
 constexpr int64_t kPairRows = 2 * kLines;  // of two tiles
 constexpr int64_t kAheadBytes = 4096;      // of a weight, which are asked for before they are needed
 constexpr int64_t kPanelBytes = kFeatures * 4;  // of a word
+constexpr int64_t kMostDequantized = 128;       // words of a panel: they stay in a core's first cache
+static_assert(kGroup == 2 * kTileWords, "a step has the words of a group");
 
 int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines * kLines; }
 
@@ -111,25 +113,43 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
       lay_out(matmul, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
               laid_out + row * words_here);
     });
+    // A quantized weight is dequantized for all pairs at once, or for a single one, some words at a time.
+    const bool is_quantized = matmul.format != kPlain;
+    const int64_t words_at_once = is_quantized && num_pairs == 1 ? std::min(words_here, kMostDequantized) : words_here;
+    const int64_t panel_bytes = num_steps * group_bytes(matmul.format, kFeatures);  // if it is quantized
     parallel_items(num_panels, matmul.num_threads, [&](Items& items) {
       const Tiles tiles;
       alignas(64) float own[2 * kPairRows * kFeatures];
+      const Buffer<uint32_t> dequantized(is_quantized ? num_weights * words_at_once * kFeatures : 0);
       for (int64_t p; items.next(p);)
-        for (int64_t t = 0; t < num_pairs; t++) {
-          const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
-          float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
+        for (int64_t word = 0, words; word < words_here; word += words) {
+          words = std::min(words_at_once, words_here - word);
+          const uint32_t* panels[2] = {};
           for (int i = 0; i < num_weights; i++) {
-            const uint32_t* panel = static_cast<const uint32_t*>(i ? matmul.other_weight : matmul.weight) +
-                                    (p * num_words + first_word) * kFeatures;
-            // A single pair asks for what follows soon; of several, each asks for its part of the next panel.
-            const int64_t first_ahead = words_here * t / num_pairs, end_ahead = words_here * (t + 1) / num_pairs;
-            const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
-            const auto add = rows_here > kLines ? add_words<true> : add_words<false>;
-            add(laid_out + row * words_here, panel, words_here, sums + i * kept_lines * kFeatures,
-                block == 0, panel + distance + first_ahead * kFeatures, end_ahead - first_ahead);
+            const void* weight = i ? matmul.other_weight : matmul.weight;
+            panels[i] = static_cast<const uint32_t*>(weight) + (p * num_words + first_word) * kFeatures;
+            if (!is_quantized) continue;
+            uint32_t* to = dequantized + i * words_at_once * kFeatures;
+            dequantize(static_cast<const uint8_t*>(weight) + p * panel_bytes +
+                           (first_word + word) / kTileWords * group_bytes(matmul.format, kFeatures),
+                       matmul.format, words / kTileWords, kFeatures, to);
+            panels[i] = to;
           }
-          if (block == num_blocks - 1)
-            finish(matmul, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
+          for (int64_t t = 0; t < num_pairs; t++) {
+            const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
+            float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
+            for (int i = 0; i < num_weights; i++) {
+              // A single pair asks for what follows soon; of several, each asks for its part of the next panel.
+              const int64_t first_ahead = words * t / num_pairs, end_ahead = words * (t + 1) / num_pairs;
+              const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
+              const auto add = rows_here > kLines ? add_words<true> : add_words<false>;
+              add(laid_out + row * words_here + word * whole_tiles(rows_here), panels[i], words,
+                  sums + i * kept_lines * kFeatures, block == 0 && word == 0,
+                  panels[i] + distance + first_ahead * kFeatures, is_quantized ? 0 : end_ahead - first_ahead);
+            }
+            if (block == num_blocks - 1 && word + words == words_here)
+              finish(matmul, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
+          }
         }
     });
   }

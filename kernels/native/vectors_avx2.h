@@ -85,6 +85,14 @@ inline Halves narrowed(Words x) {
   return _mm_packus_epi32(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
 }
 
+inline Words widened_bytes(const uint8_t* from) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+inline Words widened_signed(const uint8_t* from) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+inline Floats from_integers(Words x) { return _mm256_cvtepi32_ps(x); }
+
 inline Floats from_float16(Halves x) { return _mm256_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }

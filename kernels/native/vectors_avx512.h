@@ -42,6 +42,14 @@ inline uint32_t largest_of(Words x) { return _mm512_reduce_max_epu32(x); }
 inline Words widened(Halves x) { return _mm512_cvtepu16_epi32(x); }
 inline Halves narrowed(Words x) { return _mm512_cvtepi32_epi16(x); }  // the lower halves
 
+inline Words widened_bytes(const uint8_t* from) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Words widened_signed(const uint8_t* from) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Floats from_integers(Words x) { return _mm512_cvtepi32_ps(x); }
+
 inline Floats from_float16(Halves x) { return _mm512_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }

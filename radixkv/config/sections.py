@@ -46,9 +46,10 @@ class ModelConfig:
         dtype: data type of weights and activations: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
         exactness: `exact`: a cache hit never changes a bit of the output. `fast`: the last bits of the output may
             depend on the batch and on what is cached.
-        weights: format of the weights of linear layers: `auto` (as `dtype` says), or `int8`, on a CPU only: 8-bit
-            weights with one scale per output feature, and 8-bit activations with one scale per token. Embeddings,
-            norms and experts keep their data type.
+        weights: format of the weights of linear layers: `auto` (as `dtype` says), or on a CPU only: `q8` or `q4`,
+            weights of 8 or 4 bits with a scale for each 32 input features (q4: and a minimum, and the output layer in
+            q8); or `int8`, 8-bit weights with one scale per output feature, and 8-bit activations with one scale per
+            token. Embeddings, norms and experts keep their data type.
         longrope: RoPE factors of models with longrope, such as Phi-3. `short`: the factors for short sequences; longer
             ones than `original_max_position_embeddings` are refused. `long`: the factors for long sequences at all
             positions, for sequences of up to `max_position_embeddings`; answers to short prompts may be worse. Blocks
@@ -66,7 +67,7 @@ class ModelConfig:
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     exactness: Annotated[str, OneOf("exact", "fast")] = "exact"
-    weights: Annotated[str, OneOf("auto", "int8")] = "auto"
+    weights: Annotated[str, OneOf("auto", "q8", "q4", "int8")] = "auto"
     longrope: Annotated[str, OneOf("short", "long")] = "short"
     threads: Annotated[int, Range(1, 8192)] | None = None
     max_adapters: Annotated[int, Range(0, 4096)] = 0

@@ -1,6 +1,6 @@
 """Fingerprints of everything that K/V depend on, for namespaces and for K/V that other processes read.
 
-model       configuration with its RoPE settings, all weights and buffers, dtype, whether weights are int8, exact mode
+model       configuration with its RoPE settings, all weights and buffers, dtype, the format of weights, exact mode
 cached      the model, the dtype of K and V in the pool, tokens per block
 """
 

@@ -14,10 +14,12 @@ from radixkv.config import ModelConfig
 from radixkv.config.model_directory import check_servable, read_object
 from radixkv.config.sequence_limit import is_length, use_long_factors
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
+from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS
 from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
 from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.model import Model
+from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import require_triton
 from radixkv.model.refusals import reason_of
 from radixkv.model.report import Report, report_nothing
@@ -40,8 +42,8 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
     """
     start_s = time.perf_counter()
     device = _resolve_device(config.device)
-    if config.weights == "int8":
-        _require_int8(device)
+    if config.weights != "auto":
+        _require_quantized(config.weights, device)
     model = _make_tiny(config, device, report) if config.path == "tiny" else _load(config, device, report)
     _log.info(
         "loaded %s in %.1f s: %s with %.1f million parameters in %s on %s",
@@ -167,12 +169,18 @@ def _dtype(config: ModelConfig) -> torch.dtype | None:
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
-def _require_int8(device: torch.device) -> None:
+def _require_quantized(weights: str, device: torch.device) -> None:
     if device.type != "cpu":
-        raise ConfigError(f'model.weights: expected "auto" on {device}, got "int8", which runs on a CPU only')
-    if not adds_integers_exactly():
+        raise ConfigError(f'model.weights: expected "auto" on {device}, got "{weights}", which runs on a CPU only')
+    if weights == "int8" and not adds_integers_exactly():
         raise ConfigError(
-            'model.weights: expected "auto" on this processor, got "int8": its int8 matmuls are not exact (no VNNI)'
+            'model.weights: expected "auto", "q8" or "q4" on this processor, got "int8": its int8 matmuls are not '
+            "exact (no VNNI)"
+        )
+    if weights in QUANTIZED_BITS and native_library() is None:
+        raise ConfigError(
+            f'model.weights: expected "auto" or "int8" without compiled kernels, got "{weights}"; the log says why '
+            "there are none"
         )
 
 

@@ -48,7 +48,7 @@ class Model:
         is_exact: whether it runs in exact mode.
         is_fused: whether linear layers are merged and known parts run as fused Triton kernels; None does so on a GPU,
             and on a CPU uses fused layers in C++.
-        weights: `auto`, or `int8` on a CPU; see `ModelConfig`.
+        weights: `auto`, or on a CPU a quantized format; see `ModelConfig`.
         max_adapters: adapters that may be loaded; 0 disables adapters, which is faster if a library fuses SwiGLU.
         adapter_bytes: bytes that they may take on the device.
         fingerprint: given for models of benchmarks, whose K/V is never stored; None digests all weights.

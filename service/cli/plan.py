@@ -8,7 +8,6 @@ import dataclasses
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
 from radixkv.planning.checkpoint import Checkpoint
-from radixkv.planning.int8_weights import int8_weights_bytes
 from radixkv.planning.plan import (
     GB,
     GIB,
@@ -19,6 +18,7 @@ from radixkv.planning.plan import (
     WindowedUse,
     recompute_us,
 )
+from radixkv.planning.quantized_weights import quantized_weights_bytes
 from radixkv.service.cli import plan_report
 from radixkv.service.cli.argument_types import COUNTS, number, positive_number, whole
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
@@ -65,9 +65,9 @@ _DEVICE = (
         "--weights",
         None,
         None,
-        "int8: the weights of --model with model.weights = int8, on a CPU (default: auto, as in the files)",
+        "q8, q4 or int8: the weights of --model with this model.weights, on a CPU (default: auto, as in the files)",
         "auto",
-        {"choices": ("auto", "int8")},
+        {"choices": ("auto", "q8", "q4", "int8")},
     ),
     Option("--overhead-gb", "X", _gb, "activations, CUDA context and graphs in GB (default: 0)"),
     Option("--user-gb", "X", _gb, "K/V per user in GB (default: blocks for --context)"),
@@ -123,11 +123,11 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _model(arguments: argparse.Namespace) -> Checkpoint:
     model, weights_bytes = model_of(arguments), arguments.weights_gb
-    if arguments.weights == "int8":
+    if arguments.weights != "auto":
         if weights_bytes is not None or arguments.model is None:
             got = "no --model" if weights_bytes is None else "--weights-gb"
-            raise ConfigError(f"plan: --weights int8 requires --model and no --weights-gb, got {got}")
-        weights_bytes = int8_weights_bytes(arguments.model)
+            raise ConfigError(f"plan: --weights {arguments.weights} requires --model and no --weights-gb, got {got}")
+        weights_bytes = quantized_weights_bytes(arguments.model, arguments.weights)
     return model if weights_bytes is None else dataclasses.replace(model, weights_bytes=weights_bytes)
 
 
@@ -164,7 +164,7 @@ def _state_section(arguments: argparse.Namespace, model: Checkpoint, token_bytes
 def _fit_section(arguments: argparse.Namespace, model: Checkpoint, rank_token_bytes: int) -> ReportSection | None:
     if arguments.memory_bytes is None:
         is_requested = not (arguments.weights_gb is arguments.overhead_gb is arguments.user_gb is None)
-        if is_requested or arguments.weights == "int8":
+        if is_requested or arguments.weights != "auto":
             raise ConfigError(
                 "plan: --weights, --weights-gb, --overhead-gb and --user-gb require --memory-gb or --memory-gib"
             )

@@ -25,7 +25,7 @@ from radixkv.model.model import Model
 from radixkv.startup.model_check import check_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS, models_for, run_cases
-from tests.processor import needs_exact_int8
+from tests.processor import needs_exact_int8, skip_without_kernels_for
 
 # All but one of the two with latents, which slow tests ask, too.
 QUICK = [name for name in MODELS if name != "deepseek_v2"]
@@ -133,11 +133,12 @@ def test_no_bit_of_many_prompts_depends_on_released_blocks(model: str, dtype: st
 
 
 @pytest.mark.sampled(one_in=3)
-@needs_exact_int8
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=needs_exact_int8), "q8", "q4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["qwen3", "mixtral", "gpt2"])
-def test_no_bit_of_int8_weights_depends_on_the_cache(model: str, dtype: str) -> None:
-    counts, first_difference = run_cases(model, dtype, "exact", num_cases=8, seed=len(model), weights="int8")
+def test_no_bit_of_quantized_weights_depends_on_the_cache(model: str, dtype: str, weights: str) -> None:
+    skip_without_kernels_for(weights)
+    counts, first_difference = run_cases(model, dtype, "exact", num_cases=8, seed=len(model), weights=weights)
     assert first_difference == ""
     assert counts["partial hits"] >= 4
 
@@ -149,9 +150,11 @@ def test_no_bit_of_int8_weights_depends_on_the_cache(model: str, dtype: str) -> 
         *((model, "float32", "auto") for model in ("llama", "phi3", "gpt2", "deepseek_v3", "lfm2")),
         ("qwen3", "bfloat16", "auto"),
         pytest.param("qwen2", "float32", "int8", marks=needs_exact_int8),
+        ("qwen2", "float32", "q4"),
     ],
 )
 def test_no_bit_of_an_adapter_depends_on_the_cache_or_on_other_adapters(model: str, dtype: str, weights: str) -> None:
+    skip_without_kernels_for(weights)
     counts, first_difference = run_cases(
         model, dtype, "exact", num_cases=6, seed=len(model) % 9, weights=weights, num_adapters=2
     )

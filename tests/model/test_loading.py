@@ -7,9 +7,12 @@ import torch
 
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
+from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS
+from radixkv.kernels.quantized_weight import QuantizedWeight
 from radixkv.model.loading import load_model
+from radixkv.model.tiny_model import build_tiny_model
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
-from tests.processor import needs_exact_int8
+from tests.processor import needs_exact_int8, skip_without_kernels_for
 
 
 class TestBadDirectories:
@@ -73,24 +76,54 @@ class TestBadDirectories:
             load_model(ModelConfig(device="cuda"))
 
 
-def test_int8_weights_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", ["int8", "q8", "q4"])
+def test_quantized_weights_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
     monkeypatch.setattr("radixkv.model.loading._resolve_device", lambda _: torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r'^model\.weights: expected "auto" on cuda, got "int8"'):
-        load_model(ModelConfig(weights="int8"))
+    with pytest.raises(ConfigError, match=rf'^model\.weights: expected "auto" on cuda, got "{weights}"'):
+        load_model(ModelConfig(weights=weights))
 
 
 def test_int8_weights_are_rejected_on_machines_with_saturating_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.model.loading.adds_integers_exactly", lambda: False)
-    with pytest.raises(ConfigError, match=r'^model\.weights: expected "auto" on this processor, got "int8"'):
+    with pytest.raises(ConfigError, match=r'^model\.weights: expected "auto", "q8" or "q4" on this .*, got "int8"'):
         load_model(ModelConfig(weights="int8", device="cpu"))
 
 
-@needs_exact_int8
-def test_int8_weights_make_another_model() -> None:
-    own, rounded = (load_model(ModelConfig(weights=weights, device="cpu")) for weights in ("auto", "int8"))
+def test_groups_of_weights_are_rejected_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.model.loading.native_library", lambda: None)
+    with pytest.raises(ConfigError, match=r'^model\.weights: expected "auto" or "int8" without .* kernels, got "q4"'):
+        load_model(ModelConfig(weights="q4", device="cpu"))
+
+
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=needs_exact_int8), "q8", "q4"])
+def test_quantized_weights_make_another_model(weights: str) -> None:
+    skip_without_kernels_for(weights)
+    own, rounded = (load_model(ModelConfig(weights=each, device="cpu")) for each in ("auto", weights))
     assert rounded.fingerprint != own.fingerprint
     assert rounded.num_parameters == own.num_parameters
     assert "model.layers.0.mlp.down_proj.weight" not in dict(rounded.module.named_parameters())
+
+
+@pytest.mark.parametrize(("weights", "most"), [("q8", 0.02), ("q4", 0.3)])
+def test_a_model_computes_with_its_dequantized_weights(weights: str, most: float) -> None:
+    skip_without_kernels_for(weights)
+    tokens = torch.arange(40)[None] * 7 % 256
+    model = load_model(ModelConfig(weights=weights, device="cpu", exactness="fast"))
+    model.module.set_attn_implementation("eager")
+    oracle = build_tiny_model("eager").eval()
+    with torch.inference_mode():
+        with model.unfused():
+            got = model.module(input_ids=tokens, use_cache=False).logits
+        original = oracle(input_ids=tokens, use_cache=False).logits
+        head = oracle.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.clone())  # the embedding is not quantized
+        for layer in oracle.modules():
+            if isinstance(layer, torch.nn.Linear):
+                bits = 8 if layer is head else QUANTIZED_BITS[weights]
+                layer.weight.copy_(QuantizedWeight.quantize(layer.weight, bits).dequantize())
+        expected = oracle(input_ids=tokens, use_cache=False).logits
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+    assert 1e-4 * original.norm() < (got - original).norm() < most * original.norm()
 
 
 @pytest.mark.parametrize(("dtype", "num_warnings"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from radixkv.config.cache_directory import cache_directory
-from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
+from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, QUANTIZED_BITS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import LEAD, GemmChoice, choose_gemm
 from radixkv.kernels.cpu.row_tiles import SIZES
 from radixkv.kernels.cpu.stopwatch import Stopwatch
+from radixkv.kernels.native import gemm
 from radixkv.kernels.native.compiler import digest_of
 from radixkv.kernels.native.processor import processor_facts
 from radixkv.kernels.native.variants import VARIANTS
@@ -84,7 +85,7 @@ class GemmTuner:
 
     Args:
         is_exact: whether rows must have the same bits, whatever their number.
-        weights: `auto`, or `int8` to round weights; see `ModelConfig`.
+        weights: `auto`, or the format that weights are quantized to; see `ModelConfig`.
         directory: of the file; None takes that of `radixkv.config.cache_directory`.
         budget: of the trials; None for no bound.
     """
@@ -113,6 +114,8 @@ class GemmTuner:
         backends: tuple[str, ...] | None = None,
         most_rows: int = SIZES[-1],
         share: float = _UNKNOWN_SHARE,
+        *,
+        is_head: bool = False,
     ) -> GemmChoice | None:
         """Return the GEMM backend for weights of this shape, dtype and strides.
 
@@ -125,12 +128,15 @@ class GemmTuner:
             backends: names of candidates; None for all that fit the configured weights.
             most_rows: rows of a call at most.
             share: the part of the model's weights that have this shape, 0 to 1.
+            is_head: whether the weight computes logits, which have at least 8 bits.
 
         Returns:
             The choice; None if no backend is batch-invariant.
         """
         if backends is None:
-            backends = ("int8",) if self._weights == "int8" else gemm_backends(weight)
+            backends = self._candidates(weight, is_head)
+        if backends[0] in QUANTIZED_BITS:  # nothing else is asked for, and it is batch-invariant
+            return GemmChoice(backends[0])
         key = self._key(weight, bias, backends, most_rows)
         if key not in self._known:
             limit_s = math.inf if self._budget is None else self._budget.grant(share)
@@ -141,6 +147,11 @@ class GemmTuner:
                     choice = self._settled(key, choice, backends)
             self._known[key] = choice
         return self._known[key]
+
+    def _candidates(self, weight: torch.Tensor, is_head: bool) -> tuple[str, ...]:
+        if self._weights in QUANTIZED_BITS and gemm.multiplies_quantized(weight):
+            return ("q8",) if is_head else (self._weights,)
+        return ("int8",) if self._weights == "int8" else gemm_backends(weight)
 
     def _tried(
         self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], most_rows: int, limit_s: float

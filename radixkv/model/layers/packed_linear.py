@@ -238,11 +238,10 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
         for name, child in children.items():
             if child not in packed:
                 parameters = _parameters(child)
-                most_rows = _LOGIT_ROWS if child is head else SIZES[-1]
                 matmul = (
                     None
                     if parameters is None
-                    else _choose_matmul([parameters], choices, counts, shares.of(part, [child]), most_rows)
+                    else _choose_matmul([parameters], choices, counts, shares.of(part, [child]), is_head=child is head)
                 )
                 if matmul is None:
                     continue
@@ -374,7 +373,8 @@ def _choose_matmul(
     choices: GemmTuner,
     counts: Counter[str],
     share: float,
-    most_rows: int = SIZES[-1],
+    *,
+    is_head: bool = False,
 ) -> Matmul | None:
     """Pack weights and biases of one dtype as one, and count the backend. Returns None for what must stay as it is."""
     weights = [weight for weight, _ in parameters]
@@ -382,7 +382,8 @@ def _choose_matmul(
     # Of weights that are joined, a choice asks for their shape alone.
     whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
-    choice = choices.choose(whole, bias, most_rows=most_rows, share=share)
+    most_rows = _LOGIT_ROWS if is_head else SIZES[-1]
+    choice = choices.choose(whole, bias, most_rows=most_rows, share=share, is_head=is_head)
     if choice is None:
         return None
     counts[choice.backend] += 1

@@ -14,6 +14,7 @@ from radixkv.kernels.cpu.gemm_backends import gemm_backends
 from radixkv.kernels.native import gemm
 from radixkv.kernels.native.library import load_library, runnable_variants
 from radixkv.kernels.native.variants import VARIANTS
+from radixkv.kernels.quantized_weight import QuantizedWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Features out and in: less than a vector and a panel, whole ones, more words than a cache holds at once, and panels
@@ -58,6 +59,45 @@ def test_results_are_correct_and_batch_invariant(
             assert torch.equal(gemm.multiply(rows[part].contiguous(), panels, bias), whole[part])
     without = gemm.multiply(rows, panels, None).double()
     assert ((without - wide[0] @ wide[1].t()).abs() <= bound).all()
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 32), (31, 64), (96, 4896), (113, 96), (65, 2080)], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized_weights_give_the_bits_of_dequantized_ones(
+    dtype: torch.dtype, bits: int, shape: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor multiplies pairs of bfloat16, dequantized weights are rounded to it; elsewhere not at all."""
+    quantized = QuantizedWeight.quantize(numbers(*shape, dtype=torch.float32), bits)
+    panels, bias = gemm.QuantizedPanels([quantized], dtype), numbers(shape[0], dtype=dtype)
+    rows, weight = numbers(ROWS[-1], shape[1], dtype=dtype), quantized.dequantize()
+    whole = gemm.multiply(rows, panels, bias)
+    multiplies_pairs = gemm._in_use().word_numbers[dtype] == 2
+    if multiplies_pairs or dtype == torch.float32:
+        assert torch.equal(gemm.multiply(rows, gemm.Panels(weight.to(dtype)), bias), whole)
+    wide = [each.double() for each in (rows, weight.to(dtype) if multiplies_pairs else weight, bias)]
+    bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
+    assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    for num_rows in ROWS:
+        for part in (slice(num_rows), slice(-num_rows, None)):
+            assert torch.equal(gemm.multiply(rows[part].contiguous(), panels, bias), whole[part])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized_weights_are_packed_together_and_gate(dtype: torch.dtype, bits: int) -> None:
+    weights = [QuantizedWeight.quantize(numbers(size, 64, dtype=torch.float32), bits) for size in (7, 70, 33)]
+    for num_rows in (1, 40):
+        rows = numbers(num_rows, 64, dtype=dtype)
+        alone = [gemm.multiply(rows, gemm.QuantizedPanels([each], dtype), None) for each in weights]
+        assert torch.equal(gemm.multiply(rows, gemm.QuantizedPanels(weights, dtype), None), torch.cat(alone, 1))
+        up = gemm.QuantizedPanels([weights[1]], dtype)
+        gated = gemm.gate(rows, up, None, up, None).double()
+        expected = silu(alone[1].double()) * alone[1].double()
+        assert (gated - expected).norm() <= 4 * TOLERANCE[dtype] * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -499,7 +499,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--exactness", choices=("exact", "fast"), default="exact")
-    parser.add_argument("--weights", choices=("auto", "int8"), default="auto")
+    parser.add_argument("--weights", choices=("auto", "q8", "q4", "int8"), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models-of", choices=("cpu", "cuda"), help="device whose models and shapes are tried")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="instead of all of the device")

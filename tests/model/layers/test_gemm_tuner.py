@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.kernels.cpu.stopwatch import Stopwatch
 from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget, _machine
+from tests.processor import skip_without_kernels_for
 
 WEIGHT = torch.empty(8, 16)
 
@@ -208,3 +210,15 @@ def test_int8_weights_are_quantized_in_fast_mode_as_well(tmp_path: Path) -> None
         assert choice.backend == "int8"
         assert {2, 512} <= set(dict(choice.costs))
     assert len(json.loads((tmp_path / "gemms.json").read_text())) == 1
+
+
+def test_groups_of_weights_are_quantized_without_a_trial_where_they_can_be(tmp_path: Path) -> None:
+    skip_without_kernels_for("q4")
+    for is_exact in (True, False):
+        tuner = GemmTuner(is_exact=is_exact, weights="q4", directory=tmp_path)
+        assert tuner.choose(torch.empty(16, 64), None) == GemmChoice("q4")
+        assert tuner.choose(torch.empty(16, 64), None, is_head=True) == GemmChoice("q8")
+        assert not list(tmp_path.iterdir())
+    odd = tuner.choose(torch.empty(16, 33), None)
+    assert odd is not None
+    assert odd.backend not in QUANTIZED_BITS

@@ -1,4 +1,4 @@
-"""Computes the size of a model's weights with int8 linear layers, from the headers of safetensors."""
+"""Computes the size of a model's weights with quantized linear layers, from the headers of safetensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from radixkv.config.model_directory import shown
 from radixkv.errors import ConfigError
 
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors allows no more
-_FEATURE_BYTES = 8  # an output feature has a scale and, for oneDNN, a zero point: 32 bits each
+_INT8_FEATURE_BYTES = 8  # an output feature has a scale and, for oneDNN, a zero point: 32 bits each
+_GROUP_FEATURES = 32  # input features that share a scale, in q8 and q4
+_GROUP_BYTES = {"q8": 2 + 32, "q4": 2 + 2 + 16}  # a scale, in q4 a minimum, and codes
 
 # Names of embeddings, and of matrices of experts and their routers, which keep their dtype.
 _EMBEDDING = re.compile(r"(^|\.)(embed_(tokens|in)|word_embeddings|tok_embeddings|wte)\.weight$")
@@ -21,14 +23,16 @@ _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")  # GPT-2's are [in_features, out_features]
 
 
-def int8_weights_bytes(path: str | Path) -> int:
-    """Return the bytes of a model's weights with `model.weights = "int8"`.
+def quantized_weights_bytes(path: str | Path, weights: str) -> int:
+    """Return the bytes of a model's weights in a quantized format.
 
-    Every matrix of a linear layer is rounded; embeddings, norms and experts keep the dtype of the files. A head that is
-    also an embedding is held twice: rounded, and as it is. Layers are recognized by their names in transformers.
+    Every matrix of a linear layer is rounded, except in q8 and q4 those whose input features are not a multiple of 32;
+    embeddings, norms and experts keep the dtype of the files. A head that is also an embedding is held twice: rounded,
+    and as it is. Layers are recognized by their names in transformers. Padding is not counted.
 
     Args:
         path: a directory with safetensors, or a file in it.
+        weights: `q8`, `q4` or `int8`, as for `model.weights`.
 
     Raises:
         ConfigError: there are none, or one can't be read. The message names it.
@@ -36,21 +40,26 @@ def int8_weights_bytes(path: str | Path) -> int:
     directory = Path(path) if Path(path).is_dir() else Path(path).parent
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"plan: expected a --model directory with safetensors for --weights int8, got {directory}")
+        raise ConfigError(
+            f"plan: expected a --model directory with safetensors for --weights {weights}, got {directory}"
+        )
+    head_weights = "q8" if weights == "q4" else weights
     total = 0
-    embedding: list[int] | None = None  # its shape
+    embedding: tuple[list[int], int] | None = None  # its shape and bytes
     has_head = False
     for file in files:
         for name, tensor in _header(file).items():
             shape, num_bytes = _sizes(file, name, tensor)
             if _is_rounded(name, shape):
-                has_head |= _HEAD.search(name) is not None
-                total += _rounded_bytes(*(reversed(shape) if _TRANSPOSED.search(name) else shape))
+                is_head = _HEAD.search(name) is not None
+                has_head |= is_head
+                shape = shape[::-1] if _TRANSPOSED.search(name) else shape
+                total += _rounded_bytes(shape, num_bytes, head_weights if is_head else weights)
             else:
                 total += num_bytes
-                embedding = shape if _EMBEDDING.search(name) else embedding
+                embedding = (shape, num_bytes) if _EMBEDDING.search(name) else embedding
     if embedding is not None and not has_head:
-        total += _rounded_bytes(*embedding)
+        total += _rounded_bytes(*embedding, head_weights)
     return total
 
 
@@ -59,8 +68,14 @@ def _is_rounded(name: str, shape: list[int]) -> bool:
     return len(shape) == 2 and name.endswith(".weight") and not any(each.search(name) for each in kept)
 
 
-def _rounded_bytes(out_features: int, in_features: int) -> int:
-    return out_features * (in_features + _FEATURE_BYTES)
+def _rounded_bytes(shape: list[int], num_bytes: int, weights: str) -> int:
+    """Return the bytes of a matrix `[out_features, in_features]` that takes `num_bytes` in the file."""
+    out_features, in_features = shape
+    if weights == "int8":
+        return out_features * (in_features + _INT8_FEATURE_BYTES)
+    if in_features % _GROUP_FEATURES:
+        return num_bytes
+    return out_features * in_features // _GROUP_FEATURES * _GROUP_BYTES[weights]
 
 
 def _header(file: Path) -> dict[str, Any]:

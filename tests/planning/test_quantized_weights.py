@@ -5,34 +5,52 @@ import pytest
 
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
+from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS
 from radixkv.kernels.cpu.int8_linear import Int8Weight
+from radixkv.kernels.native.gemm import Format, QuantizedPanels
 from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.loading import load_model
-from radixkv.planning.int8_weights import int8_weights_bytes
+from radixkv.planning.quantized_weights import quantized_weights_bytes
 from tests.model.coverage.small_configs import small_config
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
-from tests.processor import needs_exact_int8
+from tests.processor import needs_exact_int8, skip_without_kernels_for
+
+MODELS = ["llama", "gpt2", "gpt_neox", "mixtral", "phi", "opt"]
 
 
-@needs_exact_int8
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral", "phi", "opt"])
-def test_a_plan_counts_what_a_loaded_model_holds(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        *(pytest.param(name, "int8", marks=needs_exact_int8) for name in MODELS),
+        *((name, weights) for weights in QUANTIZED_BITS for name in MODELS),
+    ],
+)
+def test_a_plan_counts_what_a_loaded_model_holds(
+    tmp_path: Path, name: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_kernels_for(weights)
     held: list[int] = []
     make = Matmul.__init__
 
     def watched(product: Matmul, *arguments: object) -> None:
         make(product, *arguments)  # type: ignore[arg-type]
         weight = product._packed
-        assert isinstance(weight, Int8Weight)
-        held.append(weight.packed.numel() + weight.scales.nbytes + weight.zeros.nbytes)
+        if isinstance(weight, Int8Weight):
+            held.append(weight.packed.numel() + weight.scales.nbytes + weight.zeros.nbytes)
+        else:
+            assert isinstance(weight, QuantizedPanels)
+            num_panels, num_groups, group_bytes = weight.numbers.shape
+            feature_bytes = {Format.Q8: 34, Format.Q4: 20}[weight.format]
+            assert num_panels == -(-weight.out_features // (group_bytes // feature_bytes))
+            held.append(weight.out_features * num_groups * feature_bytes)
         if product._bias is not None:
             held.append(product._bias.nbytes)
 
     monkeypatch.setattr(Matmul, "__init__", watched)
     directory = write_checkpoint(CONFIGS[name] if name in CONFIGS else small_config(name), tmp_path)
-    model = load_model(ModelConfig(path=str(directory), device="cpu", exactness="fast", weights="int8"))
+    model = load_model(ModelConfig(path=str(directory), device="cpu", exactness="fast", weights=weights))
     kept = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
-    assert int8_weights_bytes(directory) == sum(held) + sum(kept.values())
+    assert quantized_weights_bytes(directory, weights) == sum(held) + sum(kept.values())
 
 
 def write_file(directory: Path, tensors: dict[str, object], length: int | None = None) -> Path:
@@ -65,7 +83,24 @@ def tensor(*shape: int) -> dict[str, object]:
 )
 def test_linear_layers_alone_are_rounded(tmp_path: Path, names: dict[str, tuple[int, ...]], expected: int) -> None:
     write_file(tmp_path, {"__metadata__": {"format": "pt"}, **{name: tensor(*shape) for name, shape in names.items()}})
-    assert int8_weights_bytes(tmp_path) == expected
+    assert quantized_weights_bytes(tmp_path, "int8") == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "expected"),
+    [
+        ({"model.layers.0.mlp.up_proj.weight": (10, 64)}, "q8", 10 * 2 * 34),
+        ({"model.layers.0.mlp.up_proj.weight": (10, 64)}, "q4", 10 * 2 * 20),
+        ({"model.layers.0.mlp.up_proj.weight": (10, 20)}, "q4", 10 * 20 * 2),
+        ({"model.embed_tokens.weight": (100, 64), "lm_head.weight": (100, 64)}, "q4", 100 * 64 * 2 + 100 * 2 * 34),
+        ({"model.embed_tokens.weight": (100, 64)}, "q4", 100 * 64 * 2 + 100 * 2 * 34),
+    ],
+)
+def test_groups_are_counted_and_the_head_has_8_bits(
+    tmp_path: Path, names: dict[str, tuple[int, ...]], weights: str, expected: int
+) -> None:
+    write_file(tmp_path, {name: tensor(*shape) for name, shape in names.items()})
+    assert quantized_weights_bytes(tmp_path, weights) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,9 +117,9 @@ def test_linear_layers_alone_are_rounded(tmp_path: Path, names: dict[str, tuple[
 )
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, tensors: object, length: int, words: str) -> None:
     with pytest.raises(ConfigError, match=f"model.safetensors: {words}"):
-        int8_weights_bytes(write_file(tmp_path, tensors, length))  # type: ignore[arg-type]
+        quantized_weights_bytes(write_file(tmp_path, tensors, length), "q8")  # type: ignore[arg-type]
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a --model directory with safetensors for --weights int8"):
-        int8_weights_bytes(tmp_path)
+    with pytest.raises(ConfigError, match="expected a --model directory with safetensors for --weights q4"):
+        quantized_weights_bytes(tmp_path, "q4")

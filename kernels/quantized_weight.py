@@ -1,0 +1,140 @@
+"""A weight in 8 or 4 bits, in groups of 32 input features that share a scale, and in 4 bits a minimum.
+
+    bits   codes       weight                     like
+    8      -127..127   scale * code               GGUF's Q8_0
+    4      0..15       scale * code + minimum     GGUF's Q4_1; Q4_0 is the same with minimum = -8 * scale
+
+Scales and minima are float16. Rows are not quantized: what is multiplied is the dequantized weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+GROUP_FEATURES = 32
+_LARGEST = {8: 127, 4: 15}  # codes
+_NUM_FITS = 3  # of scale and minimum to the codes
+_LARGEST_HALF = torch.finfo(torch.float16).max
+_CHUNK_NUMBERS = 2**24  # are quantized at once, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight `[out_features, in_features]`.
+
+    Attributes:
+        codes: int8 or uint8 `[out_features, in_features]`.
+        scales: float16 `[out_features, in_features / 32]`.
+        minima: the same for 4 bits; None for 8 bits.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor | None
+
+    @classmethod
+    def quantize(cls, weight: torch.Tensor, bits: int) -> QuantizedWeight:
+        """Round a weight.
+
+        Args:
+            weight: `[out_features, in_features]`, finite, of any floating-point dtype.
+            bits: 8 or 4.
+
+        Raises:
+            ValueError: `in_features` is not a multiple of 32, or a group is beyond what float16 scales can express.
+        """
+        out_features, in_features = weight.shape
+        if in_features % GROUP_FEATURES:
+            raise ValueError(f"weight: expected a multiple of {GROUP_FEATURES} input features, got {in_features}")
+        chunks = torch.split(weight, max(1, _CHUNK_NUMBERS // max(1, in_features)))
+        quantize = _quantize_8 if bits == 8 else _quantize_4
+        parts = [quantize(each.float().view(len(each), -1, GROUP_FEATURES)) for each in chunks]
+        codes, scales, minima = (torch.cat(each) for each in zip(*parts, strict=True))
+        largest = torch.maximum(scales.abs(), minima.abs()).max() if out_features else torch.zeros(())
+        if not largest <= _LARGEST_HALF:
+            raise ValueError(f"weight: expected groups with scales of at most {_LARGEST_HALF:.0f}, got {largest:.3g}")
+        return cls(codes.view(out_features, -1), scales.half(), None if bits == 8 else minima.half())
+
+    @classmethod
+    def concatenated(cls, weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
+        """Concatenate the features of weights of the same bits."""
+        known = list(weights)
+        if len(known) == 1:
+            return known[0]
+        minima = [each.minima for each in known if each.minima is not None]
+        return cls(
+            torch.cat([each.codes for each in known]),
+            torch.cat([each.scales for each in known]),
+            torch.cat(minima) if minima else None,
+        )
+
+    @property
+    def out_features(self) -> int:
+        """Number of features."""
+        return len(self.codes)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight in float32 `[out_features, in_features]`, each number rounded once."""
+        grouped = self.codes.view(*self.scales.shape, GROUP_FEATURES).double()
+        numbers = grouped * self.scales[..., None].double()
+        if self.minima is not None:
+            numbers += self.minima[..., None].double()
+        return numbers.float().view(self.codes.shape)
+
+    def padded(self, multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return codes, scales and minima, with features of zeros appended up to a multiple."""
+        num_more = -self.out_features % multiple
+
+        def pad(numbers: torch.Tensor) -> torch.Tensor:
+            return torch.cat((numbers, numbers.new_zeros(num_more, numbers.shape[1]))) if num_more else numbers
+
+        return pad(self.codes), pad(self.scales), None if self.minima is None else pad(self.minima)
+
+
+def _quantize_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize float32 `[out_features, num_groups, 32]`. Returns int8 codes, float32 scales, and zeros."""
+    scales = _as_half(groups.abs().amax(-1) / _LARGEST[8])
+    codes = _codes(groups, scales, torch.zeros_like(scales), -_LARGEST[8], _LARGEST[8])
+    return codes.to(torch.int8), scales, torch.zeros_like(scales)
+
+
+def _quantize_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize float32 `[out_features, num_groups, 32]`. Returns uint8 codes, and float32 scales and minima.
+
+    Starts with the range of a group. Then fits scale and minimum to the codes by least squares and rounds anew, as long
+    as a group's error shrinks.
+    """
+    minima, largest = groups.aminmax(dim=-1)
+    scales, minima = _as_half((largest - minima) / _LARGEST[4]), _as_half(minima)
+    codes = _codes(groups, scales, minima, 0, _LARGEST[4])
+    errors = _errors(groups, codes, scales, minima)
+    for _ in range(_NUM_FITS):
+        code_mean, mean = codes.mean(-1), groups.mean(-1)
+        centered = codes - code_mean[..., None]
+        slope = (centered * groups).sum(-1) / centered.square().sum(-1).clamp(min=1e-12)
+        fitted_scales = _as_half(slope)
+        fitted_minima = _as_half(mean - slope * code_mean)
+        fitted = _codes(groups, fitted_scales, fitted_minima, 0, _LARGEST[4])
+        fitted_errors = _errors(groups, fitted, fitted_scales, fitted_minima)
+        is_better = fitted_errors < errors
+        scales, minima = torch.where(is_better, fitted_scales, scales), torch.where(is_better, fitted_minima, minima)
+        codes = torch.where(is_better[..., None], fitted, codes)
+        errors = torch.where(is_better, fitted_errors, errors)
+    return codes.to(torch.uint8), scales, minima
+
+
+def _as_half(numbers: torch.Tensor) -> torch.Tensor:
+    """Round float32 numbers to those that float16 can express."""
+    return numbers.half().float()
+
+
+def _codes(groups: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    inverse = torch.where(scales == 0, 0.0, scales.reciprocal())
+    return ((groups - minima[..., None]) * inverse[..., None]).round_().clamp_(first, last)
+
+
+def _errors(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    return (codes * scales[..., None] + minima[..., None] - groups).square().sum(-1)
