@@ -77,7 +77,7 @@ class Readings:
         most = (
             rule.num_entries
             if compression is None
-            else compression.most_entries(self._num_prompt_tokens, num_new_tokens + 1)
+            else compression.max_entries(self._num_prompt_tokens, num_new_tokens + 1)
         )
         num_blocks = -(-min(most, self._num_tokens) // BLOCK_SIZE)
         rows = []

@@ -27,7 +27,7 @@ from bench.parts.result_file import write_json
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.window_pool import Reach, least_parts
+from radixkv.cache.window_pool import Reach, min_parts
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
@@ -130,7 +130,7 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     groups = LayerGroups.of(model.windows, model.max_tokens)
     reach = Reach.of_window(groups.window)
     num_blocks = 2 * -(-num_tokens // block_size)
-    least = least_parts(reach, block_size, step_tokens)
+    least = min_parts(reach, block_size, step_tokens)
     whole = WindowedServer(model, num_blocks, block_size, step_tokens, None)
     divided = WindowedServer(model, num_blocks, block_size, step_tokens, least)
     random = np.random.default_rng(0)

@@ -25,7 +25,7 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.namespace import Namespace
 from radixkv.storage.kv_layout import layer_shares
@@ -43,7 +43,7 @@ def cache_of(traffic: Traffic, rule: str) -> PrefixCache:
     num_more_blocks, pools = num_blocks, []
     if rule == SHARED:
         reach = Reach.of_window(shape.window)
-        num_own = least_parts(reach, size, _STEP_TOKENS) if shape.num_other else num_blocks
+        num_own = min_parts(reach, size, _STEP_TOKENS) if shape.num_other else num_blocks
         memory = PartMemory(shape.num_windowed, shape.num_other, num_own)
         if shape.num_other:
             num_all = num_blocks * (shape.num_windowed + shape.num_other)

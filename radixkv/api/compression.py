@@ -26,20 +26,21 @@ class CompressionPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A bound on the K/V entries of a generation, and the rule that enforces it. Results differ from those with all
-    K/V.
+    """A bound on the K/V entries of a generation, and the rule that enforces it. It changes the output.
 
     The prompt is computed and cached as always. The K/V of generated tokens is computed from the entries that are kept,
     and is never published to other requests.
 
     Attributes:
-        policy: `streaming_llm` keeps the first tokens and the last ones; `h2o` the last ones, and of the others those
-            that got most attention; `snapkv` chooses so among the prompt's tokens, and keeps all that are generated.
-        max_tokens: entries kept in each head of each layer, at least 2; `snapkv` counts those of the prompt alone.
-        num_sinks: first tokens that `streaming_llm` keeps, below `max_tokens`; None for 4, or fewer if `max_tokens`
-            is that small.
-        window: last tokens that are always kept, below `max_tokens`: by `h2o`, None for half of `max_tokens`; by
-            `snapkv`, at most 256, whose queries choose, None for 32 or half of `max_tokens`, whichever is less.
+        policy: `streaming_llm` keeps the first and the last tokens. `h2o` keeps the last tokens, and of the other
+            tokens those with the most attention. `snapkv` does the same with the tokens of the prompt, and keeps all
+            generated tokens.
+        max_tokens: entries kept in each head of each layer, at least 2; with `snapkv`, entries of the prompt only.
+        num_sinks: first tokens that `streaming_llm` keeps, below `max_tokens`; None for 4, or `max_tokens - 1` if that
+            is less.
+        window: last tokens that `h2o` and `snapkv` always keep, below `max_tokens`. None is half of `max_tokens`, with
+            `snapkv` at most 32. With `snapkv` it is at most 256, and the attention of these tokens decides which other
+            tokens are kept.
     """
 
     policy: CompressionPolicy
@@ -66,15 +67,15 @@ class Compression:
 
     @property
     def drops_generated(self) -> bool:
-        """Whether entries are dropped while tokens are generated, too."""
+        """Whether entries are also dropped while tokens are generated."""
         return self.policy is not CompressionPolicy.SNAPKV
 
-    def most_entries(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
+    def max_entries(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
         """Return the maximum number of entries of a generation. The K/V of the last token are never computed.
 
-        >>> Compression(CompressionPolicy.H2O, 8).most_entries(100, 20)
+        >>> Compression(CompressionPolicy.H2O, 8).max_entries(100, 20)
         8
-        >>> Compression(CompressionPolicy.SNAPKV, 8).most_entries(100, 20)
+        >>> Compression(CompressionPolicy.SNAPKV, 8).max_entries(100, 20)
         27
         """
         if self.drops_generated:
@@ -85,7 +86,7 @@ class Compression:
         """Reject fields that are out of range, or that the policy does not have.
 
         Raises:
-            InvalidRequest: the message names the field, what was expected and what came.
+            InvalidRequest: the message names the field, the expected range and the value.
         """
         if self.max_tokens < 2:
             raise InvalidRequest(f"compression.max_tokens: expected at least 2, got {self.max_tokens}")
@@ -93,10 +94,12 @@ class Compression:
         for name, is_used in (("num_sinks", is_streaming), ("window", not is_streaming)):
             if (given := getattr(self, name)) is not None and not is_used:
                 raise InvalidRequest(f"compression.{name}: expected none with {self.policy}, got {given}")
-        most = self.max_tokens - 1
-        if self.num_sinks is not None and not 0 <= self.num_sinks <= most:
-            raise InvalidRequest(f"compression.num_sinks: expected 0 to {most}, below max_tokens, got {self.num_sinks}")
+        limit = self.max_tokens - 1
+        if self.num_sinks is not None and not 0 <= self.num_sinks <= limit:
+            raise InvalidRequest(
+                f"compression.num_sinks: expected 0 to {limit}, below max_tokens, got {self.num_sinks}"
+            )
         if self.policy is CompressionPolicy.SNAPKV:
-            most = min(most, MAX_SNAPKV_WINDOW)
-        if self.window is not None and not 1 <= self.window <= most:
-            raise InvalidRequest(f"compression.window: expected 1 to {most} with {self.policy}, got {self.window}")
+            limit = min(limit, MAX_SNAPKV_WINDOW)
+        if self.window is not None and not 1 <= self.window <= limit:
+            raise InvalidRequest(f"compression.window: expected 1 to {limit} with {self.policy}, got {self.window}")

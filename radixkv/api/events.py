@@ -15,15 +15,15 @@ DEVICE = "device"
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks that can be matched now, or blocks that a tier has now, in any order.
+    """Consecutive blocks that can be matched from now on, or blocks, in any order, that a tier has from now on.
 
     Attributes:
         parent_hash: hash of the block before the first one; None at the beginning of a prompt, and for a tier.
         block_hashes: little-endian uint64 hashes, in order.
         tokens: little-endian uint32 token ids of all blocks; empty for a tier.
         block_size: tokens per block.
-        cache_salt: opaque name of the namespace, for readers that isolate by it. Empty for the only namespace whose
-            blocks may be matched by tokens alone.
+        cache_salt: opaque name of the namespace. A reader must only match blocks with the salt of the prompt's
+            namespace. It is empty for the one namespace whose blocks may be matched by tokens alone.
         tier: where the blocks are: `DEVICE`, or the name of a tier, such as `host`.
     """
 
@@ -62,7 +62,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllCleared:
-    """Nothing is on the device any more, in no namespace; or, in a snapshot, forget what you know of all tiers."""
+    """The device holds no blocks of any namespace any more. In a snapshot, the reader also discards all tiers."""
 
 
 Event = BlocksStored | BlocksRemoved | AllCleared
@@ -70,7 +70,7 @@ Event = BlocksStored | BlocksRemoved | AllCleared
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """The place of a batch among those that list all current blocks.
+    """The position of a batch among the batches of a snapshot, which together list all current blocks.
 
     Attributes:
         index: position, from 0.
@@ -92,7 +92,7 @@ class EventBatch:
             which their blocks were cached.
         time_s: Unix time at which it was published.
         events: in the order in which they happened.
-        snapshot: the place in a snapshot; None for a batch of changes.
+        snapshot: the position in a snapshot; None for a batch of changes.
     """
 
     sequence_number: int
@@ -107,5 +107,5 @@ class EventBatch:
 
     @property
     def device_events(self) -> tuple[Event, ...]:
-        """The events without those of stores, for readers that know of one place."""
+        """The events without those of tiers, for readers that only track the device."""
         return tuple(event for event in self.events if isinstance(event, AllCleared) or event.tier == DEVICE)

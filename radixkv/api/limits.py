@@ -139,7 +139,7 @@ class Limits:
         if ids.max() >= self.vocab_size:
             index = int(np.argmax(ids >= self.vocab_size))
             raise InvalidRequest(
-                f"{field}[{index}]: expected an id below the vocabulary size {self.vocab_size}, got more"
+                f"{field}[{index}]: expected an id below the vocabulary size {self.vocab_size}, got a larger one"
             )
 
     def max_new_tokens(self, num_tokens: int, tenant: str) -> int:
@@ -196,7 +196,7 @@ class Limits:
                 f"prefill.token_ids, max_new_tokens: expected at most {max_tokens} tokens together, got {num_tokens} "
                 f"and {max_new_tokens}{self._reason_of(max_tokens)}"
             )
-        num_entries = compression.most_entries(num_tokens, max_new_tokens)
+        num_entries = compression.max_entries(num_tokens, max_new_tokens)
         needed = sum(-(-count // self.block_size) * self.block_size for count in (num_tokens, num_entries))
         if needed > self.pool_tokens:
             raise PromptTooLong(
@@ -226,9 +226,7 @@ class Limits:
         """Return what sets a limit on the length of sequences, as the end of a message."""
         if max_tokens != self.max_model_tokens:
             return f"; the pool has room for {self.pool_tokens} tokens (cache.capacity_tokens)"
-        return (
-            f"; {self.model_limit_reason or 'the model is made for no more (max_position_embeddings in config.json)'}"
-        )
+        return f"; {self.model_limit_reason or 'the limit of the model (max_position_embeddings in config.json)'}"
 
     def _ceiling_tokens(self, tenant: str) -> int | None:
         return self.ceiling_tokens.get(tenant, self.default_ceiling_tokens)

@@ -36,7 +36,7 @@ class LogprobRows(NamedTuple):
 class LogprobTable(Sequence[TokenLogprobs]):
     """A growing table of log probabilities of consecutive tokens.
 
-    Equal to any sequence of the same items, which are made when they are asked for.
+    A table compares equal to any sequence of the same items. Items are created on access.
 
     Args:
         num_rows: tokens for which memory is reserved at first.
@@ -51,7 +51,7 @@ class LogprobTable(Sequence[TokenLogprobs]):
     def put(self, start: int, rows: LogprobRows) -> None:
         """Copy rows to the positions from `start` on, some of which may exist already. All rows have the same width.
 
-        Complexity: a copy of the rows, and now and then one of all.
+        Complexity: O(rows), amortized.
         """
         assert start <= self._length, "rows leave no gap"
         end = start + len(rows.logprobs)

@@ -6,7 +6,7 @@ import enum
 
 
 class MissReason(enum.Enum):
-    """Why a prompt was not reused up to the token before its last one. Values are the names in the protocol."""
+    """Why a prompt was not reused up to its last token, which is always computed. Values are the protocol's names."""
 
     NONE = "NONE"
     COLD = "COLD"

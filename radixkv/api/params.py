@@ -23,11 +23,11 @@ class PrefillParams:
         request_id: returned in the response.
         read_cache: whether to reuse cached tokens.
         write_cache: whether to publish computed tokens.
-        retention: keeps the prompt longer, or less long, than other prompts; None for the default.
+        retention: keeps the prompt longer than other prompts, or evicts it earlier; None for the default.
         urgency: 0 to 100. A point of urgency counts as a second of waiting: a request with 60 is scheduled before those
             of the same tenant with 50 that arrived up to 10 s earlier. The protocol calls it `priority`.
         top_logprobs: number of most likely next tokens to report.
-        return_logits: whether to return the whole row of logits.
+        return_logits: whether to return the logits of the next token, float32 `[vocab_size]`.
         hold_lease: whether the lease on the prompt's blocks is held after the response.
         traceparent: the caller's span as a W3C Trace Context header; empty for none.
         deadline_s: `time.monotonic()` after which the caller no longer waits; None for no deadline.

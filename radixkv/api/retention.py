@@ -14,7 +14,7 @@ MAX_TTL_S = 366 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request to keep a range of a prompt longer, or less long, than the rest of the cache.
+    """A request to keep a range of a prompt longer than the rest of the cache, or to evict it earlier.
 
     Attributes:
         priority: 0 to 100. Unused blocks of lower priority are evicted first. Without a retention it is 50.

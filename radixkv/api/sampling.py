@@ -19,8 +19,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
-# Beyond these float32 would not hold what becomes of a logit, or of -inf. Requests carry float32 numbers, and the one
-# nearest to 1e-6 is a little less.
+# Beyond these bounds, a logit could overflow float32. Requests carry float32 numbers; the lower bound is the float32
+# number that is nearest to 1e-6, which is a little less.
 REPETITION_PENALTIES = (float(np.float32(1e-6)), 1e6)
 MAX_TOP_LOGPROBS = 100
 MAX_ANSWERS = 64
@@ -36,33 +36,35 @@ def random_seed() -> int:
 class Sampling:
     """Options of a generation.
 
-    The draw of a token depends on the seed, the token's position and its logits alone. So the same seed gives the same
+    A sampled token depends only on the seed, the token's position and the logits. So the same seed gives the same
     tokens in every batch, and after every preemption.
 
     Attributes:
-        max_new_tokens: most tokens to generate, at least 1.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_p: tokens are drawn from the smallest set whose probabilities add up to at least this; more than 0, at most
-            1.
-        top_k: tokens are drawn from this number of the most likely ones, and those as likely as the last of them; 0
-            for all.
-        min_p: tokens are drawn from those with at least this share of the most likely one's probability, 0 to 1.
+        max_new_tokens: maximum number of tokens to generate, at least 1.
+        temperature: divides the logits; 0 for greedy decoding.
+        top_p: nucleus sampling: tokens are sampled from the smallest set whose cumulative probability reaches this
+            value; more than 0, at most 1.
+        top_k: tokens are sampled from the `top_k` most likely ones, including all that are as likely as the last of
+            them; 0 for all tokens.
+        min_p: tokens are sampled from those whose probability is at least `min_p` times that of the most likely token;
+            0 to 1.
         repetition_penalty: divides positive logits of tokens in the prompt or the answer, and multiplies negative ones;
             1e-6 to 1e6, 1 for none.
         presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2.
-        frequency_penalty: the same, once for each time that the token is in the answer.
-        min_tokens: stop tokens, the model's own end-of-sequence tokens included, do not come before these many others,
-            unless no other token may come.
+        frequency_penalty: subtracted once for each occurrence of the token in the answer, -2 to 2.
+        min_tokens: number of tokens before which no stop token, including the model's end-of-sequence tokens, is
+            sampled, unless no other token is allowed.
         logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
-        logprobs: number of most likely tokens whose log probabilities are returned with each token, and
-            those of the token itself; 0 for the token alone, None for none.
-        prompt_logprobs: the same for each token of the prompt but the first. The prompt is computed again for them,
+        logprobs: number of most likely tokens whose log probabilities are returned with each token, in addition to that
+            of the token itself; None for no log probabilities.
+        prompt_logprobs: the same for each token of the prompt except the first. The whole prompt is computed for them,
             whatever is cached.
         seed: 0 to 2**64 - 1; a random one by default.
         stop_token_ids: each of them ends the generation, and is its last token.
-        ignore_eos: whether to go on after the model's own end-of-sequence tokens.
-        constraint: what the answer must follow; the generation ends when nothing more may come. None for nothing.
-        compression: which K/V are kept during the generation; None for all.
+        ignore_eos: whether to continue after the model's own end-of-sequence tokens.
+        constraint: a constraint on the answer, such as a grammar; the generation ends when it is complete. None for no
+            constraint.
+        compression: which K/V entries are kept during the generation; None for all.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -84,16 +86,16 @@ class Sampling:
     compression: Compression | None = None
 
     def of_answer(self, index: int) -> Sampling:
-        """Return the options of one of several completions of a prompt: each has a seed of its own.
+        """Return the options of one of several completions of a prompt. Each has a seed of its own.
 
-        The first one alone tells what they would all tell of the prompt.
+        Only the first completion returns the log probabilities of the prompt, since they are the same for all.
         """
         if index == 0:
             return self
         return dataclasses.replace(self, seed=(self.seed + index) % _NUM_SEEDS, prompt_logprobs=None)
 
     def prompt_params(self, params: PrefillParams) -> PrefillParams:
-        """Return the prompt's options, adapted to these: logits of cached tokens are not available."""
+        """Return the options of the prompt. If its log probabilities are requested, the cache is not read."""
         return params if self.prompt_logprobs is None else dataclasses.replace(params, read_cache=False)
 
     @property
@@ -111,7 +113,7 @@ class Sampling:
         """Reject options that are out of range.
 
         Raises:
-            InvalidRequest: the message names the field, what was expected and what came.
+            InvalidRequest: the message names the field, the expected range and the value.
         """
         if self.max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}")
@@ -123,9 +125,9 @@ class Sampling:
             raise InvalidRequest(f"top_k: expected at least 0, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise InvalidRequest(f"min_p: expected 0 to 1, got {self.min_p}")
-        least, most = REPETITION_PENALTIES
-        if not least <= (penalty := self.repetition_penalty) <= most:
-            raise InvalidRequest(f"repetition_penalty: expected {least:g} to {most:g}, got {penalty}")
+        lowest, highest = REPETITION_PENALTIES
+        if not lowest <= (penalty := self.repetition_penalty) <= highest:
+            raise InvalidRequest(f"repetition_penalty: expected {lowest:g} to {highest:g}, got {penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -MAX_PENALTY <= (penalty := getattr(self, name)) <= MAX_PENALTY:
                 raise InvalidRequest(f"{name}: expected {-MAX_PENALTY:g} to {MAX_PENALTY:g}, got {penalty}")
@@ -133,10 +135,10 @@ class Sampling:
             raise InvalidRequest(
                 f"min_tokens: expected 0 to max_new_tokens, {self.max_new_tokens}, got {self.min_tokens}"
             )
-        most_told = min(MAX_TOP_LOGPROBS, vocab_size)
+        max_logprobs = min(MAX_TOP_LOGPROBS, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None and not 0 <= count <= most_told:
-                raise InvalidRequest(f"{name}: expected 0 to {most_told}, got {count}")
+            if (count := getattr(self, name)) is not None and not 0 <= count <= max_logprobs:
+                raise InvalidRequest(f"{name}: expected 0 to {max_logprobs}, got {count}")
         self._validate_bias(vocab_size)
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise InvalidRequest(f"seed: expected 0 to 2**64 - 1, got {self.seed!r}")
@@ -145,7 +147,9 @@ class Sampling:
                 f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(self.stop_token_ids)}"
             )
         if any(not 0 <= token_id < vocab_size for token_id in self.stop_token_ids):
-            raise InvalidRequest(f"stop_token_ids: expected ids below the vocabulary size {vocab_size}, got more")
+            raise InvalidRequest(
+                f"stop_token_ids: expected ids below the vocabulary size {vocab_size}, got a larger one"
+            )
         if self.min_tokens and len(self.stop_token_ids) >= vocab_size:
             raise InvalidRequest("min_tokens: expected a token that is not in stop_token_ids, got none")
         if self.compression is not None:

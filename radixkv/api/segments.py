@@ -70,7 +70,7 @@ class StoredNamespace(NamedTuple):
     Attributes:
         namespace: the namespace; `adapter` is the one that computed the blocks.
         num_blocks: whole blocks.
-        num_retained_blocks: blocks of these with a priority above the default that are not on the device.
+        num_retained_blocks: those of them that have a priority above the default and are not on the device.
     """
 
     namespace: Namespace
@@ -79,7 +79,7 @@ class StoredNamespace(NamedTuple):
 
 
 class StoredPage(NamedTuple):
-    """Some of the namespaces of which a tier has blocks.
+    """Some of the namespaces that have blocks in a tier.
 
     Attributes:
         namespaces: the namespaces of the page.

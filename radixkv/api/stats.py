@@ -18,7 +18,7 @@ class BlockStats:
     Attributes:
         total: blocks of the pool.
         free: blocks without an owner that can be allocated.
-        leased: blocks that belong to leases only.
+        leased: blocks that belong to leases and to no tree.
         published: blocks that can be matched.
         pinned: published blocks that leases keep from eviction.
         retained: published blocks with a retention priority above the default.
@@ -48,7 +48,7 @@ class RequestStats:
     """Requests by state: four current counts, and four totals since the start.
 
     Attributes:
-        waiting: requests that wait for a place in a step or for blocks.
+        waiting: requests that wait to be admitted.
         running: requests with blocks.
         following: requests that wait for tokens that a running request computes.
         paused: waiting and following requests that were preempted.
@@ -104,7 +104,7 @@ class TimeStats:
     sum_s: float = 0.0
 
     def since(self, before: TimeStats) -> TimeStats:
-        """Return the difference to an earlier reading of the same histogram."""
+        """Return the difference from an earlier reading of the same histogram."""
         counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
         return TimeStats(self.bounds_s, counts, self.sum_s - before.sum_s)
 
@@ -213,20 +213,20 @@ class TierStats:
 
     Attributes:
         tier: its name.
-        is_working: False while it is not used after failures, and if it could not be opened.
-        blocks, used_bytes, capacity_bytes: None if only the server of the store knows.
+        is_working: False while it is disabled after failures, and if it could not be opened.
+        blocks, used_bytes, capacity_bytes: None if only the server of the store knows them.
         loaded_blocks: blocks that were loaded completely and verified.
         loaded_bytes: bytes of their K/V.
         load_s: seconds from the requests for blocks to the responses; with `loaded_bytes`, the bandwidth.
-        missed_blocks: blocks that were requested and not loaded, because they were evicted, late or damaged.
+        missed_blocks: blocks that were requested but not loaded, because they were evicted, too late or damaged.
         computed_blocks: stored blocks that were computed again, because that was estimated to be faster.
         saved_blocks: blocks that were saved.
         refused_blocks: blocks that the tier refused.
         dropped_blocks: blocks that were not sent to the tier because too many were waiting.
         evicted_blocks: blocks that the tier evicted.
-        touched_blocks: blocks that were used on the device, and that a shared store was notified of and still had.
-        rewritten_blocks: blocks that were used on the device, that a shared store had evicted, and that were queued to
-            be written again.
+        touched_blocks: blocks that were used on the device, and whose recency a shared store updated.
+        rewritten_blocks: blocks that were used on the device and queued to be written again, because a shared store had
+            evicted them.
     """
 
     tier: str

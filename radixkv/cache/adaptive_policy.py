@@ -29,7 +29,7 @@ _SHORTEST_LOG_AGE = -20
 _NUM_AGES = 42 * _AGES_PER_OCTAVE
 _AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  # [num_ages], upper edges
 _LIFETIMES_S = np.concatenate(([0.0], _AGES_S))  # [num_lifetimes = 1 + num_ages]
-_LEAST_UNUSED = 1e-3  # assumed share of blocks that are never used again, so that no lifetime is longer than necessary
+_MIN_UNUSED_SHARE = 1e-3  # assumed share of blocks that are never reused, so that no lifetime is longer than necessary
 
 
 class ReuseCounts:
@@ -67,10 +67,10 @@ class ReuseCounts:
         Returns:
             A short and a long lifetime in seconds for each kind, and the share of nodes that get the long one.
 
-        Complexity: half a millisecond.
+        Complexity: constant; it takes half a millisecond.
         """
         used = self.hits.sum(axis=1)  # [num_kinds]
-        num_stays = np.maximum(self.stays, (1 + _LEAST_UNUSED) * used)
+        num_stays = np.maximum(self.stays, (1 + _MIN_UNUSED_SHARE) * used)
         mean_ages_s = self.waits.sum(axis=0) / np.maximum(1e-9, self.hits.sum(axis=0))  # [num_ages]
         lifetimes = _Lifetimes(_smoothed(self.hits, num_blocks), num_stays, mean_ages_s)
         short, long, share = lifetimes.plan(num_blocks * self.seconds)
@@ -95,7 +95,7 @@ class _Lifetimes:
         self.room = waited + (num_stays[:, None] - self.hits) * _LIFETIMES_S  # [num_kinds, num_lifetimes]
 
     def plan(self, budget: float) -> tuple[Indices, Indices, float]:
-        """Find lifetimes within the budget, longer ones beyond it, and the share of nodes with these that fills it."""
+        """Return lifetimes within the budget, longer ones that exceed it, and the share of nodes for the latter."""
         low, high = -60.0, 60.0  # log2 of the price of a block second
         for _ in range(40):
             price = (low + high) / 2
@@ -253,7 +253,7 @@ def _ancestors(node: Node) -> list[Node]:
 _TURNS_PER_COMPARISON = 0.1
 _TURNS_TO_LEARN = 4.0
 _TURNS_TO_HALVE = 2.0
-_LEAST_DEVIATIONS = 2.0
+_MIN_DEVIATIONS = 2.0
 FOREVER_S = 2.0**30
 
 
@@ -308,7 +308,7 @@ class OrderTrial:
             return
         capacity = self._sampler.capacity(block_size)
         digests = [digest for _, digest in reversed(samples)]
-        # By order: the keys of blocks that are not in the shadow cache yet, and of those that are.
+        # For each order: the key of a block that is new in the shadow cache, and the key of one that was there.
         keys = ((now_s, now_s), (now_s, now_s + FOREVER_S), (end_s, end_s))
         held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
         if not held[0] == held[1] == held[2]:
@@ -331,13 +331,13 @@ class OrderTrial:
         self._wins = [[wins * kept for wins in row] for row in self._wins]
         best = max(Order, key=self._lead)
         noise = math.sqrt(self._wins[best][self.order] + self._wins[self.order][best])
-        if self._num_turns <= _TURNS_TO_LEARN or self._lead(best) <= _LEAST_DEVIATIONS * noise:
+        if self._num_turns <= _TURNS_TO_LEARN or self._lead(best) <= _MIN_DEVIATIONS * noise:
             return False
         self.order = best
         return True
 
     def _lead(self, order: Order) -> float:
-        """Return how many more of the recently sampled blocks an order had than the current one."""
+        """Return how many more hits on recently sampled blocks an order had than the current order."""
         return self._wins[order][self.order] - self._wins[self.order][order]
 
 
@@ -349,22 +349,22 @@ _NUM_KINDS = 13
 # conversation trace. In a small cache blocks are reused sooner, so there a plan is made after half as many as the cache
 # has blocks.
 _EVENTS_PER_PLAN = 256
-_LEAST_EVENTS_PER_PLAN = 16
+_MIN_EVENTS_PER_PLAN = 16
 _KEPT_PER_EVENT = 0.99 ** (1 / 256)  # counts are halved within 18,000 events
-_LEAST_GHOSTS = 4096  # for a cache of a few blocks
+_MIN_GHOSTS = 4096  # for a cache of a few blocks
 
 
 class _Stay(NamedTuple):
-    """The time that a node waits for its next use: its state when it was last used.
+    """A node that waits for its next use, in its state at its last use.
 
     Attributes:
         kind: the kind of node, 0 to 12.
         num_blocks: its blocks at that time; some may have been evicted since.
         num_uses: its uses, including those before an eviction.
         samples: its blocks that the shadow caches follow.
-        marks: index and hash of a few of its whole blocks, the last one first; recorded when some are evicted.
+        marks: index and hash of a few of its whole blocks, the last block first; recorded when blocks are evicted.
         ghost: the record of its eviction, if it was evicted and published again, perhaps in several chunks.
-        num_returned_blocks: blocks that were published again so far.
+        num_returned_blocks: blocks that have been published again since the eviction.
     """
 
     kind: int
@@ -398,11 +398,11 @@ class AdaptivePolicy(EvictionPolicy):
         plan                   for each kind the lifetime with the greatest hits - price * room,
                                at the price for which all room together is num_blocks * seconds
 
-    Of the two plans on either side of that price, a fixed share of the nodes follows the one with longer lifetimes. So
-    if prompts recur in a loop that is larger than the cache, a part of the loop stays cached. If all lifetimes are
-    equal, the order is that of last use.
+    Usually no price uses exactly all blocks. The policy therefore makes a plan on either side of that price, and a
+    fixed share of the nodes follows the plan with longer lifetimes. So if prompts recur in a loop that is larger than
+    the cache, a part of the loop stays cached. If all lifetimes are equal, the order is that of last use.
 
-    Memory: as many evicted leaves as the cache has blocks, and about a thousand sampled blocks for each order.
+    Memory: a record per evicted leaf, at most one per block of the cache, and a thousand sampled blocks per order.
 
     Complexity: O(1) for a key; O(depth) for a use; O(tokens of the path) for an insertion; half a millisecond for a
     plan, which is made after every 256 uses and insertions. The order changes at most once while a tenth of the cache
@@ -410,8 +410,8 @@ class AdaptivePolicy(EvictionPolicy):
 
     Source: choosing between orders on samples: Qureshi et al.: "Adaptive insertion policies for high performance
     caching" (set dueling), ISCA 2007, with samples as in SHARDS and McNemar's test. Lifetimes: Beckmann, Chen, Cidon:
-    "LHD: Improving cache hit rate by maximizing hit density", NSDI 2018, chosen ahead so that they are a sort key. Uses
-    as kinds: Wang et al.: "KVCache cache in the wild", ATC 2025.
+    "LHD: Improving cache hit rate by maximizing hit density", NSDI 2018; here lifetimes are chosen in advance, so that
+    they are a sort key. Kinds by number of uses: Wang et al.: "KVCache cache in the wild", ATC 2025.
 
     Args:
         num_blocks: blocks of the cache's pool.
@@ -422,7 +422,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._counts = ReuseCounts(_NUM_KINDS)
         self._lifetimes_s = [(0.0, 0.0)] * _NUM_KINDS  # short and long
         self._long_share = 0.0
-        self._events_per_plan = min(_EVENTS_PER_PLAN, max(_LEAST_EVENTS_PER_PLAN, num_blocks // 2))
+        self._events_per_plan = min(_EVENTS_PER_PLAN, max(_MIN_EVENTS_PER_PLAN, num_blocks // 2))
         self._num_events = 0
         self._last_event_s: float | None = None
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
@@ -532,7 +532,7 @@ class AdaptivePolicy(EvictionPolicy):
             leaf.policy_note = stay = stay._replace(marks=_marks(leaf))
         if num_blocks == leaf.num_blocks:
             self._ghosts[leaf.fingerprint] = _Ghost(leaf.last_used_s, stay)
-            if len(self._ghosts) > max(_LEAST_GHOSTS, self._num_blocks):
+            if len(self._ghosts) > max(_MIN_GHOSTS, self._num_blocks):
                 self._ghosts.popitem(last=False)
 
     def _use(self, node: Node, last_used_s: float, now_s: float) -> None:

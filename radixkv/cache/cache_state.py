@@ -26,7 +26,7 @@ class CacheState:
         block_size: tokens per block.
         trees: the tree of each namespace that has a cached token.
         pool: the state of each block.
-        windows: what windowed layers keep of each block.
+        windows: the pools of windowed layers.
         snapshots: snapshots of recurrent states; None for a model without them.
         tenants: the bounds and the counters of each tenant.
         queue: the leaves that may be evicted.
@@ -53,6 +53,6 @@ class CacheState:
     clock: Callable[[], float]
 
     def room(self, num_expected_tokens: int, num_blocks: int) -> int:
-        """Count the blocks that a lease of `num_blocks` will probably take later, with the copy of its last block."""
+        """Estimate how many blocks a lease of `num_blocks` will allocate later, including a copy of its last block."""
         num_expected_blocks = -(-num_expected_tokens // self.block_size)
         return num_expected_blocks + 1 - num_blocks if num_expected_blocks > num_blocks else 0

@@ -29,7 +29,7 @@ class Listener:
         """A leaf has more tokens than before, in `num_new_blocks` more blocks; 0 if its last block had room."""
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """A node was split because a prompt shares only its upper half. That is a use of the upper half.
+        """A node was split because a prompt shares only its upper half, which counts as a use of the upper half.
 
         `last_used_s` is the time of the previous use. `lower` is the object that existed before the split.
         """
@@ -47,7 +47,7 @@ class Listener:
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """The last `num_blocks` blocks of a leaf, perhaps all of them, are about to be evicted.
 
-        `fingerprint` is that of the first of these blocks, `reason` the reason of a later miss there.
+        `fingerprint` is the fingerprint of the first of these blocks, and `reason` is the reason of a later miss there.
         """
 
     def purged(self, node: Node) -> None:
@@ -55,7 +55,7 @@ class Listener:
 
 
 class Changes(Listener):
-    """Notifies listeners of each change, in their order.
+    """Notifies listeners of each change, in the order in which they are given.
 
     Args:
         listeners: a listener is called only for the methods that its class overrides.

@@ -36,21 +36,21 @@ class EvictionQueue(Listener):
     tenant with a quota has a queue of its own; all others share one, or have one each if there is a default ceiling.
 
     **Probation.** A leaf is on probation until another request finds one of its blocks. Later chunks of the same
-    request are no reuse, nor is what a request finds when it resumes after a preemption. If a leaf was reused and has
-    grown since, a split puts the part that was not found on probation again. A leaf that is published again soon after
-    its eviction, before as many blocks as the pool has were evicted, is not on probation.
+    request do not count as reuse, and neither do the blocks that a request finds when it resumes after a preemption. If
+    a reused leaf has grown and is split, the half that no request has found is on probation again. A leaf is not put on
+    probation if it is published again soon after its eviction: before as many blocks were evicted as the pool has.
 
     While leaves on probation take more than their share, the first of them is evicted, unless another leaf has a lower
-    priority. Otherwise the first of all leaves is evicted. If a tenant at its ceiling needs room, the share of its
-    ceiling counts.
+    priority. Otherwise the first of all leaves is evicted. If a tenant at its ceiling needs room, the share is computed
+    from its ceiling instead of the pool.
 
-    Memory: a fingerprint for each of the leaves evicted last, as many blocks together as the pool has.
+    Memory: the fingerprints of the last evicted leaves, which together had as many blocks as the pool.
 
     Complexity: O(log leaves + log tenants) to add, discard and requeue; O(tenants with a quota) to find the first leaf;
-    O(1), amortized, for each change; O(nodes whose probation ends) for what a lease finds.
+    O(1), amortized, for each change; O(nodes whose probation ends) when a lease finds blocks.
 
-    Source: Johnson, Shasha: "2Q", VLDB 1994. Here the queue of leaves on probation may be long, so below its bound the
-    policy decides.
+    Source: Johnson, Shasha: "2Q", VLDB 1994. In contrast to 2Q, the policy orders all leaves while those on probation
+    take no more than their share.
 
     Args:
         policy: orders the leaves.
@@ -76,11 +76,11 @@ class EvictionQueue(Listener):
         self._reused = TenantEvictionQueues(policy, tenants, arrivals)
         self._on_probation = TenantEvictionQueues(policy, tenants, arrivals)
         self._num_evicted_blocks = 0
-        self._evicted: OrderedDict[int, int] = OrderedDict()  # by a leaf's fingerprint: blocks evicted until then
+        self._evicted: OrderedDict[int, int] = OrderedDict()  # leaf fingerprint -> total evicted blocks at that time
         self.resize(num_pool_blocks)
 
     def resize(self, num_pool_blocks: int) -> None:
-        """Note how many blocks the pool has, which changes if windowed layers share its memory."""
+        """Set the number of blocks of the pool, which changes if windowed layers share its memory."""
         self._num_pool_blocks = num_pool_blocks
         self._max_probation_blocks = int(self._probation_share * num_pool_blocks)
 
@@ -117,7 +117,7 @@ class EvictionQueue(Listener):
             self.add(leaf)
 
     def first(self, spared: Collection[str]) -> Node | None:
-        """Return the leaf to evict next, of all tenants but the spared ones; None if there is none."""
+        """Return the leaf to evict next, ignoring the spared tenants; None if there is none."""
         reused = self._reused.first(spared)
         if not self.has_probation:
             return None if reused is None else reused[-1]
@@ -125,7 +125,7 @@ class EvictionQueue(Listener):
         return _first(self._on_probation.first(spared), reused, is_over=num_blocks > self._max_probation_blocks)
 
     def first_of(self, tenant: str) -> Node | None:
-        """Return the leaf to evict next of a tenant with a ceiling; None if it has none."""
+        """Return the next leaf to evict of a tenant with a ceiling; None if the tenant has no unused leaf."""
         usage = self._tenants[tenant]
         max_blocks = self._probation_share * (usage.quota.ceiling_blocks or 0)
         is_over = usage.num_probation_blocks > max_blocks
@@ -136,12 +136,12 @@ class EvictionQueue(Listener):
         return self.has_probation and node.num_reused_blocks == 0
 
     def found(self, node: Node, num_bytes: int, is_resumed: bool) -> None:
-        """End the probation of nodes of which a lease found whole blocks, in the first `num_bytes` of a path.
+        """End the probation of the nodes on a path of which a lease found at least one whole block.
 
         Args:
             node: the end of the path.
-            num_bytes: bytes that were found.
-            is_resumed: whether the request had a lease before; then nothing ends.
+            num_bytes: bytes of the path that the lease found.
+            is_resumed: whether the request had a lease before; if so, no probation ends.
         """
         if is_resumed or not self.has_probation:
             return
@@ -154,7 +154,7 @@ class EvictionQueue(Listener):
             node = node.parent
 
     def returned(self, leaf: Node, is_resumed: bool) -> None:
-        """End the probation of a new leaf that was evicted recently, unless its request is only resumed."""
+        """End the probation of a new leaf that was evicted recently, unless a resumed request published it."""
         if not is_resumed and self._evicted.pop(leaf.fingerprint, None) is not None:
             leaf.num_reused_blocks = 1
 
@@ -170,17 +170,17 @@ class EvictionQueue(Listener):
         self._requeue_half(lower)
 
     def cut(self, lower: Node) -> None:
-        """Divide what was found between both halves."""
+        """Divide the count of reused blocks between both halves."""
         self._divide(lower)
         self._requeue_half(lower)
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
-        """Add up what was found."""
+        """Add up the counts of reused blocks."""
         lower.num_reused_blocks += sum(upper.num_reused_blocks for upper in uppers)
         self._recount(lower)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Count and remember what is evicted. A leaf that is evicted as a whole is discarded afterwards."""
+        """Count evicted blocks, and remember the leaf. A leaf that is evicted as a whole is discarded afterwards."""
         self._num_evicted_blocks += num_blocks
         leaf.num_reused_blocks = min(leaf.num_reused_blocks, leaf.num_blocks - num_blocks)
         if num_blocks == leaf.num_blocks:
@@ -225,7 +225,7 @@ def _first(on_probation: Entry | None, reused: Entry | None, *, is_over: bool) -
 
 
 class TenantEvictionQueues:
-    """A sorted queue for each tenant with a quota, and one for all others, or for each of them.
+    """A sorted queue for each tenant with a quota, and one for all other tenants together, or one for each of these.
 
     If each of many tenants has its own queue, a heap holds their first leaves. It may have entries that are no longer
     first; each is replaced when it reaches the top, so a leaf that is used again costs nothing here. When the policy
@@ -294,7 +294,7 @@ class TenantEvictionQueues:
         return None if queue is None else queue.first()
 
     def first(self, spared: Collection[str]) -> Entry | None:
-        """Return the first leaf of all tenants but the spared ones; None if there is none."""
+        """Return the first leaf of all tenants except the spared ones; None if there is none."""
         first = self._first_without_quota() if self._shared is None else self._shared.first()
         for tenant, queue in self._with_quota.items():
             if tenant not in spared:
@@ -317,7 +317,7 @@ class TenantEvictionQueues:
         return None
 
     def _follow_policy(self) -> None:
-        """Move some queues to the policy's present order."""
+        """Move some queues to the policy's current order."""
         if self._generation != self._policy.generation:
             self._generation = self._policy.generation
             self._outdated += self._heap

@@ -105,17 +105,17 @@ class Evictor:
             )
         return OutOfBlocks(
             f"blocks: expected {num_missing_blocks} more, got {self._pool.num_free} free and "
-            f"{self.num_evictable_blocks} evictable of {self._pool.num_blocks}, the reused ones among them"
-            + (f", and {num_kept_blocks} that other tenants' floors keep" if num_kept_blocks else "")
+            f"{self.num_evictable_blocks} evictable of {self._pool.num_blocks}, including those that would be reused"
+            + (f"; other tenants' floors protect {num_kept_blocks} of them" if num_kept_blocks else "")
         )
 
     def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage, windows: Sequence[WindowLease] = ()) -> None:
-        """Evict until a tenant can take `num_blocks`: first its own leaves, as many as would exceed its ceiling.
+        """Evict until a tenant can take `num_blocks`. Its own leaves are evicted first, down to its ceiling.
 
         Args:
             num_blocks: blocks that a lease takes.
-            tenant, usage: its tenant.
-            windows: what the lease will reserve of windowed layers; room is made for that, too.
+            tenant, usage: the tenant of the lease, and its counters.
+            windows: the parts of windowed layers that the lease will reserve; room is made for them as well.
         """
         ceiling = usage.quota.ceiling_blocks
         if ceiling is not None:
@@ -127,31 +127,31 @@ class Evictor:
         elif num_blocks > self._pool.num_free:
             self.evict(num_blocks - self._pool.num_free, tenant)
 
-    def _make_room_with_parts(self, num_blocks: int, holders: Sequence[WindowLease], tenant: str) -> None:
-        """Evict leaves and parts of windowed layers until `num_blocks` are free, and the memory of reserved parts is.
+    def _make_room_with_parts(self, num_blocks: int, window_leases: Sequence[WindowLease], tenant: str) -> None:
+        """Evict leaves and parts of windowed layers until `num_blocks` and the memory of the reserved parts are free.
 
-        As in one pool, the parts of the new blocks get room, too, as far as passed parts do not exceed their share.
+        Room is also made for the parts of the new blocks, as long as passed parts do not exceed their share.
         """
         windows, pool = self._windows, self._pool
         self._queue.resize(pool.num_blocks - pool.num_withheld)
         while True:
-            num_kept_blocks = num_blocks + windows.num_unreserved_blocks(holders)
+            num_kept_blocks = num_blocks + windows.num_unreserved_blocks(window_leases)
             num_missing_blocks = num_kept_blocks - pool.num_free
             num_lacking_blocks = windows.num_lacking_blocks(num_blocks, pool.num_free - num_kept_blocks)
             if num_missing_blocks <= 0 and num_lacking_blocks <= 0:
                 return
-            if windows.has_excess and windows.give_back(only_excess=True):
+            if windows.has_excess and windows.evict_part(only_excess=True):
                 continue
             num_evicted = windows.num_blocks_to_evict(max(num_missing_blocks, num_lacking_blocks))
             if self.evict(num_evicted, tenant, with_dead_ends=True):
                 continue
-            if num_missing_blocks <= 0 or not windows.give_back(only_excess=False):
+            if num_missing_blocks <= 0 or not windows.evict_part(only_excess=False):
                 return
 
     def evict(self, num_blocks: int, tenant: str | None, *, with_dead_ends: bool = False) -> int:
         """Free up to `num_blocks` blocks for a tenant, as `PrefixCache.evict` describes. Returns the blocks freed.
 
-        With `with_dead_ends`, also the blocks before them that no prompt could continue after.
+        With `with_dead_ends`, further blocks before these are freed if no prompt could continue after them.
         """
         self.expire()
         return self._evict(
@@ -161,8 +161,8 @@ class Evictor:
     def thin(self, end: Node, num_nodes: int) -> bool:
         """Evict branches of a path with too many nodes, the least recently used first, 64 at most.
 
-        Then nodes of the path can be joined, and a prompt from which thousands of others diverged stays fast to match.
-        Branches that leases use, or that have a priority above the default, stay.
+        Nodes of the path can then be joined, so a prompt from which thousands of others diverged stays fast to match.
+        Branches that leases use, or that have a priority above the default, are not evicted.
 
         Args:
             end: the end of the path, which is pinned.
@@ -171,7 +171,7 @@ class Evictor:
         Returns:
             Whether the path had too many nodes.
 
-        Complexity: O(1), or O(nodes of the path + 64 log leaves) if it had.
+        Complexity: O(1), or O(nodes of the path + 64 log leaves) if the path had too many nodes.
         """
         if num_nodes <= MAX_PATH_NODES:
             return False
@@ -218,16 +218,16 @@ class Evictor:
         return freed
 
     def _free(self, runs: list[bytes]) -> None:
-        """Free blocks that were taken from leaves, all at once: each call costs as much as removing two leaves."""
+        """Free blocks that were taken from leaves, in one call, which costs as much as removing two leaves."""
         if runs:
             block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
             self._pool.unpublish(block_ids)
             self._pool.release(block_ids)
 
     def _with_dead_end(self, leaf: Node, num_blocks: int) -> int:
-        """Return how many blocks to take off a leaf, so that what is left ends where a prompt can continue.
+        """Return how many blocks, `num_blocks` or more, to take off a leaf so that prompts can continue after the rest.
 
-        At least `num_blocks`. Without their window, blocks are of no use.
+        A block is useless if windowed layers lack the K/V that a prompt needs to continue after it.
         """
         size = leaf.owner.block_size
         num_kept_tokens = self._windows.longest(leaf.block_ids, (leaf.num_blocks - num_blocks) * size)
@@ -259,10 +259,11 @@ class Evictor:
             del self._trees[tree.owner.namespace]
 
     def purge_leaves(self, tree: RadixTree, max_nodes: int) -> tuple[int, int]:
-        """Remove leaves that no lease uses from a tree, and nodes that become such leaves, perhaps the whole tree.
+        """Remove unused leaves from a tree, and then the nodes that become unused leaves, perhaps the whole tree.
 
         Returns:
-            Nodes removed, fewer than `max_nodes` only if no more can be removed; and blocks freed.
+            The number of removed nodes, which is less than `max_nodes` only if no more can be removed; and the number
+            of freed blocks.
 
         Complexity: O(max_nodes * log leaves + children of the nodes on the way).
         """
@@ -281,9 +282,9 @@ class Evictor:
         return len(runs), sum(map(len, runs)) // BLOCK_ID_BYTES
 
     def purge_end(self, leaf: Node, num_kept_blocks: int) -> int:
-        """Remove the end of a leaf that no lease uses, after its first blocks. Returns the blocks freed.
+        """Remove all but the first `num_kept_blocks` blocks of an unused leaf. Returns the number of freed blocks.
 
-        Complexity: O(log leaves), and a pass over the path of a leaf of which blocks are kept.
+        Complexity: O(log leaves), and a pass over the path of the leaf if blocks are kept.
         """
         tree = self._trees[leaf.owner.namespace]
         if num_kept_blocks:

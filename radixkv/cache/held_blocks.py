@@ -66,8 +66,9 @@ class HeldBlocks(Listener):
         self._purged: dict[Node, int] = {}  # blocks of held nodes whose tree was purged
 
     def num_more(self, paths: Iterable[Path]) -> int:
-        """Count the blocks that would be held in addition, if the leases of all these paths were held. Each counts
-        once.
+        """Count the additional blocks that would be held if the leases of all these paths were held.
+
+        A block on several paths counts once.
 
         Complexity: O(nodes of all paths together that are not held yet).
         """
@@ -79,7 +80,7 @@ class HeldBlocks(Listener):
                 first = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
                 part = max(0, min(node.num_blocks, num_shared_blocks - first))
                 if used.get(node, -1) >= part:
-                    break  # those before it were counted with it
+                    break  # its ancestors were counted together with it
                 used[node] = part
                 node = node.parent
         return num_more_blocks + sum(used.values())
@@ -110,7 +111,7 @@ class HeldBlocks(Listener):
             )
 
     def hold(self, lease: PathOwner) -> None:
-        """Count a lease that is held from now on. Complexity: O(nodes of its path that are not held yet)."""
+        """Count the blocks of a lease that becomes held. Complexity: O(nodes of its path that are not held yet)."""
         node, num_blocks = lease.node, 0
         if node is not None:
             self._leases.setdefault(node, set()).add(lease)

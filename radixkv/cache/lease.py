@@ -54,12 +54,12 @@ class Lease:
         node_used_s: time of the last use of `node` before this lease.
         root_run: the part of a public prefix above the tree; empty for most leases.
         public_tokens: tokens of `cached_tokens` that come from a public prefix.
-        found_tokens: tokens that were cached; more than `cached_tokens` if windowed layers lack some of their K/V, or
-            if there was no room to reuse all of them.
+        found_tokens: tokens that were cached; more than `cached_tokens` if windowed layers lack the K/V of some of
+            them, or if there was no room to reuse all of them.
         num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.
-        windows: what is kept of each group of windowed layers.
+        windows: the lease of parts in each group of windowed layers.
         on_close: called when the lease no longer uses the public prefix.
 
     Attributes:
@@ -234,9 +234,9 @@ class Lease:
         return max(0, end - known_tokens)
 
     def _known_node(self) -> Node | None:
-        """Return the deepest pinned node that begins within what this lease knows to be in the tree, if there is one.
+        """Return the deepest pinned node that begins within the committed tokens, if there is one.
 
-        Another lease may have split the node in which this lease ends; then this lease uses the upper half only.
+        Another lease may have split the node in which this lease ends; then this lease uses only the upper half.
         """
         node = self.node
         while node is not None and node.start_bytes > self.committed_tokens * TOKEN_BYTES:
@@ -252,7 +252,7 @@ class Lease:
         self.block_ids[differing] = known[differing]
 
     def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
-        """Hand blocks to the tree, take back the one that they replace, and notify the listeners."""
+        """Transfer blocks to the tree, release the block that they replace, and notify the listeners."""
         state, node = self._state, insertion.node
         replaced = np.frombuffer(insertion.replaced_block_ids, dtype=np.int32)
         num_more_blocks = block_ids.size - replaced.size
@@ -278,18 +278,18 @@ class Lease:
             state.held.end_after(node, num_old_blocks)
             if node.ref_count == 0:
                 state.pins.count(node, -node.num_blocks)
-            num_old_blocks = 0  # the leaf has only what is new
+            num_old_blocks = 0  # all blocks of the leaf are new
         if node.priority != DEFAULT_PRIORITY or node.has_expired:
             state.retained.end_after(node, num_old_blocks)
 
     def reserve(self, num_tokens: int) -> None:
-        """Take blocks now for tokens that `extend` will add, or in place of blocks that were given up.
+        """Allocate blocks for tokens that `extend` will add, or to replace blocks that `release_last` returned.
 
         A call that raises has changed nothing. If a later commit ends inside a block, the copy of that block takes a
-        reserved one. A private lease needs no more blocks, so this does nothing for it.
+        reserved block. A private lease needs no more blocks, so this does nothing for it.
 
         Args:
-            num_tokens: length to have blocks for, present tokens included.
+            num_tokens: length for which to have blocks, including the present tokens.
 
         Raises:
             LeaseClosed: the lease is closed.
@@ -302,7 +302,7 @@ class Lease:
         if num_tokens <= self.num_tokens and -(-num_tokens // block_size) <= self.block_ids.size:
             return
         kept = self.block_ids
-        # New tokens are not written into a block that belongs to the tree, but into a copy of it.
+        # If the last block belongs to the tree, new tokens are written into a copy of it.
         last = self.num_tokens // block_size
         replaces_last = self.num_published_blocks > last
         if replaces_last:
@@ -332,11 +332,11 @@ class Lease:
         self.usage.num_leased_blocks += num_blocks
         return block_ids
 
-    def give_up(self, num_blocks: int) -> None:
-        """Return the last blocks to the pool, until `reserve` takes others in their place. They hold no K/V yet.
+    def release_last(self, num_blocks: int) -> None:
+        """Return the last blocks, which hold no K/V yet, to the pool. `reserve` allocates others in their place.
 
         Args:
-            num_blocks: their number. Tokens that are computed, or are being computed, must have other blocks.
+            num_blocks: number of blocks. None of them may belong to tokens that are computed or are being computed.
 
         Raises:
             LeaseClosed: the lease is closed.
@@ -346,7 +346,8 @@ class Lease:
         self._release(last)
 
     def extend(self, tokens: bytes) -> None:
-        """Add tokens to the end of the prompt, and take the blocks they need. A call that raises has changed nothing.
+        """Append tokens to the prompt, and allocate the blocks they need. A call that raises has changed nothing.
+
 
         Committed blocks stay as they are. If they end inside a block, `copy` is set to copy that block, and the longer
         copy replaces it in the tree when it is committed:
@@ -368,10 +369,10 @@ class Lease:
         self.tokens += tokens
 
     def reserve_private(self, num_tokens: int) -> None:
-        """Take blocks that are never published, for `leave_shared`. They count as leased blocks of the tenant.
+        """Allocate blocks that are never published, for `leave_shared`. They count as leased blocks of the tenant.
 
         Args:
-            num_tokens: tokens to have blocks for.
+            num_tokens: number of tokens for which to allocate blocks.
 
         Raises:
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few. Nothing has changed.
@@ -384,8 +385,8 @@ class Lease:
     def leave_shared(self, num_dropped_tokens: int) -> None:
         """Continue in the private blocks, to which the owner has copied the K/V that it keeps.
 
-        All other blocks are released; what was committed stays cached. From now on tokens and blocks are independent:
-        `block_ids` hold the K/V of all tokens but `num_dropped_tokens`.
+        All other blocks are released; committed blocks stay cached. From now on positions in `block_ids` do not follow
+        from positions in the tokens: the blocks hold the K/V of all tokens except `num_dropped_tokens`.
 
         Args:
             num_dropped_tokens: tokens of the prompt whose K/V were not copied.
@@ -401,9 +402,9 @@ class Lease:
         self.num_published_blocks = 0
 
     def hold(self) -> None:
-        """Do nothing from now on but keep the blocks until `close`. Tokens are freed, since only writing needs them.
+        """Only keep the blocks from now on, until `close`. The tokens are freed, since only writing needs them.
 
-        `HeldBlocks` counts the blocks; ask it for room before.
+        `HeldBlocks` counts the blocks. Call `HeldBlocks.require_room` first.
 
         Raises:
             LeaseClosed: the lease is closed.
@@ -440,7 +441,7 @@ class Lease:
             self._state.pins.unpin(node)
 
     def close(self) -> None:
-        """Return all blocks; what was committed stays cached. Closing again does nothing."""
+        """Release all blocks; committed blocks stay cached. Closing again does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -491,7 +492,8 @@ class Lease:
 
 
 class OpenLeases:
-    """The open leases of a cache. Those of one namespace are found without looking at the others.
+    """The open leases of a cache, by the names of their namespaces.
+
 
     acme   { ("", ""): { lease, lease }, ("", "salt"): { lease } }
     other  { ("", ""): { lease } }

@@ -14,7 +14,8 @@ _V = TypeVar("_V", bound=Hashable)
 
 
 class NamespaceIndex(Generic[_V]):
-    """Finds the values of a tenant's namespaces without a look at those of others.
+    """Values by namespace. Those of one tenant can be listed without iterating over those of others.
+
 
     acme   { tree: (model, acme, "", ""), tree: (model, acme, "", "salt") }
     other  { tree: (model, other, "", "") }

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """One memory for the blocks of the other layers and the parts of windowed layers, whose border moves.
+    """One memory for the blocks of the other layers and the parts of windowed layers. The border between them moves.
+
 
         memory   [ blocks ........... | free | further parts | parts with memory of their own ]
                                       └ withheld blocks: as many as take the memory of the further parts
@@ -33,5 +34,5 @@ class PartMemory:
         return -(-(num_parts - self.num_own_parts) * self.part_bytes // self.block_bytes)
 
     def num_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of the whole memory, of which `num_blocks` blocks take what parts do not own."""
+        """Return the total size if `num_blocks` blocks fit next to the parts that have memory of their own."""
         return num_blocks * self.block_bytes + self.num_own_parts * self.part_bytes

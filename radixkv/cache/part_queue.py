@@ -15,16 +15,16 @@ _OUTSIDE = -1
 
 
 class PartQueue:
-    """Orders unpinned parts, by their blocks: first those that requests only passed, then those where one ended.
+    """Orders unpinned parts for eviction: parts that requests only passed come before those where a request ended.
 
-    A passed part is of use to a prompt that diverges there, and any prompt may. So windows are evicted evenly over a
-    prompt: those that end at odd eighths of it are evicted before those at odd quarters, and the one in its middle
-    last. From what is left, a prompt that diverges anywhere can continue after it has computed a little again.
+    A passed part is only useful to a prompt that diverges there, and prompts may diverge anywhere. Therefore windows
+    are evicted evenly over a prompt: those that end at odd eighths of it before those at odd quarters, and the window
+    in its middle last. Wherever a prompt diverges, it can continue from a remaining window shortly before.
 
         windows of a prompt   [   )[   )[   )[   )[   )[   )[   )[ end )
         level                   3    4    3    5    3    4    3            an age counts as age / 2 ** level
 
-    Parts where a request or a hit ended are evicted when no passed ones are left, the least recently used one first.
+    Parts where a request or a hit ended are evicted when no passed parts are left, the least recently used first.
 
     Args:
         num_blocks: blocks of the block pool.
@@ -42,7 +42,7 @@ class PartQueue:
     def __init__(self, num_blocks: int, window_blocks: int) -> None:
         self._window_blocks = window_blocks
         self._level_of = np.full(num_blocks, _OUTSIDE, dtype=np.int8)
-        self._used = np.zeros(num_blocks, dtype=np.int64)  # when a prompt with each block was used last
+        self._used = np.zeros(num_blocks, dtype=np.int64)  # by block: when a prompt with this block was last used
         self._levels: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(_NUM_LEVELS)]  # when queued, by block
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._now = 0  # passed parts that were added so far
@@ -91,7 +91,7 @@ class PartQueue:
         del (self._ended if level == _ENDED else self._levels[level])[block_id]
 
     def touch(self, block_ids: BlockIds) -> None:
-        """Note that a prompt with these blocks was used, whether or not it needed their parts."""
+        """Record a use of a prompt with these blocks, whether or not it needed their parts."""
         self._used[block_ids] = self._now
 
     def pop(self) -> int | None:
@@ -116,7 +116,7 @@ class PartQueue:
         self._levels[level][block_id] = self._now
 
     def _requeue_used(self, queued: OrderedDict[int, int]) -> None:
-        """Move those at the front of a level that were used since they were queued. Complexity: O(1), amortized."""
+        """Move parts at the front of a level to its end if they were used recently. Complexity: O(1), amortized."""
         while queued:
             block_id, since = next(iter(queued.items()))
             used = int(self._used[block_id])
@@ -127,7 +127,7 @@ class PartQueue:
 
 
 def _level(window: int, num_windows: int) -> int:
-    """Return the level of a window: the greatest one for the window that ends in the middle of the prompt."""
+    """Return the level of a window. The window that ends in the middle of the prompt has the highest level."""
     end = window + 1
     for level in range(_NUM_LEVELS - 1, 0, -1):
         num_pieces = 2 ** (_NUM_LEVELS - level)

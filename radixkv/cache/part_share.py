@@ -1,4 +1,4 @@
-"""The share of the memory for parts that requests only passed, which follows what prompts miss."""
+"""The share of the memory for parts that requests only passed, which adapts to the misses."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from radixkv.cache.part_memory import PartMemory
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
-# `python -m bench.windows.traffic` compares these. At first passed parts may take almost what they take in one pool.
+# `python -m bench.windows.traffic` compares initial shares. With this one, passed parts take almost as much as in one
+# pool of all layers.
 _FIRST_SHARE = 0.85
-_SHADOW = 1 / 4  # of the memory: blocks that were evicted before as many others are no reason for a larger memory
+_SHADOW = 1 / 4  # of the memory: evictions are remembered until so many other blocks were evicted
 _PART_WEIGHT = 1.5
 _MAX_WEIGHT = 8.0
 
 
 class PartShare(Listener):
-    """Bounds the passed parts: what exceeds the bound is evicted before blocks are.
+    """Bounds the number of passed parts. Parts above the bound are evicted before blocks are.
+
 
         more passed parts    prompts that diverge inside a cached prompt reuse more of it
         fewer passed parts   more prompts stay cached, from whose end others can continue
 
-    The bound moves with what prompts miss. Tokens that a prompt lost because blocks were evicted recently would have
-    been there with fewer parts. Tokens whose blocks are there, but not their window, would have been reused with more.
-    Both are weighted by the memory that it would have taken: a quarter of all for the first; for the second, windows at
-    half the distance, which lose half as much, so as much memory again as passed parts take.
+    Misses move the bound. If a prompt misses tokens because their blocks were evicted recently, fewer parts would have
+    left room for them, so the bound decreases. If a prompt misses tokens whose blocks are cached without their window,
+    more parts would have kept the window, so the bound increases. Both kinds of misses are divided by the memory that
+    it would have taken to avoid them. For evicted blocks, this is a quarter of the memory. For windows, it is as much
+    memory again as passed parts take, since windows at half the distance halve the loss.
 
     Args:
         num_blocks: blocks of the block pool.
         block_size: tokens per block.
         memory: the memory of blocks and parts.
 
-    Source: the balance of two lists by what each misses: Megiddo, Modha: "ARC", FAST 2003. Weighted by memory: Cidon
-    et al.: "Cliffhanger", NSDI 2016.
+    Source: balancing two lists by their misses: Megiddo, Modha: "ARC", FAST 2003. Weighting by memory: Cidon et al.:
+    "Cliffhanger", NSDI 2016.
     """
 
     def __init__(self, num_blocks: int, block_size: int, memory: PartMemory) -> None:
@@ -48,16 +51,16 @@ class PartShare(Listener):
         self._share = _FIRST_SHARE * self._max_share
         self._num_shadow_blocks = int(_SHADOW * num_blocks)
         self._num_evicted_blocks = 0
-        # By fingerprint: the blocks of an eviction, and all that were evicted until then.
+        # By fingerprint: the blocks of an eviction, and the number of all blocks evicted until then.
         self._evicted: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     @property
     def max_parts(self) -> int:
-        """Passed parts that may stay while blocks are evicted."""
+        """The bound: the number of passed parts up to which blocks are evicted instead of them."""
         return int(self._share * self._num_bytes / self._memory.part_bytes)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Remember the blocks that are evicted, and forget older ones. Complexity: O(1), amortized."""
+        """Remember an eviction, and forget old ones. Complexity: O(1), amortized."""
         self._num_evicted_blocks += num_blocks
         self._evicted[fingerprint] = num_blocks, self._num_evicted_blocks
         self._evicted.move_to_end(fingerprint)
@@ -66,10 +69,10 @@ class PartShare(Listener):
             self._evicted.popitem(last=False)
 
     def missed_parts(self, num_tokens: int, num_passed_parts: int) -> None:
-        """Note a prompt whose blocks are cached, but not the window that it needs.
+        """Record a prompt whose blocks are cached without the window that it needs.
 
         Args:
-            num_tokens: cached tokens that it cannot reuse for that reason.
+            num_tokens: cached tokens that the prompt cannot reuse for that reason.
             num_passed_parts: passed parts that are cached.
         """
         passed_bytes = max(1, num_passed_parts) * self._memory.part_bytes
@@ -77,7 +80,8 @@ class PartShare(Listener):
         self._move(min(weight, _MAX_WEIGHT) * num_tokens)
 
     def missed_blocks(self, namespace: Namespace, tokens: bytes, found_tokens: int) -> None:
-        """Note how much of a prompt was evicted recently.
+        """Record how many tokens of a prompt were evicted recently.
+
 
         Args:
             namespace, tokens: the prompt.
@@ -96,5 +100,5 @@ class PartShare(Listener):
         self._move(-max(0, min(block * size, num_tokens) - found_tokens))
 
     def _move(self, num_tokens: float) -> None:
-        """Move the bound by the weighted tokens, of those that the memory could hold."""
+        """Move the bound by a weighted number of tokens, relative to the tokens that fit into the memory."""
         self._share = min(max(0.0, self._share + num_tokens / self._capacity_tokens), self._max_share)

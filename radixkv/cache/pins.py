@@ -55,7 +55,7 @@ class Pins:
         self._clock = clock
 
     def pin(self, node: Node) -> None:
-        """Keep a path from eviction. Complexity: O(log leaves + nodes of the path that were not pinned)."""
+        """Pin all nodes of a path. Complexity: O(log leaves + nodes of the path that were not pinned)."""
         self._queue.discard(node)
         now, first, num_blocks = self._clock(), node, 0
         while node.parent is not None:
@@ -93,10 +93,10 @@ class Pins:
         return node
 
     def unpin_and_join(self, node: Node, *, even_unlike: bool = False) -> None:
-        """Undo one `pin`, and join nodes that are no longer pinned where nothing differs between them.
+        """Undo one `pin`, and join nodes that are no longer pinned, where they have the same properties.
 
-        So nodes that were split for a priority that has expired, or for a branch that was evicted, do not slow down
-        later requests.
+        This undoes splits for priorities that have expired and for branches that were evicted, so that they do not slow
+        down later requests.
 
         Args:
             node: the end of the path.
@@ -151,20 +151,20 @@ class Pins:
     def narrowed(
         self, node: Node | None, cached_tokens: int, num_surplus_blocks: int, root_tokens: int
     ) -> tuple[Node | None, int, int]:
-        """Pin less of a path whose own blocks the lease needs, and reuse less of it if necessary.
+        """Pin a shorter path if a lease needs the blocks at its end for itself, and reuse fewer tokens if necessary.
 
-        First the path is split after the reused blocks; then the partly reused block is given up. Whole reused blocks
-        are never given up, because computing one again takes a block as well.
+        First the path is split after the reused blocks, so that the rest can be evicted. If that is not enough, the
+        partly reused block is not reused. Whole blocks are always reused, because computing one takes a block as well.
 
         Args:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
-            num_surplus_blocks: blocks that the lease could take, less those that the suffix takes.
+            num_surplus_blocks: blocks that the lease could take, minus those that the suffix takes.
             root_tokens: tokens of a public prefix above the tree, whose blocks are always pinned.
 
         Returns:
-            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing to keep the whole
-            reused blocks in addition to the suffix. If any are missing, nothing has changed.
+            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing. If any are
+            missing, nothing has changed.
         """
         num_pinned_blocks = root_tokens // self._block_size
         num_pinned_blocks += sum(above.num_blocks for above in path_to(node) if above.ref_count)
@@ -190,7 +190,7 @@ class Pins:
 
 
 def _touch(node: Node, now_s: float) -> None:
-    """Record a use of the nearest nodes from a pinned one up. Nodes far above are updated when they are unpinned."""
+    """Record a use of a pinned node and its nearest ancestors. Nodes further up are updated when they are unpinned."""
     for _ in range(NUM_FOLLOWED_NODES):
         if node.parent is None:
             return

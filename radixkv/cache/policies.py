@@ -46,7 +46,7 @@ _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda _: LeastRecentlyUsed(),
     "slru": lambda _: SegmentedLeastRecentlyUsed(),
     "lfu": lambda _: LeastFrequentlyUsed(),
-    "priority": lambda _: LeastRecentlyUsed(),  # every policy obeys priorities; a name that others use
+    "priority": lambda _: LeastRecentlyUsed(),  # every policy obeys priorities; other systems use this name
 }
 
 

@@ -53,7 +53,7 @@ class Match(NamedTuple):
     num_nodes: int
 
 
-class _Found(NamedTuple):
+class _TreeMatch(NamedTuple):
     """The part of a prompt that is cached in one tree, and where the prompt is published.
 
     Attributes:
@@ -259,11 +259,11 @@ class PrefixCache:
         block_ids = np.frombuffer(found.packed_block_ids, np.int32, num_blocks)
         return Match(found.cached_tokens, block_ids, found.num_nodes)
 
-    def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> _Found:
-        """Look a prompt up in all its trees, and return the one that has the most of it; see `_find_all`."""
+    def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> _TreeMatch:
+        """Look a prompt up in all its trees, and return the longest match; see `_find_all`."""
         return self._find_all(namespace, tokens, read)[0]
 
-    def _find_all(self, namespace: Namespace, tokens: bytes, read: bool = True) -> Sequence[_Found]:
+    def _find_all(self, namespace: Namespace, tokens: bytes, read: bool = True) -> Sequence[_TreeMatch]:
         """Look a prompt up in the tree of its namespace, and below the public prefixes that it begins with.
 
         A prompt that begins with a public prefix may have more tokens in the tree of its own namespace than in the tree
@@ -271,10 +271,10 @@ class PrefixCache:
 
         Args:
             namespace, tokens: the prompt.
-            read: if False, nothing is looked up.
+            read: if False, the trees are not searched, and the result has no cached tokens.
 
         Returns:
-            What each tree has of the prompt, the most first. At least one.
+            The match in each tree, the longest first. At least one.
 
         Raises:
             InvalidRequest: `tokens` is empty or not whole tokens.
@@ -286,8 +286,10 @@ class PrefixCache:
         rooted = [self._find_in_tree(root.namespace, tokens, root) for root in self.public.roots(namespace, tokens)]
         return sorted((*rooted, own), key=lambda each: (each.cached_tokens, each.root_tokens), reverse=True)
 
-    def _find_in_tree(self, namespace: Namespace, tokens: bytes, root: PublicRoot | None, read: bool = True) -> _Found:
-        """Look a prompt up in one tree, which need not exist, below a public prefix if there is a root."""
+    def _find_in_tree(
+        self, namespace: Namespace, tokens: bytes, root: PublicRoot | None, read: bool = True
+    ) -> _TreeMatch:
+        """Look a prompt up in the tree of a namespace, if it exists, and in the public prefix above that tree."""
         run, prefix, root_tokens = NO_ROOT_RUN, None, 0
         if root is not None:
             run, prefix, root_tokens = root.run, root.prefix, root.run.num_tokens
@@ -306,7 +308,7 @@ class PrefixCache:
             node = None
         elif cached_tokens == root_tokens:
             node = None  # the tree has nothing that can be reused, so a lease pins none of its nodes
-        return _Found(namespace, cached_tokens, root_tokens, run, prefix, node, found_bytes, packed, num_nodes)
+        return _TreeMatch(namespace, cached_tokens, root_tokens, run, prefix, node, found_bytes, packed, num_nodes)
 
     def _reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
         """Return how many cached tokens can be reused: all, unless windowed layers or states lack something."""
@@ -314,7 +316,7 @@ class PrefixCache:
             return self.windows.longest(packed_block_ids, num_tokens)
         block_ids = np.frombuffer(packed_block_ids, dtype=np.int32)
         before = -1
-        while before != num_tokens:  # a shorter prefix for the one may lack something of the other
+        while before != num_tokens:  # a prefix shortened for windows may end where there is no snapshot, and vice versa
             before = num_tokens
             num_tokens = self.snapshots.longest(block_ids, self.windows.longest(packed_block_ids, num_tokens))
         return num_tokens
@@ -322,7 +324,8 @@ class PrefixCache:
     def num_found_tokens(self, namespace: Namespace, tokens: bytes) -> int:
         """Count the tokens before the last one that are cached in the namespace, whether or not they can be reused.
 
-        Windowed layers may lack their part, or there may be no snapshot of a state. Public prefixes are not counted.
+        They cannot be reused if a part of windowed layers is missing, or if there is no snapshot of a state. Tokens of
+        public prefixes are not counted.
         """
         tree = self._trees.get(namespace)
         return 0 if tree is None else min(tree.match(tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
@@ -337,7 +340,7 @@ class PrefixCache:
         return np.frombuffer(packed, np.int32, num_tokens // self.block_size)
 
     def num_root_tokens(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> int:
-        """Return the most tokens, in whole blocks, that a lease of a prompt can have from a public prefix."""
+        """Return the maximum number of tokens, in whole blocks, that a prompt can reuse from a public prefix."""
         return max(found.root_tokens for found in self._find_all(namespace, tokens, read))
 
     def explain(
@@ -388,10 +391,10 @@ class PrefixCache:
         """Open a lease of a prompt: cached blocks are pinned, missing blocks are allocated.
 
         Unused leaves are evicted if there are too few free blocks. If that would not suffice, nothing is evicted and
-        nothing changes. Reuse never makes a lease fail that would succeed without it, so `cached_tokens` may be less
-        than a match found: in a full cache the partly reused block may be given up, and a prompt that begins with a
-        public prefix is leased below it if its own tree has more, but leaves too little room. That tree may hold the
-        blocks of the prefix a second time.
+        nothing changes. Reuse never makes a lease fail that would succeed without it. Therefore `cached_tokens` may be
+        less than `match` finds: in a full cache, a partly matched block may not be reused, and a prompt that begins
+        with a public prefix may be leased below the prefix although the tenant's own tree has more of it. That tree may
+        hold the blocks of the prefix a second time, and so leave too little room.
 
         Args:
             namespace: where to look and to publish.
@@ -400,7 +403,7 @@ class PrefixCache:
             num_spared_blocks: blocks that must still be free or evictable after the lease is opened.
             num_private_blocks: blocks that the caller reserves next with `Lease.reserve_private`, which then succeeds.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
-            is_resumed: the request had a lease of this prompt before, so what it finds does not count as reuse.
+            is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
             require_path: called with the blocks that the lease would keep if it were held, and the number of nodes
                 visited to find them. It raises OutOfBlocks or QuotaExceeded if these may not be held.
 
@@ -412,23 +415,23 @@ class PrefixCache:
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few, or `require_path` raised it.
         """
         num_tokens = len(tokens) // TOKEN_BYTES
-        most_tokens = max(num_expected_tokens, num_tokens)
+        max_tokens = max(num_expected_tokens, num_tokens)
         keeps_all = namespace.tenant == PUBLIC_TENANT
         if self.windows.pools:
-            self.windows.require_room(most_tokens, keeps_all=keeps_all)
-        places = self._find_all(namespace, tokens, read)
+            self.windows.require_room(max_tokens, keeps_all=keeps_all)
+        matches = self._find_all(namespace, tokens, read)
         tenant = namespace.tenant
         usage = self.tenants[tenant]
         num_blocks = -(-num_tokens // self.block_size)
         num_reserved_blocks = 0
         if self.windows.shares_memory:
-            num_reserved_blocks = self.windows.num_blocks_to_reserve(most_tokens, keeps_all=keeps_all)
+            num_reserved_blocks = self.windows.num_blocks_to_reserve(max_tokens, keeps_all=keeps_all)
         num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks)
         num_takeable_blocks -= num_private_blocks + num_reserved_blocks
         shortages: list[int] = []
         refusals: list[CapacityError] = []
-        # The place that has the most of the prompt comes first. Take the first one in which the lease fits.
-        for found in places:
+        # Use the longest match with which the lease fits.
+        for found in matches:
             node, cached_tokens, num_missing_blocks = self._fit(found, num_blocks, num_takeable_blocks)
             try:
                 if require_path is not None:
@@ -447,7 +450,7 @@ class PrefixCache:
         found_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         num_new_blocks = num_blocks - cached_tokens // self.block_size
         if self.windows.pools and read and not is_resumed:
-            self.windows.looked_up(found.namespace, tokens, packed, found_tokens, reusable_tokens)
+            self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, reusable_tokens)
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
@@ -459,7 +462,7 @@ class PrefixCache:
         windows: Sequence[WindowLease] = ()
         if self.windows.pools:  # first, so that making room evicts no part that is reused
             windows = self.windows.pin(
-                reused, cached_tokens, most_tokens, keeps_all=keeps_all, found_tokens=found_tokens
+                reused, cached_tokens, max_tokens, keeps_all=keeps_all, found_tokens=found_tokens
             )
         self._evictor.make_room(num_new_blocks, tenant, usage, windows)
         self.windows.reserve(windows)
@@ -487,7 +490,7 @@ class PrefixCache:
             node_used_s=node_used_s,
             root_run=root_run,
             public_tokens=cached_tokens if has_copied_public else root_tokens,
-            found_tokens=max(found_tokens, places[0].cached_tokens),
+            found_tokens=max(found_tokens, matches[0].cached_tokens),
             num_expected_tokens=num_expected_tokens,
             num_nodes=num_nodes,
             is_resumed=is_resumed,
@@ -495,8 +498,8 @@ class PrefixCache:
             on_close=on_close,
         )
 
-    def _fit(self, found: _Found, num_blocks: int, num_takeable_blocks: int) -> tuple[Node | None, int, int]:
-        """Decide how much a lease reuses of what was found, given the blocks that it could take.
+    def _fit(self, found: _TreeMatch, num_blocks: int, num_takeable_blocks: int) -> tuple[Node | None, int, int]:
+        """Decide how much of a match a lease reuses, given the blocks that it could take.
 
         Args:
             found: a part of the prompt that is cached.
@@ -504,8 +507,8 @@ class PrefixCache:
             num_takeable_blocks: blocks that are free or can be evicted for the lease, the reused ones included.
 
         Returns:
-            The end of the path to pin, the tokens to reuse, and the number of blocks that are missing. If any are
-            missing, there is no room for the lease here, and the others are those that were found.
+            The end of the path to pin, the tokens to reuse, and the number of missing blocks. If any are missing, the
+            lease does not fit, and the first two are those of the match.
         """
         node, cached_tokens = found.node, found.cached_tokens
         num_surplus_blocks = num_takeable_blocks - num_blocks + cached_tokens // self.block_size
@@ -515,7 +518,7 @@ class PrefixCache:
             )
             if num_missing_blocks:
                 return found.node, found.cached_tokens, num_missing_blocks
-            # Windowed layers may need other blocks now.
+            # The shorter prefix may need parts that windowed layers lack.
             fewer_tokens = self._reusable_tokens(found.packed_block_ids, cached_tokens)
             if fewer_tokens == cached_tokens:
                 break
@@ -524,7 +527,7 @@ class PrefixCache:
         return node, cached_tokens, 0
 
     def touch(self, namespace: Namespace, tokens: bytes) -> None:
-        """Record a use of the cached part of a prompt, so that it is evicted later, even if it cannot be reused now."""
+        """Record a use of the cached part of a prompt, even if it cannot be reused now, so that it is evicted later."""
         tree = self._trees.get(namespace)
         node, found_bytes = (None, 0) if tree is None else tree.match(tokens)[:2]
         if node is not None:
@@ -536,8 +539,8 @@ class PrefixCache:
         """Give a cached range a priority: unused leaves of lower priority are evicted first, whatever the policy.
 
         The range is widened to whole blocks. Blocks above the default priority, and all blocks before them, count
-        against `max_retained_blocks`; if the range does not fit, as much of its beginning is granted as does. A
-        priority lasts until it expires, is replaced, or the block is evicted because nothing worth less is left.
+        against `max_retained_blocks`; if the range does not fit, its beginning is granted, as much of it as fits. A
+        priority lasts until it expires or is replaced, or the block is evicted because no lower priority is left.
 
         A node has one priority: a high one for a short time replaces a low one for a long time. If the range ends
         inside a block and several cached blocks begin with these tokens, one of them gets the priority. On a path of
@@ -547,8 +550,8 @@ class PrefixCache:
             namespace: where to look.
             tokens: the prompt, little-endian uint32 bytes.
             retention: range, priority and time to live.
-            only_raise: do not change nodes that have a higher priority, which may be the default one, or that have the
-                same priority for at least as long.
+            only_raise: do not change nodes that have a higher priority (even if it is only the default), or that have
+                the same priority for at least as long.
 
         Raises:
             InvalidRequest: `tokens` is not whole tokens, or a field of `retention` is out of range.
@@ -581,8 +584,8 @@ class PrefixCache:
 
         Args:
             num_blocks: blocks to free.
-            tenant: the tenant that needs them. Its own floor does not protect its leaves; the floors of others do.
-                With None all floors hold.
+            tenant: the tenant that needs them. Its own floor does not protect its leaves; the floors of other tenants
+                do. None applies all floors.
 
         Returns:
             Blocks freed: `num_blocks`, or fewer if no more are evictable.
@@ -593,7 +596,7 @@ class PrefixCache:
         return self._evictor.evict(num_blocks, tenant)
 
     def purge(self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None) -> Purged:
-        """Forget whole namespaces at once. No later request finds anything of them.
+        """Remove whole namespaces in one call. No later request finds anything of them.
 
         Requests that use these namespaces continue with the blocks that they have, and publish nothing more. A filter
         that is None matches any name.
@@ -603,11 +606,11 @@ class PrefixCache:
     def purging(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Purged]:
-        """Forget whole namespaces, in slices between which the cache may be used; see `purge.py`."""
+        """Remove whole namespaces, in slices between which the cache may be used; see `purge.py`."""
         return purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
 
     def purging_adapter(self, adapter: str) -> Generator[None, None, Purged]:
-        """Forget, in slices, what was cached with an adapter that no request uses, and remember it to explain misses.
+        """Remove, in slices, the namespaces of an adapter that no request uses, and remember them to explain misses.
 
         Args:
             adapter: digest of the adapter.

@@ -35,7 +35,7 @@ class PublicPrefix:
     Attributes:
         name: given by the operator.
         tokens: little-endian uint32 bytes of at least one block, as the cache knows them.
-        namespace: of a tree that holds nothing else.
+        namespace: of the tree that holds only this prefix.
         adapter: digest of the adapter that computes the prefix, or its end; empty for the base model.
         lease: keeps the blocks; None until they are computed.
         num_users: open leases that use the blocks.
@@ -146,7 +146,7 @@ class PublicPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that public prefixes take, or will when they are computed."""
+        """Blocks that public prefixes take, or will take when they are computed."""
         return sum(self._num_blocks(each.tokens) for each in (*self._by_name.values(), *self._leaving))
 
     @property
@@ -159,7 +159,7 @@ class PublicPrefixes:
         return self._by_name.get(prefix.name) is prefix
 
     def num_blocks_of(self, prefix: PublicPrefix) -> int:
-        """Return the blocks that a prefix takes, or will when it is computed."""
+        """Return the number of blocks that a prefix takes, or will take when it is computed."""
         return self._num_blocks(prefix.tokens)
 
     def register(self, name: str, model: str, adapter: str, tokens: bytes, *, invoked: str = "") -> PublicPrefix:
@@ -169,7 +169,7 @@ class PublicPrefixes:
             name: must be unique.
             model, adapter: as in `Namespace`.
             tokens: little-endian uint32 bytes, as the cache knows them.
-            invoked: digest of the adapter that is invoked in it; empty for none.
+            invoked: digest of the adapter that is invoked inside the prefix; empty for none.
 
         Raises:
             SwitchedOff: the model has recurrent states.
@@ -203,9 +203,9 @@ class PublicPrefixes:
         """Pin the blocks of a prefix that was just computed, and let prompts match it.
 
         Raises:
-            UnknownPublicPrefix: it was unregistered in the meantime. Its blocks are free.
-            OutOfBlocks: the pools of windowed layers have no room for it. Call `abandon` to free it.
-            InvariantViolation: it is not completely cached. Call `abandon` to free what is.
+            UnknownPublicPrefix: it was unregistered in the meantime, and its blocks are free.
+            OutOfBlocks: the pools of windowed layers have no room for it. Call `abandon` to free its blocks.
+            InvariantViolation: it is not completely cached. Call `abandon` to free the cached blocks.
         """
         if not self.is_registered(prefix):
             self.abandon(prefix)
@@ -238,7 +238,7 @@ class PublicPrefixes:
         self.are_any_computed = True
 
     def _open_windows(self, prefix: PublicPrefix, block_ids: BlockIds) -> Sequence[WindowLease]:
-        """Pin all parts of a prefix, and make room for them."""
+        """Make room for all parts of a prefix, and pin them."""
         layers, evictor = self._state.windows, self._state.evictor
         usage = self._state.tenants[PUBLIC_TENANT]
         num_blocks = layers.num_blocks_to_reserve(prefix.num_tokens, keeps_all=True)
@@ -282,14 +282,15 @@ class PublicPrefixes:
         return prefix
 
     def roots(self, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
-        """Yield the positions at which a prompt could leave the public prefixes it shares at least a block with.
+        """Yield the positions at which a prompt could leave the public prefixes with which it shares at least a block.
 
-        The first is after the whole blocks of the longest shared part. Others are the roots of existing trees that may
-        have more of the prompt, cached when no longer part was shared: before the prefix was registered, or by a prompt
-        that ended at the end of a block. Such a prompt is rooted one block earlier, since its last token was computed;
-        its next turn shares that block and looks for the completion.
+        The first position is after the last whole block that the prompt shares with a prefix. The others are shorter:
+        they are the roots of existing trees that may have more of the prompt, because these were cached when only a
+        shorter part was shared. That was before the prefix was registered, or for a prompt that ended at the end of a
+        block: it is rooted one block earlier, since its last token was computed, and its next turn must find its
+        completion there.
 
-        A public prefix is computed as a whole: its own prompt has no roots.
+        A public prefix is computed as a whole: the prompt of the prefix itself has no roots.
 
         Complexity: a memory comparison per prefix, and a look-up per tree of the namespace below one of them.
         """
@@ -333,7 +334,7 @@ class PublicPrefixes:
         prefix.num_uses += 1
 
     def leave(self, prefix: PublicPrefix) -> None:
-        """Note that a lease no longer uses a prefix."""
+        """Record that a lease no longer uses a prefix."""
         prefix.num_users -= 1
         if prefix in self._leaving and not prefix.num_users:
             self._free(prefix)
@@ -341,7 +342,7 @@ class PublicPrefixes:
     def tokens_of(self, namespace: Namespace) -> bytes | None:
         """Return the tokens of the public prefix above a namespace's tree; None if the prefix is gone.
 
-        Complexity: O(public prefixes) below one of them.
+        Complexity: O(public prefixes) if the tree is below a prefix, otherwise O(1).
         """
         if not namespace.public_prefix:
             return b""
@@ -361,7 +362,7 @@ class PublicPrefixes:
         """Compare the users of each prefix with the open leases, and the index with what is computed.
 
         Raises:
-            InvariantViolation: something does not add up.
+            InvariantViolation: the message names the inconsistency.
         """
         computed = [each for prefixes in self._computed.values() for each in prefixes]
         for prefix in (*self._by_name.values(), *self._leaving):

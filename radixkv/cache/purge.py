@@ -81,7 +81,7 @@ def purge(
             num_nodes, pinned = evictor.purge(tree)
             num_purged += num_nodes
             pinned_blocks += pinned
-            # Leases that were opened since the first slice.
+            # Revoke leases that were opened since the first slice.
             leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
     return Purged(freed_blocks, pinned_blocks)
 

@@ -26,7 +26,7 @@ class Insertion(NamedTuple):
     Attributes:
         node: the node in which the inserted run ends.
         known_bytes: bytes of the run that were in the tree before, to the token.
-        known_block_ids: packed ids of the whole blocks with which the tree held the beginning of the run before.
+        known_block_ids: packed ids of the whole blocks at the beginning of the run that the tree held before.
         is_covered: whether the tree held the whole run before, and took no block.
         split: the lower half of the node that was cut in two; None if none was.
         replaced_block_ids: packed id of the partly filled block that a longer copy replaced; empty if none did.
@@ -106,7 +106,7 @@ class RadixTree:
             packed ids of the blocks that hold them, of which the last one may match in part; the number of nodes
             visited. This is a plain tuple because a named one takes 0.2 us more.
 
-        Complexity: one dict look-up and one memory comparison a node; at the end O(log siblings).
+        Complexity: one dict look-up and one memory comparison per node; at the end O(log siblings).
         """
         block_bytes = self._block_bytes
         node = self.root
@@ -133,12 +133,12 @@ class RadixTree:
         return found, position, self.root.block_ids + b"".join(runs), len(runs)
 
     def insert(self, tokens: bytes, block_ids: bytes, known: Node | None = None) -> Insertion:
-        """Make a run of tokens matchable. The tree takes over those of its blocks that it did not hold before.
+        """Make a run of tokens matchable. The tree takes ownership of the blocks that it did not hold before.
 
         Args:
             tokens: the run, which begins with the tokens of the root, and at least one token more.
             block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
-            known: a node before which the tree is known to hold this run in these blocks.
+            known: a node of the path; the tree is known to hold the run up to this node in these blocks.
 
         Complexity: O(len(tokens)) memory comparison, one split or one new node at most; a dict look-up for each node of
         the path from `known` on.
@@ -229,7 +229,7 @@ class RadixTree:
         """Cut a node that begins at `start` after `num_blocks` blocks, which `tokens` shares.
 
         The new upper node takes the beginning; `lower` stays the same object and keeps its children, its pins and
-        its place in the eviction index.
+        its position in the eviction queue.
         """
         cut = num_blocks * self._block_bytes
         parent = lower.parent
@@ -252,7 +252,7 @@ class RadixTree:
         lower.fingerprint = prefix_fingerprint(self._seed, tokens, start + cut, lower.tokens[: self._block_bytes])
 
     def join(self, uppers: list[Node], lower: Node) -> None:
-        """Make a node and those before it one node, the inverse of splits. The object stays the lowest one.
+        """Join a node and the nodes before it into one node, the inverse of splits. The lowest object remains.
 
         Args:
             uppers: nodes that follow each other, the topmost first; each is the only child of the one before.
@@ -272,7 +272,7 @@ class RadixTree:
         parent.children[lower.tokens[: self._block_bytes]] = lower
 
     def remove(self, leaf: Node) -> None:
-        """Remove a leaf. Its blocks are the caller's. Complexity: O(log siblings)."""
+        """Remove a leaf. The caller becomes the owner of its blocks. Complexity: O(log siblings)."""
         parent = leaf.parent
         assert parent is not None
         assert parent.children is not None
@@ -284,7 +284,7 @@ class RadixTree:
         """Shorten a leaf to its first `num_blocks` blocks, at least one and fewer than it has.
 
         Returns:
-            The packed ids of the blocks cut off, which are now the caller's.
+            The packed ids of the removed blocks, which the caller owns now.
         """
         removed = leaf.block_ids[num_blocks * BLOCK_ID_BYTES :]
         leaf.tokens = leaf.tokens[: num_blocks * self._block_bytes]

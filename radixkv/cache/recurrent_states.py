@@ -19,14 +19,14 @@ from radixkv.errors import require_invariant
 class _Entry:
     saved_tokens: int
     num_uses: int
-    worth: float
+    score: float
 
 
 class SnapshotOrder:
     """The order in which snapshots are evicted: by the tokens that they save, and by how recently they did.
 
     The score of a snapshot is the number of tokens since the previous snapshot, times one plus its uses, plus the score
-    of the snapshot that was evicted last. So a high score of long ago loses its weight (GreedyDual-Size with Frequency;
+    of the snapshot that was evicted last. So old scores lose their weight over time (GreedyDual-Size with Frequency;
     Cherkasova, HPL-98-69R1). All snapshots have the same size, so scores need not be divided by it.
 
     Attributes:
@@ -36,10 +36,10 @@ class SnapshotOrder:
         >>> order = SnapshotOrder()
         >>> order.add(7, saved_tokens=512)
         >>> order.add(8, saved_tokens=64)
-        >>> order.least(), order.worth_of(100) > order.worth(8)
+        >>> order.lowest(), order.score_of(100) > order.score(8)
         (8, True)
         >>> order.used(8)
-        >>> order.worth(8)
+        >>> order.score(8)
         128.0
     """
 
@@ -51,13 +51,13 @@ class SnapshotOrder:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def worth_of(self, saved_tokens: int) -> float:
+    def score_of(self, saved_tokens: int) -> float:
         """Return the score of a new snapshot."""
         return self.level + saved_tokens
 
-    def worth(self, slot: int) -> float:
+    def score(self, slot: int) -> float:
         """Return the score of a snapshot."""
-        return self._entries[slot].worth
+        return self._entries[slot].score
 
     def num_uses(self, slot: int) -> int:
         """Return how often a snapshot was used."""
@@ -65,40 +65,40 @@ class SnapshotOrder:
 
     def add(self, slot: int, saved_tokens: int) -> None:
         """Add a snapshot. Complexity: O(log snapshots), amortized."""
-        self._entries[slot] = entry = _Entry(saved_tokens, 0, self.worth_of(saved_tokens))
+        self._entries[slot] = entry = _Entry(saved_tokens, 0, self.score_of(saved_tokens))
         self._push(slot, entry)
 
     def used(self, slot: int) -> None:
         """Record a use of a snapshot. Complexity: O(log snapshots), amortized."""
         entry = self._entries[slot]
         entry.num_uses += 1
-        entry.worth = self.level + entry.saved_tokens * (1 + entry.num_uses)
+        entry.score = self.level + entry.saved_tokens * (1 + entry.num_uses)
         self._push(slot, entry)
 
     def discard(self, slot: int) -> None:
         """Forget a snapshot. Complexity: O(1)."""
         del self._entries[slot]
 
-    def least(self) -> int | None:
+    def lowest(self) -> int | None:
         """Return the snapshot with the lowest score; None if there is none. Complexity: O(log snapshots), amortized."""
         while self._heap:
-            worth, slot = self._heap[0]
+            score, slot = self._heap[0]
             entry = self._entries.get(slot)
-            if entry is not None and entry.worth == worth:
+            if entry is not None and entry.score == score:
                 return slot
             heapq.heappop(self._heap)
         return None
 
-    def give_up(self, slot: int) -> None:
+    def evict(self, slot: int) -> None:
         """Evict a snapshot. Complexity: O(1)."""
-        self.level = max(self.level, self._entries[slot].worth)
+        self.level = max(self.level, self._entries[slot].score)
         self.discard(slot)
 
     def _push(self, slot: int, entry: _Entry) -> None:
         """Add the present score of a snapshot to the heap, and rebuild the heap if many entries are outdated."""
-        heapq.heappush(self._heap, (entry.worth, slot))
+        heapq.heappush(self._heap, (entry.score, slot))
         if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [(each.worth, number) for number, each in self._entries.items()]
+            self._heap = [(each.score, number) for number, each in self._entries.items()]
             heapq.heapify(self._heap)
 
 
@@ -161,10 +161,10 @@ class StateLease:
         return [each.slot for each in self._pending.values()]
 
     def want(self, position: int) -> bool:
-        """Save a snapshot at the end of a block, because another request waits to continue there.
+        """Request a snapshot at the end of a block, because another request waits to continue there.
 
         Returns:
-            False if no snapshots can be kept at all.
+            False if the pool keeps no snapshots at all.
         """
         self._wanted.add(position)
         return self._slots.num_snapshots > 0
@@ -174,7 +174,7 @@ class StateLease:
 
         Args:
             start, end: the tokens.
-            keeps: whether the request may publish; if not, there are no snapshots.
+            keeps: whether the request may publish; if not, no snapshots are saved.
 
         Returns:
             The positions at which states are saved, and their slots. The last one is the request's own slot.
@@ -204,7 +204,7 @@ class StateLease:
         return sorted(positions)
 
     def advance(self, upto: int) -> None:
-        """Continue from the request's own slot: the tokens before `upto` are computed."""
+        """Record that the tokens before `upto` are computed. The request continues from its own slot."""
         self._read()
         self.source = self.slot
         self._computed_upto = upto
@@ -257,12 +257,11 @@ class StateSlots:
           └──── open ───▶ slot of a request ── close ──▶ free
 
     A snapshot belongs to its block: it is found with the block and freed with it. If a request still has to read the
-        slot,
-    the slot is freed afterwards.
+    slot, the slot is freed afterwards.
 
     Args:
         num_blocks: blocks of the block pool.
-        block_size: tokens a block.
+        block_size: tokens per block.
         num_requests: requests that may run at the same time; each has a slot of its own.
         num_snapshots: maximum number of snapshots, in addition to these slots.
         every_tokens: tokens between snapshots of a long prompt; rounded down to whole blocks, at least one.
@@ -271,7 +270,7 @@ class StateSlots:
         block_size, num_snapshots, every_tokens: as above.
         table: int32 `[num_blocks]`, the slot of each block's snapshot; -1 where there is none. Read-only for callers.
         num_given_up: snapshots evicted so far.
-        num_recomputed_tokens: cached tokens that were computed again so far, since the last snapshot was before them.
+        num_recomputed_tokens: cached tokens that were computed again so far, because the last snapshot was before them.
     """
 
     def __init__(
@@ -321,9 +320,9 @@ class StateSlots:
 
         Args:
             block_ids: int32, its blocks.
-            cached_tokens: tokens that it reuses, as `longest` says.
+            cached_tokens: tokens that it reuses, as returned by `longest`.
             num_prompt_tokens: length of its prompt.
-            found_tokens: tokens at its start that are cached, whether or not there is a snapshot.
+            found_tokens: tokens at its beginning that are cached, whether or not there is a snapshot.
 
         Returns:
             A lease that the caller must close.
@@ -348,7 +347,7 @@ class StateSlots:
         self._free.append(lease.slot)
 
     def read(self, slot: int) -> None:
-        """Note that a request has read the snapshot from which it continues, or never will."""
+        """Record that a request has read the snapshot from which it continues, or will never read it."""
         self._readers[slot] -= 1
         if not self._readers[slot]:
             del self._readers[slot]
@@ -366,12 +365,16 @@ class StateSlots:
             The slot, pending; None if all snapshots have a higher score, or the lowest one is being read.
         """
         if len(self._blocks) + self._num_pending + len(self._doomed) >= self.num_snapshots:
-            least = self._order.least()
-            if least is None or least in self._readers or self._order.worth(least) > self._order.worth_of(saved_tokens):
+            lowest = self._order.lowest()
+            if (
+                lowest is None
+                or lowest in self._readers
+                or self._order.score(lowest) > self._order.score_of(saved_tokens)
+            ):
                 return None
-            self._order.give_up(least)
+            self._order.evict(lowest)
             self.num_given_up += 1
-            self._leave(least)
+            self._leave(lowest)
         self._num_pending += 1
         return self._free.pop()
 
@@ -398,7 +401,7 @@ class StateSlots:
             self._leave(slot)
 
     def freed(self, block_ids: BlockIds) -> None:
-        """Free the snapshots of blocks that are free now. Complexity: O(len), with a loop over those with one."""
+        """Free the snapshots of blocks that are free now. Complexity: O(len), and a loop over those with snapshots."""
         for slot in self.table[block_ids[self.table[block_ids] != _NO_SLOT]].tolist():
             self._order.discard(slot)
             self._leave(slot)
@@ -423,7 +426,7 @@ class StateSlots:
         own = [lease.slot for lease in self._leases]
         pending = [slot for lease in self._leases for slot in lease.pending_slots]
         slots = sorted([*self._free, *own, *pending, *self._blocks, *self._doomed])
-        require_invariant("states", slots == list(range(self.num_slots)), "a slot is lost, or two have it")
+        require_invariant("states", slots == list(range(self.num_slots)), "a slot is lost, or used twice")
         require_invariant("states", self._num_pending == len(pending), "the number of pending slots drifted")
         blocks = np.flatnonzero(self.table != _NO_SLOT)
         table = dict(zip(self.table[blocks].tolist(), blocks.tolist(), strict=True))
@@ -435,4 +438,4 @@ class StateSlots:
         require_invariant("states", self._doomed <= set(readers), "a slot is kept that no request reads")
         num_used = len(table) + len(pending) + len(self._doomed)
         require_invariant("states", num_used <= self.num_snapshots, "more snapshots are kept than allowed")
-        require_invariant("states", bool((self.table[free_blocks] == _NO_SLOT).all()), "a free block has one")
+        require_invariant("states", bool((self.table[free_blocks] == _NO_SLOT).all()), "a free block has a snapshot")

@@ -59,7 +59,7 @@ class RetainedNodes(Listener):
             node: the node.
             priority: 0 to 100.
             expires_s: when the priority expires; None for never.
-            only_raise: leave a node that has a higher priority, or the same one for at least as long.
+            only_raise: do not change a node that has a higher priority, or the same priority for at least as long.
 
         Returns:
             The node that has the priority now; None if no more blocks may be retained.
@@ -87,7 +87,7 @@ class RetainedNodes(Listener):
     ) -> list[Node]:
         """Give the blocks `[start, end)` of a node's path a priority, as many from `start` on as may be retained.
 
-        Very long paths are not split: then only whole nodes get the priority.
+        Very long paths are not split; only whole nodes of them get the priority.
 
         Returns:
             The nodes that have the priority now, in order.

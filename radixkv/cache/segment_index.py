@@ -52,7 +52,7 @@ class SegmentIndex(Listener):
         return len(self._nodes) - len(self._free)
 
     def page(self, start: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS) -> SegmentPage:
-        """List segments by place. A page may be empty although others follow.
+        """List segments by place. A page may be empty although further pages follow.
 
         Args:
             start: the place to begin at.

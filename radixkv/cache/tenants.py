@@ -22,8 +22,8 @@ _V = TypeVar("_V")
 class RecentTenants(OrderedDict[str, _V]):
     """Values by tenant, the most recent last. Forgets idle tenants beyond `MAX_IDLE_TENANTS`.
 
-    Clients choose the names of tenants, so without this bound their number could grow without limit. Two tenants are
-    examined for each new one, so that their number falls again after a period in which very many were busy:
+    Clients choose the names of tenants, so without this bound their number could grow without limit. For each new
+    tenant two old ones are examined, so the number falls again after a period in which very many were busy:
 
         oldest [ idle | busy | ...... ] newest     ── forget_idle ──▶     [ ...... | busy ]
 
@@ -127,7 +127,7 @@ class TenantUsage:
 
     @property
     def num_blocks_to_ceiling(self) -> int | None:
-        """Blocks that the tenant may still allocate if all its evictable ones are evicted; None without a ceiling."""
+        """Blocks that the tenant may still allocate after evicting all that it can; None without a ceiling."""
         if self.quota.ceiling_blocks is None:
             return None
         return self.quota.ceiling_blocks - self.num_leased_blocks - self.num_pinned_blocks

@@ -1,4 +1,4 @@
-"""The pool of one group of windowed layers: which block has a part there, and which requests need it."""
+"""The pool of one group of windowed layers. A part is the memory that holds a block's K/V of these layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixkv.errors import InvariantViolation, OutOfBlocks, require_invariant
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The tokens before a position whose K/V are needed to continue from there.
+    """Which tokens before a position are needed to continue from there.
 
         tokens   [0 ............................ upto - num_tokens ........ upto)
         parts     not needed                       | needed to compute from `upto`
@@ -53,7 +53,7 @@ class Reach:
         Args:
             has_part: bool `[ceil(num_tokens / block_size)]`, whether each block of the prompt has its part.
             num_tokens: tokens that are cached.
-            block_size: tokens a block.
+            block_size: tokens per block.
 
         Returns:
             `num_tokens` or fewer; 0 if there is no such prefix.
@@ -68,16 +68,15 @@ class Reach:
         end = has_part.size
         while end:
             missing = np.flatnonzero(~has_part[:end])
-            start = int(missing[-1]) + 1 if missing.size else 0  # blocks [start, end) have theirs
+            start = int(missing[-1]) + 1 if missing.size else 0  # blocks [start, end) have their parts
             upto = min(end * block_size, num_tokens)
             if self.first_token(upto) >= start * block_size:
                 return upto
             end = start - 1 if start else 0
         return 0
 
-    def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return the maximum number of parts that a request of `num_tokens` needs, without those of the tokens of a
-        step.
+    def max_parts(self, num_tokens: int, block_size: int) -> int:
+        """Return the maximum number of parts that a request of `num_tokens` needs, apart from those that a step writes.
 
         These are the parts in the window, which begins and ends inside a block; the part that is written next; and the
         part that is copied.
@@ -85,7 +84,7 @@ class Reach:
         return min(-(-num_tokens // block_size), -(-self.num_tokens // block_size) + 2) + 1
 
 
-NO_PART = -1  # in the table, which the device's tables are made of
+NO_PART = -1  # table entry of a block without a part
 
 
 class WindowPool:
@@ -95,34 +94,34 @@ class WindowPool:
         table       3     -     0     -     -     1          the part of each, if it has one
         parts    [ of 2 | of 5 | free | of 0 ]               memory of these layers, for fewer tokens
 
-    A part is pinned while it is in the window of a running request. Others stay, because another prompt may continue
-    there, and are evicted in the order of a `PartQueue` when parts run out.
+    A part is pinned while it is in the window of a running request. Unpinned parts stay, because another prompt may
+    continue there, and are evicted in the order of a `PartQueue` when parts run out.
 
               need                pass_over, end_at            evicted, for another block
         free ──────▶ pinned ◀─────────────────▶ unpinned, in a queue ──────────────▶ pinned
              ◀──────────────────────────────────
                    freed, with its block
 
-    With a `PartMemory`, parts and blocks share one memory: a part takes that of free blocks, which are withheld from
-    leases as long, and a lease takes that of unpinned parts. `Evictor.make_room` decides which are evicted, and keeps
-    to the bound of `PartShare`. Without, there are `num_parts` parts, whatever blocks need.
+    With a `PartMemory`, parts and blocks share one memory. A part takes the memory of free blocks, which meanwhile are
+    withheld from leases; a lease takes the memory of unpinned parts. `Evictor.make_room` decides what is evicted, and
+    respects the bound of `PartShare`. Without a `PartMemory` the number of parts is fixed.
 
-    Reservations prevent deadlocks: what all requests may need at once never exceeds the pool, and its memory is always
-    withheld. Parts that outlive their request, those of held leases and public prefixes, take at most half of what one
-    request does not need, and at most the memory of an eighth of the blocks.
+    Reservations prevent deadlocks: all requests together never reserve more parts than the pool has, and the memory of
+    reserved parts is always withheld. Parts that outlive their request, those of held leases and public prefixes, take
+    at most half of the parts that a single request leaves, and at most the memory of an eighth of the blocks.
 
     Args:
         num_blocks: blocks of the block pool.
         num_parts: parts of this pool.
-        block_size: tokens a block.
-        reach: the rule of these layers.
+        block_size: tokens per block.
+        reach: which earlier tokens these layers need.
         step_tokens: maximum number of tokens of a step, all requests together.
         memory: the memory that parts share with blocks; None if they have memory of their own.
 
     Attributes:
         num_blocks, num_parts, block_size, reach: as above.
         share: bounds the parts that requests only passed, if the memory is shared.
-        num_withheld_blocks: blocks whose memory parts have.
+        num_withheld_blocks: blocks whose memory is used by parts, or reserved for them.
         table: int32 `[num_blocks]`, the part of each block; `NO_PART` where there is none. Read-only for callers.
         num_step_parts: parts that are set aside for the tokens of a step.
         num_reserved: parts that are reserved for requests, and for leases that outlive them.
@@ -148,7 +147,7 @@ class WindowPool:
         self.block_size = block_size
         self.reach = reach
         self.num_step_parts = -(-step_tokens // block_size)
-        least = least_parts(reach, block_size, step_tokens)
+        least = min_parts(reach, block_size, step_tokens)
         require_invariant("parts", num_parts >= least, f"expected at least {least}, got {num_parts}")
         self.table: npt.NDArray[np.int32] = np.full(num_blocks, NO_PART, dtype=np.int32)
         self.num_reserved = 0
@@ -167,7 +166,7 @@ class WindowPool:
         self._unpinned = PartQueue(num_blocks, -(-reach.num_tokens // block_size))
 
     def connect(self, blocks: BlockPool) -> None:
-        """Share the memory with the blocks of this pool, if there is a `PartMemory`. Call it once, first of all."""
+        """Share the memory with this block pool, if there is a `PartMemory`. Call it once, before any other method."""
         self._blocks = blocks
         self._withhold()
 
@@ -198,20 +197,20 @@ class WindowPool:
 
     @property
     def blocks_per_part(self) -> float:
-        """Blocks that fit into the memory of a part; 0 if blocks never get it."""
+        """Blocks that fit into the memory of a part; 0 if blocks and parts share no memory."""
         memory = self._memory
         return memory.part_bytes / memory.block_bytes if memory is not None and memory.block_bytes else 0.0
 
     def num_reserved_blocks(self, num_more_parts: int = 0) -> int:
-        """Return the blocks whose memory is withheld for reservations, if there were some more."""
+        """Return how many blocks are withheld for reserved parts if `num_more_parts` more parts are reserved."""
         return self._num_blocks(self.num_reserved + num_more_parts + self.num_step_parts)
 
     def num_lacking_blocks(self, num_new_blocks: int, num_free_blocks: int) -> int:
         """Return how many blocks to evict so that the parts of new blocks can stay, as far as `share` allows.
 
         Args:
-            num_new_blocks: blocks that a lease takes now, and computes.
-            num_free_blocks: blocks that are free besides.
+            num_new_blocks: blocks that a lease allocates now, and will compute.
+            num_free_blocks: further blocks that are free.
         """
         if self.share is None:
             return 0
@@ -256,9 +255,9 @@ class WindowPool:
         return self.num_lasting + num_parts <= self.max_lasting
 
     def reserve(self, num_parts: int) -> None:
-        """Reserve parts for a request, or return reserved ones if negative.
+        """Reserve parts for a request; a negative number returns reserved parts.
 
-        Call `require_room` before, and make room for the blocks of `num_reserved_blocks`.
+        Before that, call `require_room`, and make room for the blocks of `num_reserved_blocks`.
         """
         self.num_reserved += num_parts
         self._withhold()
@@ -292,13 +291,13 @@ class WindowPool:
             self._needs[block_id] += 1
 
     def end_at(self, block_ids: Iterable[int]) -> None:
-        """Unpin the parts of blocks for one request, which ended there, or for which a hit ended there."""
+        """Unpin the parts of blocks at which a request, or its hit, ended."""
         for block_id in block_ids:
             if self._unpin(block_id):
                 self._unpinned.add_end(block_id)
 
     def pass_over(self, positions: Mapping[int, int], num_blocks: int) -> None:
-        """Unpin the parts of blocks for one request, which has passed them.
+        """Unpin the parts of blocks that a request has passed.
 
         Args:
             positions: by block, its position in the prompt, in blocks.
@@ -317,7 +316,7 @@ class WindowPool:
         return True
 
     def touch(self, block_ids: BlockIds) -> None:
-        """Note that a prompt with these blocks is used, so that its parts are evicted later."""
+        """Record a use of a prompt with these blocks, so that its parts are evicted later."""
         self._unpinned.touch(block_ids)
 
     def exchange(self, old: int, new: int) -> bool:
@@ -330,7 +329,7 @@ class WindowPool:
             new: the block of the tree.
 
         Returns:
-            Whether the request had pinned the part of the old block. Then it has pinned that of the new block now.
+            Whether the request had pinned the part of the old block. If so, it has now pinned that of the new block.
         """
         was_needed = old in self._needs
         if self.table[old] != NO_PART and self.table[new] == NO_PART:
@@ -345,7 +344,7 @@ class WindowPool:
         return was_needed
 
     def freed(self, block_ids: BlockIds) -> None:
-        """Free the parts of blocks that are free now. Complexity: O(len), with a loop over those with parts.
+        """Free the parts of blocks that are free now. Complexity: O(len), with a loop over blocks that have parts.
 
         Raises:
             InvariantViolation: a request has pinned one of them.
@@ -358,8 +357,8 @@ class WindowPool:
             self.table[block_id] = NO_PART
         self._withhold()
 
-    def give_back(self) -> bool:
-        """Evict an unpinned part, so that blocks may have its memory. Returns whether that was possible."""
+    def evict_part(self) -> bool:
+        """Evict an unpinned part, so that blocks can use its memory. Returns whether there was one."""
         if not self._unpinned or self.num_withheld_blocks <= self.num_reserved_blocks():
             return False
         self._free.append(self._evict())
@@ -378,7 +377,7 @@ class WindowPool:
         return self._free.pop()
 
     def _evict(self) -> int:
-        """Take the part of a block that needs it least. Returns the part."""
+        """Evict the first part of the queue. Returns the part."""
         block_id = self._unpinned.pop()
         if block_id is None:
             raise InvariantViolation(f"parts: expected one that no request needs, got {self.num_parts} needed ones")
@@ -391,7 +390,7 @@ class WindowPool:
         return 0 if self._memory is None else self._memory.num_blocks(num_parts)
 
     def _withhold(self) -> None:
-        """Withhold as many blocks as have the memory of the parts that are used or reserved."""
+        """Withhold the blocks whose memory is needed for parts that are used or reserved."""
         if self._blocks is not None and self._memory is not None:
             num_blocks = max(self._num_blocks(self.num_parts - self.num_free), self.num_reserved_blocks())
             self._blocks.withhold(num_blocks - self.num_withheld_blocks)
@@ -410,25 +409,27 @@ class WindowPool:
         """
         with_part = np.flatnonzero(self.table != NO_PART)
         parts = sorted([*self._free, *self.table[with_part].tolist()])
-        require_invariant("parts", parts == list(range(self.num_parts)), "one is lost, or two blocks have one")
-        require_invariant("parts", self._needs == needs, "the needed ones are not those of the holders")
+        require_invariant(
+            "parts", parts == list(range(self.num_parts)), "a part is lost, or two blocks have the same part"
+        )
+        require_invariant("parts", self._needs == needs, "the needed parts are not those of the window leases")
         require_invariant("parts", min(self._needs.values(), default=1) > 0, "a block without leases counts as pinned")
-        lines = list(self._unpinned)
-        require_invariant("parts", len(set(lines)) == len(lines), "a block waits in two lines")
-        owners = sorted([*self._needs, *lines])
-        require_invariant("parts", owners == with_part.tolist(), "a part is neither needed nor in a line")
-        require_invariant("parts", bool((self.table[free_blocks] == NO_PART).all()), "a free block has one")
-        require_invariant("parts", self.num_reserved == num_reserved, "the reservations are not those of the holders")
+        queued = list(self._unpinned)
+        require_invariant("parts", len(set(queued)) == len(queued), "a block is queued twice")
+        owners = sorted([*self._needs, *queued])
+        require_invariant("parts", owners == with_part.tolist(), "a part is neither needed nor queued")
+        require_invariant("parts", bool((self.table[free_blocks] == NO_PART).all()), "a free block has a part")
+        require_invariant("parts", self.num_reserved == num_reserved, "the reservations are not those of window leases")
         is_bounded = num_reserved + self.num_step_parts <= self.num_parts
-        require_invariant("parts", is_bounded, "more are reserved than there are")
+        require_invariant("parts", is_bounded, "more parts are reserved than there are")
         num_blocks = max(self._num_blocks(len(with_part)), self.num_reserved_blocks())
         require_invariant("parts", self.num_withheld_blocks == num_blocks, "the withheld blocks are miscounted")
 
 
-def least_parts(reach: Reach, block_size: int, step_tokens: int) -> int:
+def min_parts(reach: Reach, block_size: int, step_tokens: int) -> int:
     """Return the number of parts with which a request of any length can run alone.
 
-    >>> least_parts(Reach.of_window(512), block_size=64, step_tokens=2048)
+    >>> min_parts(Reach.of_window(512), block_size=64, step_tokens=2048)
     43
     """
-    return reach.most_blocks(2**62, block_size) + -(-step_tokens // block_size)
+    return reach.max_parts(2**62, block_size) + -(-step_tokens // block_size)

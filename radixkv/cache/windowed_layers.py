@@ -1,4 +1,4 @@
-"""Windowed layers: what each request needs of their pools."""
+"""Windowed layers: the parts that each request needs of their pools."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Cover(NamedTuple):
     """The parts of blocks that one step of a request reads and writes.
 
     Attributes:
-        part_ids: int32 `[ceil(end / block_size)]`, the part of each block that is in the window or written; 0, without
-            a meaning, for earlier blocks.
+        part_ids: int32 `[ceil(end / block_size)]`, the part of each block that is in the window or written; entries of
+            earlier blocks are 0 and have no meaning.
         copy: a copy of parts to make first; None if there is none.
     """
 
@@ -39,7 +39,7 @@ class WindowLease:
 
     Args:
         pool: the pool of the group.
-        num_reserved: maximum number of parts that the request needs, without those of the tokens of a step. The caller
+        num_reserved: maximum number of parts that the request needs, apart from those that a step writes. The caller
             reserves them.
         num_tokens: maximum number of tokens that the request will have.
         keeps_all: whether all parts are kept, as public prefixes need.
@@ -83,15 +83,15 @@ class WindowLease:
         """Pin what is needed to continue after the cached tokens.
 
         Args:
-            block_ids: int32, the blocks that hold them; `WindowPool.longest` has said that this is possible.
-            cached_tokens: tokens that are reused.
+            block_ids: int32, the blocks that hold the cached tokens.
+            cached_tokens: tokens that are reused, as returned by `WindowPool.longest`.
         """
         first, end = self._first_block(cached_tokens), -(-cached_tokens // self._pool.block_size)
         self._num_found_blocks = end
         self._move(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
 
     def expect_others(self, upto: int) -> None:
-        """Keep what is needed to continue after `upto` tokens as long as at the end of a request.
+        """Keep the parts needed to continue after `upto` tokens for as long as the parts at the end of a request.
 
         Another prompt has the same tokens up to there, so a third prompt may continue there as well.
         """
@@ -128,7 +128,7 @@ class WindowLease:
 
         Args:
             block_ids: int32, the blocks of the prompt.
-            num_blocks: those of them that are computed or loaded, as `WindowedLayers.num_usable` says.
+            num_blocks: blocks at the beginning that are computed or loaded, as returned by `WindowedLayers.num_usable`.
 
         Returns:
             The positions of the blocks that got a part, which the caller has to fill.
@@ -137,25 +137,25 @@ class WindowLease:
         wanted = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
         lacking = {block_id: at for block_id, at in wanted.items() if self._pool.table[block_id] == NO_PART}
         self._move({block_id: at for block_id, at in wanted.items() if block_id not in lacking}, num_blocks)
-        self._pool.need(lacking)  # last, so that they evict none of the others
+        self._pool.need(lacking)  # last, so that this evicts none of the parts that are needed
         self._needed.update(lacking)
         self._num_found_blocks = num_blocks
         return list(lacking.values())
 
     def settle(self, upto: int, copy: BlockCopy | None = None) -> None:
-        """Pin only what is needed to continue after the computed tokens, or to compute the last of them again.
+        """Pin only the parts needed to continue after the computed tokens, or to compute the last of them again.
 
-        So the same prompt is found up to its last token, which is always computed.
+        Therefore the same prompt can later be reused up to its last token, which is always computed.
 
         Args:
             upto: tokens that are computed.
-            copy: a copy that is still to be made.
+            copy: a pending block copy.
         """
         first, end = self._first_block(upto - 1), -(-upto // self._pool.block_size)
         source = None if copy is None else copy.source
         needed = self._needed
         dropped = [b for b, at in needed.items() if not first <= at < end and (at != _COPIED or b != source)]
-        self._let_go(dropped)
+        self._unpin(dropped)
 
     def exchange(self, old: int, new: int) -> None:
         """Replace a block of the request by a block of the tree; see `WindowPool.exchange`."""
@@ -163,7 +163,7 @@ class WindowLease:
             self._needed[new] = self._needed.pop(old)
 
     def keep(self) -> bool:
-        """Keep what is pinned now until `close`, although the request is over.
+        """Keep the pinned parts until `close`, although the request has ended.
 
         Returns:
             Whether there is room for that. If not, everything is unpinned.
@@ -195,11 +195,11 @@ class WindowLease:
         more = {block_id: at for block_id, at in wanted.items() if block_id not in needed}
         if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in more.items()):
             raise InvariantViolation("windowed layers: expected each block in the window to have its part, got none")
-        self._let_go([block_id for block_id in needed if block_id not in wanted])  # first, so that there are enough
+        self._unpin([block_id for block_id in needed if block_id not in wanted])  # first, so that there are enough
         self._pool.need(more)
         needed.update(wanted)
 
-    def _let_go(self, block_ids: list[int]) -> None:
+    def _unpin(self, block_ids: list[int]) -> None:
         found: list[int] = []
         passed: dict[int, int] = {}
         for block_id in block_ids:
@@ -213,14 +213,14 @@ class WindowLease:
 
 
 class WindowedLayers:
-    """The pools of all groups of windowed layers. Without any it does nothing.
+    """The pools of all groups of windowed layers. Without pools, all methods do nothing.
 
     Args:
         pools: the pool of each group.
 
     Attributes:
         pools: as above.
-        shares_memory: whether parts and blocks share memory.
+        shares_memory: whether parts and blocks share one memory.
     """
 
     def __init__(self, pools: Sequence[WindowPool] = ()) -> None:
@@ -242,13 +242,13 @@ class WindowedLayers:
             num_tokens: tokens that are cached.
 
         Returns:
-            The maximum number of tokens after which every group has what it needs.
+            The length of the longest prefix after which every group has the parts that it needs.
         """
         if not self.pools or not num_tokens:
             return num_tokens
         block_ids = np.frombuffer(packed, dtype=np.int32)
         before = -1
-        while before != num_tokens:  # what suits one group may not suit another
+        while before != num_tokens:  # a shorter prefix for one group may lack parts of another group
             before = num_tokens
             for pool in self.pools:
                 num_tokens = pool.longest(block_ids, num_tokens)
@@ -261,12 +261,12 @@ class WindowedLayers:
 
     @property
     def num_withheld_blocks(self) -> int:
-        """Blocks whose memory parts have."""
+        """Blocks whose memory is used by parts, or reserved for them."""
         return sum(pool.num_withheld_blocks for pool in self.pools)
 
     @property
     def num_returnable_blocks(self) -> int:
-        """Blocks that could be had if all parts that no request has reserved were evicted."""
+        """Blocks that would become available if all parts that no request has reserved were evicted."""
         return sum(pool.num_withheld_blocks - pool.num_reserved_blocks() for pool in self.pools)
 
     @property
@@ -276,17 +276,17 @@ class WindowedLayers:
 
     def num_blocks_to_reserve(self, num_tokens: int, *, keeps_all: bool = False) -> int:
         """Return how many blocks the reservations of one more request would withhold; see `pin` and `reserve`."""
-        numbers = [self._most(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
+        numbers = [self._max_parts(pool, num_tokens, keeps_all=keeps_all) for pool in self.pools]
         return sum(
             pool.num_reserved_blocks(number) - pool.num_reserved_blocks()
             for pool, number in zip(self.pools, numbers, strict=True)
         )
 
-    def num_unreserved_blocks(self, holders: Sequence[WindowLease]) -> int:
-        """Return how many free blocks `reserve` would withhold. There are holders of all groups, or of none."""
+    def num_unreserved_blocks(self, window_leases: Sequence[WindowLease]) -> int:
+        """Return how many free blocks `reserve` would withhold. There is one window lease per group, or none."""
         return sum(
-            max(0, pool.num_reserved_blocks(holder.num_reserved) - pool.num_withheld_blocks)
-            for pool, holder in zip(self.pools, holders, strict=False)
+            max(0, pool.num_reserved_blocks(window_lease.num_reserved) - pool.num_withheld_blocks)
+            for pool, window_lease in zip(self.pools, window_leases, strict=False)
         )
 
     def num_lacking_blocks(self, num_new_blocks: int, num_free_blocks: int) -> int:
@@ -294,24 +294,24 @@ class WindowedLayers:
         return max(pool.num_lacking_blocks(num_new_blocks, num_free_blocks) for pool in self.pools)
 
     def num_blocks_to_evict(self, num_blocks: int) -> int:
-        """Return how many blocks to evict at once for the memory of `num_blocks`, since parts are evicted with them."""
+        """Return how many blocks to evict to free the memory of `num_blocks`; their parts are evicted with them."""
         return max(1, int(num_blocks / (1 + sum(pool.blocks_per_part for pool in self.pools))))
 
-    def give_back(self, *, only_excess: bool) -> bool:
-        """Evict a part, so that blocks may have its memory.
+    def evict_part(self, *, only_excess: bool) -> bool:
+        """Evict a part, so that blocks can use its memory.
 
         Args:
-            only_excess: evict none of a group that has no more than its share.
+            only_excess: only evict from groups that exceed their share.
 
         Returns:
-            Whether that was possible.
+            Whether a part was evicted.
         """
-        return any(pool.give_back() for pool in self.pools if pool.has_excess or not only_excess)
+        return any(pool.evict_part() for pool in self.pools if pool.has_excess or not only_excess)
 
-    def looked_up(
+    def record_lookup(
         self, namespace: Namespace, tokens: bytes, packed: bytes, found_tokens: int, reusable_tokens: int
     ) -> None:
-        """Note what a prompt found, and what it lost.
+        """Record how much of a prompt is cached, and how much of that cannot be reused.
 
         Args:
             namespace, tokens: the prompt.
@@ -374,13 +374,13 @@ class WindowedLayers:
         keeps_all: bool = False,
         found_tokens: int = 0,
     ) -> tuple[WindowLease, ...]:
-        """Pin what a request found.
+        """Pin the parts that a request needs to continue after its cached tokens.
 
         Args:
             block_ids: int32, the blocks that hold the cached tokens.
-            cached_tokens: tokens that are reused, as `longest` says.
-            num_tokens: maximum number of tokens that it will have.
-            keeps_all: whether all its parts are kept, also after its end.
+            cached_tokens: tokens that are reused, as returned by `longest`.
+            num_tokens: maximum number of tokens that the request will have.
+            keeps_all: whether all its parts are kept, even after its end.
             found_tokens: tokens that are cached, with or without the parts that are needed to continue after them.
 
         Returns:
@@ -391,19 +391,19 @@ class WindowedLayers:
                 has changed.
         """
         self.require_room(num_tokens, keeps_all=keeps_all)
-        holders = []
+        window_leases = []
         for pool in self.pools:
-            number = self._most(pool, num_tokens, keeps_all=keeps_all)
-            holders.append(WindowLease(pool, number, num_tokens, keeps_all=keeps_all))
-            holders[-1].find(block_ids, cached_tokens)
+            number = self._max_parts(pool, num_tokens, keeps_all=keeps_all)
+            window_leases.append(WindowLease(pool, number, num_tokens, keeps_all=keeps_all))
+            window_leases[-1].find(block_ids, cached_tokens)
             if found_tokens > cached_tokens:
-                holders[-1].expect_others(found_tokens)
-        return tuple(holders)
+                window_leases[-1].expect_others(found_tokens)
+        return tuple(window_leases)
 
-    def reserve(self, holders: Iterable[WindowLease]) -> None:
-        """Reserve what a request may need, for which `num_unreserved_blocks` must be free."""
-        for pool, holder in zip(self.pools, holders, strict=True):
-            pool.reserve(holder.num_reserved)
+    def reserve(self, window_leases: Iterable[WindowLease]) -> None:
+        """Reserve the parts that a request may need. `num_unreserved_blocks` blocks must be free for that."""
+        for pool, window_lease in zip(self.pools, window_leases, strict=True):
+            pool.reserve(window_lease.num_reserved)
 
     def require_lasting_room(self, num_tokens: int) -> None:
         """Raise if the parts of `num_tokens` tokens cannot be kept after their request.
@@ -412,41 +412,41 @@ class WindowedLayers:
             OutOfBlocks: too many would outlive their requests.
         """
         for pool in self.pools:
-            pool.require_lasting_room(self._most(pool, num_tokens, keeps_all=True))
+            pool.require_lasting_room(self._max_parts(pool, num_tokens, keeps_all=True))
 
     def require_room(self, num_tokens: int, *, keeps_all: bool = False) -> None:
         """Raise if a request of `num_tokens` tokens cannot run now.
 
         Raises:
-            OutOfBlocks: as `open` says.
+            OutOfBlocks: as in `pin`.
         """
         for pool in self.pools:
-            pool.require_room(self._most(pool, num_tokens, keeps_all=keeps_all), lasts=keeps_all)
+            pool.require_room(self._max_parts(pool, num_tokens, keeps_all=keeps_all), lasts=keeps_all)
 
-    def exchange(self, holders: Iterable[WindowLease], old: BlockIds, new: BlockIds) -> None:
+    def exchange(self, window_leases: Iterable[WindowLease], old: BlockIds, new: BlockIds) -> None:
         """Replace blocks of a request by blocks of the tree; see `WindowLease.exchange`."""
-        for holder in holders:
+        for window_lease in window_leases:
             for one, other in zip(old.tolist(), new.tolist(), strict=True):
-                holder.exchange(one, other)
+                window_lease.exchange(one, other)
 
     def freed(self, block_ids: BlockIds) -> None:
         """Free the parts of blocks that are free now."""
         for pool in self.pools:
             pool.freed(block_ids)
 
-    def check(self, open_holders: Iterable[Sequence[WindowLease]], free_blocks: BlockIds) -> None:
+    def check(self, open_window_leases: Iterable[Sequence[WindowLease]], free_blocks: BlockIds) -> None:
         """Recount the parts of each group; see `WindowPool.check`.
 
         Args:
-            open_holders: the holders of each open lease that has some.
+            open_window_leases: the window leases of each open lease that has some.
             free_blocks: blocks without an owner.
         """
-        by_group = list(zip(*open_holders, strict=True)) or [()] * len(self.pools)
-        for pool, holders in zip(self.pools, by_group, strict=True):
-            needs = Counter(block_id for holder in holders for block_id in holder.needed)
-            pool.check(needs, sum(holder.num_reserved for holder in holders), free_blocks)
+        by_group = list(zip(*open_window_leases, strict=True)) or [()] * len(self.pools)
+        for pool, window_leases in zip(self.pools, by_group, strict=True):
+            needs = Counter(block_id for window_lease in window_leases for block_id in window_lease.needed)
+            pool.check(needs, sum(window_lease.num_reserved for window_lease in window_leases), free_blocks)
 
-    def _most(self, pool: WindowPool, num_tokens: int, *, keeps_all: bool) -> int:
+    def _max_parts(self, pool: WindowPool, num_tokens: int, *, keeps_all: bool) -> int:
         if keeps_all:
             return -(-num_tokens // pool.block_size) + 1
-        return pool.reach.most_blocks(num_tokens, pool.block_size)
+        return pool.reach.max_parts(num_tokens, pool.block_size)

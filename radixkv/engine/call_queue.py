@@ -7,14 +7,14 @@ from typing import Generic, TypeVar
 
 from radixkv.errors import QueueFull
 
-# A few steps, each of which runs some calls.
+# The duration of a few steps; some calls run between two steps.
 RETRY_AFTER_S = 0.1
 
 _C = TypeVar("_C")
 
 
 class FairCallQueue(Generic[_C]):
-    """Waiting calls of all tenants. Tenants take turns, one call each, so many calls of one tenant delay no other.
+    """Waiting calls of all tenants. Tenants take turns, one call each, so a tenant with many calls delays no other one.
 
         acme   [ call | call | call | ... ]
         other  [ call ]                          take: acme, other, acme, acme ...
@@ -80,7 +80,7 @@ class FairCallQueue(Generic[_C]):
         return tenant, call
 
     def put_back(self, tenant: str, call: _C) -> None:
-        """Queue a call that was taken and is not finished before the others of its tenant. Complexity: O(1)."""
+        """Return an unfinished call to the front of its tenant's queue. Complexity: O(1)."""
         calls = self._by_tenant.setdefault(tenant, deque())
         calls.appendleft(call)
         self._update_length(tenant, len(calls) - 1, len(calls))

@@ -1,4 +1,4 @@
-"""Cancellation: requests that are cancelled, exceed their deadline, are stopped by their caller, or fail."""
+"""Cancellation: ends requests that are cancelled, exceed their deadline, are finished by their caller, or fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixkv.scheduling.request import Request
 class Cancellations:
     """Collects the requests that must end early, until the engine ends them between two steps.
 
-    Other threads only cancel futures, or finish them. All methods are for the engine's thread.
+    Other threads only cancel or finish futures. All methods are for the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class Cancellations:
             self._deadlines.remove((request.params.deadline_s, request.arrival, request))
 
     def fail(self, request: Request, error: RadixKVError) -> None:
-        """Have a request fail with `error` after the step that may be running."""
+        """Mark a request to fail with `error` between two steps."""
         self._failed[request] = error
 
     def is_failing(self, request: Request) -> bool:
-        """Whether a request is to fail."""
+        """Whether a request is marked to fail."""
         return request in self._failed
 
     def is_any_due(self, now_s: float) -> bool:
@@ -56,7 +56,7 @@ class Cancellations:
         return bool(self._deadlines) and self._deadlines[0][0] <= now_s
 
     def finished(self) -> Iterator[Request]:
-        """Yield the generations that their callers stopped, if they have any token and are not to fail.
+        """Yield the generations that their callers finished, if they have a token and are not marked to fail.
 
         The engine must end each request before it takes the next one.
         """

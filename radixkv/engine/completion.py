@@ -49,8 +49,8 @@ class RequestCompleter:
     Args:
         cache: retains prompts.
         scheduler, flights: resume the followers of a request when the tokens that they wait for are published.
-        cancellations: takes requests that must fail after the step that is running.
-        held_leases: takes the leases that outlive their request.
+        cancellations: marks requests that must fail.
+        held_leases: owns the leases that outlive their request.
         stats: counts requests and tokens.
         observer: is notified of each request that ends.
         on_end: called last with each request that has ended.
@@ -80,7 +80,7 @@ class RequestCompleter:
         self._clock = clock
 
     def advance(self, results: Iterable[SliceResult]) -> None:
-        """Record how far each request is computed, and its next token."""
+        """Record the computed tokens and the next token of each request."""
         for result in results:
             if result.is_finite:
                 self._advance(result)
@@ -91,7 +91,7 @@ class RequestCompleter:
             self._publish(result)
 
     def finish(self, request: Request) -> None:
-        """End a generation with the tokens that it has. It may be preempted."""
+        """End a generation, which may be preempted, with the tokens that it has."""
         assert request.generation is not None, "only generations can be finished by their caller"
         request.generation.is_finished = True
         if request.lease is not None and request.computed_upto > request.lease.committed_tokens:
@@ -105,7 +105,7 @@ class RequestCompleter:
             request.future.set_exception(error)
 
     def end(self, request: Request, outcome: Outcome, error: RadixKVError | None = None) -> None:
-        """Remove a request from the engine, close its lease and resume its followers. Leaves its future alone."""
+        """Remove a request from the engine, close its lease and resume its followers. Does not change its future."""
         request.is_over = True
         self._scheduler.remove(request)
         followers = self._flights.leave(request)
@@ -139,7 +139,7 @@ class RequestCompleter:
         if generation is not None:
             try:
                 request.append(prediction.next_token_id)
-            except BaseException:  # noqa: BLE001 - the code of a constraint; the other requests go on
+            except BaseException:  # noqa: BLE001 - the code of a constraint; the other requests continue
                 _log.exception("a constraint raised an exception")
                 self._cancellations.fail(request, StepFailed("constraint: failed to accept the next token"))
 
@@ -164,10 +164,10 @@ class RequestCompleter:
             self._publish_token(request, request.generation, end, prediction)
 
     def _publish_token(self, request: Request, generation: Generation, end: int, prediction: Prediction) -> None:
-        """Publish what a running generation has computed, and stream its next token.
+        """Publish the computed tokens of a running generation, and stream its next token.
 
-        The prompt is published to its last token, generated tokens in whole blocks: a block that is published before
-        it is full has to be copied for the next token.
+        The prompt is published up to its last token, and generated tokens only in whole blocks: a block that is
+        published before it is full must be copied for the next token.
         """
         is_first_token = len(generation.token_ids) == 1
         block_size = self._cache.block_size
@@ -181,7 +181,7 @@ class RequestCompleter:
         chunk = GeneratedTokens((prediction.next_token_id,), request.usage, prediction.logprobs, prompt_logprobs)
         try:
             generation.on_tokens(chunk)
-        except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests go on
+        except BaseException:  # noqa: BLE001 - a caller's code on the engine's thread; the other requests continue
             _log.exception("the callback of a generation raised an exception")
             self._cancellations.fail(request, StepFailed("generation: the caller's callback raised an exception"))
 
@@ -212,9 +212,9 @@ class RequestCompleter:
         """Return the result of a request, unless it is cancelled or its deadline has passed.
 
         Args:
-            request: all its tokens are computed, or its caller wants no more.
+            request: all its tokens are computed, or its caller has finished it.
             finish_reason: of a generation; None for a prefill.
-            prediction: the last token; None if it was streamed already.
+            prediction: the last token; None if it has been streamed.
         """
         now_s = self._clock()
         if request.params.deadline_s is not None and request.is_late(now_s):
@@ -235,11 +235,12 @@ class RequestCompleter:
         cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
 
     def _prefill_result(self, request: Request, lease: Lease, prediction: Prediction, now_s: float) -> PrefillResult:
-        """Make the result of a prefill. If its caller asked to hold the lease, `held_leases` owns it afterwards.
+        """Create the result of a prefill. If its caller requested to hold the lease, `held_leases` owns it afterwards.
 
         The lease of a prompt that was purged is not held.
         """
-        is_purged = request.is_revoked or lease.is_revoked  # the request alone if its invoked adapter was purged
+        # If an invoked adapter is purged, only its requests are revoked, and not their leases.
+        is_purged = request.is_revoked or lease.is_revoked
         is_held = request.params.hold_lease and not is_purged
         logprobs = prediction.logprobs
         return PrefillResult(
@@ -257,7 +258,7 @@ class RequestCompleter:
     def _generate_result(
         self, request: Request, finish_reason: FinishReason, logprobs: Sequence[TokenLogprobs], now_s: float
     ) -> GenerateResult:
-        """Make the result of a generation, which may be preempted. `logprobs` are those of its last token."""
+        """Create the result of a generation, which may be preempted. `logprobs` are those of its last token."""
         assert request.generation is not None, "only a generation has a finish reason"
         return GenerateResult(
             request_id=request.params.request_id,
@@ -272,10 +273,10 @@ class RequestCompleter:
         )
 
     def _retain(self, request: Request, lease: Lease | None, now_s: float) -> Retained | None:
-        """Retain the range that a request asks for.
+        """Apply the retention that a request asks for.
 
         A priority below the default applies only to tokens that this request published; tokens that other requests
-        published keep theirs. Without a lease it is unknown which these are, so no token gets a lower priority.
+        published keep their priority. Without a lease the two are not distinguishable, so no priority is lowered.
         """
         retention = request.params.retention
         if retention is None:

@@ -16,7 +16,8 @@ from radixkv.scheduling.request import Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.step_plan import Slice
 
-# Number of last queries of the prompt from which H2O starts. All queries would require computing the prompt again.
+# H2O starts from the attention of this many last queries of the prompt. Using all queries would require computing the
+# prompt again.
 _H2O_QUERIES = 64
 
 _log = logging.getLogger(__name__)
@@ -40,18 +41,18 @@ class Compressor:
         self._kept: weakref.WeakKeyDictionary[Request, KeptEntries] = weakref.WeakKeyDictionary()
 
     def prepare_step(self) -> None:
-        """Compress each generation that has its first token, or make room for its next token."""
+        """Compress each generation that has its first token, and make room for the next token of the others."""
         for request in list(self._scheduler.running):
             if request.compression is None or request.times.prefilled_s is None:
                 continue
             try:
                 self._make_room(request, request.compression)
-            except Exception as error:  # noqa: BLE001 - whatever the device raises, the other requests go on
+            except Exception as error:  # noqa: BLE001 - whatever the device raises, the other requests continue
                 _log.exception("the K/V of a generation could not be compressed")
                 self._fail(request, StepFailed(f"compression: raised {type(error).__name__}"))
 
     def watcher_of(self, request: Request) -> KeptEntries | None:
-        """Return what observes the queries of a request because their attention decides what is dropped, or None."""
+        """Return the object that observes a request's queries to decide which entries to drop; None if none does."""
         kept = self._kept.get(request)
         return kept if kept is not None and kept.watches else None
 
@@ -67,10 +68,10 @@ class Compressor:
             lease.num_dropped_tokens += 1
 
     def _compress(self, request: Request, compression: Compression, lease: Lease) -> KeptEntries:
-        """Copy the entries that are kept of a prompt, and release its shared blocks.
+        """Copy the kept entries of a prompt to private blocks, and release its shared blocks.
 
         A request that must not read the cache has not published its prompt yet. It publishes after the copy, since a
-        commit may replace its blocks by equal ones of other requests.
+        commit may replace its blocks by equal blocks of other requests.
         """
         params = request.params
         prompt = chunk_of(Slice(request, 0, params.num_tokens))

@@ -1,4 +1,4 @@
-"""The engine's work: admit, compute a step, publish, answer. The thread that does it is in `engine.py`."""
+"""The engine loop: admit, compute a step, publish, return results. Its thread is in `engine.py`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class EngineCore:
                    │   └ following┘                  │  │   while a running request computes tokens that it shares
                    └────────── preempted ◀───────────┘      while there are no blocks for its next token
 
-    Every way out of this picture leads through `RequestCompleter.end`, which releases the blocks.
+    Every request ends in `RequestCompleter.end`, which releases its blocks.
 
-    `build` makes a core with all its parts. The constructor takes parts that belong together.
+    `build` creates a core with all its parts. The constructor takes parts that were built for each other.
 
     Attributes:
         cache: the cache.
@@ -95,7 +95,7 @@ class EngineCore:
         self._events = events
         self._offload = offload
         self._clock = clock
-        self._started_step: Step | None = None  # the step that was started ahead
+        self._started_step: Step | None = None  # a step that was started before the previous one was published
 
     @classmethod
     def build(
@@ -122,10 +122,11 @@ class EngineCore:
             config: budgets and limits.
             clock: seconds, monotonic.
             on_end: called with every request that ends.
-            on_start: called with every request that gets its blocks, each time.
+            on_start: called with a request each time it is admitted.
             observers: are notified of requests and steps. Their exceptions are logged.
             weights: shares of each step by tenant; 1 for a tenant that is missing.
-            has_pending_calls: whether callers wait for the engine. Called before a step is prepared or started ahead.
+            has_pending_calls: whether calls wait to run between two steps. Called before a step is prepared or started
+                ahead.
             events: listens to the cache, and publishes after each step.
             offload: saves blocks that are evicted from the device, and loads them again; None to discard them.
             work_clock: CPU seconds of the calling thread.
@@ -185,13 +186,13 @@ class EngineCore:
             self._scheduler.hold_back(request)
 
     def step(self) -> None:
-        """Compute one step if there is anything to compute. Publish the events since the last call in any case.
+        """Compute one step if there is anything to compute. In any case, publish the cache events since the last call.
 
             schedule: sweep, allocate, admit ─▶ wait ─▶ advance ───────▶ publish: commit, stream tokens, answer
                                               └ prepare the next step └ start it
 
         The next step is prepared and started ahead only on a device that computes asynchronously, and only while all
-        requests decode. Then the device computes it while tokens are published, and when this returns.
+        requests decode. The device then computes it while tokens are published and after this method returns.
         """
         step = self._started_step or self._schedule()
         self._started_step = None
@@ -208,12 +209,12 @@ class EngineCore:
             self._start_ahead(prepared, results)
         self._completer.publish(results)
         if self._offload is not None:
-            self._offload.save()  # no answer waits for it
+            self._offload.save()  # after the results were returned, so that no caller waits for it
 
     def try_step(self) -> None:
-        """Compute one token that no request needs, to learn whether steps work again.
+        """Compute one token that no request needs, to find out whether steps work again.
 
-        It takes a block. While tenants' floors and held leases leave none for it, steps count as failing.
+        This needs a block. While tenants' floors and held leases leave no block for it, steps count as failing.
         """
         try:
             with self.cache.lease(Namespace("", TRIAL_TENANT), bytes(TOKEN_BYTES), read=False) as lease:
@@ -228,7 +229,7 @@ class EngineCore:
                 self.num_failed_steps = 0
 
     def seconds_to_rest(self) -> float | None:
-        """Return the seconds until there is something to do without requests; None if there will be nothing."""
+        """Return the seconds until the next timed task of an idle engine; None if there is none."""
         if self._events is not None and self._events.has_backlog:
             return 0.0
         until_flush_s = None if self._offload is None else self._offload.seconds_to_rest()
@@ -263,7 +264,7 @@ class EngineCore:
         return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason, stored_tokens)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
-        """Set the retention priority of a cached and stored range, whatever it was; see `PrefixCache.retain`."""
+        """Set the retention priority of a range on the device and in tiers; see `PrefixCache.retain`."""
         grant = self.cache.retain(namespace, tokens, retention)
         if self._offload is not None:
             grant = self._offload.retain(namespace, tokens, retention, grant)
@@ -283,11 +284,11 @@ class EngineCore:
         self._leave_revoked()
         deletions = [] if self._offload is None else self._offload.purge(tenant, adapter, salt)
         purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
-        for request in self._scheduler.running:  # those that were admitted between the slices
+        for request in self._scheduler.running:  # includes requests that were admitted between the slices
             request.is_revoked = request.is_revoked or request.open_lease.is_revoked
         self._leave_revoked()
         if self._offload is not None:
-            deletions += self._offload.purge(tenant, adapter, salt)  # what was saved in the meantime
+            deletions += self._offload.purge(tenant, adapter, salt)  # blocks that were saved in the meantime
         return PendingPurge(purged, deletions)
 
     def _leave_revoked(self) -> None:
@@ -296,7 +297,7 @@ class EngineCore:
                 self._scheduler.resume(self._flights.leave(request))
 
     def _schedule(self) -> Step | None:
-        """Start a step of the running requests and those that are admitted now; None if there is nothing to compute."""
+        """Admit requests, and start a step of all running requests; None if there is nothing to compute."""
         now_s = self._clock()
         self._end_due_requests(now_s)
         if self._scheduler.running:
@@ -310,11 +311,11 @@ class EngineCore:
             offload.copy()  # before evicted blocks are overwritten
         step = start_step(self._runner, slices, self._clock(), self._compressor.watcher_of) if slices else None
         if offload is not None and (step is None or self._runner.is_asynchronous):
-            offload.save()  # on a device that computes in `wait`, stores would compete with it; it saves afterwards
+            offload.save()  # a device that computes in `wait` saves afterwards, since writing would slow the step down
         return step
 
     def _start_ahead(self, prepared: PreparedStep, results: Sequence[SliceResult]) -> None:
-        """Start a prepared step, and do everything else that belongs to the start of a step."""
+        """Start a prepared step. This does the same as `_schedule` for the start of a step."""
         if self._offload is not None:
             self._offload.copy()
         self._started_step = prepared.start(results, self._clock())
@@ -326,7 +327,7 @@ class EngineCore:
         assert slices == prepared.slices, "no other request has anything to compute"
 
     def _end_due_requests(self, now_s: float) -> None:
-        """Close expired leases, and end the requests that were stopped or cancelled, are late, or have to fail."""
+        """Close expired leases, and end requests that are finished early, cancelled, past their deadline or failing."""
         self.held_leases.expire(now_s)
         self.cache.expire()
         if not self._cancellations.is_any_due(now_s):
@@ -347,7 +348,7 @@ class EngineCore:
             self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
             self._try_smaller(step)
             return []
-        except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests go on
+        except Exception as error:  # noqa: BLE001 - whatever a forward pass raises, the other requests continue
             _log.exception("a step of %d requests failed", len(step.slices))
             self.num_failed_steps += 1
             self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
@@ -366,7 +367,7 @@ class EngineCore:
         return results
 
     def _try_smaller(self, step: Step) -> None:
-        """Make the next steps smaller. The tokens of this one were not published and are computed again."""
+        """Make the next steps smaller. The tokens of this step were not published and are computed again."""
         num_tokens = step.num_tokens
         _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, len(step.slices))
         for part in step.slices:

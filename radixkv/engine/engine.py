@@ -41,7 +41,7 @@ from radixkv.offload.purge import when_deleted
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.scheduling.request import Generation, Request
 
-# After this many failed steps in a row the engine is unhealthy, and tries a step of its own each period.
+# After this many failed steps in a row the engine is unhealthy, and periodically tries a step of one token.
 _MAX_FAILED_STEPS = 3
 _RETRY_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 5.0
@@ -49,15 +49,16 @@ _STOP_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-# Connects the tiers with an engine, whose thread the argument wakes. Returns them, and what transfers of K/V need.
+# Opens the tiers of an engine. The argument wakes the engine's thread. Returns the tiers, and the parts for transfers
+# of K/V between servers.
 OpenOffload = Callable[[Callable[[], None]], tuple[Offload, TransferParts | None]]
 
 
 class Engine:
     """An `EngineCore` on a thread of its own.
 
-    Any thread may call its methods. Cancelling a future cancels its request at the end of the step, which then releases
-    its blocks.
+    Any thread may call its methods. If a future is cancelled, its request ends and releases its blocks after the
+    current step.
 
     Args:
         runner: model and K/V memory.
@@ -142,7 +143,7 @@ class Engine:
         self._inbox.put(lambda: None)
 
     def device_stats(self) -> DeviceStats:
-        """Return how the device computes steps, and its memory. May be called on any thread."""
+        """Return the attention kernels, CUDA graphs and memory of the device. May be called from any thread."""
         return self._runner.device_stats()
 
     @property
@@ -181,7 +182,8 @@ class Engine:
 
         Raises:
             InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
-            QueueFull, RateExceeded: too many requests are unfinished, in total or of this tenant, or it sends too many.
+            QueueFull: too many requests are unfinished, in total or of this tenant.
+            RateExceeded: the tenant exceeds its rate of requests or tokens.
             BeyondCeiling: the request needs more blocks than its tenant may ever hold.
             Draining, StepHangs: the engine accepts no requests.
             Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
@@ -240,7 +242,7 @@ class Engine:
         return self._call_by_tenant(caller.tenant, lambda: self._core.renew(lease_id, caller.tenant))
 
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
-        """Set the retention priority of a cached range, whatever it was before; see `PrefixCache.retain`.
+        """Set the retention priority of a cached range; see `PrefixCache.retain`.
 
         Raises the same errors as `probe`.
         """
@@ -258,11 +260,11 @@ class Engine:
         )
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
-        """Return all statistics, with those of the largest tenants, or of one; see `StatsCollector.stats`."""
+        """Return all statistics, including those of the largest tenants, or of `tenant`; see `StatsCollector.stats`."""
         return self._call_for(tenant, lambda: self._core.stats.stats(max_tenants, tenant))
 
     def load(self) -> Future[EngineLoad]:
-        """Return how full the engine is; cheaper than `stats`."""
+        """Return the load of the engine; cheaper than `stats`."""
         return self._call(self._core.stats.load)
 
     def check(self) -> Future[None]:
@@ -277,17 +279,17 @@ class Engine:
         return is_done and not self._watchdog.is_hanging
 
     def stop(self) -> None:
-        """Cancel all requests and end the thread. If its step does not end, the thread is left running."""
+        """Cancel all requests and end the thread. If a step does not end, the thread keeps running."""
         self.adapters.close()
         self.drain(0)
         self._inbox.put(self._is_stopping.set)
         self._thread.join(_STOP_TIMEOUT_S + (0 if self.offload is None else CLOSE_LIMIT_S))
         if self._thread.is_alive():
-            _log.error("a step does not end; its thread is left running")
+            _log.error("a step does not end; the engine's thread is left running")
         self._watchdog.stop()
 
     def _on_hang(self) -> None:
-        """Cancel everything. The step that hangs may still write to its blocks, so they are released when it ends."""
+        """Cancel all requests and calls. The step may still write to its blocks, so these are released when it ends."""
         _log.error("a step takes more than %s s; all requests are cancelled", self._watchdog.timeout_s)
         self._admission.cancel_all()
         self._inbox.cancel_calls()
@@ -310,7 +312,7 @@ class Engine:
         if self._watchdog.is_hanging:
             raise self._hanging()
         self._admission.enter(request, self._queue)
-        if self._watchdog.is_hanging:  # since a moment ago; the earlier requests have been cancelled
+        if self._watchdog.is_hanging:  # detected since the check above, after which earlier requests were cancelled
             request.future.cancel()
 
     def _queue(self, request: Request) -> None:
@@ -321,7 +323,7 @@ class Engine:
         if self._watchdog.is_hanging:
             raise self._hanging()
         future = self._inbox.call(function, origin)
-        if self._watchdog.is_hanging:  # since a moment ago; the earlier calls have been cancelled
+        if self._watchdog.is_hanging:  # detected since the check above, after which earlier calls were cancelled
             future.cancel()
         return future
 
@@ -352,7 +354,7 @@ class Engine:
             self._admission.close()
             self._inbox.close()
             error = Draining("engine: stopped")
-            with contextlib.ExitStack() as cleanup:  # runs the last callback first, each even if another one raises
+            with contextlib.ExitStack() as cleanup:  # runs callbacks in reverse order, even if one of them raises
                 cleanup.callback(self._admission.abandon, error)
                 cleanup.callback(self._inbox.abandon, error)
                 cleanup.callback(self._core.close, error)

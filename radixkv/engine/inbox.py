@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from radixkv.engine.call_queue import RETRY_AFTER_S, FairCallQueue
 from radixkv.errors import Draining, LifecycleError, QueueFull, RadixKVError
 
-# Time for calls between two steps: 2 ms, or this share of the last step if that is more. The call that exceeds it ends.
+# Time for calls between two steps: 2 ms, or this share of the last step if that is more. The call that is running when
+# the time is over is still finished.
 _MAX_CALLS_S = 0.002
 _STEP_SHARE = 0.05
 
@@ -34,7 +35,7 @@ class CallerKind(Enum):
 
 
 class CallOrigin(NamedTuple):
-    """Origin of a call. Calls of one origin run in order; different origins take turns."""
+    """The origin of a call. Calls of one origin run in order; different origins take turns."""
 
     kind: CallerKind = CallerKind.SERVICE
     tenant: str = ""
@@ -70,14 +71,14 @@ class _Call(NamedTuple):
             next(self.slices)
         except StopIteration as end:
             self.future.set_result(end.value)
-        except Exception as error:  # noqa: BLE001 - raised for the caller; the engine goes on
+        except Exception as error:  # noqa: BLE001 - raised for the caller; the engine continues
             self.future.set_exception(error)
         else:
             return True
         return False
 
     def drop(self) -> None:
-        """Fail a call that has not started, because the call of another tenant took its place."""
+        """Fail a call that has not started, to make room for a call of another tenant."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(
                 QueueFull(
@@ -119,7 +120,7 @@ class Inbox:
         self._num_calls = 0  # in all queues
         self._turns = deque(CallerKind)
         self._unfinished: set[Future[Any]] = set()
-        self._left_s = clock()  # when the engine went on to its next step
+        self._left_s = clock()  # when the last calls ended and the next step began
 
     @property
     def is_empty(self) -> bool:
@@ -127,7 +128,7 @@ class Inbox:
         return not self._num_calls and self._functions.empty()
 
     def put(self, function: Callable[[], None]) -> None:
-        """Run a function that must not raise on the engine's thread. It is never refused."""
+        """Run a function on the engine's thread. The function must not raise, and is never refused."""
         self._functions.put(function)
 
     def call(self, function: Callable[[], Any], origin: CallOrigin = SERVICE_ORIGIN) -> Future[Any]:
@@ -136,7 +137,7 @@ class Inbox:
         If the function returns a generator, the engine advances it by one `yield` at a time.
 
         Returns:
-            The future of its result or exception; of a generator, of what that returns or raises.
+            The future of the result or exception of the function, or of its generator.
 
         Raises:
             Draining: the inbox is closed.
@@ -185,9 +186,9 @@ class Inbox:
             self._functions.get()()
 
     def _run_call(self) -> bool:
-        """Run the next call, or a slice of it, after the functions that were put before it. Returns whether one ran.
+        """Run the functions in the inbox, and then the next call or a slice of it. Returns whether there was a call.
 
-        So a purge reaches every request that was submitted before it.
+        Functions come first so that a purge reaches every request that was submitted before it.
         """
         with self._lock:
             taken = self._take()

@@ -12,21 +12,22 @@ from radixkv.engine.observer import Observer
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.pages import release_pages, use_small_pages
 
-# Memory beyond the bound, as a share of it, before pages are returned: each return takes a call per layer and head.
+# Pages are returned when the memory exceeds its bound by this share, since returning them takes a call per layer and
+# head.
 _SLACK = 1 / 64
 
 _log = logging.getLogger(__name__)
 
 
 class MemoryBorder(Observer):
-    """Returns the pages of free blocks when parts need the memory, and the other way round.
+    """Returns the pages of free blocks when parts need the memory, and vice versa.
 
-    Both have addresses for as many as could ever be used, and take memory when something is written there:
+    Address space is reserved for the maximum number of blocks and of parts; pages are assigned when they are written:
 
         addresses    blocks  [ used | free ...........................)   parts  [ used | free ......)
         memory               [ used )                                            [ used )              together bounded
 
-    After each step, evicted blocks have been copied to the tiers, so what is free then holds nothing.
+    Evicted blocks have been copied to the tiers when a step ends, so free blocks and parts hold nothing then.
 
     Args:
         storage: the pools, on a CPU.
@@ -34,7 +35,7 @@ class MemoryBorder(Observer):
         parts: which parts are used.
 
     Attributes:
-        num_bytes: bytes that have pages, or had some when the last step ended.
+        num_bytes: bytes that have pages, as of the end of the last step.
     """
 
     def __init__(self, storage: KVStorage, blocks: BlockPool, parts: WindowPool) -> None:
@@ -49,7 +50,7 @@ class MemoryBorder(Observer):
             use_small_pages(pool)
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """Note what is used now, and return the pages of what is not if both together have too many.
+        """Record which blocks and parts are used, and return the pages of the others if there are too many.
 
         Complexity: a pass over the states of the blocks; `release_pages` for each pool if there are too many.
         """
@@ -64,7 +65,7 @@ class MemoryBorder(Observer):
         done = [release_pages(pool, ~used_blocks, self._touched_blocks) for pool in self._storage.pools]
         done += [release_pages(pool, ~used_parts, self._touched_parts) for pool in self._storage.part_pools]
         if not all(done):
-            _log.warning("the system took no memory back from the pool, which may grow beyond its size")
+            _log.warning("the operating system did not take back memory of the pool, which may grow beyond its size")
             self._max_bytes = 2**63
         self._touched_blocks, self._touched_parts = used_blocks, used_parts
         self._count()

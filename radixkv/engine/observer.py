@@ -24,13 +24,13 @@ class Observer:
         """A step raised."""
 
     def request_preempted(self, request: Request) -> None:
-        """A running request was preempted: it lost its blocks and waits for others."""
+        """A running request was preempted: it released its blocks and waits to be admitted again."""
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
         """A request ended.
 
         Args:
-            request: its usage and its times.
+            request: the request, with its usage and its times.
             outcome: how it ended.
             error: why it failed; None if it did not fail.
             now_s: when it ended, on the clock of `request.times.received_s`.

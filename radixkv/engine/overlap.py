@@ -24,7 +24,7 @@ class OverlapScheduler:
 
     Args:
         runner: computes steps.
-        scheduler, cancellations, held_leases: say what else is due between two steps.
+        scheduler, cancellations, held_leases: other work that may be due between two steps.
         has_pending_calls: whether any request or call waits to run between two steps.
         clock: seconds, monotonic.
     """
@@ -49,8 +49,8 @@ class OverlapScheduler:
         """Prepare the next token of all requests while `step` is computed. Their leases reserve the blocks for it.
 
         Returns:
-            None if anything else is due after the step, if a request would have to be preempted for the next block of
-            another, or if the step can't be prepared. Then the next step is scheduled as usual.
+            The prepared step. None if other work is due after the current step, if a request would have to be preempted
+            to allocate a block for another one, or if preparing fails; the next step is then scheduled as usual.
         """
         if self._is_anything_else_due(step.slices):
             return None
@@ -63,12 +63,12 @@ class OverlapScheduler:
             return None
         try:
             return PreparedStep(self._runner, step)
-        except Exception:  # noqa: BLE001 - whatever it is, the step that is being computed is not affected
+        except Exception:  # noqa: BLE001 - the step that is being computed is not affected
             _log.exception("a step of %d requests could not be prepared", len(step.slices))
             return None
 
     def may_start(self, prepared: PreparedStep, results: Sequence[SliceResult]) -> bool:
-        """Whether a prepared step is still what has to be computed next, given the results of the step before it."""
+        """Whether a prepared step may still be computed next, given the results of the step before it."""
         if len(results) != len(prepared.slices):
             return False
         for result in results:
@@ -77,7 +77,7 @@ class OverlapScheduler:
         return not self._is_anything_else_due(prepared.slices)
 
     def _is_anything_else_due(self, slices: Sequence[Slice]) -> bool:
-        """Whether more than these slices is due. New requests do not count while all places are taken."""
+        """Whether other work than these slices is due. Waiting requests do not count if none could be admitted."""
         scheduler = self._scheduler
         if len(scheduler.running) > len(slices):
             return True
@@ -94,6 +94,6 @@ def _continues_decoding(request: Request, num_coming: int = 0) -> bool:
     generation = request.generation
     if generation is None or not request.is_decoding or generation.finish_reason is not None:
         return False
-    if request.compression is not None:  # K/V must be dropped first
+    if request.compression is not None:  # entries must be dropped before the next token
         return False
     return len(generation.token_ids) + num_coming < generation.sampling.max_new_tokens

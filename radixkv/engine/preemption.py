@@ -14,13 +14,13 @@ from radixkv.scheduling.single_flight import SingleFlight
 class Preemptor:
     """Allocates blocks for the next tokens of running requests, and preempts running requests.
 
-    A preempted request gives its blocks back. What it published stays cached, and it resumes from there later, with the
-    same result.
+    A preempted request releases its blocks. Its published tokens stay cached until they are evicted, and the request
+    resumes from them later, with the same result.
 
     Args:
         scheduler: holds the running requests.
         flights: resumes the followers of a preempted request.
-        lending: returns to prompts the blocks that they lent.
+        lending: returns lent blocks to the prompts that lent them.
         stats, observer: are notified of each preemption.
     """
 
@@ -42,12 +42,12 @@ class Preemptor:
         """Allocate a block for each generation that needs one, and return lent blocks to prompts. Preempt if needed.
 
         If blocks are missing, the youngest request is preempted. The oldest request can preempt all others. If it runs
-        alone and a block is still missing, it is preempted itself, which unpins the blocks that it does not need. Then
-        it is admitted again with a block, or refused because only held leases and other tenants' floors are in its
-        way. So it gains at least one token each time.
+        alone and a block is still missing, it is preempted itself, which unpins the blocks that it does not need. It is
+        then admitted again with a block, or refused because held leases and other tenants' floors leave too few blocks.
+        Therefore it computes at least one token each time.
 
-        If a tenant waits and has no running request while all places are taken, a request of the tenant with the most
-        running requests is preempted for it.
+        If a tenant has waiting requests and no running one while `max_running_requests` requests run, a request of the
+        tenant with the most running requests is preempted for it.
         """
         self._lending.begin_step()
         if not self._scheduler.running:
@@ -65,7 +65,7 @@ class Preemptor:
             self.preempt(youngest)
 
     def preempt(self, request: Request) -> None:
-        """Take the blocks of a running request, and put it back among the waiting requests at its old place."""
+        """Release the blocks of a running request, and put the request back into the queue at its old position."""
         self._scheduler.resume(self._flights.leave(request))
         request.release()
         self._scheduler.preempt(request)
@@ -75,7 +75,7 @@ class Preemptor:
     def _victim(self, request: Request, error: CapacityError) -> Request:
         """Choose the youngest of the requests that hold the missing blocks. It may be `request` itself.
 
-        A compressed generation is never preempted: it needs no more blocks, so it ends and returns those that it has.
+        A compressed generation is never preempted. It needs no more blocks, so it always reaches its end.
         """
         return max(
             (

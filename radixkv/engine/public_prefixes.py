@@ -61,7 +61,7 @@ class PublicPrefixRegistry:
         Raises:
             InvalidRequest, PromptTooLong: the tokens are not a valid prompt.
             Draining, StepHangs: the engine takes no calls.
-            Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, what a prefill raises, and
+            Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, the errors of a prefill, and
                 UnknownPublicPrefix if it was unregistered in the meantime.
         """
         self._limits.require_tokens(tokens)
@@ -71,7 +71,7 @@ class PublicPrefixRegistry:
         return done
 
     def unregister(self, name: str) -> Future[PublicPrefixStatus]:
-        """Let no more prompts use a prefix. Its blocks are freed when the requests that use it have ended.
+        """Stop prompts from matching a prefix. Its blocks are freed when the requests that use it have ended.
 
         The future raises UnknownPublicPrefix if no prefix has this name.
         """
@@ -112,7 +112,7 @@ class PublicPrefixRegistry:
         done: Future[PublicPrefixStatus],
         computed: Future[PrefillResult],
     ) -> None:
-        """Let prompts match a prefix that is computed. Results arrive on the engine's thread, failures on any."""
+        """Activate a computed prefix. Called on the engine's thread after a success, on any thread after a failure."""
         error = self._thread.cancellation() if computed.cancelled() else computed.exception()
         if error is not None:
             self._thread.put(lambda: self._abandon(prefix, request))
@@ -151,7 +151,7 @@ class PublicPrefixRegistry:
 
 def _complete(done: Future[PublicPrefixStatus], outcome: PublicPrefixStatus | BaseException) -> None:
     if not done.set_running_or_notify_cancel():
-        return  # the caller has gone away
+        return  # the caller cancelled the future
     if isinstance(outcome, BaseException):
         done.set_exception(outcome)
     else:

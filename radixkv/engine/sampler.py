@@ -1,4 +1,4 @@
-"""Sampling: chooses the next token of each request from its logits, for all requests of a step at once."""
+"""Sampling: chooses the next token of each request of a step from its logits, in one batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CUMSUM_ROWS = 16
 
 
 class Prediction(NamedTuple):
-    """The part of a result that comes from the model.
+    """The next token of a request, with the values of the model that the request asked for.
 
     Attributes:
         next_token_id: the most likely token, or the one that was sampled.
@@ -82,7 +82,7 @@ def _allowed(generation: Generation) -> Allowed:
         return generation.matcher.allowed()
     except RequestError as error:
         return error
-    except BaseException:  # noqa: BLE001 - the code of a constraint; the other requests go on
+    except BaseException:  # noqa: BLE001 - the code of a constraint; the other requests continue
         _log.exception("a constraint raised an exception")
         return StepFailed("constraint: failed to compute the allowed tokens")
 
@@ -90,10 +90,10 @@ def _allowed(generation: Generation) -> Allowed:
 def predict(
     logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request], allowed: Mapping[int, Allowed]
 ) -> list[Prediction]:
-    """Choose the next token of each request, and read what else it asks for.
+    """Choose the next token of each request, and read the log probabilities and logits that it asks for.
 
-    All rows are processed together. What a row gets does not depend on the others. The results are copied from the
-    device once, and requested rows of logits once more.
+    All rows are processed together, but the result of a row does not depend on the others. There is one copy from the
+    device for all results, and another one for requested rows of logits.
 
     Args:
         logits: float32 `[len(requests), vocab_size]`.
@@ -105,7 +105,7 @@ def predict(
         One prediction for each request.
     """
     sampled_rows: list[int] = []
-    rows_by_count: dict[int, list[int]] = {}  # rows that want log probabilities, by the number of most likely tokens
+    rows_by_count: dict[int, list[int]] = {}  # rows that request log probabilities, by their number
     logit_rows: list[int] = []
     for row, request in enumerate(requests):
         generation, params = request.generation, request.params
@@ -177,10 +177,10 @@ def _sample_and_read(
 def _sample(
     logits: torch.Tensor, requests: Sequence[Request], allowed: Mapping[int, Allowed], rows: list[int]
 ) -> tuple[list[int], torch.Tensor | None]:
-    """Choose the next tokens of some rows. A row that is refused a token gets any.
+    """Choose the next tokens of some rows. A row whose constraint has failed gets an arbitrary token.
 
     Returns:
-        The rows in another order, and their tokens, int64 `[len(rows)]` on the device; None without any rows.
+        The rows in another order, and their tokens, int64 `[len(rows)]` on the device; None if there are no rows.
     """
     if not rows:
         return rows, None
@@ -220,7 +220,7 @@ def _sample(
 
 
 def _changes(request: Request, allowed: Allowed | None) -> LogitChanges | None:
-    """Return how a request changes its logits; None if it does not, or if it is refused a token."""
+    """Return how a request changes its logits; None if it does not, or if its constraint has failed."""
     generation = request.generation
     assert generation is not None, "only generations sample"
     if isinstance(allowed, RadixKVError) or not generation.sampling.changes_logits:
@@ -246,7 +246,7 @@ def change_logits(logits: torch.Tensor, changes: Sequence[LogitChanges]) -> torc
     """
     num_rows, num_logits = logits.shape
     forbidden = np.zeros((num_rows, num_logits), dtype=np.bool_)
-    biases: list[tuple[int, float]] = []  # by the position in the flattened logits, as all that follow
+    biases: list[tuple[int, float]] = []  # here and below: by position in the flattened logits
     stops: list[int] = []
     repeated: list[npt.NDArray[np.int64]] = []
     factors: list[npt.NDArray[np.float32]] = []
@@ -298,15 +298,15 @@ def change_logits(logits: torch.Tensor, changes: Sequence[LogitChanges]) -> torc
 
 
 def _needs_sort(sampling: Sampling) -> bool:
-    """Whether sampling narrows the choice by the order of tokens."""
+    """Whether sampling needs tokens sorted by probability, for top_k or top_p."""
     return sampling.top_p < 1 or sampling.top_k > 0
 
 
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     """Draw a token from each row, without waiting for the device.
 
-    Uses the exponential race (Gumbel-max trick): the token with the least `exponential / probability` is each one with
-    its own probability. The noise of a row depends on its seed and position alone, so the batch changes nothing.
+    Uses the exponential race (Gumbel-max trick): the token with the smallest `exponential / probability` is distributed
+    by these probabilities. The noise of a row depends only on its seed and position, so the batch changes nothing.
 
     Args:
         logits: float32 `[num_rows, vocab_size]`, finite or -inf, and no row all -inf.
@@ -353,10 +353,10 @@ def _narrow(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor
 
 
 def _cumsum(rows: torch.Tensor) -> torch.Tensor:
-    """Return the cumulative sums of rows, with the same bits whatever rows are computed together.
+    """Return the cumulative sums of rows, bitwise identical for any batch of rows.
 
-    On a GPU the algorithm depends on the number of rows, and that for a single row is not deterministic. So rows are
-    added up in groups of a fixed size.
+    On a GPU the algorithm depends on the number of rows, and the algorithm for a single row is not deterministic. So
+    rows are processed in groups of a fixed size.
     """
     if rows.device.type == "cpu":
         return rows.cumsum(dim=-1)
@@ -372,17 +372,17 @@ def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int
     Args:
         logits: float32 `[num_rows, vocab_size]`.
         token_ids: one for each row. A token without a logit has -inf: a model may have more input tokens than logits.
-        count: number of most likely tokens; all that have logits, if these are fewer.
+        count: number of most likely tokens, at most the number of tokens that have logits.
 
     Returns:
-        One for each row.
+        One row of log probabilities for each row of logits.
     """
     count = min(count, logits.shape[1])
     return _logprob_rows(_logprobs(logits, _on_device(token_ids, logits.device), count).cpu().numpy(), count)
 
 
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Return own log probabilities, those of the most likely tokens, and ids: float64 `[num_rows, 1 + 2 count]`."""
+    """Return log probabilities of tokens and of the most likely ones, and ids: float64 `[num_rows, 1 + 2 count]`."""
     num_logits = logits.shape[1]
     logprobs = logits.log_softmax(dim=-1).double()
     values, ids = logprobs.topk(count)

@@ -80,7 +80,7 @@ class StatsCollector:
         self._num_preemptions += 1
 
     def load(self) -> EngineLoad:
-        """Return how full the engine is. Complexity: O(waiting requests)."""
+        """Return the load of the engine. Complexity: O(waiting requests)."""
         pool = self._cache.pool
         states = self._cache.snapshots
         return EngineLoad(
@@ -128,7 +128,7 @@ class StatsCollector:
         else:
             usage = tenants.get(tenant)
             if usage is None and any(self._stored_blocks(tenant).values()):
-                usage = TenantUsage(tenants.quota_of(tenant))  # served by an earlier process
+                usage = TenantUsage(tenants.quota_of(tenant))  # only an earlier process served this tenant
             reported = [] if usage is None else [(tenant, usage)]
         return EngineStats(
             load=self.load(),

@@ -32,7 +32,7 @@ class SliceResult(NamedTuple):
         part: the slice.
         is_finite: whether K, V, the last hidden states and the logits of its tokens are finite; see `StepResult`.
         prediction: the next token; None if the request has more tokens to compute before it.
-        prompt_logprobs: of the prompt tokens that follow those of the slice; None unless requested.
+        prompt_logprobs: log probabilities of the prompt tokens after each token of the slice; None unless requested.
     """
 
     part: Slice
@@ -52,7 +52,7 @@ class Step:
     Args:
         slices: at least one; their requests hold the blocks for them.
         started_s: time of the start.
-        start: starts the pass. What it raises is raised by `wait`, where all errors are handled.
+        start: starts the pass. If it raises, `wait` raises the same exception.
 
     Attributes:
         slices, started_s: as in the arguments.
@@ -103,7 +103,7 @@ class Step:
     def _results_with_prompt_logprobs(
         self, step: StepResult, are_last: Sequence[bool], last: Sequence[Request], allowed: Mapping[int, Allowed]
     ) -> list[SliceResult]:
-        """Return the results of a step in which some requests want the log probabilities of their prompts."""
+        """Return the results of a step in which some requests asked for the log probabilities of their prompts."""
         row_ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
         row_starts = (0, *row_ends)
         rows = [end - 1 for end, is_last in zip(row_ends, are_last, strict=True) if is_last]
@@ -121,7 +121,7 @@ class Step:
 
 
 class PreparedStep:
-    """The step after one that is being computed: one more token for each of its requests, not known yet.
+    """The step after a step that is being computed. It computes one more token, still unknown, for each request.
 
     Args:
         runner: computes both steps.
@@ -146,7 +146,7 @@ class PreparedStep:
 def start_step(
     runner: Runner, slices: Sequence[Slice], now_s: float, watcher_of: Callable[[Request], KeptEntries | None]
 ) -> Step:
-    """Start a forward pass over at least one slice. `watcher_of` returns who observes the queries of a request."""
+    """Start a forward pass over at least one slice. `watcher_of` returns the observer of its queries, if any."""
 
     def start() -> Wait:
         chunks = []
@@ -186,7 +186,7 @@ def chunk_of(part: Slice) -> Chunk:
 
 
 def _next_chunk(part: Slice) -> Chunk:
-    """Return the chunk of a slice after one that is being computed, which copies its block and leaves its state."""
+    """Return the chunk of a slice that follows one being computed, which makes the block copy and saves the state."""
     chunk = chunk_of(part)
     state = chunk.state
     if state is not None and part.request.state is not None:
@@ -217,7 +217,7 @@ def _cover(lease: Lease, start: int, end: int) -> Cover | None:
 
 
 def _state_of(part: Slice) -> ChunkState:
-    """Take slots for the states that a slice leaves."""
+    """Allocate slots for the states that a slice saves."""
     request, start, end = part
     assert request.state is not None, "the model keeps states"
     keeps = request.params.write_cache and not request.is_revoked
@@ -236,7 +236,7 @@ def _prompt_logprobs(part: Slice, logits: torch.Tensor) -> LogprobRows | None:
         return None
     upto = min(end, request.num_prompt_tokens - 1)
     following = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
-    assert generation.sampling.prompt_logprobs is not None, "the request wants them"
+    assert generation.sampling.prompt_logprobs is not None, "the request asked for them"
     return read_logprob_rows(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)
 
 

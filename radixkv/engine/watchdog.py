@@ -1,4 +1,4 @@
-"""A watchdog thread that detects steps that hang, and steps that keep failing."""
+"""A watchdog thread that detects stalled steps, and steps that keep failing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MAX_PERIOD_S = 1.0
 
 
 class Watchdog:
-    """Calls a function when a step hangs.
+    """Calls a function when a step stalls.
 
         running  [ step ][ step ][ step ...............................
         watchdog                        └ timeout_s ┘ on_hang, once     └ is_hanging ends with the step
 
     Args:
-        timeout_s: seconds that a step may take, and during which steps may fail in a row.
+        timeout_s: maximum duration of a step, and of an uninterrupted series of failing steps, in seconds.
         on_hang: called on the watchdog's thread, once for each step that takes longer.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _HALF_LIFE_S = 600.0
 _LOST_S = 600.0
-_LEAST_AGE_S = 1e-3
+_MIN_AGE_S = 1e-3
 
 
 class _Sent(NamedTuple):
@@ -184,7 +184,7 @@ class FleetLoad:
 
     def _age(self) -> None:
         now_s = self._clock()
-        if now_s - self._then_s < _LEAST_AGE_S:
+        if now_s - self._then_s < _MIN_AGE_S:
             return
         kept = math.exp(-self._decay * (now_s - self._then_s))
         self._then_s = now_s

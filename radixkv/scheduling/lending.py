@@ -74,7 +74,7 @@ class Lending:
         for lender in sorted(spare, key=spare.__getitem__, reverse=True):
             num_lent = min(num_lacking, spare[lender])
             if num_lent:
-                lender.open_lease.give_up(num_lent)
+                lender.open_lease.release_last(num_lent)
                 self._lenders.add(lender)
                 num_lacking -= num_lent
         return True

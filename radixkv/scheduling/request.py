@@ -251,7 +251,7 @@ class Request:
         """Entries of K/V for which it needs private blocks in addition to those of its prompt."""
         if self.generation is None or self.compression is None:
             return 0
-        return self.compression.most_entries(self.num_prompt_tokens, self.generation.sampling.max_new_tokens)
+        return self.compression.max_entries(self.num_prompt_tokens, self.generation.sampling.max_new_tokens)
 
     @property
     def tokens(self) -> bytes:

@@ -12,7 +12,7 @@ from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape
 
 # Minimum number of snapshots if `cache.state_bytes` is not set.
-_LEAST_SNAPSHOTS = 64
+_MIN_SNAPSHOTS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def make_state_slots(
             f"got {state_bytes}"
         )
     num_snapshots = (
-        max(_LEAST_SNAPSHOTS, int(STATE_SHARE * num_blocks * size * kv_shape.token_bytes / shape.slot_bytes))
+        max(_MIN_SNAPSHOTS, int(STATE_SHARE * num_blocks * size * kv_shape.token_bytes / shape.slot_bytes))
         if state_bytes is None
         else state_bytes // shape.slot_bytes
     )
@@ -57,7 +57,7 @@ def make_state_slots(
         shape.slot_bytes / 1e3,
         (num_snapshots + num_requests) * shape.slot_bytes / 1e6,
     )
-    wanted = min(_LEAST_SNAPSHOTS, num_blocks)
+    wanted = min(_MIN_SNAPSHOTS, num_blocks)
     if num_snapshots < wanted:
         _log.warning(
             "cache.state_bytes has room for %d snapshots of states, and each cached prompt needs one to be reused: "

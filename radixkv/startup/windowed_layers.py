@@ -6,7 +6,7 @@ import logging
 from typing import NamedTuple
 
 from radixkv.cache.part_memory import PartMemory
-from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import MAX_BLOCKS, Config, EngineConfig
 from radixkv.errors import ConfigError
@@ -85,7 +85,7 @@ def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
 def _num_own_parts(config: Config, limits: EngineConfig, groups: LayerGroups, most: int | None) -> int:
     """Return the parts that have memory of their own: those that one request needs, or `most` if there is a number."""
     size, wanted = config.cache.block_size, config.cache.windowed_tokens
-    least = least_parts(Reach.of_window(groups.window), size, limits.step_tokens)
+    least = min_parts(Reach.of_window(groups.window), size, limits.step_tokens)
     if wanted is None:
         return least if most is None else max(least, most)
     if wanted // size < least:

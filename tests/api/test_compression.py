@@ -57,4 +57,4 @@ def test_the_message_names_the_field_that_is_wrong(compression: Compression, mes
 def test_entries_are_bounded_by_budget_and_length(
     compression: Compression, num_prompt_tokens: int, max_new_tokens: int, most: int
 ) -> None:
-    assert compression.most_entries(num_prompt_tokens, max_new_tokens) == most
+    assert compression.max_entries(num_prompt_tokens, max_new_tokens) == most

@@ -37,7 +37,7 @@ def test_the_pool_and_the_model_bound_what_is_served(max_model_tokens: int | Non
     ("given", "reason"),
     [
         ({}, "got 200; the pool has room for 160 tokens (cache.capacity_tokens)"),
-        ({"max_model_tokens": 100}, "got 200; the model is made for no more (max_position_embeddings in config.json)"),
+        ({"max_model_tokens": 100}, "got 200; the limit of the model (max_position_embeddings in config.json)"),
         ({"max_model_tokens": 100, "model_limit_reason": "longrope; choose"}, "got 200; longrope; choose"),
         ({"max_model_tokens": 1000, "model_limit_reason": "longrope; choose"}, "got 200; the pool has room"),
     ],

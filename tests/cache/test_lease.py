@@ -254,7 +254,7 @@ class TestGiveUp:
         lease.commit(4)
         before = counts(cache)
         first, *_ = lease.block_ids.tolist()
-        lease.give_up(2)
+        lease.release_last(2)
         assert lease.block_ids.tolist() == [first]
         assert counts(cache) == (31, 0, 1, 1)
         cache.check()
@@ -270,7 +270,7 @@ class TestGiveUp:
     def test_without_blocks_they_do_not_come_back(self) -> None:
         cache = PrefixCache(2, 4)
         lease = lease_text(cache, "abcdefgh")
-        lease.give_up(1)
+        lease.release_last(1)
         with lease_text(cache, "wxyz"), pytest.raises(OutOfBlocks):
             lease.reserve(8)
         lease.reserve(8)
@@ -280,7 +280,7 @@ class TestGiveUp:
         lease = lease_text(cache, "abcd")
         lease.close()
         with pytest.raises(LeaseClosed):
-            lease.give_up(1)
+            lease.release_last(1)
 
 
 class TestExtend:

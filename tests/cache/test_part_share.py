@@ -5,14 +5,14 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.part_share import PartShare
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.errors import OutOfBlocks
 from radixkv.namespace import Namespace
 
 MODEL = Namespace("model")
 SIZE, STEP_TOKENS, REACH = 4, 8, Reach(7)
-OWN = least_parts(REACH, SIZE, STEP_TOKENS)
+OWN = min_parts(REACH, SIZE, STEP_TOKENS)
 
 
 def cache_of(num_blocks: int, part_bytes: int = 5, block_bytes: int = 1) -> tuple[PrefixCache, WindowPool]:

@@ -7,13 +7,13 @@ from radixkv.cache.recurrent_states import SnapshotOrder, StateLease, StateSlots
 from radixkv.errors import InvariantViolation
 
 
-def test_the_snapshot_that_saves_fewest_tokens_is_worth_least() -> None:
+def test_the_snapshot_that_saves_the_fewest_tokens_has_the_lowest_score() -> None:
     order = SnapshotOrder()
     for slot, saved_tokens in ((3, 512), (5, 16), (4, 100)):
         order.add(slot, saved_tokens)
-    assert order.least() == 5
+    assert order.lowest() == 5
     order.discard(5)
-    assert order.least() == 4
+    assert order.lowest() == 4
 
 
 def test_a_use_counts_as_much_as_the_making() -> None:
@@ -21,9 +21,9 @@ def test_a_use_counts_as_much_as_the_making() -> None:
     order.add(1, 100)
     order.add(2, 250)
     order.used(1)
-    assert order.least() == 1
+    assert order.lowest() == 1
     order.used(1)
-    assert (order.least(), order.num_uses(1)) == (2, 2)
+    assert (order.lowest(), order.num_uses(1)) == (2, 2)
 
 
 def test_what_was_worth_much_long_ago_falls_behind() -> None:
@@ -31,15 +31,15 @@ def test_what_was_worth_much_long_ago_falls_behind() -> None:
     order.add(0, 250)
     for slot in (1, 2):
         order.add(slot, 100)
-        assert order.least() == slot, "each newcomer is worth 100 more than the one before"
-        order.give_up(slot)
+        assert order.lowest() == slot, "each newcomer is score 100 more than the one before"
+        order.evict(slot)
     order.add(3, 100)
-    assert order.least() == 0
+    assert order.lowest() == 0
 
 
 def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
     rng, order = random.Random(1), SnapshotOrder()
-    kept: dict[int, tuple[int, int, float]] = {}  # saved tokens, uses, worth
+    kept: dict[int, tuple[int, int, float]] = {}  # saved tokens, uses, score
     for slot in range(2000):
         event = rng.random()
         if event < 0.4 or not kept:
@@ -56,16 +56,16 @@ def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
             del kept[gone]
             order.discard(gone)
         else:
-            least = order.least()
+            least = order.lowest()
             assert least is not None
             level = max(order.level, kept.pop(least)[2])
-            order.give_up(least)
+            order.evict(least)
             assert order.level == level
         assert len(order) == len(kept)
-        least = order.least()
+        least = order.lowest()
         assert (least is None) == (not kept)
         if least is not None:
-            assert kept[least][2] == min(worth for _, _, worth in kept.values()) == order.worth(least)
+            assert kept[least][2] == min(score for _, _, score in kept.values()) == order.score(least)
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -253,14 +253,14 @@ def test_a_freed_block_gives_its_snapshot_back() -> None:
     slots.check(SLOT_BLOCKS[3:])
 
 
-def test_the_snapshot_that_is_worth_least_is_given_up() -> None:
+def test_the_snapshot_with_the_lowest_score_is_evicted() -> None:
     slots = slots_of(num_snapshots=2)
     publish(slots, 8, saved_tokens=100)
     publish(slots, 20, saved_tokens=8)
     publish(slots, 28, saved_tokens=16)
     assert [slots.longest(SLOT_BLOCKS, tokens) for tokens in (31, 27)] == [28, 8]
     assert slots.num_given_up == 1
-    assert slots.take(1) is None, "all others are worth more"
+    assert slots.take(1) is None, "all others are score more"
     slots.check(NONE_FREE)
 
 

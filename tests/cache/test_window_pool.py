@@ -4,7 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.errors import InvariantViolation, OutOfBlocks
 
 
@@ -42,7 +42,7 @@ def test_a_window_of_one_token_still_needs_the_block_that_is_being_written() -> 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 2), (16, 3), (17, 4), (10_000, 12)])
 def test_a_short_request_needs_no_more_than_its_blocks_and_a_copy(num_tokens: int, most: int) -> None:
-    assert Reach(72).most_blocks(num_tokens, block_size=8) == most
+    assert Reach(72).max_parts(num_tokens, block_size=8) == most
 
 
 def pool_of(num_parts: int) -> WindowPool:
@@ -140,7 +140,7 @@ def test_what_outlives_its_request_takes_half_of_what_one_request_does_not_need(
 
 
 def test_a_pool_that_is_too_small_for_one_request_is_refused() -> None:
-    assert least_parts(Reach(2), block_size=2, step_tokens=2) == 5
+    assert min_parts(Reach(2), block_size=2, step_tokens=2) == 5
     with pytest.raises(InvariantViolation, match="expected at least 5, got 4"):
         pool_of(4)
 

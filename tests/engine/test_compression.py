@@ -169,7 +169,7 @@ def test_it_holds_no_more_blocks_than_its_budget_takes(model: Model, compression
     bench.step()
     assert bench.num_leased_blocks >= 50, "prompt and private blocks, until the prompt is computed"
     bench.step()
-    num_entries = compression.most_entries(200, 40)
+    num_entries = compression.max_entries(200, 40)
     assert bench.num_leased_blocks == -(-num_entries // BLOCK_SIZE)
     assert bench.cache.evict(1000) == 50, "no lease holds the prompt any more"
     bench.run()
@@ -187,7 +187,7 @@ def test_a_generation_may_be_longer_than_the_pool(model: Model) -> None:
 @pytest.mark.sampled(one_in=3)
 @each_policy
 def test_other_requests_are_preempted_and_it_is_not(model: Model, compression: Compression) -> None:
-    bench = CompressedBench(model, num_blocks=20 - -compression.most_entries(20, 40) // BLOCK_SIZE)
+    bench = CompressedBench(model, num_blocks=20 - -compression.max_entries(20, 40) // BLOCK_SIZE)
     asked = [None, None, compression]
     futures = [bench.generate(prompt(20, seed), 40, each) for seed, each in enumerate(asked)]
     bench.run()

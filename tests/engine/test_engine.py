@@ -102,7 +102,7 @@ def test_probe_changes_nothing(engine: Engine) -> None:
         (
             tokens([1, 2, VOCAB_SIZE]),
             InvalidRequest,
-            r"token_ids\[2\]: expected an id below the vocabulary size 256, got more",
+            r"token_ids\[2\]: expected an id below the vocabulary size 256, got a larger one",
         ),
         (tokens([2**32 - 1]), InvalidRequest, r"token_ids\[0\]"),
         (tokens([0] * 129), PromptTooLong, "token_ids: expected at most 128 tokens, got 129"),
@@ -274,7 +274,7 @@ def test_what_a_generation_does_not_have_is_refused(engine: Engine, fields: dict
     ("ids", "message"),
     [
         ([], r"^prefill\.token_ids: expected at least 1 token, got 0$"),
-        ([VOCAB_SIZE], r"^prefill\.token_ids\[0\]: expected an id below the vocabulary size 256, got more$"),
+        ([VOCAB_SIZE], r"^prefill\.token_ids\[0\]: expected an id below the vocabulary size 256, got a larger one$"),
     ],
 )
 def test_an_invalid_prompt_of_a_generation_is_refused_by_the_name_of_its_field(

@@ -3,7 +3,7 @@ import torch
 
 from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.engine.memory_border import MemoryBorder
 from radixkv.namespace import Namespace
@@ -15,7 +15,7 @@ REACH = Reach.of_window(32)
 
 
 def test_blocks_and_parts_stay_within_the_memory_that_they_share() -> None:
-    own = least_parts(REACH, SIZE, STEP_TOKENS)
+    own = min_parts(REACH, SIZE, STEP_TOKENS)
     num_blocks = NUM_WHOLE * 3 - own * 2
     groups = LayerGroups((True, True, False), 32)
     shape = KVShape(3, 2, 64, torch.float32)

@@ -126,11 +126,11 @@ def test_a_request_that_holds_its_lease_borrows_nothing() -> None:
 
 def test_a_prompt_that_needs_more_than_is_lent_waits_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, long = _bench()
-    give_up = Mock()
-    monkeypatch.setattr(Lease, "give_up", give_up)
+    release_last = Mock()
+    monkeypatch.setattr(Lease, "release_last", release_last)
     other = bench.submit(range(100, 240), tenant="short")
     _ends_unhurt(bench, long)
-    assert not give_up.called
+    assert not release_last.called
     assert other.result(0).usage.computed_tokens == 140
 
 

@@ -11,7 +11,7 @@ from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.model.attention.interface import PlanningKernels
 
-_LEAST_PROMPT_TOKENS = 16
+_MIN_PROMPT_TOKENS = 16
 _MOST_REQUESTS = 64
 
 # Tokens of the largest recorded step, at least and at most.
@@ -111,7 +111,7 @@ def step_shapes(
     group_size = num_query_heads // num_kv_heads
     max_requests = min(max_requests, _MOST_REQUESTS)
     sizes = [(number, number, 1) for number in _doubling(1, max_requests)]  # tokens, requests, most of one request
-    for number in _doubling(_LEAST_PROMPT_TOKENS, max_tokens):
+    for number in _doubling(_MIN_PROMPT_TOKENS, max_tokens):
         sizes += [(number, min(number, most, max_requests), number) for most in (_FEW_REQUESTS, max_requests)]
     shapes = set()
     for (num_tokens, num_requests, most), least_partials in itertools.product(sizes, (0, *_EXACT_PARTIALS)):

@@ -22,7 +22,7 @@ class AdapterWeights(Protocol):
 
     @property
     def invocation_token_ids(self) -> tuple[int, ...] | None:
-        """Tokens from whose last occurrence on it applies; None if it applies to whole prompts."""
+        """The adapter applies from the last occurrence of these tokens on; None if it applies to all tokens."""
 
     def own_from(self, tokens: bytes) -> int | None:
         """Return the position from which the adapter applies to a prompt; None if the base model computes all of it."""
@@ -32,7 +32,7 @@ class AdapterDevice(Protocol):
     """The adapters whose weights the device can use. Only the engine's thread changes it."""
 
     def add(self, files: Any) -> None:
-        """Add an adapter, the `AdapterWeights` that were read for this device. Does nothing if it was added before.
+        """Add the weights of an adapter, as they were read for this device. Does nothing if they were added before.
 
         Raises:
             InvalidAdapter, TooManyAdapters: there is no room for it.

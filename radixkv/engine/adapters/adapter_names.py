@@ -1,4 +1,4 @@
-"""The names of adapters, the contents to which they map, and the number of requests that use these."""
+"""The names of adapters, the contents to which they map, and the number of requests that use each content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ResolvedAdapter(NamedTuple):
     Attributes:
         digest: of its content; empty for the base model.
         former: previous digests of the name, the latest first.
-        files: what was read; None for the base model.
+        files: the weights; None for the base model.
     """
 
     digest: str
@@ -31,7 +31,7 @@ class ResolvedAdapter(NamedTuple):
 
 
 class AdapterRecord(NamedTuple):
-    """An adapter that has a name or drains: what was read, and its last name."""
+    """The weights of an adapter that has a name or drains, and its last name."""
 
     files: AdapterWeights
     last_name: str
@@ -42,7 +42,7 @@ class _Content:
     """The state of an adapter that has a name or drains.
 
     Attributes:
-        record: what does not depend on its names and users.
+        record: its weights and its last name.
         names: its names, in the order in which they were assigned; none while it drains.
         num_unfinished: requests that use it.
     """
@@ -60,7 +60,7 @@ _BASE = ResolvedAdapter("", ())
 
 
 class AdapterNames:
-    """Names, the contents to which they map, and the number of requests that use each. Any thread may use it.
+    """Names, the contents to which they map, and the number of requests that use each content. Thread-safe.
 
         assign ─▶ named ── drop, or assign other content ▶ draining ── its last request ends ─▶ drained
                     ▲                                        │                                   │
@@ -69,7 +69,7 @@ class AdapterNames:
     A request keeps the content to which its name mapped when it arrived.
 
     Args:
-        max_adapters: distinct contents that may have names; as many more may drain.
+        max_adapters: distinct contents that may have names; the same number of further contents may drain.
     """
 
     def __init__(self, max_adapters: int) -> None:
@@ -119,7 +119,7 @@ class AdapterNames:
             return () if content is None else tuple(content.names)
 
     def require_room(self, name: str, digest: str) -> None:
-        """Refuse to map a name to new content if the maximum number of contents has names, or drains.
+        """Refuse to map a name to new content if the maximum number of contents have names, or are draining.
 
         Raises:
             TooManyAdapters: the message names the key of the configuration.

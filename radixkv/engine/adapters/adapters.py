@@ -67,18 +67,18 @@ class Adapters:
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="radixkv-adapters")
         self._max_loads = _LOADS_PER_ADAPTER * self._names.max_adapters
         self._room_to_load = threading.Semaphore(self._max_loads)
-        self._freeing: dict[str, Generator[None, None, Purged]] = {}  # by digest; of the engine's thread
+        self._freeing: dict[str, Generator[None, None, Purged]] = {}  # by digest; only for the engine's thread
 
     def keyed(self, caller: Caller, tokens: bytes) -> KeyedPrompt:
-        """Return the cache key of a caller's prompt. A prompt that does not invoke its adapter is the base model's.
+        """Return the cache key of a caller's prompt; the base model's key if the prompt does not invoke its adapter.
 
         Raises:
-            UnknownAdapter: no adapter has the name that the caller gives.
+            UnknownAdapter: no adapter has the caller's name for it.
         """
         return self._keyed(caller, tokens, self._names.find(caller.adapter))
 
     def acquire(self, caller: Caller, tokens: bytes) -> KeyedPrompt:
-        """Return the same, and keep the adapter that computes the prompt until its digest is passed to `release`."""
+        """Like `keyed`, and keep the adapter that computes the prompt until its digest is passed to `release`."""
         resolved = self._names.acquire(caller.adapter)
         try:
             prompt = self._keyed(caller, tokens, resolved)
@@ -90,7 +90,7 @@ class Adapters:
         return prompt
 
     def release(self, digest: str) -> None:
-        """Release an adapter, given by its digest, when a request that acquired it has ended. "" is the base model."""
+        """Release an adapter by its digest when a request that acquired it has ended. Ignores the base model ("")."""
         if digest and self._names.release(digest):
             self._thread.put(self._free_drained)
 
@@ -109,7 +109,7 @@ class Adapters:
 
         Args:
             name: not empty.
-            path: the directory, as a caller gives it; see `AdapterDirectory.find`.
+            path: the directory, relative or absolute; see `AdapterDirectory.find`.
 
         Raises:
             SwitchedOff: the engine has no adapters.
@@ -197,7 +197,7 @@ class Adapters:
     def _register(self, source: AdapterSource, name: str, files: AdapterWeights) -> LoadedAdapter:
         digest = files.digest
         self._names.require_room(name, digest)
-        for _ in self._freeing.pop(digest, ()):  # it is loaded again while it is being purged
+        for _ in self._freeing.pop(digest, ()):  # finish the purge of the same content before it is loaded again
             pass
         if files.invocation_token_ids is not None:
             self._cache.marks.add(digest)
@@ -214,7 +214,7 @@ class Adapters:
         self._free_drained()
 
     def _free_drained(self) -> None:
-        """Free the adapters that no request needs any more: weights at once, cached blocks in slices."""
+        """Free the adapters that no request needs any more: the weights immediately, the cached blocks in slices."""
         is_freeing = bool(self._freeing)
         for digest in self._names.take_drained():
             assert self._source is not None, "adapters are on"

@@ -32,7 +32,7 @@ class KeyedPrompt(NamedTuple):
 
     @property
     def key(self) -> PromptKey:
-        """The prompt as the cache knows it."""
+        """The key of the prompt in the cache."""
         tokens = self.tokens if self.invocation is None else self.invocation.marked(self.tokens)
         return PromptKey(self.namespace, tokens)
 
@@ -48,6 +48,6 @@ class KeyedPrompt(NamedTuple):
         generation: Generation | None = None,
         fetched: FetchedBlocks | None = None,
     ) -> Request:
-        """Make the request for this prompt, which is that of `params`, received now."""
+        """Create the request for this prompt, received now. `params` are the options of the same prompt."""
         now_s = time.monotonic()
         return Request(params, self.namespace, future, now_s, generation, self.former, self.invocation, fetched)

@@ -60,7 +60,7 @@ class LeaseExporter:
         self._layer_bytes = layer_bytes
 
     def blocks_of(self, lease_id: str, tenant: str) -> LeaseBlocks:
-        """Find the blocks of a lease: those that it holds, whatever has been cached of its prompt since.
+        """Find the blocks that a lease holds. Blocks of its prompt that were cached later are left out.
 
         Raises:
             UnknownLease: this tenant holds no such lease, or its prompt was purged.
@@ -90,13 +90,13 @@ class LeaseExporter:
         Args:
             lease_id, tenant: of the lease.
             found: its blocks.
-            indices: of the blocks to copy, in `found`; without any, only the lease is checked.
-            layers: to copy; None for all.
-            mac: authenticates whole blocks; None to send them without a MAC. Objects of some layers never have one,
-                since nothing in them says which layers they are.
+            indices: of the blocks to copy, in `found`; if empty, only the lease is checked.
+            layers: the layers to copy; None for all.
+            mac: authenticates whole blocks; None to send them without a MAC. Objects with only some layers never have a
+                MAC, since nothing in them states which layers these are.
 
         Raises:
-            UnknownLease: as `blocks_of`; the lease may have ended in the meantime.
+            UnknownLease: as in `blocks_of`; the lease may have ended in the meantime.
         """
         self._lease(lease_id, tenant)
         read = self._mover.read([found.block_ids[index] for index in indices]) if indices else None

@@ -15,8 +15,8 @@ class SharedStores:
 
     Args:
         tiers: the shared stores, by name.
-        is_purging_any: returns, on the engine's thread, whether a store may still hold blocks that are being purged, of
-            any owner of the given blocks.
+        is_purging_any: returns, on the engine's thread, whether a store may still hold purged blocks of an owner of any
+            of the given blocks.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SharedStores:
         return [name for name, tier in self._tiers.items() if tier.is_working()]
 
     def names_for(self, blocks: Sequence[KeyedBlock]) -> list[str]:
-        """List the stores that work and from which none of the blocks is being purged. For the engine's thread."""
+        """List the working stores from which none of the blocks is being purged. Only for the engine's thread."""
         return [name for name in self.names() if not self._is_purging_any(name, blocks)]
 
     def exists(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[bool] | None]:
@@ -45,7 +45,7 @@ class SharedStores:
         return tier.load([Wanted(each.key, each.tokens, tier.protection_of(each.namespace.tenant)) for each in blocks])
 
     def copy_of(self, block: LoadedBlock | Miss) -> memoryview | None:
-        """Copy a loaded block, and return the loan of its bytes; None if it was not loaded."""
+        """Return a copy of a loaded block, and release its buffer; None if the block was not loaded."""
         if not isinstance(block, LoadedBlock):
             return None
         with block.loan:

@@ -69,7 +69,7 @@ class FleetAccess:
 
 
 class Transfer:
-    """Gives K/V of held leases to other servers, and names the blocks that a prompt needs.
+    """Sends K/V of held leases to other servers, and lists the blocks that a prompt needs from another server.
 
         holder of a lease ── FetchKV ──▶ blocks_of, objects        here
         another server ◀── objects ──────────┘
@@ -120,21 +120,21 @@ class Transfer:
         adapters: Adapters,
         call: Callable[[str, Callable[[], Any]], Future[Any]],
     ) -> Transfer | None:
-        """Make one if the engine has the parts for it."""
+        """Return a transfer if the engine has the parts for it, otherwise None."""
         return None if parts is None else cls(parts, held_leases, adapters, call)
 
     def join(self, fleet: FleetAccess) -> None:
         """Accept sources that a fleet names. Without `tiers.secret_file`, its key authenticates their blocks.
 
         Raises:
-            ConfigError: as `BlockMac` does.
+            ConfigError: as in `BlockMac`.
         """
         self.fleet = fleet
         if self._mac is None:
             self._mac_of_members = BlockMac(fleet.kv_key, self.block_format.fingerprint)
 
     def mac_of(self, *, is_member: bool) -> BlockMac | None:
-        """Return what authenticates the blocks of a source; None if it is trusted without.
+        """Return the MAC that authenticates the blocks of a source; None if the source is trusted without a MAC.
 
         Args:
             is_member: whether it is a server of this server's fleet that no section `kv_sources` names.
@@ -153,7 +153,7 @@ class Transfer:
         return self._call(tenant, lambda: self._exports.objects(lease_id, tenant, found, indices, layers, mac))
 
     def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
-        """List the whole blocks that a prompt could have without computing them; its last token is always computed.
+        """List the whole blocks of a prompt that can be loaded instead of computed. The last token is always computed.
 
         Raises:
             UnknownAdapter: no adapter has this name.

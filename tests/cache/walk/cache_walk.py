@@ -695,7 +695,7 @@ class Walk:
         for group, pool in enumerate(self.parts.pools):
             if memory is not None and memory.block_bytes:
                 num_parts = sum(holder.lease.windows[group].num_reserved for holder in self.holders)
-                num_parts += pool.reach.most_blocks(num_tokens, size) if num_tokens else 0
+                num_parts += pool.reach.max_parts(num_tokens, size) if num_tokens else 0
                 num_more = max(0, num_parts + -(-STEP_TOKENS // size) - memory.num_own_parts)
                 num_blocks += -(-num_more * memory.part_bytes // memory.block_bytes)
         return num_blocks

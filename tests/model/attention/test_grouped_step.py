@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixkv.blocks import BlockCopy
-from radixkv.cache.window_pool import Reach, WindowPool, least_parts
+from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.cache.windowed_layers import WindowLease
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
@@ -44,7 +44,7 @@ class Divided:
     def __init__(self, model: Model, kv_dtype: str = "auto") -> None:
         groups = LayerGroups.of(model.windows, model.max_tokens)
         reach = Reach.of_window(groups.window)
-        num_parts = least_parts(reach, SIZE, STEP_TOKENS) + 4
+        num_parts = min_parts(reach, SIZE, STEP_TOKENS) + 4
         shape = model.kv_shape.stored_as(kv_dtype)
         storage = KVStorage(NUM_BLOCKS, SIZE, shape, model.device, is_by_layer=True, groups=groups, num_parts=num_parts)
         for pool in (*storage.pools, *storage.part_pools):

@@ -47,7 +47,7 @@ from radixkv.api.result import GenerateResult, PrefillResult
 from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.recurrent_states import StateSlots
-from radixkv.cache.window_pool import NO_PART, Reach, least_parts
+from radixkv.cache.window_pool import NO_PART, Reach, min_parts
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine.core import EngineCore
@@ -204,7 +204,7 @@ class Cases:
         if is_divided:
             groups = LayerGroups.of(self.model.windows, self.model.max_tokens)
             reach = Reach.of_window(groups.window)
-            num_parts = least_parts(reach, self.block_size, MOST_STEP_TOKENS) + 4 * reach.most_blocks(
+            num_parts = min_parts(reach, self.block_size, MOST_STEP_TOKENS) + 4 * reach.max_parts(
                 MAX_TOKENS, self.block_size
             )
         storage = KVStorage(
