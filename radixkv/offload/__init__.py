@@ -1,4 +1,4 @@
-"""Offloading of K/V blocks that leave the device: to host memory, disk and shared stores, and back.
+"""Offloading of evicted K/V blocks to host memory, disk and shared stores, and loading them again.
 
-Face: `Offload`.
+Public API: `Offload`.
 """

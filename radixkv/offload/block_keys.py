@@ -33,7 +33,7 @@ _TAG = b"radixkv tag 2"
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Everything that determines the bytes of a block besides its tokens and namespace.
+    """Everything besides its tokens and namespace that determines the bytes of a block.
 
     Attributes:
         model: from `fingerprint_model`: all weights, the configuration, exactness.
@@ -42,7 +42,7 @@ class BlockFormat:
         layout: order of the numbers in a payload, such as `by block`.
         block_size: tokens per block.
         payload_bytes: bytes of K and V of one block.
-        computed_by: identifies what the last bits depend on besides the model: device, libraries, kernels.
+        computed_by: device, libraries and kernels, on which the last bits of K and V depend.
     """
 
     model: str
@@ -87,8 +87,8 @@ class KeyScope:
 class BlockKeys:
     """Computes the keys of blocks of one format.
 
-    BLAKE2b with 176 bits is collision-resistant, so two chains of tokens with the same key can't be found. Without the
-    secret, keys can't be computed, so a reader of a shared store can't test which prompts it holds.
+    BLAKE2b with 176 bits is collision-resistant, so it is infeasible to find two chains of tokens with the same key.
+    Keys cannot be computed without the secret, so a reader of a shared store cannot test which prompts it holds.
 
     >>> block_format = BlockFormat("model", "float32", "fp32", "by block", 16, 4096, "cpu")
     >>> keys = BlockKeys(block_format, b"a shared secret")
@@ -114,7 +114,8 @@ class BlockKeys:
     def root(self, namespace: Namespace, prefix_tokens: bytes = b"") -> bytes:
         """Return the root key of a namespace, which is the parent of its first blocks.
 
-        The serial of a public prefix may identify another one after a restart, so its tokens take its place.
+        The serial of a public prefix may identify another prefix after a restart, so the key depends on its tokens
+        instead.
 
         Args:
             namespace: whose blocks they are.
@@ -135,18 +136,18 @@ class BlockKeys:
 
         Args:
             parent: key of the block before it, or the root.
-            tokens: of the block alone, little-endian uint32; fewer than a block has if it is not full.
+            tokens: the tokens of this block only, little-endian uint32; fewer than `block_size` if it is not full.
 
         Complexity: about 1 us for 64 tokens.
         """
         return parent[:_TAGS_BYTES] + self._digest(_BLOCK, parent, tokens)
 
     def with_tags_of(self, parent: bytes, namespace: Namespace) -> bytes:
-        """Replace the tags of a parent by those of another namespace, whose blocks follow it."""
+        """Replace the tags of a parent key by those of the namespace of the blocks that follow it."""
         return self._tags_of(namespace) + parent[_TAGS_BYTES:]
 
     def tags_of(self, key: bytes) -> bytes:
-        """Return the tags of a key. It is unlikely, but possible, that two namespaces have the same tags."""
+        """Return the tags of a key. Two namespaces may have the same tags, although this is unlikely."""
         return key[:_TAGS_BYTES]
 
     def scope(self, tenant: str | None, adapter: str | None, salt: str | None) -> KeyScope:
@@ -172,7 +173,7 @@ class BlockKeys:
 
     def _tags_of(self, namespace: Namespace) -> bytes:
         tag = self._tag
-        if namespace.tenant == PUBLIC_TENANT:  # it is in no scope, and its salt is its serial
+        if namespace.tenant == PUBLIC_TENANT:  # no scope includes it, and its salt is a serial
             return tag("format", "public") + tag("tenant", "") + tag("adapter", namespace.adapter) + tag("salt", "")
         names = tag("tenant", namespace.tenant) + tag("adapter", namespace.adapter) + tag("salt", namespace.salt)
         return tag("format", "private") + names

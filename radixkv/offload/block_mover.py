@@ -1,4 +1,4 @@
-"""Moves whole blocks between the pool and host memory, as bytes, and parts of windowed layers behind them."""
+"""Copies whole blocks, with their parts of windowed layers, between the pool and host memory, as bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReadBlocks(NamedTuple):
     """Copies of blocks in host memory.
 
     Attributes:
-        payloads: the bytes of each block, which nothing changes anymore once `copy` is complete.
+        payloads: the bytes of each block, which do not change after `copy` is complete.
         copy: the copy that fills them.
     """
 
@@ -30,7 +30,7 @@ class ReadBlocks(NamedTuple):
 
 
 class GpuCopies(NamedTuple):
-    """What a `BlockMover` needs to copy blocks of a GPU.
+    """The stream and the memory with which a `BlockMover` copies blocks of a GPU.
 
     Attributes:
         stream: copies in order with the steps.
@@ -55,8 +55,8 @@ class BlockMover:
 
     Args:
         pools: the memory of blocks, a pool for each K/V shape; their bytes follow each other.
-        part_pools: the same of windowed layers; empty if all layers store every token.
-        native: copies in C++, which fill many blocks on a CPU faster; None for none.
+        part_pools: the same for windowed layers; empty if all layers store every token.
+        native: copy functions in C++, which fill many blocks on a CPU faster; None to use PyTorch.
         gpu: for pools on a GPU; None for pools on a CPU.
 
     Attributes:
@@ -87,10 +87,10 @@ class BlockMover:
 
         Args:
             block_ids: the blocks.
-            part_ids: the part of each; None for one that has none, or for all.
+            part_ids: the part of each block, None for a block without a part; None if no block has a part.
 
         Raises:
-            MemoryError: there are not as many staging slots, or not as much host memory. Nothing was copied.
+            MemoryError: there are too few staging slots, or too little host memory. Nothing was copied.
         """
         if self._gpu is not None:
             return self._read_from_gpu(self._gpu, block_ids, part_ids or [None] * len(block_ids))
@@ -103,7 +103,7 @@ class BlockMover:
         return payload.nbytes == self.payload_bytes
 
     def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
-        """Copy bytes of `read` into blocks, whatever was there, but not into parts.
+        """Copy payloads from `read` into blocks, overwriting them, without the parts.
 
         Args:
             block_ids: the blocks to fill, different ones.
@@ -112,7 +112,7 @@ class BlockMover:
         return self._fill(self._blocks, block_ids, [payload[: self.block_bytes] for payload in payloads])
 
     def write_parts(self, part_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
-        """Copy the parts of such bytes into parts, whatever was there; see `write`."""
+        """Copy the parts in payloads from `read` into parts of windowed layers, overwriting them; see `write`."""
         assert self._parts, "there are no windowed layers"
         return self._fill(self._parts, part_ids, [payload[self.block_bytes :] for payload in payloads])
 
@@ -120,7 +120,7 @@ class BlockMover:
         """Copy a payload into pinned memory, so that a later `write` does not wait for it. Any thread may call this.
 
         Returns:
-            The copy; None if none is needed, as the pools are on a CPU, or if no slot is free.
+            The copy; None if the pools are on a CPU, so that no copy is needed, or if no slot is free.
         """
         slot = None if self._gpu is None else self._gpu.slots.take()
         if slot is None:
@@ -176,7 +176,7 @@ class BlockMover:
         return CompleteCopy(time.perf_counter() - start_s)
 
     def _fill_one(self, blocks: torch.Tensor, ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        if not ids or not _bytes_of(blocks):  # no bytes where all layers are windowed
+        if not ids or not _bytes_of(blocks):  # a block has no bytes if all layers are windowed
             return
         memory = blocks.numpy()
         if self._native is not None and self._native.fill(memory, ids, payloads):

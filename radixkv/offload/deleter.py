@@ -1,4 +1,4 @@
-"""Deletes blocks from the tiers, and retries what a tier could not be asked."""
+"""Deletes blocks from the tiers, and retries deletions that failed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Deleter:
     def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
         """Delete those blocks from a tier that are not in its index.
 
-        Blocks that are being saved are left for `retry`, since the tier may still store them.
+        Blocks that are being saved are deleted by a later `retry`, since the tier may still store them.
         """
         tier_index = self._index.tiers[name]
         if useless := [key for key in keys if key not in tier_index]:

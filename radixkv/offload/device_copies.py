@@ -1,4 +1,4 @@
-"""Copies between host memory and a device, and when they are complete."""
+"""Copies between host memory and a device, which may complete asynchronously."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Copy(Protocol):
         """Block the calling thread until the copy is complete. Any thread may wait."""
 
     def seconds(self) -> float:
-        """Return how long the copy took, once it is complete."""
+        """Return how long the copy took. It must be complete."""
 
 
 class CompleteCopy:
-    """A copy that was complete when it returned, as all are on a CPU.
+    """A copy that is complete from the beginning, like all copies on a CPU.
 
     Args:
         seconds: how long it took.
@@ -37,7 +37,7 @@ class CompleteCopy:
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def seconds(self) -> float:
         """Return how long the copy took."""
@@ -77,11 +77,11 @@ class CopyStream:
 
     Copies begin after all work that was launched before them on the current stream, so they read what it wrote. Work
     that is launched afterwards waits for their event, so it neither reads a block before it is filled, nor overwrites
-    one before it is copied. The host waits for nothing. Copies take no device memory. One thread may use this.
+    a block before it is copied. The host does not wait. Copies take no device memory. Not thread-safe.
 
     Args:
         device: the GPU.
-        cuda: `torch.cuda`, or what tests use in its place.
+        cuda: `torch.cuda`, or a fake in tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:

@@ -1,4 +1,4 @@
-"""What is recorded with the blocks on the disk for the next process: their namespaces, order and priorities."""
+"""Records the namespaces, the eviction order and the priorities of the blocks on disk for the next process."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class DiskRecord:
         disk: the store.
         keys: computes keys for the format of its blocks.
         clock: seconds, monotonic, as in the cache.
-        time_of_day: seconds since 1970, which the next process can compare.
+        time_of_day: Unix time in seconds, which is comparable between processes.
         rejected: counts blocks of unknown namespaces; None not to count them.
     """
 
@@ -145,7 +145,7 @@ class DiskRecord:
         self._disk.persist_order(keys)
 
     def persist_priorities(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
-        """Write the priorities of blocks, in eviction order. Logs an error if the write fails, and they are lost."""
+        """Write the priorities of blocks, in eviction order. If the write fails, logs an error, and they are lost."""
         start_s = self._time_of_day() - self._clock()
         ends_s = [None if hint.expires_s is None else start_s + hint.expires_s for _, hint in hints]
         rows = zip(hints, ends_s, strict=True)
@@ -157,10 +157,10 @@ class DiskRecord:
     def read(self) -> FoundOnDisk:
         """List the blocks of earlier processes with their namespaces, and the priorities that have not expired.
 
-        The tags of a key identify its namespace, so a block is found even if the blocks before it are gone; it becomes
-        useful as soon as these are recomputed. Blocks of unknown namespaces are deleted, since no purge finds them; so
-        are those with the tags of another secret.
-        So are blocks whose tags two namespaces share, which happens to two salts of a tenant once in 16 million.
+        The tags of a key identify its namespace, so a block is found even if the blocks before it are gone. It becomes
+        useful when these have been computed again. Blocks of unknown namespaces are deleted, since no purge finds them.
+        Blocks with the tags of another secret are deleted for the same reason, and so are blocks whose tags belong to
+        two namespaces. Two salts of a tenant have the same tags with a probability of 1 in 16 million.
 
         Complexity: O(blocks), without reading them.
         """

@@ -54,7 +54,7 @@ class LoadOrCompute:
                 self._token_s[bucket] = token_s + weight * (self._token_s.get(bucket, token_s) - token_s)
 
     def note_start(self, store: str, num_blocks: int) -> None:
-        """Note that a load was queued."""
+        """Record that a load was queued."""
         self._num_queued_blocks[store] = self._num_queued_blocks.get(store, 0) + num_blocks
 
     def note_end(self, store: str, num_blocks: int, seconds: float | None) -> None:
@@ -79,7 +79,7 @@ class LoadOrCompute:
         return answer_s is None or token_s is None or answer_s <= token_s * num_tokens
 
     def doubt(self, stores: Iterable[str]) -> None:
-        """Note that tiers were not used because they are slow. Their estimates shrink, so they are tried again."""
+        """Record that tiers were not used because they are slow. Their estimates shrink, so they are tried again."""
         for store in stores:
             if store in self._answers_s:
                 self._answers_s[store] *= 1 - _DOUBT
@@ -151,7 +151,7 @@ class _LinearFit:
         slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-9 * self._xx else 0.0
         start = (self._y - slope * self._x) / self._weight
         if slope <= 0 or start < 0:
-            return self._y / self._x * x  # all measurements are alike: proportional
+            return self._y / self._x * x  # all measurements have the same x: assume proportionality
         return start + slope * x
 
 

@@ -1,4 +1,4 @@
-"""Loads stored blocks for waiting requests, and copies them into the pool when the requests get their blocks."""
+"""Loads stored blocks for waiting requests, and copies them into the pool when the requests are admitted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from radixkv.offload.tiers.block_store import Loan
 from radixkv.offload.tiers.tier import Absence, LoadedBlock, Miss, Tier
 from radixkv.scheduling.request import Request
 
-REMOTE = "remote"  # the origin of blocks that came with their request
+REMOTE = "remote"  # the origin of blocks that were fetched from another server
 
 
 class LoadedBlocks(NamedTuple):
@@ -41,7 +41,7 @@ class LoadedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, keys: Sequence[bytes], loaded: Sequence[LoadedBlock | Miss] | None) -> LoadedBlocks:
-        """Sort the result of a store; None if the call was cancelled."""
+        """Split the result of a store into loaded and lost blocks; `loaded` is None if the call was cancelled."""
         pairs = list(zip(keys, loaded or (), strict=False))
         blocks = {key: each for key, each in pairs if isinstance(each, LoadedBlock)}
         lost = [key for key, each in pairs if each is Absence.ABSENT or isinstance(each, ObjectFault)]
@@ -84,7 +84,7 @@ class Load:
         return [each.block.key for each in self.run if each.tier == store]
 
     def wanted_of(self, tier: Tier) -> list[Wanted]:
-        """Return the blocks to ask a tier for."""
+        """Return the blocks to request from a tier."""
         protection = tier.protection_of(self.run[0].block.namespace.tenant)
         blocks = (each.block for each in self.run if each.tier == tier.name)
         return [Wanted(block.key, block.tokens, protection) for block in blocks]
@@ -95,7 +95,7 @@ class Load:
         self.blocks.update(outcome.blocks)
 
     def num_there(self, run: Sequence[StoredBlock]) -> int:
-        """Count the blocks of a run that are loaded, up to the first that is not."""
+        """Count the loaded blocks of a run, up to the first that is not loaded."""
         missing = (index for index, each in enumerate(run) if each.block.key not in self.blocks)
         return next(missing, len(run))
 
@@ -112,9 +112,10 @@ class Load:
 
 
 class _PendingRun(NamedTuple):
-    """A run of stored blocks for a request, and the load that brings at least the first of them.
+    """A run of stored blocks for a request, and the load of at least the first of them.
 
-    Fetched blocks are kept as long as their bytes are used, since the fetcher counts them until they are collected.
+    Fetched blocks are referenced as long as their bytes are used, since the fetcher counts their memory until they are
+    garbage-collected.
     """
 
     load: Load
@@ -126,7 +127,7 @@ class _PendingRun(NamedTuple):
 class Loader:
     """Loads blocks while their requests wait and others compute.
 
-        begin ──▶ stores ──▶ ready: the request waits for its turn ──▶ fill: copied into its blocks, published
+        begin ──▶ stores ──▶ ready: the request waits for admission ─▶ fill: copied into its blocks, published
                                      └ over before that ──▶ released     └ copy is complete ──▶ released
 
     Requests for the same blocks share a load. The time limit of the stores bounds the wait. Blocks that are not loaded
@@ -140,7 +141,7 @@ class Loader:
         choice: decides between loading and computing.
         clock: seconds, monotonic.
         wake: called on a store's thread when a call has ended, so that the engine calls `ready`.
-        max_bytes: bound of blocks that are loaded and not copied yet. Blocks beyond it are computed.
+        max_bytes: bound of blocks that are loaded but not copied yet. Further blocks are computed.
 
     Attributes:
         num_computed_blocks: stored blocks that were computed because that was estimated to be faster, by tier.
@@ -207,12 +208,12 @@ class Loader:
         """Find the stored blocks that follow those on the device and from which a request can continue.
 
         Args:
-            namespace, tokens: of the prompt, as the cache knows it.
+            namespace, tokens: the prompt, in the form of the cache.
             first_block: number of its whole blocks on the device.
 
         Returns:
-            The index of the first one, and the blocks. The index is below `first_block` if the last blocks on the
-            device lack their windowed layers.
+            The index of the first block, and the blocks. The index is below `first_block` if the last blocks on the
+            device lack their parts of windowed layers.
         """
         offload_index = self._index
         cache = self._cache
@@ -226,7 +227,7 @@ class Loader:
         return earlier, self._usable(namespace, tokens, earlier, offload_index.find(namespace, tokens, earlier))
 
     def take(self, request: Request, fetched: FetchedBlocks) -> None:
-        """Use blocks that came with a request."""
+        """Use blocks that were fetched from another server for a request."""
         run = [StoredBlock(block, REMOTE) for block in fetched.blocks]
         payloads = zip(run, fetched.payloads, strict=True)
         blocks = {each.block.key: LoadedBlock(payload, Loan(payload)) for each, payload in payloads}
@@ -264,11 +265,11 @@ class Loader:
 
         The former contents of its blocks must have been saved.
 
-        On a GPU this only launches the copies. Steps that are launched later wait for them on the device, and what the
-        stores lent is held until they are complete.
+        On a GPU this only launches the copies. Steps that are launched later wait for them on the device, and the loans
+        of the stores are held until the copies are complete.
 
         Returns:
-            Tokens at the start of the prompt whose K and V exist for the steps after this.
+            Number of tokens at the start of the prompt whose K and V exist for the following steps.
         """
         start = lease.cached_tokens
         size = self._cache.block_size
@@ -320,7 +321,7 @@ class Loader:
             self._drop_if_unused(pending.load)
 
     def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
-        """Drop what is being loaded for requests of namespaces with these names, None for any."""
+        """Drop the loads of requests whose namespaces have these names, None for any."""
         for request, pending in self._pending.items():
             if request.is_among(tenant, adapter, salt):
                 request.reuse.stored_upto = 0
@@ -342,28 +343,28 @@ class Loader:
         if not run or not self._cache.windows.pools:
             return run
         block_ids = self._cache.found_blocks(namespace, tokens)[:first_block]
-        if block_ids.size < first_block:  # they follow a public prefix, whose windowed layers are kept
+        if block_ids.size < first_block:  # the blocks follow a public prefix, all of whose parts are kept
             return run
         return run[: self._num_usable(namespace, block_ids, [each.has_part for each in run])]
 
     def _blocks_before(self, request: Request, lease: Lease, first_block: int) -> BlockIds:
         """Return the blocks on the device before those that were loaded.
 
-        The lease excludes cached blocks from which no request can continue, since their windowed layers are gone.
-        It gets these blocks when it publishes the loaded blocks after them, because the tree already has them.
+        The lease excludes cached blocks after which no request can continue, because their parts were evicted. It
+        adopts these blocks when it publishes the loaded blocks after them, because the tree already has them.
         """
         own = lease.block_ids[: lease.cached_tokens // self._cache.block_size]
         if own.size >= first_block or not _publishes(request) or lease.root_run.tokens:
             return own
         known = self._cache.found_blocks(request.namespace, request.tokens)[:first_block]
-        return known if known.size == first_block else own  # some were evicted in the meantime
+        return known if known.size == first_block else own  # otherwise some were evicted in the meantime
 
     def _num_usable(self, namespace: Namespace, block_ids: BlockIds, have_part: Sequence[bool]) -> int:
         keeps_all = namespace.tenant == PUBLIC_TENANT
         return self._cache.windows.num_usable(block_ids, have_part, keeps_all=keeps_all)
 
     def _fill_parts(self, lease: Lease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
-        """Copy the windowed layers that a lease needs of the blocks from `first` on."""
+        """Copy the parts of windowed layers that a lease needs of the blocks from `first` on."""
         copies: list[Copy] = []
         for holder in lease.windows:
             given = holder.receive(lease.block_ids, first + len(payloads))
@@ -410,7 +411,7 @@ class Loader:
             load.release()
 
     def _note_filled(self) -> None:
-        """Learn how long complete copies to the device took."""
+        """Record how long complete copies to the device took."""
         while self._filled and all(copy.is_complete() for copy in self._filled[0][1]):
             num_blocks, copies = self._filled.popleft()
             self._choice.note_fill(num_blocks, sum(copy.seconds() for copy in copies))

@@ -30,8 +30,8 @@ class Lookups:
 
         begin ──▶ stores: exists? ──▶ ended: the index knows the blocks, and loads can begin
 
-    The time limit of the stores bounds the wait. If computing is estimated to be faster than the answer, no store is
-    asked.
+    The time limit of the stores bounds the wait. If computing the blocks is estimated to be faster than a lookup, no
+    lookup is made.
 
     Args:
         offload_index: knows which blocks have to be looked up, and is notified of the results.
@@ -39,7 +39,7 @@ class Lookups:
         purger: knows which results are outdated by a purge.
         choice: estimates how long lookups and computing take.
         clock: seconds, monotonic.
-        wake: called on a store's thread when a result is there, so that the engine calls `ended`.
+        wake: called on a store's thread when there is a result, so that the engine calls `ended`.
         block_size: tokens per block.
     """
 

@@ -1,4 +1,4 @@
-"""The tiers below the device, as the engine uses them."""
+"""The interface of the tiers below the device for the engine."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Offload:
         max_bytes: bound of copies that wait to be stored, and of loaded blocks that wait for their request.
         keys: computes the keys of blocks.
         choice: decides between loading and computing.
-        record: of the tier `disk`, for the next process; None without a disk.
+        record: records for the next process what the tier `disk` holds; None without a disk.
         clock: seconds, monotonic.
         on_close: called when all tiers are closed.
         closed: names of tiers that could not be opened.
-        wake: called on a store's thread when the engine has something to do.
+        wake: called on a store's thread to wake the engine's thread.
 
     Attributes:
         index: see `offload_index`.
@@ -108,7 +108,7 @@ class Offload:
         self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until `copy` must be called although no step runs; None if that is not needed."""
+        """Seconds until `copy` must be called even if no step runs; None if it need not be called."""
         if self.index.has_evicted_blocks or (self._disk_scan is not None and self._disk_scan.has_more):
             return 0.0
         if self.index.listener.is_on and self._saver.has_waiting:
@@ -151,7 +151,7 @@ class Offload:
     def begin_again(self, request: Request) -> bool:
         """Start to load blocks that were evicted since a request was preempted, once per preemption.
 
-        Does not look up blocks in shared stores. Returns as `begin` does.
+        Does not look up blocks in shared stores. Returns the same as `begin`.
         """
         if request in self._resuming or not request.params.read_cache:
             return False
@@ -175,10 +175,10 @@ class Offload:
         Args:
             namespace, tokens: the prompt, as the cache stores it.
             retention: the priority and its range.
-            on_device: what the cache granted on the device.
+            on_device: the grant of the cache.
 
         Returns:
-            What was granted in total.
+            The total grant, on the device and in the tiers.
         """
         self._poll()
         size = self._cache.block_size
@@ -212,7 +212,7 @@ class Offload:
 
         No block may be evicted between this and `save`.
         """
-        assert self._copies is None, "stores have got what was copied before"
+        assert self._copies is None, "the previous copies were saved"
         self._take_scanned()
         self.index.retention.expire(self._clock())
         self._retry()
@@ -220,11 +220,11 @@ class Offload:
         self._copies = self._saver.copy()
 
     def save(self) -> None:
-        """Hand the copies of the last `copy` to the tiers."""
+        """Pass the copies of the last `copy` to the tiers, and touch used blocks in shared stores."""
         copies, self._copies = self._copies, None
         if copies is not None:
             self._saver.save(copies)
-        self._touches.send()  # after the writes, so that what was published with them is as recent as they are
+        self._touches.send()  # after the writes, so that new blocks are touched as well
 
     def fill(self, request: Request, lease: Lease) -> int:
         """Copy loaded blocks into a request's blocks; see `Loader.fill`."""
@@ -235,7 +235,7 @@ class Offload:
         try:
             return self._loader.fill(request, lease)
         finally:
-            self._saver.save(copies)  # the tiers may evict the blocks that were just read for them
+            self._saver.save(copies)  # after `fill` has read the loaded blocks, since saving may evict them from a tier
 
     def leave(self, request: Request) -> None:
         """Forget a finished request."""
@@ -277,7 +277,7 @@ class Offload:
         if not self._last_save.run(deadline_s - time.monotonic(), knows_disk=knows_disk):
             _log.warning("tiers: not all blocks were stored within %s s of shutdown", CLOSE_LIMIT_S)
         if not self._deleter.finish(max(0.0, deadline_s - time.monotonic())):
-            _log.error("tiers: not all purged or evicted blocks were deleted; the next process will find the rest")
+            _log.error("tiers: not all purged or evicted blocks were deleted; the next process will find the others")
         for tier in self.tiers.values():
             tier.close()
         self._on_close()
@@ -286,7 +286,7 @@ class Offload:
         return self._loader.begin(request, self._num_cached_blocks(request.namespace, request.tokens))
 
     def _num_cached_blocks(self, namespace: Namespace, tokens: bytes) -> int:
-        """Count whole blocks on the device, also those without windowed layers, which loaded blocks may bring."""
+        """Count whole blocks on the device, including those without parts, since the parts may be loaded."""
         cache = self._cache
         num_tokens = cache.match(namespace, tokens).cached_tokens
         if cache.windows.pools:
@@ -321,10 +321,7 @@ def stats_of(
 
     Args:
         tier: the tier.
-        num_computed_blocks: blocks that it held and that were recomputed because that was faster.
-        num_dropped_blocks: blocks that were dropped because too many copies waited.
-        num_touched_blocks: blocks of hits on the device that a shared store was notified of, and still had.
-        num_rewritten_blocks: blocks of such hits that it had lost, and that were queued to be written again.
+        num_computed_blocks, num_dropped_blocks, num_touched_blocks, num_rewritten_blocks: see `TierStats`.
     """
     size = tier.size()
     counts = tier.counts()

@@ -22,15 +22,15 @@ def map_pinned_memory(num_bytes: int, cudart: Any | None = None) -> memoryview:
     """Map memory and pin it (page-lock it), so that a GPU copies from and to it without staging.
 
     PyTorch's own pinned allocator rounds a size up to a power of two, so that 35 GB take 69 GB. This registers exactly
-    the pages that are asked for. If CUDA refuses, the memory is pageable: copies are correct, but slower, and the
-    thread that starts one waits for it. A warning says so.
+    the requested pages. If CUDA refuses, the memory is pageable: copies are correct, but slower, and the thread that
+    starts a copy waits for it. A warning is logged.
 
     Args:
-        num_bytes: the size. All of it takes room at once.
+        num_bytes: the size. All pages are allocated immediately.
         cudart: the CUDA runtime; None for `torch.cuda.cudart()`.
 
     Raises:
-        MemoryError: the system does not have as much.
+        MemoryError: the system does not have enough memory.
     """
     memory = np.frombuffer(map_memory(num_bytes), np.uint8)
     if not num_bytes:
@@ -61,11 +61,11 @@ def _clear_last_error() -> None:
 class StagingSlots:
     """Slots of one size in one region of host memory, for blocks on their way between a GPU and the stores.
 
-    A slot is free again when the last reference to its memory goes, wherever that is. Any thread may take one.
+    A slot is freed when the last reference to its memory is dropped, on any thread. Any thread may take a slot.
 
     Args:
-        memory: the region, such as `map_pinned_memory` returns it.
-        slot_bytes: size of a slot. Slots begin at pages.
+        memory: the region, for example from `map_pinned_memory`.
+        slot_bytes: size of a slot. Slots begin at page boundaries.
     """
 
     def __init__(self, memory: memoryview, slot_bytes: int) -> None:
@@ -80,7 +80,7 @@ class StagingSlots:
         return len(self._free)
 
     def take(self) -> npt.NDArray[np.uint8] | None:
-        """Return the memory of a free slot, whatever is in it; None if all are in use."""
+        """Return the memory of a free slot, with arbitrary contents; None if all are in use."""
         try:
             index = self._free.pop()
         except IndexError:

@@ -96,7 +96,7 @@ class _PurgeWaiter:
             self._timer = threading.Timer(limit_s, self._end)
             self._timer.daemon = True
             self._timer.start()
-            if self._done.done():  # the last tier answered before there was a timer to cancel
+            if self._done.done():  # the last tier answered before the timer was set
                 self._timer.cancel()
 
     def _note_end(self) -> None:
@@ -209,7 +209,7 @@ class SharedPurger:
     def is_purging_any(self, store: str, blocks: Iterable[KeyedBlock]) -> bool:
         """Whether a store may still hold purged blocks of any owner of some blocks.
 
-        A prompt that invokes an adapter has two: the base model's blocks have another one than the adapter's.
+        A prompt that invokes an adapter has two owners: the base model, and the adapter from its invocation on.
         """
         return any(self.is_purging(store, owner) for owner in {block.namespace for block in blocks})
 

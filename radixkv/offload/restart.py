@@ -1,4 +1,4 @@
-"""What survives a restart: the disk is scanned at the start, and the device is saved to it on shutdown."""
+"""Restart: the disk is scanned at the start, and the blocks on the device are saved to it on shutdown."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DiskScan:
 
         If it raises, the remaining blocks are never added, and `has_failed` is true.
         """
-        is_read = not self._reader.is_alive()  # asked first: results may arrive in the meantime
+        is_read = not self._reader.is_alive()  # checked first, since results may arrive in the meantime
         if self._slices is None and not self._found.empty():
             self._slices = self._taking(self._found.get())
         if self._slices is not None:
@@ -98,7 +98,7 @@ class DiskScan:
         try:
             while self.has_more and time.monotonic() < deadline_s:
                 self.take()
-        except Exception:  # noqa: BLE001 - whatever it is, the stores must still be closed
+        except Exception:  # noqa: BLE001 - the stores must still be closed
             _log.exception("tier disk: adding its blocks to the index failed")
         return is_read and not self.has_more and not self.has_failed
 
@@ -115,7 +115,7 @@ class DiskScan:
     def _read(self) -> None:
         try:
             self._found.put(self._record.read())
-        except Exception:  # noqa: BLE001 - whatever it is, purges must report it
+        except Exception:  # noqa: BLE001 - purges report the failure
             _log.exception("tier disk: the scan failed")
             self.has_failed = True
         self._wake()
@@ -144,12 +144,12 @@ class ShutdownSave:
         self._record = record
 
     def run(self, limit_s: float, *, knows_disk: bool = True) -> bool:
-        """Save as many blocks as there is time for. Returns whether all saves succeeded.
+        """Save as many blocks as the time limit allows. Returns whether all saves succeeded.
 
         Args:
             limit_s: time limit in seconds.
-            knows_disk: whether the disk was scanned. If not, the priorities that earlier processes stored are kept, and
-                none are written.
+            knows_disk: whether the disk was scanned. If not, the priorities that earlier processes stored are kept
+                unchanged.
         """
         deadline_s = time.monotonic() + limit_s
         num_dropped_blocks = self._saver.num_dropped_blocks.total()
@@ -168,7 +168,7 @@ class ShutdownSave:
         return is_whole and self._saver.num_dropped_blocks.total() == num_dropped_blocks
 
     def _save(self, num_left: int, deadline_s: float) -> tuple[list[list[bytes]], bool]:
-        """Save at most `num_left` blocks, since more would evict them again.
+        """Save at most `num_left` blocks. Saving more would evict the first ones again.
 
         Returns:
             The keys of the blocks in the order in which they were saved, and whether the disk has stored all.

@@ -1,4 +1,4 @@
-"""Copies evicted blocks, and gives the copies to the tiers."""
+"""Copies evicted blocks, and passes the copies to the tiers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Saver:
         deleter: deletes blocks that tiers should not hold.
         mover: copies blocks.
         max_bytes: bound of copies that wait.
-        record: notes the namespaces of blocks on the tier `disk`; None without a disk.
+        record: records the namespaces of blocks on the tier `disk`; None without a disk.
 
     Attributes:
         num_dropped_blocks: blocks that were dropped because too many copies waited, by tier.
@@ -78,7 +78,7 @@ class Saver:
         self._record = record
         self.max_waiting_blocks = max_bytes // mover.payload_bytes
         self._num_free_blocks = self.max_waiting_blocks
-        self._open: dict[Future[PutResult | None], _Save] = {}  # calls whose results were not processed
+        self._open: dict[Future[PutResult | None], _Save] = {}  # calls whose results were not processed yet
         self._ended: queue.SimpleQueue[Future[PutResult | None]] = queue.SimpleQueue()
 
     @property
@@ -110,14 +110,14 @@ class Saver:
             )
         except MemoryError as error:
             _log.warning(
-                "no memory to copy %d evicted blocks for the stores, so they are lost: %s", len(evicted_blocks), error
+                "no memory to copy %d evicted blocks for the tiers, so they are lost: %s", len(evicted_blocks), error
             )
             self._drop(evicted_blocks)
             return EvictedCopies([], victims)
         return EvictedCopies(list(zip(evicted_blocks, read.payloads, strict=True)), victims, read.copy.wait)
 
     def save(self, copies: EvictedCopies) -> None:
-        """Give copies to the tiers, without waiting for them."""
+        """Pass copies to the tiers, without waiting for them."""
         for name, tier in self._tiers.items():
             victims = copies.victims[name]
             wanted = [(each, payload) for each, payload in copies.blocks if name in each.tiers]
@@ -138,7 +138,7 @@ class Saver:
             self._note_end(self._ended.get())
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until all saves are finished. Returns whether they did within the limit."""
+        """Wait until all saves are finished. Returns whether they finished within the limit."""
         deadline_s = time.monotonic() + limit_s
         while self.has_waiting:
             try:
@@ -160,7 +160,7 @@ class Saver:
     def _drop(self, evicted_blocks: Sequence[EvictedBlock]) -> None:
         for name, tier_index in self._index.tiers.items():
             keys = [each.block.key for each in evicted_blocks if name in each.tiers]
-            older = [key for key in keys if tier_index.may_have(key)]  # to be written again, with windowed layers
+            older = [key for key in keys if tier_index.may_have(key)]  # the tier may hold them without their parts
             self.num_dropped_blocks[name] += len(keys)
             self._index.lost(name, keys)
             self._delete(name, older)
@@ -182,7 +182,7 @@ class Saver:
         # A pending key was evicted again, and a later save stores it.
         left = filter(self._index.tiers[name].holds, result.evicted)
         self._index.lost(name, [*refused, *left])
-        gone = {*refused, *result.evicted} - set(keys) | absent  # the other victims were not needed, or were purged
+        gone = {*refused, *result.evicted} - set(keys) | absent  # other victims were not evicted, or were purged
         self._delete(name, [key for key in (*keys, *victims) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:
@@ -193,6 +193,6 @@ class Saver:
 
 def _object(evicted: EvictedBlock, payload: memoryview, tier: Tier, wait: Callable[[], None]) -> BlockObject:
     block = evicted.block
-    generation = int(evicted.part_id is not None)  # a later generation replaces an object without windowed layers
+    generation = int(evicted.part_id is not None)  # an object with its part replaces one without
     protection = tier.protection_of(block.namespace.tenant)
     return BlockObject(block.key, block.parent, generation, block.tokens, payload, protection, wait)

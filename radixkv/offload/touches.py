@@ -16,8 +16,8 @@ from radixkv.offload.tiers.tier import Tier
 _PERIOD_S = 0.25  # between two touches
 _KEYS_PER_TOUCH = 512
 _KEYS_PER_S = 2048.0  # on average; a key takes 6 us of a store's thread
-# Blocks that are written again: so many at once, and so many per second on average. Otherwise servers that use more
-# blocks than a store has room for would evict and write them again endlessly.
+# Maximum number of blocks that are written again at once, and per second on average. Without a limit, servers that use
+# more blocks than fit into a store would write each other's evicted blocks again endlessly.
 _MAX_REWRITES = 64
 _REWRITES_PER_S = 16.0
 
@@ -31,18 +31,18 @@ class _Touched(NamedTuple):
 
 
 class Touches:
-    """Touches used blocks in the shared stores, which otherwise see only the loads and not the hits on the device.
+    """Touches used blocks in the shared stores, which would otherwise see only loads, and no hits on the device.
 
-        hit, hit, published ──▶ send, at most once per period ──▶ stores ──▶ take_up: what is gone is queued again
+        hit, hit, published ──▶ send, at most once per period ──▶ stores ──▶ take_up: lost blocks are queued again
 
     A hit costs the engine's thread one entry in a dictionary. While a touch is in flight, uses are collected for the
     next one. If a call fails, its uses are dropped.
 
     Args:
-        offload_index: collects the uses, and queues what is written again.
+        offload_index: collects the uses, and queues blocks to be written again.
         tiers: the shared stores by name.
         clock: seconds, monotonic.
-        wake: called on a store's thread when a result is there, so that the engine calls `take_up`.
+        wake: called on a store's thread when there is a result, so that the engine calls `take_up`.
 
     Attributes:
         num_touched_blocks: used blocks that a store still had, by store.
@@ -69,7 +69,7 @@ class Touches:
         self._budgeted_s = self._due_s
 
     def seconds_to_rest(self) -> float | None:
-        """Seconds until `take_up` or `send` has something to do; None if it has not."""
+        """Seconds until `take_up` or `send` must be called; None if neither has anything to do."""
         if not self._answers.empty():
             return 0.0
         if self._num_open or not self._index.used_nodes:
@@ -95,7 +95,7 @@ class Touches:
             self._take_up(self._answers.get())
 
     def finish(self, limit_s: float) -> None:
-        """Touch what was used since the last touch on shutdown, and queue what is gone, in at most `limit_s`."""
+        """On shutdown, touch the blocks used since the last touch, and queue lost blocks, within `limit_s` seconds."""
         deadline_s = time.monotonic() + limit_s
         while self._num_open or self._index.used_nodes:
             self._due_s = self._clock()
@@ -117,7 +117,7 @@ class Touches:
             self._rewrite(store, gone)
 
     def _rewrite(self, store: str, gone: Sequence[bytes]) -> None:
-        """Queue as many lost blocks as the budget allows, first the beginnings of prompts, which others need."""
+        """Queue as many lost blocks as the limit allows, beginnings of prompts first, since most prompts need them."""
         now_s = self._clock()
         earned = (now_s - self._budgeted_s) * _REWRITES_PER_S
         self._may_rewrite = min(float(_MAX_REWRITES), self._may_rewrite + earned)

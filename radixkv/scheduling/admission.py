@@ -21,7 +21,7 @@ class Admission(enum.Enum):
     """The outcome of an attempt to admit a request."""
 
     ADMITTED = "it has its blocks and runs"
-    FOLLOWS = "it waits for tokens that a running request computes or that a tier loads; other requests may pass it"
+    FOLLOWS = "it waits for tokens that a running request computes or that a tier loads; other requests may overtake it"
     ENDED = "it was refused"
     NO_ROOM = "it waits for blocks, and no request behind it may take them"
     OVER_QUOTA = "it waits for blocks of its own tenant; other tenants continue"
@@ -31,10 +31,10 @@ class BlockLoads(Protocol):
     """Loads of stored blocks, as far as admission needs them."""
 
     def begin_again(self, request: Request) -> bool:
-        """Start to load what a preempted request could use. Returns whether the request has to wait."""
+        """Start to load stored blocks that a preempted request could reuse. Returns whether it must wait for them."""
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Copy what was loaded into the blocks of a lease. Returns the number of tokens whose K and V exist then."""
+        """Copy loaded blocks into the blocks of a lease. Returns the number of tokens whose K/V exist afterwards."""
 
 
 class Admitter:
@@ -43,7 +43,7 @@ class Admitter:
     Args:
         cache: grants leases.
         flights: knows which running request computes which tokens.
-        held_leases: may keep a request from its blocks when no request runs.
+        held_leases: when no request runs, only these leases can keep blocks from a request.
         lending: frees blocks of long prompts for short requests.
         clock: seconds, monotonic.
         refuse: ends a request for which there is no room.
@@ -88,14 +88,14 @@ class Admitter:
     ) -> Admission:
         """Allocate the blocks of a waiting request if there are enough and no other request computes the same tokens.
 
-        Leaves one free block for each running generation, so that the next step need not preempt the request. If there
+        One free block is left for each running generation, so that the next step need not preempt the request. If there
         are too few blocks, a request that ends early enough borrows blocks that long prompts need later.
 
         Args:
             request: the waiting request.
             cached_tokens: the result of `look_up` in this step; None if it was not called.
             running: requests that have blocks.
-            is_passing: whether the request returns its blocks with the step, so that no blocks must be left free.
+            is_passing: whether the request ends with this step, so that no blocks must be left free.
         """
         params = request.params
         tokens = request.tokens
@@ -104,7 +104,7 @@ class Admitter:
         request.found_tokens = cached_tokens
         if params.read_cache:
             if self._cache.snapshots is not None:
-                # Tokens without a state to resume from are found, too; another request need not lead to them.
+                # This includes tokens without a state snapshot; they need not be computed by another request.
                 request.found_tokens = self._cache.num_found_tokens(request.namespace, tokens)
             if self._flights.follow(request, request.found_tokens, cached_tokens):
                 return Admission.FOLLOWS
@@ -124,7 +124,7 @@ class Admitter:
             lease.close_unused()  # other requests may have the blocks in the meantime
             return Admission.FOLLOWS
         self._start(request, lease, tokens)
-        # Other requests do not wait for a last token alone: each computes its own, which yields its next token.
+        # Other requests do not wait if only a last token is missing: each request computes its own last token.
         is_published = params.read_cache and params.write_cache and not request.is_revoked
         if is_published and request.num_tokens - request.computed_upto > 1:
             self._flights.lead(request)
@@ -171,14 +171,14 @@ class Admitter:
         return lease
 
     def _without_room(self, request: Request, running: Collection[Request], error: CapacityError) -> Admission:
-        """Let a request wait, or refuse it if it would have no room even after all running requests end."""
+        """Let a request wait, or refuse it if it would not fit even after all running requests have ended."""
         if isinstance(error, QuotaExceeded):
             may_wait = any(other.tenant == request.tenant for other in running)
             return Admission.OVER_QUOTA if may_wait else self._end(request, error)
         return Admission.NO_ROOM if running and self._can_fit(request) else self._end(request, error)
 
     def _start(self, request: Request, lease: Lease, tokens: bytes) -> None:
-        """Let a request continue after the cached tokens of its lease, and those that were loaded."""
+        """Set a request to continue after the cached and the loaded tokens of its lease."""
         request.lease = lease
         request.num_nodes = lease.num_nodes
         reuse = request.reuse
@@ -206,15 +206,15 @@ class Admitter:
         if cached_tokens < request.reuse.stored_upto:
             return MissReason.NOT_LOADED
         if self._cache.snapshots is None and cached_tokens < lease.found_tokens:
-            # Or there was no room to reuse all of it.
+            # Otherwise there was no room to reuse all cached tokens.
             return MissReason.NO_WINDOW if self._cache.windows.pools else MissReason.EVICTED
         return self._cache.explain(request.namespace, tokens, cached_tokens, request.former)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
         """Refuse a request for which only held leases or other tenants' floors leave no room.
 
-        The error says when the next lease expires. If the tenant's own quota is exceeded, only its own leases count,
-        and the expiry of other tenants' leases is not revealed.
+        The error contains the time until the next lease expires. If the tenant's own quota is exceeded, only its own
+        leases count, so that the expiry of other tenants' leases is not revealed.
         """
         tenant = request.tenant if isinstance(error, QuotaExceeded) else None
         expires_s = self._held_leases.next_expiry_s(tenant)

@@ -20,12 +20,12 @@ class _Held(NamedTuple):
 
 
 class HeldLeases:
-    """Open leases by id. An id can't be guessed, and is valid only together with its tenant.
+    """Open leases by id. An id cannot be guessed, and is valid only together with its tenant.
 
     The number of leases is bounded, and `blocks` bounds their blocks. The tokens of a held lease are not stored.
 
     Args:
-        blocks: counts the blocks that they hold.
+        blocks: counts and bounds the blocks of held leases.
         ttl_s: seconds until a lease expires. It is the same for all, so leases expire in the order in which they began.
         max_leases: leases that may be held.
         max_tenant_leases: leases that one tenant may hold.

@@ -11,7 +11,7 @@ from radixkv.errors import CapacityError
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Request
 
-# The least number of tokens of a prompt that a step computes while up to eight tenants share steps of 512: one turn.
+# A prompt gets at least one turn, this many tokens, in each step of 512 tokens that up to eight tenants share.
 _TURN_TOKENS = 64
 # Number of waiting requests per step for which the blocks of all running requests are inspected.
 _MAX_INSPECTIONS = 8
@@ -22,13 +22,14 @@ class Lending:
 
         a long prompt   [ computed | what steps can compute until the borrower ends | lent ..... )
 
-    So short requests pass a prompt as long as the pool. Each step first reclaims the lent blocks that are free
-    (`Preemptor`), and admissions leave as many free blocks as are lent. A borrower gets all blocks that it will ever
-    need. If it ends later than expected because other requests took its turns, and the prompt needs its blocks, the
-    youngest request is preempted as usual.
+    Therefore short requests can overtake a prompt as long as the pool. Each step first reclaims the lent blocks that
+    are free (`Preemptor`), and admissions leave as many free blocks as are lent. A borrower gets all blocks that it
+    will ever need. If it ends later than expected because other requests took its turns, and the prompt needs its
+    blocks, the youngest request is preempted as usual.
 
-    Lent blocks must return. So a request does not borrow if other tenants could not evict its blocks afterwards, and a
-    request whose tenant has a ceiling does not lend, since other requests of the tenant could use the room below it.
+    Lent blocks must be returned. So a request does not borrow if other tenants could not evict its blocks afterwards.
+    A request whose tenant has a ceiling does not lend, since other requests of the tenant could use the room below the
+    ceiling.
 
     Args:
         cache: the blocks.
@@ -40,7 +41,7 @@ class Lending:
         self._step_tokens = step_tokens
         self._lenders: WeakSet[Request] = (
             WeakSet()
-        )  # running requests that have lent blocks, and some that had lent some
+        )  # running requests that have lent blocks, and some that have reclaimed all of them
         self._num_inspections_left = _MAX_INSPECTIONS
 
     @property
@@ -62,7 +63,7 @@ class Lending:
             running: requests that have blocks. Those that can spare the most lend first.
 
         Returns:
-            Whether they are free now, for `max_tokens`; if not, nothing has changed.
+            Whether the blocks for `max_tokens` are free now. If not, nothing has changed.
         """
         num_lacking = self._num_blocks(self.max_tokens(request)) - cached_tokens // self._cache.block_size
         num_lacking += num_spared_blocks
@@ -101,7 +102,7 @@ class Lending:
         return request.num_expected_tokens + more
 
     def reclaim(self, request: Request) -> None:
-        """Reclaim the free blocks of those that a running request has lent, but at least those for one step.
+        """Reclaim as many lent blocks of a running request as are free, at least those that its next step needs.
 
         Raises:
             OutOfBlocks, QuotaExceeded: there are too few for the tokens of a step.
@@ -117,7 +118,7 @@ class Lending:
             self._lenders.discard(request)
 
     def reclaim_all(self) -> None:
-        """Reclaim the free blocks of all that were lent, the oldest request first."""
+        """Reclaim as many lent blocks as are free, for the oldest request first."""
         for lender in sorted(self._lenders, key=lambda request: request.arrival):
             if lender.lease is None:
                 self._lenders.discard(lender)
@@ -131,7 +132,7 @@ class Lending:
         if end >= lease.num_tokens or request.compression is not None or request.tenant == PUBLIC_TENANT:
             return 0
         if lease.usage.quota.ceiling_blocks is not None or lease.block_ids.size > self._num_blocks(lease.num_tokens):
-            return 0  # in the second case it borrowed blocks for its generation itself
+            return 0  # its tenant could use the room below the ceiling; or it has borrowed blocks for its generation
         return max(0, lease.block_ids.size - self._num_blocks(end))
 
     def _num_lent_blocks(self, request: Request) -> int:

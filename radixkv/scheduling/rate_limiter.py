@@ -33,7 +33,7 @@ class TokenBucket:
         self._level -= amount
 
     def seconds_until(self, amount: float, now_s: float) -> float:
-        """Return the seconds until the bucket has an amount; 0 if it has."""
+        """Return the seconds until the bucket has an amount; 0 if it has it now."""
         self._fill(now_s)
         return max(0.0, (amount - self._level) / self._per_s)
 
@@ -52,8 +52,8 @@ class RateLimiter:
 
         enter ─▶ one call taken ─▶ charge at admission: prompt tokens not cached ─▶ charge at the end: generated tokens
 
-    How many tokens a call computes is known only at its admission. So the calls that have entered may make a tenant's
-    bucket negative; while it is, further calls of the tenant are refused.
+    The number of tokens that a call computes is known only at its admission. So accepted calls may make a tenant's
+    bucket negative; while it is negative, further calls of the tenant are refused.
 
     Args:
         tenants: the rates of tenants with a section of their own.
@@ -89,7 +89,7 @@ class RateLimiter:
         """Take one call of a tenant.
 
         Raises:
-            RateExceeded: the tenant has no call left, or computes too many tokens; `retry_after_s` says until when.
+            RateExceeded: the tenant makes too many calls, or computes too many tokens; see `retry_after_s`.
         """
         with self._lock:
             now_s = self._clock()

@@ -1,4 +1,4 @@
-"""A request inside the engine, from its arrival until its answer."""
+"""A request inside the engine, from its arrival until its result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Generation:
         on_tokens: called on the engine's thread with each new token except the last, which comes with the result.
         token_ids: tokens generated so far.
         prompt_logprobs: log probabilities of the prompt's tokens after the first, as far as they are computed; None
-            before any are.
+            before that.
         prompt_ids: the distinct tokens of the prompt, int64 and sorted; None until a penalty needs them.
         matcher: the state of the constraint; None without one, and before the first token is sampled. It is kept while
             the request is preempted.
@@ -60,7 +60,7 @@ class Generation:
 
     @classmethod
     def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], on_tokens: OnTokens) -> Generation:
-        """Return one that ends with its own stop tokens, and with those of the model unless `ignore_eos` is set."""
+        """Return a generation with the stop tokens of `sampling`, and those of the model unless `ignore_eos` is set."""
         stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
         return cls(sampling, stops, on_tokens)
 
@@ -98,13 +98,15 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class PromptReuse:
-    """What a request reused of its prompt, and why not more. Set at each admission until it has computed a token.
+    """The part of its prompt that a request reused, and why it was not more.
+
+    It is set at each admission until the request has computed a token.
 
     Attributes:
         cached_tokens: prompt tokens that it reused.
         public_tokens: those of them that came from a public prefix.
         loaded_tokens: those of them that were loaded for this admission, by tier.
-        stored_upto: tokens of the prompt that were on the device or in tiers when it was looked up there.
+        stored_upto: tokens at the beginning of the prompt that were on the device or in tiers when it was looked up.
         miss_reason: why the other tokens were not reused.
     """
 
@@ -128,21 +130,22 @@ class Request:
         future: the result of a prefill, or of a generation if `generation` is set.
         generation: None for a prefill.
         former: its keys before its adapter was replaced; they only explain a miss.
-        fetched: blocks of its prompt that came with it; None without any, and once they are used.
+        fetched: blocks of its prompt that were fetched from another server; None if there are none, or they are used.
         invocation: where an invoked adapter begins; None if `namespace.adapter` computes the whole prompt.
-        prompt_tokens: the prompt as the cache knows it, little-endian uint32 bytes.
+        prompt_tokens: the prompt in the form of the cache, with the tokens of an invoked adapter marked; little-endian
+            uint32 bytes.
         num_prompt_tokens: its length in tokens.
         num_tokens: length of the prompt and the generated tokens together.
         tenant: its caller's tenant.
         adapter: digest of the adapter that computes it or a part of it; empty for the base model.
-        compression: the rule by which it drops K/V; None for none. A compressed generation is never preempted, since it
-            could not compute the K/V that it dropped again.
+        compression: the rule by which it drops K/V; None to keep all. A compressed generation is never preempted, since
+            it could not compute again the K/V that it dropped.
         times: when it arrived, was admitted and had its first token.
-        reuse: what it reused of its prompt.
+        reuse: the part of its prompt that it reused.
         arrival: number of requests that arrived before it.
         rank: its position among its tenant's requests, lowest first: a point of urgency counts as a second of waiting.
-        lease: its blocks; None while it holds none.
-        state: its recurrent states; None while it does not run, and for a model without states.
+        lease: the lease of its blocks; None while it has none.
+        state: the lease of its recurrent states; None while it does not run, and for a model without states.
         num_nodes: nodes of the tree that were visited to find reusable tokens, at the last admission.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
@@ -150,8 +153,8 @@ class Request:
             those after the last snapshot.
         written_tokens: tokens that it published.
         recomputed_tokens: tokens that were computed again after a preemption.
-        is_revoked: its namespace was purged after it arrived, so it publishes nothing.
-        is_over: it has ended.
+        is_revoked: whether its namespace was purged after it arrived; if so, it publishes nothing.
+        is_over: whether it has ended.
     """
 
     params: PrefillParams
@@ -200,16 +203,16 @@ class Request:
             self.adapter = invocation.digest
 
     def enqueue(self, arrival: int) -> None:
-        """Set its rank when it is queued after `arrival` other requests."""
+        """Set its arrival number and its rank."""
         self.arrival = arrival
         self.rank = self.times.received_s - self.params.urgency, arrival
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
-        """Whether it has these names; None matches any."""
+        """Whether its namespace has these names; None matches any name."""
         return self.namespace._replace(adapter=self.adapter).is_among(tenant, adapter, salt)
 
     def append(self, token_id: int) -> None:
-        """Append the next token of a generation. Raises what the constraint raises; the token is appended anyway."""
+        """Append the next token of a generation. If its constraint raises, the token is appended nevertheless."""
         assert self.generation is not None, "only a generation has more than one token"
         self.num_tokens += 1
         self.generation.append(token_id)
@@ -218,7 +221,7 @@ class Request:
         """Add the generated tokens to the lease of a running request, and allocate the blocks for them.
 
         Raises:
-            OutOfBlocks, QuotaExceeded: there are none. The lease is unchanged.
+            OutOfBlocks, QuotaExceeded: there are too few blocks. The lease is unchanged.
         """
         lease = self.open_lease
         if lease.num_tokens < self.num_tokens:
@@ -241,21 +244,21 @@ class Request:
 
     @property
     def num_expected_tokens(self) -> int:
-        """Length that its lease in the tree will have at the end unless the generation stops early."""
-        if self.generation is None or self.compression is not None:  # which generates into private blocks
+        """Final length of its published lease, unless the generation stops early."""
+        if self.generation is None or self.compression is not None:  # a compressed generation uses private blocks
             return self.num_prompt_tokens
         return self.num_prompt_tokens + self.generation.sampling.max_new_tokens
 
     @property
     def num_private_tokens(self) -> int:
-        """Entries of K/V for which it needs private blocks in addition to those of its prompt."""
+        """Number of K/V entries for which it needs private blocks in addition to the blocks of its prompt."""
         if self.generation is None or self.compression is None:
             return 0
         return self.compression.max_entries(self.num_prompt_tokens, self.generation.sampling.max_new_tokens)
 
     @property
     def tokens(self) -> bytes:
-        """The prompt and the generated tokens as the cache knows them. Complexity: a copy if any was generated."""
+        """The prompt and the generated tokens in the form of the cache. Complexity: a copy if any was generated."""
         if self.num_tokens == self.num_prompt_tokens:
             return self.prompt_tokens
         return self.prompt_tokens + self.tokens_from(self.num_prompt_tokens)
@@ -270,7 +273,7 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute until the next token is known."""
+        """Number of tokens to compute until the next token is known."""
         return self.num_tokens - self.computed_upto
 
     @property
@@ -283,7 +286,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the last generated token is all that is left to compute."""
+        """Whether only the last generated token is left to compute."""
         return self.times.prefilled_s is not None and self.num_tokens - self.computed_upto == 1
 
     @property

@@ -24,14 +24,14 @@ class Scheduler:
     Fairness in Serving Large Language Models, OSDI 2024). Cached tokens do not count, so waiting times do not reveal
     what another tenant has cached.
 
-    Within a tenant: of the first 16 waiting requests the one with the longest cached prefix is admitted next, among
-    those as urgent as the first one. The first is passed over at most 16 times. While the running requests need more
-    than the turn, half of it goes to the requests with the fewest tokens left, including waiting ones. So a short
-    prompt does not wait for a long document, which takes at most twice as long because of it.
+    Within a tenant: of the first 16 waiting requests with the urgency of the first one, the request with the longest
+    cached prefix is admitted next. The first one is passed over at most 16 times. While the running requests need more
+    than the turn, half of the turn is given to the requests with the fewest tokens left, including waiting ones. So a
+    short prompt does not wait for a long document, which takes at most twice as long because of it.
 
-    A request is admitted when there are tokens for it in the step, not earlier, so that it matches what was published
-    before. If there are no blocks for it, only short prefills that return their blocks with the step are admitted
-    before it. So no request starves.
+    A request is admitted when the step has tokens for it, not earlier, so that it matches everything that was published
+    before. If there are no blocks for it, only short prefills that end with the step are admitted before it. So no
+    request starves.
 
     Args:
         budget: tokens per step.
@@ -66,12 +66,12 @@ class Scheduler:
 
     @property
     def num_following(self) -> int:
-        """Number of requests that wait for tokens that a running request computes, or for blocks that are loaded."""
+        """Number of requests that wait for tokens of a running request, or for blocks that are being loaded."""
         return sum(len(queue.following) for queue in self._queues)
 
     @property
     def is_full(self) -> bool:
-        """Whether no request can be admitted until one ends: the maximum runs, and each waiting tenant has one."""
+        """Whether the maximum number of requests runs, and each tenant with waiting requests has a running one."""
         return len(self.running) >= self._max_running_requests and not any(queue.is_left_out for queue in self._queues)
 
     @property
@@ -94,7 +94,7 @@ class Scheduler:
         return [request for queue in self._queues for request in (*queue.waiting, *queue.following)]
 
     def hold_back(self, request: Request) -> None:
-        """Have a waiting request wait for blocks that are loaded, until `resume`. Complexity: O(log waiting)."""
+        """Exclude a waiting request from admission while its blocks are loaded, until `resume`. O(log waiting)."""
         queue = self._queues[request.tenant]
         queue.waiting.remove(request)
         queue.following.add(request)
@@ -135,7 +135,7 @@ class Scheduler:
         return youngest
 
     def next_step(self, admitter: Admitter) -> list[Slice]:
-        """Choose the slices of the next step; see `StepPlan`. Requests that get any are admitted by `admitter`."""
+        """Choose the slices of the next step, and admit the waiting requests that get one; see `StepPlan`."""
         plan = StepPlan(
             self._queues,
             self.running,
@@ -152,7 +152,7 @@ class Scheduler:
         return slices
 
     def next_tokens(self) -> list[Slice]:
-        """Give each running request one token: the next step while all of them decode and no request is admitted."""
+        """Return the next step while all running requests decode and none is admitted: one token for each of them."""
         for request in self.running:
             self._queues[request.tenant].charge(1)
         self._queues.advance(len(self.running))

@@ -19,7 +19,7 @@ class _Lead(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """What a follower waits for: it resumes when `leader` has published `upto_tokens`."""
+    """The condition of a follower: it resumes when `leader` has published `upto_tokens`."""
 
     leader: Request
     upto_tokens: int
@@ -32,10 +32,10 @@ class SingleFlight:
         follower    [ cached ...|... waits for this ...........| its own )
 
     A leader is a running request that publishes after each chunk. It holds all its blocks, so it always makes progress,
-    and a follower that computed the same tokens itself would not have them earlier. So waiting costs nothing.
+    and a follower that computed the same tokens itself would not have them earlier. So following costs no time.
 
     For a model with recurrent states, a follower resumes at the end of the last whole block that it shares. It waits if
-    the leader has not passed that position yet, and the leader keeps a snapshot of its state there.
+    the leader has not passed that position yet; the leader then saves a snapshot of its state there.
 
     Args:
         block_size: tokens per block.
@@ -57,18 +57,19 @@ class SingleFlight:
         return (request.namespace, request.tokens[: self._block_bytes]) in self._first_blocks
 
     def lead(self, request: Request) -> None:
-        """Let other requests wait for the tokens that this one computes. Complexity: a hash of the prefix."""
+        """Let other requests follow this one while it computes its tokens. Complexity: a hash of the prefix."""
         tokens = request.tokens
         self._first_blocks[request.namespace, tokens[: self._block_bytes]] += 1
         self._lead_on(request, tokens, max(request.computed_upto, request.found_tokens))
 
     def follow(self, request: Request, cached_tokens: int, reusable_tokens: int | None = None) -> bool:
-        """Let a request wait if a leader computes at least its next block, or all tokens that it has left.
+        """Make a request wait if a leader computes at least its next block, or all tokens that it has left.
 
         Args:
             request: neither running nor following.
             cached_tokens: tokens whose K/V are cached now.
-            reusable_tokens: tokens that it could reuse now, fewer if a state is missing; None for all cached ones.
+            reusable_tokens: tokens that it could reuse now, fewer than `cached_tokens` if a state snapshot is missing;
+                None for all cached ones.
 
         Returns:
             Whether it waits now.
@@ -86,7 +87,7 @@ class SingleFlight:
         shared = shared_bytes(tokens, led, 0)
         if shared < next_end:
             return False
-        # A part of a block is published with the whole block, or when the leader ends.
+        # A leader publishes whole blocks, and its last partial block at its end.
         upto = min(-(-shared // self._block_bytes) * self._block_bytes, len(led))
         usable = min(shared, len(tokens) - TOKEN_BYTES)  # each request computes its own last token
         if leader.state is not None:
@@ -102,7 +103,7 @@ class SingleFlight:
         return True
 
     def published(self, leader: Request, upto_tokens: int) -> list[Request]:
-        """Record what a leader has published. Returns the followers that have what they waited for, in their order."""
+        """Record what a leader has published. Returns the followers that can resume, in the order of following."""
         lead = self._leads.get(leader)
         if lead is None:
             return []

@@ -24,7 +24,7 @@ class StepBudget:
         self._num_fitted = 0
 
     def shrink(self, num_tokens: int) -> bool:
-        """Record that a step of `num_tokens` did not fit. Returns whether a smaller one can be tried."""
+        """Record that a step of `num_tokens` did not fit. Returns whether a smaller step can be tried."""
         self.num_tokens = max(1, num_tokens // 2)
         self._num_fitted = 0
         return num_tokens > 1

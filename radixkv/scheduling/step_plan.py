@@ -11,20 +11,21 @@ from radixkv.scheduling.admission import Admission, Admitter
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.tenant_queue import TenantQueue, TenantQueues
 
-# Tokens are distributed to tenants in turns of at least this many, and in at most this many turns per step, so no
-# tenant's share is off by more than a turn.
+# Minimum number of tokens of a tenant's turn. No tenant's share is off by more than a turn.
 _MIN_TURN_TOKENS = 64
 _MAX_TURNS = 16
-# If a tenant's running prefills need more than its turn, one token in this many goes to those with the fewest left.
+# If a tenant's running prefills need more than its turn, one token in this many is given to the prefills with the
+# fewest tokens left.
 _SHORT_SHARE = 2
 # The number of waiting requests of a tenant among which the one with the longest cached prefix is chosen. Each costs a
 # cache lookup of some microseconds, so the lookups per step are bounded too.
 _WINDOW = 16
 _MAX_LOOKUPS = 64
-# A path of this many nodes costs as much as a lookup otherwise does, about 20 us. So does a token of a small model on a
-# GPU.
+# Visiting this many nodes takes about 20 us, as long as a lookup otherwise takes, and as long as computing a token of a
+# small model on a GPU.
 _NODES_PER_LOOKUP = 64
-# CPU time of a step's lookups, before the last one. A lookup of a path of 464 nodes takes 0.26 ms.
+# After this much CPU time of lookups in a step, no more requests are looked up. A lookup of a path of 464 nodes takes
+# 0.26 ms.
 _MAX_LOOKUP_S = 0.0005
 _NODES_PER_TOKEN = 32
 # After this much CPU time in a step, a turn ends with the request that it admits. Admitting a hit of 131,072 tokens
@@ -32,7 +33,7 @@ _NODES_PER_TOKEN = 32
 _MAX_ADMISSION_S = 0.002
 # Rows of logits that a step computes in addition to those of next tokens. A row of 150,000 tokens takes 0.6 MB.
 _MAX_PROMPT_LOGIT_ROWS = 64
-# One place in this many is reserved for requests that can be preempted; compressed generations can't.
+# One running request in this many must be preemptible; compressed generations are not.
 _PREEMPTIBLE_SHARE = 2
 # The first waiting request is passed over at most this many times.
 _MAX_PASSED_OVER = 16
@@ -91,7 +92,7 @@ class StepPlan:
         self._max_tokens = max_tokens
         self._max_running_requests = max_running_requests
         self._budget = max_tokens  # tokens that are left
-        self._logit_rows = _MAX_PROMPT_LOGIT_ROWS  # that are left
+        self._logit_rows = _MAX_PROMPT_LOGIT_ROWS  # rows that are left
         self._granted: dict[Request, int] = {}  # tokens of each request in the step, in the order of the slices
         self._cached_tokens: dict[Request, int] = {}  # of the waiting requests that were looked up
         self._num_lookups = 0  # a deep path counts as several
@@ -193,7 +194,7 @@ class StepPlan:
         return share - left
 
     def _serve_new(self, queue: TenantQueue, request: Request, left: int) -> tuple[Admission, int]:
-        """Serve a waiting request if it is admitted, or charge its tenant for its refusal. Returns the tokens used."""
+        """Try to admit and serve a waiting request; charge its tenant if it is refused. Returns the tokens used."""
         admission = self._admit(queue, request, left)
         used = 0
         if admission is Admission.ADMITTED:
@@ -206,7 +207,7 @@ class StepPlan:
         return admission, used
 
     def _ends_with(self, request: Request, left: int) -> bool:
-        """Whether a waiting request would return all its blocks after this step, given `left` tokens for it."""
+        """Whether a waiting request would end with this step, given `left` tokens for it."""
         if request.generation is not None or request.params.hold_lease:
             return False
         return request.num_tokens - self._cached_tokens.get(request, 0) <= left
@@ -227,7 +228,7 @@ class StepPlan:
             for request, cached_tokens in self._window(queue)
             if request.params.urgency == first.params.urgency
         ]
-        return max(equally_urgent, key=lambda looked_up: looked_up[1])[0]  # of equally long prefixes the first
+        return max(equally_urgent, key=lambda candidate: candidate[1])[0]  # the first of equally long prefixes
 
     def _takes_all(self, queue: TenantQueue, left: int) -> bool:
         """Whether `left` tokens are enough for all waiting requests, so that their order does not matter."""
@@ -291,7 +292,7 @@ class StepPlan:
         self._num_lookups += 1 + num_nodes // _NODES_PER_LOOKUP
 
     def _has_place_for(self, queue: TenantQueue) -> bool:
-        """Whether a tenant may have one more running request, leaving a place for each tenant that has none."""
+        """Whether a tenant may have one more running request, reserving one for each waiting tenant that has none."""
         num_free = self._max_running_requests - len(self._running)
         if num_free <= 0 or not queue.running:
             return num_free > 0

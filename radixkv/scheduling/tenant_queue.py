@@ -38,7 +38,7 @@ class TenantQueue:
 
     @property
     def has_prefills(self) -> bool:
-        """Whether it could use tokens in addition to those of its decoding requests."""
+        """Whether it has requests other than decoding ones, which could use more tokens."""
         return bool(self.waiting) or any(not request.is_decoding for request in self.running)
 
     @property
@@ -69,8 +69,8 @@ class TenantQueue:
 class TenantQueues:
     """The queues of all tenants that have requests.
 
-    A tenant that arrives or returns starts at the fair share, or at what it was served before if that is more. So going
-    idle gains nothing, and tenants that stay do not wait forever behind tenants that arrive.
+    A tenant that arrives or returns starts at the fair share, or at its previous charge if that is higher. So a tenant
+    gains nothing by being idle, and tenants with constant load do not starve when new tenants arrive.
 
     Args:
         weights: shares by tenant; 1 for a tenant that is missing.
@@ -93,7 +93,7 @@ class TenantQueues:
         return self.by_tenant[tenant]
 
     def open(self, tenant: str) -> TenantQueue:
-        """Return the queue of a tenant, and make it if there is none."""
+        """Return the queue of a tenant, and create it if there is none."""
         queue = self.by_tenant.get(tenant)
         if queue is None:
             served = max(self._fair_share, self._served_before.pop(tenant, 0.0))
@@ -118,7 +118,8 @@ class TenantQueues:
     def advance(self, tokens: int) -> None:
         """Raise the fair share by `tokens` that a step computes, shared exactly by weight.
 
-        The share of the least served tenant would not be enough: a new tenant has that, and so would each one after it.
+        New tenants do not start at the lowest charge of all tenants. If they did, each of many new tenants in turn
+        would have the lowest charge, and the tenants that stay would wait for all of them.
         """
         if not self.by_tenant:
             return

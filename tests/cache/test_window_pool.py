@@ -154,9 +154,9 @@ def test_more_needs_than_parts_are_a_bug_of_the_caller() -> None:
 @pytest.mark.parametrize(
     ("needs", "reserved", "free", "message"),
     [
-        ({}, 0, (), "the needed ones"),
+        ({}, 0, (), "the needed parts"),
         ({1: 1}, 1, (), "the reservations"),
-        ({1: 1}, 0, (1,), "a free block has one"),
+        ({1: 1}, 0, (1,), "a free block has a part"),
     ],
 )
 def test_a_wrong_count_is_seen(needs: dict[int, int], reserved: int, free: tuple[int, ...], message: str) -> None:

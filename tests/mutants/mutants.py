@@ -103,7 +103,7 @@ CACHE_MUTANTS = (
     Mutant("cache/radix_tree.py", "if shared == len(child.tokens):  # a leaf", "if False:  # a leaf"),
     Mutant("cache/radix_tree.py", "if shared == len(first_block):  # the run", "if False:  # the run"),
     Mutant("cache/radix_tree.py", "upper.ref_count = int(lower.ref_count > 0)", "upper.ref_count = 0"),
-    Mutant("cache/node.py", "if shared > most:", "if shared >= 0:"),
+    Mutant("cache/node.py", "if shared > max_shared:", "if shared >= 0:"),
     Mutant("cache/node.py", "return keys[index - 1], keys[index]", "return keys[index], keys[index]"),
     Mutant("cache/node.py", "            self._order.add(first_block)\n", "            pass\n"),
     Mutant("cache/node.py", "            self._order.remove(first_block)\n", "            pass\n"),
@@ -922,8 +922,8 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "offload/offload.py",
-        "            self._saver.save(copies)  # the tiers",
-        "            self._saver.save(self._saver.copy())  # what goes",
+        "            self._saver.save(copies)  # after `fill`",
+        "            self._saver.save(self._saver.copy())  # after `fill`",
     ),
     Mutant(
         "offload/block_keys.py",
@@ -1123,7 +1123,7 @@ STATE_MUTANTS = (
     Mutant("cache/recurrent_states.py", "(int(with_snapshot[-1]) + 1)", "int(with_snapshot[-1])"),
     Mutant("cache/recurrent_states.py", "[: num_tokens // self.block_size]", "[: -(-num_tokens // self.block_size)]"),
     Mutant("cache/recurrent_states.py", "            self._readers[source] += 1\n", ""),
-    Mutant("cache/recurrent_states.py", "lowest is None or lowest in self._readers or", "lowest is None or"),
+    Mutant("cache/recurrent_states.py", "                or lowest in self._readers\n", ""),
     Mutant("cache/recurrent_states.py", "self._order.score(lowest) > self._order.score_of(saved_tokens)", "False"),
     Mutant("cache/recurrent_states.py", " + len(self._doomed) >= self.num_snapshots", " >= self.num_snapshots"),
     Mutant("cache/recurrent_states.py", "        if slot in self._readers:\n", "        if False:\n"),
@@ -1150,8 +1150,8 @@ STATE_MUTANTS = (
     Mutant("cache/recurrent_states.py", "entry.saved_tokens * (1 + entry.num_uses)", "entry.saved_tokens"),
     Mutant(
         "cache/recurrent_states.py",
-        "saved_tokens, 0, self.worth_of(saved_tokens))\n        self._push(slot, entry)",
-        "saved_tokens, 0, self.worth_of(saved_tokens))\n        heapq.heappush(self._heap, (entry.worth, slot))",
+        "saved_tokens, 0, self.score_of(saved_tokens))\n        self._push(slot, entry)",
+        "saved_tokens, 0, self.score_of(saved_tokens))\n        heapq.heappush(self._heap, (entry.score, slot))",
     ),
     Mutant("cache/recurrent_states.py", "        self.level = max(self.level, self._entries[slot].score)\n", ""),
     Mutant(
@@ -1201,7 +1201,7 @@ PART_MUTANTS = (
     Mutant(
         "cache/evictor.py", "            num_available += self._windows.num_returnable_blocks\n", "            pass\n"
     ),
-    Mutant("cache/evictor.py", "num_blocks + windows.num_unreserved_blocks(holders)", "num_blocks"),
+    Mutant("cache/evictor.py", "num_blocks + windows.num_unreserved_blocks(window_leases)", "num_blocks"),
     Mutant(
         "storage/pages.py",
         "start = -(-(base + first * stride) // page) * page",
@@ -1238,8 +1238,8 @@ PART_MUTANTS = (
     ),
     Mutant(
         "cache/windowed_layers.py",
-        "        while before != num_tokens:  # what suits",
-        "        if before != num_tokens:  # what suits",
+        "        while before != num_tokens:  # a shorter",
+        "        if before != num_tokens:  # a shorter",
     ),
     Mutant("cache/windowed_layers.py", "                if keeps_all:\n", "                if False:\n"),
     Mutant("cache/windowed_layers.py", "        while before != num_blocks:\n", "        if before != num_blocks:\n"),

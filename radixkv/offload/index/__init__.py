@@ -1,4 +1,4 @@
 """Which tier holds which block. Nothing here needs PyTorch.
 
-Face: `OffloadIndex`, `TierIndex`.
+Public API: `OffloadIndex`, `TierIndex`.
 """

@@ -80,7 +80,7 @@ class NamespaceKeys:
         return len(self._keys.get(namespace, ()))
 
     def page(self, start: int, tenant: str | None, max_listed: int) -> StoredPage:
-        """List namespaces by position, from `start` on. A page may be empty although more follow.
+        """List namespaces by position, from `start` on. A page may be empty although further pages follow.
 
         A namespace that has blocks during a whole listing is on exactly one page.
 

@@ -18,8 +18,8 @@ class NodeKeys:
         root ── [k1 k2 k3] ─┬─ [k4 k5 .. ..]        `..` is a block whose key was not computed yet
                             └─ [.. ..]              all nodes above a node with keys have all of their keys
 
-    A key takes 8 bytes per block if a tier index has it too, otherwise 73. Nodes at or below which nothing was stored
-    have no keys.
+    A key takes 8 bytes per block if a tier index holds the same object, otherwise 73. A node has no keys if no block
+    at or below it was stored.
 
     Args:
         key_blocks: computes keys.

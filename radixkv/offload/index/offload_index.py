@@ -25,9 +25,9 @@ class EvictedBlock(NamedTuple):
 
     Attributes:
         block: its key and tokens.
-        block_id: its place in the pool.
-        tiers: names of the tiers that are to store it.
-        part_id: place of its windowed layers (`radixkv/cache/windowed_layers.md`); None if they are not stored.
+        block_id: its id in the block pool.
+        tiers: names of the tiers that will store it.
+        part_id: its part of windowed layers (`radixkv/cache/windowed_layers.md`); None if it has none.
     """
 
     block: KeyedBlock
@@ -52,15 +52,15 @@ class OffloadIndex(Listener):
         tiers: an index per tier, the fastest first.
         key_blocks: computes the keys of a prompt's blocks.
         block_size: tokens per block.
-        part_of: returns where the windowed layers of a block are; `NO_PART` if they are not stored. None if no layers
-            are windowed, or for such a block.
+        part_of: returns the part of windowed layers of a block: `NO_PART` if the block has none, None if the model has
+            no windowed layers.
 
     Attributes:
         tiers: the indexes by name of the tier.
         key_blocks: see above.
         retention: priorities of stored blocks.
         listener: is notified of what the tiers hold; see `subscribe`.
-        used_nodes: what was used or published recently, if there are shared stores; see `Touches`.
+        used_nodes: the nodes that were used or published recently, if there are shared stores; see `Touches`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class OffloadIndex(Listener):
         return bool(self._evicted_blocks)
 
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Note a use for the shared stores. Complexity: O(1)."""
+        """Record a use for the shared stores. Complexity: O(1)."""
         if self._shared:
             self.used_nodes.add(node, num_bytes)
 
@@ -124,7 +124,8 @@ class OffloadIndex(Listener):
         """Queue the blocks at the end of a leaf that are now full for the shared stores."""
         if self._shared:
             self.leave(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
-            self.used_nodes.add(leaf, leaf.start_bytes + len(leaf.tokens))  # so that its beginning is the most recent
+            # Recorded as a use, so that the beginning of the prompt becomes the most recent in the store.
+            self.used_nodes.add(leaf, leaf.start_bytes + len(leaf.tokens))
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Queue evicted blocks for the tiers; see `leave`."""
@@ -174,7 +175,7 @@ class OffloadIndex(Listener):
             tokens = b"".join((prefix_tokens, *(each.tokens for each in path_to(node))))
         if node.priority != DEFAULT_PRIORITY:
             hint = RetentionHint(node.priority, None if node.expiry_entry is None else node.expiry_entry[0])
-            self.retention.note_leaving(blocks, hint, first, self.key_blocks(namespace, tokens))
+            self.retention.note_evicted(blocks, hint, first, self.key_blocks(namespace, tokens))
         block_ids = memoryview(node.block_ids).cast("i")[start : start + len(blocks)]
         pairs = list(zip(blocks, block_ids, strict=True))
         for block, block_id in reversed(pairs):  # tiers also evict the end of a prompt first
@@ -189,11 +190,11 @@ class OffloadIndex(Listener):
         return [block.key for block in blocks]
 
     def store_again(self, name: str, keys: Sequence[bytes]) -> int:
-        """Queue those of the blocks of the last touch that are still on the device for a shared store.
+        """Queue blocks of the last touch for a shared store again, if they are still on the device.
 
         Args:
-            name: of the store, which does not hold these blocks.
-            keys: of the blocks.
+            name: name of the store, which no longer holds the blocks.
+            keys: keys of the blocks.
 
         Returns:
             The number of blocks that were queued.
@@ -209,10 +210,13 @@ class OffloadIndex(Listener):
         return len(self._evicted_blocks) - num_queued
 
     def left(self, name: str, keys: Sequence[bytes]) -> None:
-        """Move blocks to the end of the eviction order, their end first; keys in the order of the prompt."""
+        """Move blocks to the end of the eviction order, so that the last block of a prompt is evicted first.
+
+        The keys are in the order of the prompt.
+        """
         for key in reversed(keys):
             if key in self.tiers[name]:
-                self.tiers[name].note_left(key, self.retention.priority_of(key))
+                self.tiers[name].note_evicted(key, self.retention.priority_of(key))
 
     def retain(
         self, namespace: Namespace, tokens: bytes, start: int, end: int, num_cached_blocks: int, hint: RetentionHint
@@ -226,8 +230,8 @@ class OffloadIndex(Listener):
             hint: the priority.
 
         Returns:
-            How many blocks of the range after the cached ones have the priority, up to the first that does not; and how
-            many are stored, up to the first that is not.
+            Of the blocks of the range after the cached ones: how many have the priority, up to the first that does not;
+            and how many are stored, up to the first that is not.
 
         Complexity: a hash of the tokens up to `end`.
         """
@@ -273,7 +277,7 @@ class OffloadIndex(Listener):
         return [block for block in blocks if not any(tier_index.holds(block.key) for tier_index in self.tiers.values())]
 
     def discovered(self, name: str, blocks: Iterable[KeyedBlock]) -> None:
-        """Note that a shared store holds blocks."""
+        """Record that a shared store holds blocks."""
         tier_index = self.tiers[name]
         for block in blocks:
             if block.key not in tier_index:
@@ -281,24 +285,24 @@ class OffloadIndex(Listener):
             tier_index.note_stored(block.key)
 
     def loaded(self, keys: Sequence[bytes]) -> None:
-        """Note that blocks were loaded onto the device; keys in the order of the prompt."""
+        """Record that blocks were loaded onto the device; keys in the order of the prompt."""
         for key in reversed(keys):
             for tier_index in self.tiers.values():
                 if key in tier_index:
                     tier_index.note_loaded(key)
 
     def stored(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that a tier has stored these blocks."""
+        """Record that a tier has stored these blocks."""
         for key in keys:
             self.tiers[name].note_stored(key)
 
     def came_without_parts(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that a tier holds blocks without their windowed layers, so that they are written again with them."""
+        """Record that a tier holds blocks without their parts, so that they are written again with their parts."""
         tier_index = self.tiers[name]
         tier_index.partless.update(key for key in keys if key in tier_index)
 
     def lost(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that a tier does not hold these blocks."""
+        """Record that a tier does not hold these blocks."""
         for key in keys:
             self.tiers[name].remove(key)
 
@@ -317,18 +321,18 @@ class OffloadIndex(Listener):
         return keys
 
     def drop_victims(self, name: str, is_chosen: Callable[[bytes], bool]) -> list[bytes]:
-        """Return the chosen keys of those that a tier evicts but was not asked to delete yet, and forget them."""
+        """Remove and return the chosen victims of a tier that were not yet passed to its store."""
         chosen = [key for key in self._victims[name] if is_chosen(key)]
         for key in chosen:
             del self._victims[name][key]
         return chosen
 
     def _wants(self, tier_index: TierIndex, block: KeyedBlock, part_id: int | None) -> bool:
-        """Whether a tier is to store a block. It may hold the block without the windowed layers that it has now."""
+        """Whether a tier should store a block: it lacks the block, or the part that the block has now."""
         priority = self.retention.priority_of(block.key)
         has_part = part_id is not None and part_id != NO_PART
         if block.key in tier_index:
-            tier_index.note_left(block.key, priority)
+            tier_index.note_evicted(block.key, priority)
             if has_part and block.key in tier_index.partless:
                 tier_index.expect(block.key)
                 return True
@@ -343,7 +347,7 @@ class OffloadIndex(Listener):
             tier_index.partless.add(block.key)
         if block.key not in victims:
             return True
-        # The store was not asked to evict it, and still holds it, perhaps without its windowed layers.
+        # The store was not yet asked to evict the block, so it still holds it, perhaps without its part.
         del victims[block.key]
         if has_part:
             tier_index.expect(block.key)
@@ -365,18 +369,19 @@ def grant_stored(
 
     Args:
         offload_index: knows what is stored.
-        block_size: tokens a block.
-        namespace, tokens: the prompt, as the cache knows it.
+        block_size: tokens per block.
+        namespace, tokens: the prompt, in the form of the cache.
         retention: the priority and its range.
-        on_device: what the cache granted of it.
+        on_device: the grant of the cache.
         now_s: the time, by the cache's clock.
 
     Returns:
-        What was granted in all.
+        The total grant, on the device and in the tiers.
     """
     start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
     cached = end - on_device.uncached_tokens
-    end_kept = start + on_device.granted_tokens if on_device.refused_tokens else end  # no use behind a gap
+    # If the cache refused a part of the range, later blocks get no priority, since they are useless after a gap.
+    end_kept = start + on_device.granted_tokens if on_device.refused_tokens else end
     expires_s = None if retention.ttl_s is None else now_s + retention.ttl_s
     first = start // block_size
     last = -(-end_kept // block_size)

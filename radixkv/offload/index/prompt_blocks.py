@@ -1,4 +1,4 @@
-"""Blocks of a prompt as the tiers know them: by their keys, and not by their place in the pool."""
+"""Blocks of a prompt, identified by their keys instead of their ids in the block pool."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StoredBlock(NamedTuple):
     Attributes:
         block: its key and tokens.
         tier: name of the fastest tier that holds it.
-        has_part: whether the tier also holds its windowed layers, as far as is known.
+        has_part: whether the tier also holds its part of windowed layers, as far as is known.
     """
 
     block: KeyedBlock

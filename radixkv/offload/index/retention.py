@@ -1,4 +1,4 @@
-"""Retention of blocks in the tiers: the priorities that callers asked for, and when they end."""
+"""Retention of blocks in the tiers: the priorities that callers requested, and when they expire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RetentionHint(NamedTuple):
 
     Attributes:
         priority: 0 to 100.
-        expires_s: time at which it ends, by the cache's clock; None for never.
+        expires_s: time at which it expires, by the cache's clock; None for never.
     """
 
     priority: int
@@ -33,7 +33,7 @@ class RetentionHint(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Orders hints for one block: by priority, and then by the end."""
+        """Sort key of hints for one block: the priority, and then the expiry."""
         return self.priority, math.inf if self.expires_s is None else self.expires_s
 
 
@@ -41,8 +41,8 @@ class RetentionHints:
     """The priority of each block that does not have the default priority.
 
     Args:
-        max_keys: maximum number of blocks. Beyond it, the oldest block of the tenant with the most blocks gets the
-            default priority again; of tenants with equally many, that is the tenant that adds a block.
+        max_keys: maximum number of blocks. If there are more, the oldest block of the tenant with the most blocks gets
+            the default priority again; among tenants with equally many, the tenant that adds a block.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
@@ -50,7 +50,7 @@ class RetentionHints:
         self._hints: dict[bytes, RetentionHint] = {}
         self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}  # the latest last
         self._of_size: dict[int, dict[str, None]] = {}  # tenants by the number of their keys
-        self._max_keys = 0  # keys of one tenant
+        self._max_keys = 0  # largest number of keys of one tenant
         self._owned = NamespaceKeys()
         self._ends: SortedSet[tuple[float, bytes]] = SortedSet()
 
@@ -61,7 +61,7 @@ class RetentionHints:
         return key in self._hints
 
     def hint_of(self, key: bytes) -> RetentionHint | None:
-        """Return the priority of a block and its end; None for the default priority."""
+        """Return the priority of a block and its expiry; None for the default priority."""
         return self._hints.get(key)
 
     def of(self, key: bytes) -> int:
@@ -70,9 +70,9 @@ class RetentionHints:
         return DEFAULT_PRIORITY if hint is None else hint.priority
 
     def set(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
-        """Set the priority of a block. Returns the key of the block that falls back to the default for it, if any.
+        """Set the priority of a block. Returns the key of a block that was reset to the default to make room, if any.
 
-        Complexity: O(log blocks with an end).
+        Complexity: O(log blocks with an expiry).
         """
         self.forget(key)
         if hint.priority == DEFAULT_PRIORITY:
@@ -90,7 +90,7 @@ class RetentionHints:
         return oldest
 
     def raise_to(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
-        """Raise the priority of a block, or extend its end. Returns as `set` does."""
+        """Raise the priority of a block, or extend its expiry. Returns the same as `set`."""
         known = self._hints.get(key, hint)
         return self.set(key, namespace, max(known, hint, key=lambda each: each.rank))
 
@@ -129,7 +129,7 @@ class RetentionHints:
         return next(iter(self._by_tenant[loser]))
 
     def _resize(self, tenant: str, before: int, after: int) -> None:
-        """Note that the number of a tenant's keys has changed by one."""
+        """Record that the number of a tenant's keys has changed by one."""
         if after:
             self._of_size.setdefault(after, {})[tenant] = None
         if before:
@@ -157,18 +157,18 @@ class StoredRetention:
         """Return the priority of a block."""
         return self._retentions.of(key)
 
-    def note_leaving(
+    def note_evicted(
         self, blocks: Sequence[KeyedBlock], hint: RetentionHint, first: int, path: Iterator[KeyedBlock]
     ) -> None:
-        """Note the priority that blocks have while they leave the device, unless it is lower; see `note`.
+        """Keep the priority that blocks have when the device evicts them, unless they have a higher one; see `note`.
 
-        If the block before them has the priority, so have all before that.
+        If the block before them has the priority, all blocks before that have it too.
 
         Args:
-            blocks: follow each other in a prompt.
+            blocks: consecutive blocks of a prompt.
             hint: the priority.
-            first: place of the first of them in the prompt.
-            path: yields the blocks of the prompt; untouched if those before need no priority, or have it.
+            first: index of the first of them in the prompt.
+            path: yields the blocks of the prompt; not read if the blocks before need no priority, or have it.
         """
         before = self._retentions.hint_of(blocks[0].parent) if blocks else None
         have_it = before is not None and (before == hint or before.priority > hint.priority)
@@ -178,7 +178,7 @@ class StoredRetention:
             self.note(list(islice(path, first + len(blocks))), first, hint)
 
     def note(self, path: Sequence[KeyedBlock], start: int, hint: RetentionHint) -> None:
-        """Note the priority of the blocks from `start` on that leave the device, where it is more than they have.
+        """Raise the priority of evicted blocks from `start` on, and of the blocks before them.
 
         Args:
             path: the first blocks of a prompt.
@@ -205,7 +205,7 @@ class StoredRetention:
     def restore(self, tier_index: TierIndex, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
         """Give blocks of a store the priorities that `hints` listed in an earlier process.
 
-        Those that have a priority in this process keep it.
+        Blocks that already have a priority in this process keep it.
         """
         for key, hint in hints:
             if key in tier_index and key not in self._retentions:
@@ -213,7 +213,7 @@ class StoredRetention:
                 self._reorder(key)
 
     def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
-        """Count the blocks that have a priority, up to the first without, and those that are stored, likewise."""
+        """Count the blocks that have a priority, up to the first that does not; and the same for stored blocks."""
         stored = list(takewhile(self._is_stored, blocks))
         granted = takewhile(lambda block: self._has(block.key, priority), stored)
         return sum(1 for _ in granted), len(stored)
@@ -234,7 +234,7 @@ class StoredRetention:
         hint: RetentionHint,
         give: Callable[[bytes, Namespace, RetentionHint], bytes | None],
     ) -> None:
-        for index, block in reversed(list(enumerate(path))):  # where not all may be kept, the beginning is
+        for index, block in reversed(list(enumerate(path))):  # the beginning last, so that it is kept if not all can be
             if index >= start:
                 self._reorder(give(block.key, block.namespace, hint))
             elif hint.priority > DEFAULT_PRIORITY:
@@ -248,7 +248,7 @@ class StoredRetention:
         priority = self._retentions.of(key)
         for tier_index in self._tier_indexes:
             if key in tier_index and not tier_index.is_on_device(key) and tier_index.priority_of(key) != priority:
-                tier_index.note_left(key, priority)
+                tier_index.note_evicted(key, priority)
 
     def _is_stored(self, block: KeyedBlock) -> bool:
         return any(block.key in tier_index for tier_index in self._tier_indexes)

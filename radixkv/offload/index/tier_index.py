@@ -15,14 +15,14 @@ from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 
 _ON_DEVICE = -1  # below every priority
-_MOST_KNOWN_BLOCKS = 1 << 18  # about 80 MB
+_MAX_KNOWN_BLOCKS = 1 << 18  # about 80 MB
 
 
 class StoreListener:
-    """Is notified of the blocks that tiers hold. The methods do nothing; override those that matter.
+    """Is notified of the blocks that tiers hold. The methods do nothing; override those of interest.
 
     Attributes:
-        is_on: whether it is to be notified. If so, the engine also checks for finished saves while it is idle.
+        is_on: whether to notify it. If so, the engine also checks for finished saves while it is idle.
     """
 
     is_on = False
@@ -135,8 +135,8 @@ class TierIndex:
 
     A block is pending from `add` until `note_stored`, and can't be loaded in the meantime.
 
-    A block that is also on the device is of no use here until the device evicts it. If the tier still holds it then,
-    nothing has to be written.
+    A block that is also on the device is not needed in the tier until the device evicts it. If the tier still holds it
+    then, it need not be written again.
 
     Args:
         name: of the tier, such as `host`.
@@ -149,7 +149,8 @@ class TierIndex:
         owned: all keys by namespace.
         retained: the keys with a priority above the default by namespace. Blocks that are also on the device have none.
         is_shared: whether other servers use the store too; see `SharedTierIndex`.
-        partless: keys of blocks that are stored without their windowed layers (`radixkv/cache/windowed_layers.md`).
+        partless: keys of blocks that are stored without their parts of windowed layers
+            (`radixkv/cache/windowed_layers.md`).
     """
 
     is_shared = False
@@ -200,7 +201,7 @@ class TierIndex:
         return key in self._expected
 
     def may_have(self, key: bytes) -> bool:
-        """Whether the store may hold an object of a block, perhaps one without its windowed layers."""
+        """Whether the store may hold an object of a block, perhaps without the block's part."""
         return self.holds(key) or key in self._rewritten
 
     def __iter__(self) -> Iterator[bytes]:
@@ -241,18 +242,18 @@ class TierIndex:
             self._floored.setdefault(namespace.tenant, EvictionOrder())
         if shares.ceiling is not None:
             self._capped.setdefault(namespace.tenant, EvictionOrder())
-        self.note_left(key, priority)
+        self.note_evicted(key, priority)
         self._expected.add(key)
         return None if victim is None else victim.key
 
     def expect(self, key: bytes) -> None:
-        """Note that a block is written again, this time with its windowed layers."""
+        """Record that a block is being written again, now with its part."""
         self.partless.discard(key)
         self._expected.add(key)
         self._rewritten.add(key)
 
     def note_stored(self, key: bytes) -> None:
-        """Note that the store holds a block."""
+        """Record that the store holds a block."""
         self._expected.discard(key)
         self._rewritten.discard(key)
         if key in self:
@@ -278,8 +279,8 @@ class TierIndex:
                 order.put_first(key, DEFAULT_PRIORITY, turn)
         return left_out
 
-    def note_left(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
-        """Note that the device evicted a block that the tier holds, or that the priority of the block has changed.
+    def note_evicted(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
+        """Record that the device evicted a block that the tier holds, or that the priority of the block has changed.
 
         If the limit of retained blocks is reached, the tenant's oldest retained block falls back to the default
         priority. Prompts are evicted from their end, so their beginning stays retained. If the tenant has no retained
@@ -291,12 +292,12 @@ class TierIndex:
         self._put_last(key, priority)
 
     def note_loaded(self, key: bytes) -> None:
-        """Note that a block of the tier is on the device, too."""
+        """Record that a block of the tier is also on the device."""
         self._forget_retained(key)
         self._put_last(key, _ON_DEVICE)
 
     def is_on_device(self, key: bytes) -> bool:
-        """Whether a block of the tier is on the device, too."""
+        """Whether a block of the tier is also on the device."""
         return self._level_of(key) == _ON_DEVICE
 
     def priority_of(self, key: bytes) -> int:
@@ -385,7 +386,7 @@ class SharedTierIndex(TierIndex):
     """The blocks that this server stored in a shared store or has found there.
 
     The store evicts blocks by itself, and other servers add blocks. So the store may hold blocks that are not in the
-    index, and may have evicted blocks that are.
+    index, and the index may contain blocks that the store has evicted.
 
     Args:
         name: of the tier, such as `redis`.
@@ -394,7 +395,7 @@ class SharedTierIndex(TierIndex):
 
     is_shared = True
 
-    def __init__(self, name: str, num_blocks: int = _MOST_KNOWN_BLOCKS) -> None:
+    def __init__(self, name: str, num_blocks: int = _MAX_KNOWN_BLOCKS) -> None:
         super().__init__(name, num_blocks)
 
     def add(self, key: bytes, namespace: Namespace, priority: int = DEFAULT_PRIORITY) -> bytes | None:
@@ -402,6 +403,6 @@ class SharedTierIndex(TierIndex):
         super().add(key, namespace)
         return None
 
-    def note_left(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
-        """Note that the device evicted a block. Shared stores have no priorities."""
-        super().note_left(key)
+    def note_evicted(self, key: bytes, priority: int = DEFAULT_PRIORITY) -> None:
+        """Record that the device evicted a block. Shared stores have no priorities."""
+        super().note_evicted(key)

@@ -14,14 +14,14 @@ class UsedNodes:
 
         use, use, use ──▶ take: the keys, tails first ──▶ touched in the stores ──▶ taken: where their K/V is now
 
-    A use stands for all blocks from the root to its end, so it is one entry, whatever the length of the prompt. The
-    entries refer only to nodes that are in a tree.
+    A use covers all blocks from the root to its end, so it is one entry, whatever the length of the prompt. The entries
+    refer only to nodes that are in a tree.
 
     Args:
         block_size: tokens per block.
 
     Attributes:
-        taken: the nodes of the last `take`, and those that they have become since.
+        taken: the nodes of the last `take`, updated for splits and joins since then.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -34,7 +34,7 @@ class UsedNodes:
         return bool(self._end_bytes)
 
     def add(self, node: Node, num_bytes: int) -> None:
-        """Note a use of the first `num_bytes` of the path to the end of a node."""
+        """Record a use of the first `num_bytes` of the path to the end of a node."""
         if self._end_bytes.get(node, 0) < num_bytes:
             self._end_bytes[node] = num_bytes
 
@@ -52,14 +52,14 @@ class UsedNodes:
                 self.taken.add(lower)
 
     def evicted(self, leaf: Node) -> None:
-        """Forget a leaf that leaves its tree. A use of it remains a use of the path above it."""
+        """Forget a leaf that is evicted. A use of it remains a use of the path above it."""
         self.taken.discard(leaf)
         num_bytes = self._end_bytes.pop(leaf, 0)
         if num_bytes and leaf.parent is not None and leaf.parent.parent is not None:
             self.add(leaf.parent, min(num_bytes, leaf.start_bytes))
 
     def purged(self, node: Node) -> None:
-        """Forget a node that leaves its tree, and its uses."""
+        """Forget a node that is purged, and its uses."""
         self.taken.discard(node)
         self._end_bytes.pop(node, None)
 

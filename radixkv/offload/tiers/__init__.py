@@ -1,4 +1,4 @@
 """Stores of blocks outside the device: one interface, several stores, and objects that are verified when read.
 
-Face: `BlockStore`, `Tier`.
+Public API: `BlockStore`, `Tier`.
 """

@@ -64,5 +64,5 @@ class BlockMac:
         return gcm.tag
 
     def is_of(self, tag: bytes, salt: bytes, parts: Iterable[bytes | memoryview]) -> bool:
-        """Return whether a MAC is that of the parts, without leaking by the time where they differ."""
+        """Return whether a MAC is that of the parts, in constant time."""
         return hmac.compare_digest(tag, self.of(salt, parts))

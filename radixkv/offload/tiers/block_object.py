@@ -41,18 +41,18 @@ _NO_PROOF = bytes(_PROOF_BYTES)
 HEAD_BYTES = _HEAD.size
 
 Protection = BlockCipher | BlockMac
-"""What prevents that others change an object: its encryption, or its MAC."""
+"""Encryption or a MAC, either of which detects modifications of an object."""
 
 
 class ObjectFault(enum.Enum):
     """Reason why an object is not used."""
 
     CUT = "cut"  # its length differs from that in its head
-    FOREIGN = "foreign"  # not an object, of another version, of another block, or of another size
+    FOREIGN = "foreign"  # not an object, or an object of another version, block or size
     DAMAGED = "damaged"  # the checksum differs
     OTHER_TOKENS = "other_tokens"
     UNSEALED = "unsealed"  # not encrypted with the key of this tenant, or encrypted although the tier has no key
-    UNAUTHENTIC = "unauthentic"  # not written, or not as it is, by a server with the same secret
+    UNAUTHENTIC = "unauthentic"  # not written by a server with the same secret, or modified
 
 
 class ObjectHead(NamedTuple):
@@ -148,7 +148,9 @@ class BlockObject(NamedTuple):
         memory[-CHECKSUM_BYTES:] = np.frombuffer(checksum_of(memory.data), np.uint8)
 
     def parts(self) -> tuple[bytes, memoryview]:
-        """Return the bytes before K and V, a multiple of 64 if unencrypted, and K and V; all encrypted but the head.
+        """Return the bytes before K and V, and K and V. If the object is encrypted, everything after the head is.
+
+        The size of the first part is a multiple of 64 if the object is not encrypted.
 
         Complexity: one pass over the payload to protect it.
         """
@@ -196,8 +198,7 @@ class Wanted(NamedTuple):
     Attributes:
         key: from `BlockKeys`.
         tokens: the tokens of the block alone.
-        protection: what the object must have been encrypted or authenticated with; None to accept an object that is
-            not encrypted from anyone.
+        protection: the encryption or MAC that the object must have; None to accept objects without any.
     """
 
     key: bytes
@@ -219,7 +220,7 @@ def open_object(
         data: what a store returned.
         wanted: the block that it should be.
         payload_bytes: the valid sizes of K and V of a block.
-        checksum: `checksum_of(data)` if it is known, None if not.
+        checksum: `checksum_of(data)` if it is known, otherwise None.
 
     Returns:
         A view of `data`, or a new buffer if the object is encrypted.

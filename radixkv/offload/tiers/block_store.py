@@ -94,7 +94,7 @@ class Loan:
 
 
 class BlockStore(Protocol):
-    """A store as callers see it: calls return at once, and futures complete on a thread of the store.
+    """The interface of a store for callers: calls return immediately, and futures complete on a thread of the store.
 
     Cancelling a future before its call has started prevents the call. Calls fail with `StoreError`: busy, unreachable,
     closed. Objects are those of `BlockObject`; a store neither parses nor verifies them.
@@ -123,7 +123,7 @@ class BlockStore(Protocol):
         """Delete objects. Return the number of those that existed."""
 
     def purge(self, scope: KeyScope) -> Future[int]:
-        """Delete all objects of a shared store whose keys are in a scope, whoever stored them. Return how many."""
+        """Delete all objects of a shared store whose keys are in a scope. Return their number."""
 
     def size(self) -> StoreSize:
         """Return the contents and the capacity, without waiting."""
@@ -133,7 +133,7 @@ class BlockStore(Protocol):
 
 
 class StoreBackend(ABC):
-    """A store as its author writes it, with blocking calls. Several threads call it concurrently.
+    """The interface that the author of a store implements, with blocking calls. Several threads call it concurrently.
 
     Calls raise `StoreError` and nothing else. Arguments and results are those of `BlockStore`.
 
@@ -149,7 +149,7 @@ class StoreBackend(ABC):
 
     @abstractmethod
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Return the object under each key, or None. Nobody else may be able to write the bytes of a loan."""
+        """Return the object under each key, or None. The bytes of a loan must not be writable by other processes."""
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
@@ -158,8 +158,8 @@ class StoreBackend(ABC):
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
         """Mark objects as used, so that the store evicts them later, and return which of the keys have one.
 
-        The last key is to be the most recently used one. Called only for stores that servers share. By default, this is
-        `exists`, which suits stores that do not evict by recency, or for which that is a use.
+        The last key becomes the most recently used one. Called only for stores that servers share. By default, this is
+        `exists`, which suits stores that do not evict by recency, or that count `exists` as a use.
         """
         return self.exists(keys)
 

@@ -1,4 +1,4 @@
-"""Store on a local disk. Its contents survive the process, even if that is killed at any moment."""
+"""Store on a local disk. Its contents survive the process, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class DiskStore(StoreBackend):
     """
 
     num_readers = (
-        1  # reads of two threads interleave, so the kernel takes them for random access and does not read ahead
+        1  # interleaved reads of two threads look like random access, for which the kernel does not read ahead
     )
 
     def __init__(

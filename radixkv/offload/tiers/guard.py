@@ -140,7 +140,7 @@ class CircuitBreaker:
             was_closed = self._state is CircuitState.CLOSED
             if (
                 self._state is CircuitState.OPEN
-            ):  # of a call that began earlier: it says nothing about the current state
+            ):  # the call began before the circuit opened, so it is not the trial call
                 return False
             self._state = CircuitState.CLOSED
             self._num_failures = 0
@@ -162,7 +162,7 @@ class CircuitBreaker:
             return False
 
     def give_back(self) -> None:
-        """Record that a call was cancelled, which says nothing about the store."""
+        """Record that a call was cancelled, which is neither a success nor a failure of the store."""
         with self._lock:
             if self._state is CircuitState.TRYING:
                 self._state = CircuitState.OPEN
@@ -210,7 +210,7 @@ class GuardedStore:
         timers: clock and timers.
         circuit: the circuit breaker, with the same clock.
         limit_s: time limit of `get` and `exists`.
-        write_limit_s: time limit of `put`, `touch` and `delete`, for which no request waits.
+        write_limit_s: time limit of `put`, `touch` and `delete`, which run in the background.
         purge_limit_s: time limit of `purge`, which may scan all keys.
     """
 
@@ -285,7 +285,7 @@ class GuardedStore:
         elif isinstance(error, CancelledError):
             self._count("cancelled")
             self._circuit.give_back()
-        elif isinstance(error, StoreBusy):  # the queue is in this process, so this says nothing about the store
+        elif isinstance(error, StoreBusy):  # the queue is in this process, so this is not a failure of the store
             self._count("busy")
             self._circuit.give_back()
         else:

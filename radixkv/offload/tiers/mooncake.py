@@ -1,4 +1,4 @@
-"""Store in Mooncake: a master, and memory that servers of the same model lend each other."""
+"""Store in Mooncake: a master, and memory that servers of the same model contribute."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PROBE_S = 2.0
 class MooncakeStore(StoreBackend):
     """Objects in the memory of all servers, over TCP. The master evicts; this process contributes memory.
 
-    The client connects at the first call. While the master is unavailable, each call waits for some seconds, whatever
-    our time limit is, so this store must be used through a `GuardedStore`.
+    The client connects at the first call. While the master is unavailable, each call waits for some seconds, and no
+    time limit can be set, so this store must be used through a `GuardedStore`.
 
     Args:
         master: `HOST:PORT` of the master.
@@ -71,8 +71,8 @@ class MooncakeStore(StoreBackend):
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key.
 
-        The master counts this as a use: it renews the leases of the objects, and evicts those first whose leases ended
-        first. So this is also `touch`.
+        The master counts this as a use: it renews the leases of the objects, and evicts the objects whose leases ended
+        first. So this also serves as `touch`.
         """
         codes = self._client().batch_is_exist([_name(key) for key in keys]) if keys else []
         return [_required(code, 0, 1) == 1 for code in codes]

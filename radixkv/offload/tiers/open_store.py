@@ -1,4 +1,4 @@
-"""Opens backends by name: our own, and those of installed packages."""
+"""Opens backends by name: those of radixkv, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StoreOptions:
     Attributes:
         block_format: format of the blocks.
         object_bytes: size of the largest object.
-        max_bytes: capacity in bytes; None if the place has its own limit.
+        max_bytes: capacity in bytes; None if the store has its own limit.
         place: a directory, a URL or an address; empty for none.
-        native: copies in C++, for our own backends; None for none, and for those of other packages.
+        native: copy functions in C++ for radixkv's own backends; None for backends of other packages, or to use Python.
         map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is
             not enough.
         must_be_private: whether a directory that other users can write is refused.
@@ -53,8 +53,8 @@ def open_backend(name: str, options: StoreOptions) -> StoreBackend:
         options: see `StoreOptions`.
 
     Raises:
-        ConfigError: there is none of this name, it lacks a package, or the options make no sense.
-        StoreUnavailable: the store can't be used at the moment.
+        ConfigError: there is no backend of this name, its package is missing, or the options are invalid.
+        StoreUnavailable: the store cannot be used at the moment.
     """
     require_backend(name)
     try:
@@ -81,10 +81,10 @@ def require_backend(name: str) -> None:
 
 
 def require_redis_url(url: str) -> None:
-    """Raise if a URL is not one of Redis. Does not connect.
+    """Raise if a URL is not a valid Redis URL. Does not connect.
 
     Raises:
-        ConfigError: it is none, or the package is missing.
+        ConfigError: the URL is invalid, or the package is missing.
     """
     require_backend("redis")
     from radixkv.offload.tiers.redis import RedisStore  # the package is an extra
@@ -93,7 +93,7 @@ def require_redis_url(url: str) -> None:
 
 
 def _key_of(name: str) -> str:
-    """Return the key of the configuration that asks for a backend."""
+    """Return the configuration key that enables a backend."""
     return _KEYS.get(name, f"stores.{name}")
 
 
@@ -142,7 +142,7 @@ _KEYS = {
     "redis": "tiers.redis_url",
     "mooncake": "tiers.mooncake_master",
 }
-# What each is imported as, the package, and the extra that installs it.
+# For each backend: the module, the package, and the extra that installs it.
 _EXTRAS = {
     "redis": ("redis", "redis", "redis"),
     "mooncake": ("mooncake", "mooncake-transfer-engine-non-cuda", "mooncake"),

@@ -1,4 +1,4 @@
-"""Whether other users can write to a directory, or put another one in its place."""
+"""Checks that other users can neither write to a directory nor replace it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def require_private(directory: Path) -> None:
-    """Refuse a directory in which another user can change files, as far as owners and modes say.
+    """Refuse a directory in which another user can change files, according to owners and modes.
 
-    The directory and the files in it must belong to this user, and its parents to this user or root; others must not
-    be able to write. A parent with the sticky bit, such as /tmp, is accepted, because others can't rename what is not
-    theirs. What does not exist is not checked.
+    The directory and the files in it must belong to this user, and its parents to this user or root; other users must
+    not be able to write. A parent with the sticky bit, such as /tmp, is accepted, because users cannot rename files of
+    others there. Paths that do not exist are not checked.
 
     Raises:
         ConfigError: the message names the path, and what to do.
     """
     try:
         found = next(_of_others(directory.resolve()), None)
-    except OSError:  # opening it fails with a message of its own
+    except OSError:  # opening the directory will fail with its own message
         return
     if found is not None:
         path, status = found
@@ -37,7 +37,7 @@ def require_private(directory: Path) -> None:
 
 
 def _of_others(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Iterate over what other users can change: parents, the directory, and what is in it."""
+    """Iterate over paths that other users can change: parents, the directory, and its contents."""
     user = os.geteuid()
     for path in reversed(directory.parents):
         if path.is_dir():

@@ -36,7 +36,7 @@ class RedisStore(StoreBackend):
         object_bytes: size of the largest object.
         ttl_s: time after which an unused object expires.
         timeout_s: for connecting, and for each reply.
-        purge_timeout_s: for all replies of a purge together, since a scan has as many as the server sends.
+        purge_timeout_s: for all replies of a purge together, since a server may send replies to a scan endlessly.
 
     Raises:
         ConfigError: the URL is invalid.
@@ -95,7 +95,7 @@ class RedisStore(StoreBackend):
     def purge(self, scope: KeyScope) -> int:
         """Delete all objects whose keys are in a scope, for all servers.
 
-        Complexity: O(keys in the whole database). It scans a thousand at a time, so that Redis can serve other clients.
+        Complexity: O(keys in the whole database). Scans a thousand keys at a time, so that Redis serves other clients.
 
         Raises:
             StoreUnavailable: the server does not answer, or the scan does not end in time.

@@ -28,7 +28,7 @@ class TenantCiphers:
         key: 32 secret bytes, from which the keys of the tenants are derived.
 
     Raises:
-        ConfigError: as `BlockCipher` does.
+        ConfigError: as in `BlockCipher`.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -85,7 +85,7 @@ class BlockCipher:
         return gcm.encrypt(nonce, b"".join((tokens, payload)), head)
 
     def open(self, salt: bytes, head: memoryview, sealed: memoryview) -> bytes:
-        """Decrypt what `seal` returned.
+        """Decrypt the result of `seal`.
 
         Raises:
             NotSealedByUs: it was encrypted with another key, or it or the head was modified.

@@ -20,7 +20,7 @@ _CLOSE_PATIENCE_S = 10.0  # a call that blocks longer is abandoned
 
 
 class ThreadedStore:
-    """A backend behind futures: the `BlockStore` of every backend.
+    """Makes a `BlockStore`, whose calls return futures, of a backend with blocking calls.
 
     Reads have their own threads, so that they do not wait for writes. Writes, touches and deletions run one at a time,
     in the order of their calls, so a deletion also covers earlier writes.
@@ -94,7 +94,7 @@ class _Lane:
             thread.start()
 
     def submit(self, call: Callable[[], _T]) -> Future[_T]:
-        """Queue a call. Its future ends at once with `StoreBusy` if the queue is full."""
+        """Queue a call. If the queue is full, its future fails immediately with `StoreBusy`."""
         future: Future[_T] = Future()
         with self._lock:
             if self._is_closed:

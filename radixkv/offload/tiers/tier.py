@@ -1,4 +1,4 @@
-"""One tier as the engine uses it: it stores blocks, returns verified blocks, and counts everything else."""
+"""The interface of one tier for the engine: stores blocks, loads and verifies them, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class TierCounts:
 class Tier:
     """A store of blocks of one format. It verifies every block that it returns, and counts invalid ones as misses.
 
-    Calls return at once. Futures never fail: if the store fails, the result is a miss or an object that was not stored.
-    They are cancelled like those of `BlockStore`.
+    Calls return immediately. Futures never fail: if the store fails, the result is a miss, or says that nothing was
+    stored. They are cancelled like those of `BlockStore`.
 
     Args:
         name: `host`, `disk`, `redis`, `mooncake`, or the name of a plug-in.
@@ -82,8 +82,8 @@ class Tier:
         payload_bytes: bytes of K and V of a block, or all sizes that they may have. An object with another payload size
             is a miss, `ObjectFault.FOREIGN`.
         is_working: returns whether the store is in use; false while its circuit breaker is open.
-        protection_of: returns what encrypts or authenticates the objects of a tenant; None if only this process can
-            write them, or the store is trusted.
+        protection_of: returns the encryption or MAC of a tenant's objects; None if only this process can write them, or
+            the store is trusted.
         stage: called on the store's thread with each loaded payload. Returns a copy in pinned memory, after which the
             loan of the store is released; None to use the payload where the store lends it.
         is_shared: whether other servers use the store as well.
@@ -139,8 +139,8 @@ class Tier:
     def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
         """Load blocks. The result has each block, or the reason for its miss. Verification runs on the store's thread.
 
-        Objects that can't be used are deleted, so that they are not read again. An exception are objects in a shared
-        store that another server may have encrypted with its own key.
+        Objects that cannot be used are deleted, so that they are not read again, except objects in a shared store that
+        another server may have encrypted with its own key.
         """
 
         start_s = time.monotonic()
@@ -172,7 +172,7 @@ class Tier:
         return _then(self._store.exists(keys), converted, lambda _: None)
 
     def touch(self, keys: Sequence[bytes]) -> Future[list[bool] | None]:
-        """Mark blocks of a shared store as used. Return as `exists` does."""
+        """Mark blocks of a shared store as used. Returns the same as `exists`."""
 
         def converted(found: list[bool]) -> list[bool]:
             self._require_results(found, len(keys))
@@ -185,7 +185,7 @@ class Tier:
         return _then(self._store.delete(keys), lambda number: number, lambda _: None)
 
     def purge(self, scope: KeyScope) -> Future[int | None]:
-        """Delete all blocks of a shared store whose keys are in a scope. Return as `delete` does."""
+        """Delete all blocks of a shared store whose keys are in a scope. Returns the same as `delete`."""
         return _then(self._store.purge(scope), lambda number: number, lambda _: None)
 
     def size(self) -> StoreSize:
@@ -205,7 +205,7 @@ class Tier:
         self._store.close()
 
     def _require_results(self, results: Sequence[object], num_expected: int) -> None:
-        """Raise if the number of results is wrong, which a plug-in may get wrong."""
+        """Raise if the number of results is wrong, which is possible with a plug-in."""
         if len(results) != num_expected:
             message = f"store {self.name}: expected {num_expected} results from one call, got {len(results)}"
             _log.error(message)
@@ -276,7 +276,7 @@ def _then(
             if is_wanted:
                 store_error = error if isinstance(error, StoreError) else StoreClosed("store: the call was cancelled")
                 outer.set_result(failed(store_error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, no caller may wait forever
+        except Exception as error:  # noqa: BLE001 - no caller may wait forever
             _log.exception("store: the result of a call can't be used")
             if is_wanted:
                 outer.set_result(failed(StoreUnavailable(f"store: expected an answer, got {type(error).__name__}")))

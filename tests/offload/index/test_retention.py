@@ -157,7 +157,7 @@ def test_a_block_on_the_device_keeps_its_position_until_it_is_evicted() -> None:
     tier_index.note_loaded(b"a")
     retention.set(PATH[:1], 0, RetentionHint(90, None))
     assert list(tier_index) == [b"a", b"x"]
-    tier_index.note_left(b"a", retention.priority_of(b"a"))
+    tier_index.note_evicted(b"a", retention.priority_of(b"a"))
     assert list(tier_index) == [b"x", b"a"]
 
 
@@ -167,7 +167,7 @@ def test_an_expired_priority_is_reset() -> None:
     retention.expire(9.0)
     assert list(tier_index) == [b"x", b"a"]
     retention.expire(10.0)
-    tier_index.note_left(b"x")
+    tier_index.note_evicted(b"x")
     assert list(tier_index) == [b"a", b"x"]
 
 
@@ -176,7 +176,7 @@ PROMPT = [KeyedBlock(key, parent, b"", ACME) for key, parent in ((b"a", b""), (b
 
 def test_blocks_before_evicted_ones_are_retained_as_long() -> None:
     retention, _ = holding()
-    retention.note_leaving(PROMPT[2:], RetentionHint(90, None), 2, iter(PROMPT))
+    retention.note_evicted(PROMPT[2:], RetentionHint(90, None), 2, iter(PROMPT))
     assert [retention.priority_of(block.key) for block in PROMPT] == [90, 90, 90]
 
 
@@ -185,7 +185,7 @@ def test_blocks_before_evicted_ones_get_no_hint_if_retained_as_long(before: Rete
     retention, _ = holding()
     retention.note(PROMPT[:2], 1, before)
     path = iter(PROMPT)
-    retention.note_leaving(PROMPT[2:], RetentionHint(80, 10.0), 2, path)
+    retention.note_evicted(PROMPT[2:], RetentionHint(80, 10.0), 2, path)
     assert [retention.priority_of(block.key) for block in PROMPT] == [before.priority, before.priority, 80]
     assert list(path) == PROMPT
 
@@ -194,7 +194,7 @@ def test_blocks_before_evicted_ones_get_no_hint_if_retained_as_long(before: Rete
 def test_blocks_before_evicted_ones_get_a_hint_if_not_retained_as_long(before: RetentionHint) -> None:
     retention, tier_index = holding(b"a")
     retention.note(PROMPT[:2], 1, before)
-    retention.note_leaving(PROMPT[2:], RetentionHint(80, 10.0), 2, iter(PROMPT))
+    retention.note_evicted(PROMPT[2:], RetentionHint(80, 10.0), 2, iter(PROMPT))
     retention.expire(9.0)
     assert tier_index.priority_of(b"a") == 80
 
@@ -202,7 +202,7 @@ def test_blocks_before_evicted_ones_get_a_hint_if_not_retained_as_long(before: R
 def test_a_low_priority_sets_nothing_on_the_blocks_before_it() -> None:
     retention, _ = holding()
     path = iter(PROMPT)
-    retention.note_leaving(PROMPT[2:], RetentionHint(10, None), 2, path)
+    retention.note_evicted(PROMPT[2:], RetentionHint(10, None), 2, path)
     assert [retention.priority_of(block.key) for block in PROMPT] == [50, 50, 10]
     assert list(path) == PROMPT
 

@@ -29,7 +29,7 @@ def test_the_block_that_left_the_device_first_is_evicted_first() -> None:
 
 def test_a_block_that_leaves_the_device_again_is_evicted_last() -> None:
     tier_index = shelf_of(b"a", b"b", b"c")
-    tier_index.note_left(b"a")
+    tier_index.note_evicted(b"a")
     assert tier_index.add(b"d", ACME) == b"b"
 
 
@@ -44,7 +44,7 @@ def test_blocks_that_are_also_on_the_device_are_evicted_first() -> None:
 def test_a_block_that_left_the_device_again_is_not_evicted_first() -> None:
     tier_index = shelf_of(b"a", b"b", b"c")
     tier_index.note_loaded(b"c")
-    tier_index.note_left(b"c")
+    tier_index.note_evicted(b"c")
     assert list(tier_index) == [b"a", b"b", b"c"]
 
 
@@ -133,7 +133,7 @@ def test_no_block_is_evicted_for_one_of_lower_priority() -> None:
     tier_index.add(b"a", ACME)
     assert not tier_index.has_room_for("acme", 49)
     assert tier_index.has_room_for("acme", 50)
-    tier_index.note_left(b"a", 90)
+    tier_index.note_evicted(b"a", 90)
     assert not tier_index.has_room_for("acme", 50)
     assert tier_index.has_room_for("acme", 90)
 
@@ -147,7 +147,7 @@ def test_retained_blocks_are_limited_to_a_share_of_the_tier() -> None:
     tier_index.add(b"d", ACME, 80)
     assert tier_index.priority_of(b"d") == 50, "those that are there have more"
     tier_index.remove(b"b")
-    tier_index.note_left(b"d", 80)
+    tier_index.note_evicted(b"d", 80)
     assert tier_index.priority_of(b"d") == 80
 
 
@@ -164,7 +164,7 @@ def test_retained_blocks_of_a_tenant_are_limited_to_its_share() -> None:
         tier_index.add(key, namespace, 90)
     assert [tier_index.priority_of(key) for key in (b"a", b"b", b"c")] == [50, 90, 90]
     tier_index.note_loaded(b"b")
-    tier_index.note_left(b"a", 90)
+    tier_index.note_evicted(b"a", 90)
     assert tier_index.priority_of(b"a") == 90, "what is on the device is not counted here"
 
 
@@ -280,7 +280,7 @@ def test_a_random_walk_evicts_only_allowed_victims(seed: int) -> None:
         elif there and choice < 0.8:
             tier_index.note_loaded(rng.choice(there))
         elif there and choice < 0.9:
-            tier_index.note_left(rng.choice(there), priority)
+            tier_index.note_evicted(rng.choice(there), priority)
         elif there:
             tier_index.remove(rng.choice(there))
         require_bounds(tier_index)
@@ -307,6 +307,6 @@ def test_the_index_of_a_shared_store_forgets_the_least_recently_used() -> None:
     tier_index = SharedTierIndex("redis", 2)
     for key in (b"a", b"b"):
         assert tier_index.add(key, NAMESPACE) is None
-    tier_index.note_left(b"a")
+    tier_index.note_evicted(b"a")
     assert tier_index.add(b"c", NAMESPACE) is None, "the store is told nothing"
     assert [key in tier_index for key in (b"a", b"b", b"c")] == [True, False, True]
