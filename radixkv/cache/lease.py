@@ -348,7 +348,6 @@ class Lease:
     def extend(self, tokens: bytes) -> None:
         """Append tokens to the prompt, and allocate the blocks they need. A call that raises has changed nothing.
 
-
         Committed blocks stay as they are. If they end inside a block, `copy` is set to copy that block, and the longer
         copy replaces it in the tree when it is committed:
 
@@ -493,7 +492,6 @@ class Lease:
 
 class OpenLeases:
     """The open leases of a cache, by the names of their namespaces.
-
 
     acme   { ("", ""): { lease, lease }, ("", "salt"): { lease } }
     other  { ("", ""): { lease } }

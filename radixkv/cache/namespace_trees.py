@@ -16,7 +16,6 @@ _V = TypeVar("_V", bound=Hashable)
 class NamespaceIndex(Generic[_V]):
     """Values by namespace. Those of one tenant can be listed without iterating over those of others.
 
-
     acme   { tree: (model, acme, "", ""), tree: (model, acme, "", "salt") }
     other  { tree: (model, other, "", "") }
     """

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 class PartMemory:
     """One memory for the blocks of the other layers and the parts of windowed layers. The border between them moves.
 
-
         memory   [ blocks ........... | free | further parts | parts with memory of their own ]
                                       └ withheld blocks: as many as take the memory of the further parts
 

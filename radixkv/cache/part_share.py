@@ -22,7 +22,6 @@ _MAX_WEIGHT = 8.0
 class PartShare(Listener):
     """Bounds the number of passed parts. Parts above the bound are evicted before blocks are.
 
-
         more passed parts    prompts that diverge inside a cached prompt reuse more of it
         fewer passed parts   more prompts stay cached, from whose end others can continue
 
@@ -81,7 +80,6 @@ class PartShare(Listener):
 
     def missed_blocks(self, namespace: Namespace, tokens: bytes, found_tokens: int) -> None:
         """Record how many tokens of a prompt were evicted recently.
-
 
         Args:
             namespace, tokens: the prompt.

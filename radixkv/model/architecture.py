@@ -1,4 +1,4 @@
-"""Refuses, by config.json alone, kinds of models whose attention or state the cache can't hold."""
+"""Refuses model types whose attention or state the cache does not support, based on config.json only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from transformers import PreTrainedModel
 
 from radixkv.errors import UnsupportedModel
 
-# Layers of short convolutions keep a state that is served; see `radixkv.model.states`.
+# The states of short convolutions are supported; see `radixkv.model.states`.
 _SHORT_CONV = "conv"
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", _SHORT_CONV})
 
-# Kinds of layers that keep a state, in models that do not say of themselves that they do.
+# Types of layers that keep a state, in models whose class does not declare it.
 _STATE_LAYERS = frozenset({"linear_attention"})
 
-# What config.json sets for masks that are neither causal nor a sliding window. They would get lost without an error.
+# Settings of config.json for masks that are neither causal nor a sliding window. They would be ignored silently.
 _OTHER_MASKS = ("attention_chunk_size", "use_bidirectional_attention")
 
 
@@ -26,9 +26,9 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
     """Refuse a model before its weights are read.
 
     Args:
-        model_class: what transformers makes of the directory.
-        config: its configuration, of which the part for text counts.
-        device: device that will compute it.
+        model_class: the class of transformers for the model.
+        config: its configuration; only the part for text is read.
+        device: device on which the model will run.
 
     Raises:
         UnsupportedModel: the message names the model and the reason.
@@ -55,7 +55,7 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
         )
     for key in _OTHER_MASKS:
         if getattr(text, key, None):
-            raise UnsupportedModel(f"{name}: its config.json sets {key}, which our attention does not support")
+            raise UnsupportedModel(f"{name}: its config.json sets {key}, which the attention kernels do not support")
     if not (model_class.is_backend_compatible() and model_class._can_set_attn_implementation()):
         raise UnsupportedModel(
             f"{name}: its attention does not use transformers' attention interface, so it would bypass the K/V cache"
@@ -63,16 +63,16 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
 
 
 def check_windows(name: str, config: Any, windows: Iterable[int | None], max_tokens: int | None) -> None:
-    """Refuse a model whose sliding windows are in its masks alone: our attention would see beyond them.
+    """Refuse a model that applies its sliding windows only in masks, which the attention kernels do not see.
 
     Args:
-        name: the model's, for the message.
+        name: name of the model, for the message.
         config: the configuration of its part for text.
         windows: windows that its layers pass to their attention; None for a layer without one.
-        max_tokens: tokens of the longest sequence; a window of as many hides nothing. None if there is no bound.
+        max_tokens: tokens of the longest sequence, at which a window has no effect any more; None for no bound.
 
     Raises:
-        UnsupportedModel: a window got lost.
+        UnsupportedModel: no layer passes the window of config.json.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

@@ -17,14 +17,14 @@ _SPECIAL_TOKENS, _TOKENIZER = "special_tokens_map.json", "tokenizer.json"
 
 
 def end_token_ids(directory: Path, vocab_size: int) -> frozenset[int]:
-    """Return all end-of-sequence tokens that the files in a directory name. Logs a warning if they disagree.
+    """Return all end-of-sequence tokens that the files in a directory name. Logs a warning if the files disagree.
 
-    Files of fine-tuned models often do: their tokenizer ends turns with another token than generation_config.json says.
-    A model that was trained on either emits that one, so all of them end a generation. Ids that are not in the
-    vocabulary are ignored: models with a smaller one keep the id of a larger one, or say -1 for none.
+    Files of fine-tuned models often disagree: their tokenizer ends turns with another token than generation_config.json
+    states. The model emits the one that it was trained on, so all of them end a generation. Ids outside of the
+    vocabulary are ignored: some models with a reduced vocabulary keep the id of the original one, or use -1 for none.
 
     Raises:
-        ConfigError: a file is no JSON object.
+        ConfigError: a file is not a JSON object.
     """
     named = {
         source: frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
@@ -32,12 +32,12 @@ def end_token_ids(directory: Path, vocab_size: int) -> frozenset[int]:
     }
     named = {source: ids for source, ids in named.items() if ids}
     every = frozenset[int]().union(*named.values())
-    first = next(iter(named.values()), every)  # what transformers uses
+    first = next(iter(named.values()), every)  # the ids that transformers uses
     if every != first:
         sources = ", ".join(f"{source} names {_shown(ids)}" for source, ids in named.items())
         _log.warning(
             "the files of the model name different end-of-sequence tokens: %s. Each of them ends a generation. If one "
-            "should not, correct the file; `ignore_eos` and `stop_token_ids` choose others per request",
+            "should not, correct the file; `ignore_eos` and `stop_token_ids` override them per request",
             sources,
         )
     return every

@@ -1,4 +1,4 @@
-"""Exact mode: each token's bits depend on its prefix alone, whatever is computed with it."""
+"""Exact mode: makes the results of a model batch-invariant, so that they depend only on the token's prefix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixkv.model.refusals import SERVE_FAST
 
 T = TypeVar("T")
 
-# Functions of one number that torch computes, or could compute, differently in vectors and one by one. Seen to differ:
+# Elementwise functions whose vectorized and scalar implementations in PyTorch differ, or could differ. Known to differ:
 # sigmoid, gelu, softplus and mish in float32, rsqrt in half precision.
 _POINTWISE = (
     *("cos", "sin", "tan", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "erfc"),
@@ -29,26 +29,26 @@ _POINTWISE = (
 )
 
 
-# On a GPU a forward pass has a multiple of this many tokens: a single row would be taken for a vector.
+# On a GPU a forward pass is padded to a multiple of this many tokens, since libraries treat a single row as a vector.
 _GPU_TOKENS_MULTIPLE = 16
 
-# On a CPU torch's matmuls, norms and sums of a row have the same bits from two rows on. Few tokens are filled up to a
-# number that matmuls take as it is, so that not each of them has to.
+# On a CPU, PyTorch's norms and sums of a row are bitwise identical for two or more rows. Small batches are padded once
+# to a row count that is allowed for matmuls, so that not every matmul has to pad them.
 _FEW_TOKENS = tuple(size for size in SIZES if 2 <= size <= 64)
 
 
 def padded_tokens(num_tokens: int, device: torch.device) -> int:
-    """Return the number of tokens, padding included, of an exact forward pass over some tokens."""
+    """Return the number of tokens, including padding, of an exact forward pass over `num_tokens` tokens."""
     if device.type != "cpu":
         return -(-num_tokens // _GPU_TOKENS_MULTIPLE) * _GPU_TOKENS_MULTIPLE
     return next((size for size in _FEW_TOKENS if size >= num_tokens), num_tokens)
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Replaces some of torch's functions by exact ones while it is entered.
+    """A context manager that replaces some of PyTorch's functions by batch-invariant ones.
 
     Args:
-        functions: exact functions, by the function of torch that each replaces.
+        functions: the replacements, by the function that each replaces.
     """
 
     def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
@@ -58,25 +58,25 @@ class ExactFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the replacement of a function, or the function itself. Torch calls this."""
+        """Call the replacement of a function, or the function itself. PyTorch calls this."""
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
 def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> ExactFunctions:
     """Prepare a model that is on its device for exact mode.
 
-    A mixture of experts computes each expert's tokens by themselves, and adds them up in the order of the experts.
-    `check_model` finds what is inexact nevertheless.
+    In a mixture of experts, the tokens of each expert are computed separately, and the results are added in the order
+    of the experts. `check_model` detects operations that are still not exact.
 
     Args:
         module: the model.
-        budget: of trials of matmuls, on a CPU; None for no bound.
+        budget: time for trials of matmuls, on a CPU; None for no bound.
 
     Returns:
         A context manager that must be entered during each forward pass.
 
     Raises:
-        ConfigError: the model is on a GPU that the kernels were not made for.
+        ConfigError: the model is on a GPU that the kernels do not support.
     """
     if module._can_set_experts_implementation():
         module.set_experts_implementation("eager")
@@ -88,12 +88,12 @@ def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> Ex
 
 
 class _Matmuls(Generic[T]):
-    """Replacements of torch's matmuls. Each shape of weight is tried once before its first matmul.
+    """Replacements of PyTorch's matmuls. Each shape of weight is tried once before its first matmul.
 
     Args:
         module: the model, for the names of its weights.
         attempt: checks matmuls with a weight and a bias. A false result means that they are not batch-invariant.
-        multiply: computes the matmul of rows, a weight and a bias, given the result of the attempt.
+        multiply: computes the matmul of rows with a weight, plus a bias, given the result of the attempt.
 
     Attributes:
         functions: the replacements, for `ExactFunctions`.
@@ -148,7 +148,7 @@ class _Matmuls(Generic[T]):
 def _choose_plain(
     budget: TrialBudget | None,
 ) -> Callable[[torch.Tensor, torch.Tensor | None], GemmChoice | None]:
-    """For matmuls of layers that are not packed: experts, and code that calls torch's functions itself."""
+    """Return the trial for matmuls of layers that are not packed: experts, and code that calls PyTorch directly."""
     choices = GemmTuner(is_exact=True, budget=budget)
     return lambda weight, bias: choices.choose(weight, bias, ("plain",))
 
@@ -161,7 +161,7 @@ def _multiply(
 
 
 def pointwise_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return replacements of torch's functions of single numbers, for a CPU; see `in_row_pieces`."""
+    """Return replacements of PyTorch's elementwise functions, for a CPU; see `in_row_pieces`."""
     functions = {}
     for name in _POINTWISE:
         for owner in (torch, torch.Tensor, torch.special, functional, torch._C._nn):

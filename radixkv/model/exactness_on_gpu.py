@@ -1,4 +1,4 @@
-"""Exact mode on a GPU: replaces torch's functions that add up rows by kernels that compute each row by itself."""
+"""Exact mode on a GPU: replaces PyTorch's reductions over rows by kernels that compute each row separately."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from radixkv.errors import ConfigError
 from radixkv.kernels.gpu.flat_rows import DTYPES
 from radixkv.kernels.gpu.norm import rms_norm, row_mean
 
-# Shared memory of a block on an H100, H200 or B200, for which the tiles of `linear` were made. GPUs with it have TMA.
+# Shared memory per block on an H100, H200 or B200, for which the tiles of `linear` are designed. These GPUs have TMA.
 _SHARED_BYTES = 232_448
 
 _TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 
 def require_exact_gpu(device: torch.device) -> None:
-    """Refuse a GPU that the kernels were not made for, and let float32 matmuls of this process be whole.
+    """Refuse a GPU that the kernels do not support, and disable TF32 in this process.
 
-    TF32 rounds what it multiplies to 10 digits: rotations of positions beyond 2,048 would depend on the library.
+    TF32 rounds the operands of float32 matmuls to 10 bits, so that rotary embeddings of positions beyond 2,048 would
+    depend on the library.
 
     Raises:
         ConfigError: the GPU has less shared memory than the kernels need, or the environment makes libraries use TF32.
@@ -36,7 +37,7 @@ def require_exact_gpu(device: torch.device) -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     gpu = torch.cuda.get_device_properties(device)
-    shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's annotations lack it
+    shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the annotations
     if shared_bytes < _SHARED_BYTES:
         raise ConfigError(
             f"model.exactness: expected a GPU with {_SHARED_BYTES} bytes of shared memory a block for exact, got "
@@ -45,9 +46,9 @@ def require_exact_gpu(device: torch.device) -> None:
 
 
 def row_functions() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return replacements of torch's functions of rows, other than matmuls. They fall back to torch's own.
+    """Return replacements of PyTorch's reductions over rows, which fall back to PyTorch's own functions.
 
-    Functions of single numbers need no replacement on a GPU: a thread computes each number by itself.
+    Elementwise functions need no replacement on a GPU, where a thread computes each element.
     """
     return {
         torch.mean: _mean,

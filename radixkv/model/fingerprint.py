@@ -1,4 +1,4 @@
-"""Fingerprints of everything that K/V depend on, for namespaces and for K/V that other processes read.
+"""Fingerprints of everything that K/V depend on, for namespaces, and for K/V that other processes read.
 
 model       configuration with its RoPE settings, all weights and buffers, dtype, the format of weights, exact mode
 cached      the model, the dtype of K and V in the pool, tokens per block
@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 
 _log = logging.getLogger(__name__)
 
-# Keys of config.json that say where a model comes from and who wrote it, not what it computes.
+# Keys of config.json that describe the origin of a model and do not affect its results.
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 
 
@@ -24,9 +24,9 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
     """Digest a model, including all bytes of its weights. Called once, at load. Logs how long it took.
 
     Equal models have equal digests, whatever directory they were read from. XXH3 is not cryptographic: models that were
-    constructed to collide may have equal digests, too.
+    constructed to collide may also have equal digests.
 
-    Complexity: it reads memory at 5 to 20 GB/s, so a model of 16 GB takes 1 to 3 s.
+    Complexity: it hashes 5 to 20 GB/s, so a model of 16 GB takes 1 to 3 s.
 
     Args:
         module: the model, before its weights are repacked and before it is moved to a GPU.
@@ -47,10 +47,10 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
 
 
 def fingerprint_cached(model: str, stored_as: str, block_size: int) -> str:
-    """Digest what cached blocks depend on besides tokens, tenant, adapter and salt.
+    """Digest everything that cached blocks depend on besides tokens, tenant, adapter and salt.
 
     Args:
-        model: of `fingerprint_model`.
+        model: the result of `fingerprint_model`.
         stored_as: how K and V are stored.
         block_size: tokens per block.
     """

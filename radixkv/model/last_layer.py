@@ -1,9 +1,9 @@
 """Computes the last layer only for the rows whose logits are needed, and K and V for all rows.
 
     rows of all tokens ──▶ last layer, until K and V are written
-    rows of answers    ──▶ last layer, all of it ──▶ norm ──▶ head
+    rows with logits   ──▶ the whole last layer ──▶ norm ──▶ LM head
 
-The output of the last layer for all other rows, which are most rows of a prefill, is not used.
+The output of the last layer for the other rows, which are most rows of a prefill, is not used.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = 24
 
-# Tolerance of logits in fast mode, relative to the largest: matmuls with another row count round differently.
+# Tolerance of logits in fast mode, relative to the largest one: matmuls with another row count round differently.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Answers(NamedTuple):
-    """The rows of a forward pass that are computed to the end.
+    """The rows of a forward pass whose logits are needed, so that they are computed to the end.
 
     Attributes:
         rows: int64 `[n]`, at least one.
@@ -46,11 +46,11 @@ class Answers(NamedTuple):
 
 
 class LastLayer:
-    """Knows the last layer of a model, and lets it compute answers alone.
+    """Restricts the last layer of a model to the rows of `Answers`.
 
     Args:
         module: the model. If its last layer is not found, `answering` raises.
-        running: knows the step of a forward pass.
+        running: holds the step of a forward pass.
     """
 
     def __init__(self, module: nn.Module, running: RunningPass) -> None:
@@ -63,11 +63,11 @@ class LastLayer:
 
     @contextlib.contextmanager
     def answering(self, answers: Answers, num_rows: int, num_tokens: int) -> Iterator[None]:
-        """Let the layer compute answers alone, inside the `with` block.
+        """Compute only the rows of `answers` in the last layer, inside the `with` block.
 
         Args:
-            answers: what is computed.
-            num_rows: rows that leave the layer: those of answers, then the last of them again.
+            answers: the rows to compute.
+            num_rows: number of rows of the layer's output: those of `answers`, padded with copies of the last one.
             num_tokens: tokens of the pass, without padding.
 
         Raises:
@@ -85,7 +85,7 @@ class LastLayer:
     def _shorten(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Write K and V of all tokens, and return what the layer is given for the rows of answers. Torch calls this."""
+        """Write K and V of all tokens, and return the layer's arguments for the rows of `answers`. A PyTorch hook."""
         if self._inputs is None:
             return None
         answers, rows, num_tokens = self._inputs
@@ -97,7 +97,7 @@ class LastLayer:
         return _chosen(args, rows, all_rows), _chosen(kwargs, rows, all_rows)
 
     def _stepped(self, kwargs: dict[str, Any], step: PaddedStep) -> dict[str, Any]:
-        """Return arguments with another step, and let the layers that are not given it find it."""
+        """Return the arguments with another step, and set it for layers that do not get it as an argument."""
         self._running.step = step
         return {**kwargs, "radix_step": step} if "radix_step" in kwargs else kwargs
 
@@ -106,7 +106,7 @@ class LastLayer:
 def answers_alone(
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]], vocab_size: int, dtype: torch.dtype, *, is_exact: bool
 ) -> bool:
-    """Try whether rows that are computed alone in the last layer have the logits that they have among all rows.
+    """Check whether rows that are computed alone in the last layer have the same logits as among all rows.
 
     Args:
         forward: `Model.forward`.
@@ -120,7 +120,7 @@ def answers_alone(
     try:
         expected, _ = forward(ids, ids, step, rows)
         got, _ = forward(ids, ids, step, rows, answers=Answers(rows, step.write, step.read))
-    except Exception as error:  # noqa: BLE001 - whatever a layer raises that wants other arguments
+    except Exception as error:  # noqa: BLE001 - a layer with other arguments may raise anything
         _log.info("the last layer computes all rows: %s", reason_of(error))
         return False
     if is_exact:
@@ -129,11 +129,11 @@ def answers_alone(
 
 
 class _Written(Exception):
-    """K and V are written, and the layer is left."""
+    """Leaves the layer after K and V are written."""
 
 
 class _Writing(NamedTuple):
-    """A step that writes K and V, and leaves the layer."""
+    """A step that writes K and V, and then leaves the layer."""
 
     answers: Answers
 
@@ -143,7 +143,7 @@ class _Writing(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A step over K and V that are written."""
+    """A step over K and V that have been written."""
 
     answers: Answers
 
@@ -152,7 +152,7 @@ class _Reading(NamedTuple):
 
 
 def _last_layer(module: nn.Module) -> nn.Module | None:
-    """Return the last one of the layers, if the attention with the highest index is in it."""
+    """Return the last layer, if it contains the attention with the highest index."""
     last = max(map(_index_of, module.modules()))
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == last + 1]
     found = [layers[-1] for layers in lists if last in map(_index_of, layers[-1].modules())]
@@ -160,13 +160,13 @@ def _last_layer(module: nn.Module) -> nn.Module | None:
 
 
 def _index_of(part: Any) -> int:
-    """Return the index that an attention has in its model; -1 for other parts."""
+    """Return the layer index of an attention module; -1 for other modules."""
     index = getattr(part, "layer_idx", None)
     return index if isinstance(index, int) else -1
 
 
 def _chosen(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
-    """Choose rows of all tensors `[1, num_rows, ...]` in a layer's arguments."""
+    """Select rows of all tensors `[1, num_rows, ...]` in a layer's arguments."""
     if isinstance(value, torch.Tensor):
         return value[:, rows] if value.shape[:2] == (1, num_rows) else value
     if isinstance(value, dict):
@@ -177,7 +177,7 @@ def _chosen(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
 
 
 class _Echo:
-    """A step without a pool, whose attention is the query itself, as wide as values are."""
+    """A step without a pool, for trials: its attention output is the query, cut to the size of a value."""
 
     def __init__(self) -> None:
         self._widths: dict[int, int] = {}

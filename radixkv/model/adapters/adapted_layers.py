@@ -40,7 +40,7 @@ class LowRankBackend(Protocol[P]):
 
 
 class _Place(NamedTuple):
-    """The output columns of a site that belong to one layer."""
+    """The range of a site's output columns that belongs to one layer."""
 
     site: int
     start: int

@@ -35,7 +35,7 @@ _READ = frozenset(
     }
 )
 
-# Initializations of an adapter that do not change the base model. Other ones subtract from its weights.
+# Initializations of an adapter that leave the base model's weights unchanged. Others subtract from the weights.
 _PLAIN_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 

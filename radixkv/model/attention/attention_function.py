@@ -31,7 +31,7 @@ def _attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_query_heads, num_tokens, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: torch.Tensor | None,  # like the key, or of fewer numbers; None of latent attention
+    value: torch.Tensor | None,  # like the key, or with a smaller head_dim; None for latent attention
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
@@ -45,16 +45,16 @@ def _attention_forward(
     """Attend in one layer. Transformers calls this in every attention layer.
 
     Returns:
-        Attention `[1, num_tokens, num_query_heads, numbers of a value]`, and None in place of weights.
+        The attention output `[1, num_tokens, num_query_heads, value_dim]`, and None instead of attention weights.
 
     Raises:
-        UnsupportedModel: the layer asks for something that the kernels do not do; the message names it.
+        UnsupportedModel: the layer requires something that the kernels do not support; the message names it.
     """
     layer = type(module).__name__
     if radix_step is None and isinstance(running := getattr(module, "running_pass", None), RunningPass):
         radix_step = running.step
     if radix_step is None:
-        raise UnsupportedModel(f"{layer}: expected to attend in a forward pass over the cache, got none")
+        raise UnsupportedModel(f"{layer}: expected to attend within a forward pass over the cache, got none")
     if not hasattr(module, "layer_idx"):
         raise UnsupportedModel(f"{layer}: expected an attribute `layer_idx`, got none")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
@@ -73,7 +73,7 @@ def _attention_forward(
     rows, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
     index = kv_layer_of(module)
     if value is not None:
-        narrower = key.shape[3] - value.shape[3]  # pools store values as wide as keys
+        narrower = key.shape[3] - value.shape[3]  # pools store values with the head_dim of keys
         values = (pad(value, (0, narrower)) if narrower > 0 else value)[0].transpose(0, 1)
         return radix_step.attend(AttentionCall(index, rows, keys, values, scoring))[None, ..., : value.shape[3]], None
     heads = latent_heads_of(module)

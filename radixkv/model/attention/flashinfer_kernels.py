@@ -1,7 +1,7 @@
-"""FlashInfer's attention over our own pool, in fast mode, for steps that are not recorded.
+"""FlashInfer's attention over the block pool, in fast mode, for steps that are not recorded as CUDA graphs.
 
-FlashInfer reads a layer of the pool as it lies: pages of K and V by head. It has no scales for each stored vector, so
-pools are not quantized here. Recorded steps, writing and copying stay with our own kernels.
+FlashInfer reads a layer of the pool in its layout: pages of K and V by head. It does not support a scale per vector, so
+it is not used for quantized pools. The Triton kernels are used for recorded steps, writes and copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from radixkv.model.attention.triton_kernels import TritonKernels
 _WORKSPACE_BYTES = 1 << 28
 
 _HEAD_DIMS = (64, 128, 256)
-_MIN_CAPABILITY, _HOPPER = (8, 0), 9
+_LEAST_CAPABILITY, _HOPPER = (8, 0), 9
 
 
 class _Kind(NamedTuple):
@@ -36,11 +36,11 @@ class _Kind(NamedTuple):
 
 
 class FlashInferKernels:
-    """Implements `PlanningKernels`. A step is planned once for all layers that score alike.
+    """Implements `PlanningKernels`. A step is planned once for all layers with the same scoring.
 
     Args:
-        ours: kernels for recorded steps, and for everything but attention.
-        backend: FlashInfer's implementation: "fa3" on a Hopper GPU, else "fa2".
+        ours: the Triton kernels, for recorded steps, and for everything except attention.
+        backend: FlashInfer's implementation: "fa3" on a Hopper GPU, otherwise "fa2".
     """
 
     name = FLASHINFER
@@ -54,8 +54,8 @@ class FlashInferKernels:
     def __init__(self, ours: TritonKernels, backend: str) -> None:
         self._ours = ours
         self._backend = backend
-        self._recorded: PagedBatch | None = None  # attended by the plans that `use_plans` got
-        self._batch: PagedBatch | None = None  # the last one that FlashInfer attended for
+        self._recorded: PagedBatch | None = None  # the batch for which `use_plans` set plans
+        self._batch: PagedBatch | None = None  # the last batch for which FlashInfer computed attention
         self._planned: set[_Kind] = set()  # of `_batch`
         self._wrappers: dict[_Kind, Any] = {}
         self._workspace: torch.Tensor | None = None
@@ -69,15 +69,15 @@ class FlashInferKernels:
         return self.with_own_kernels(self._ours.for_service())
 
     def with_own_kernels(self, ours: TritonKernels) -> FlashInferKernels:
-        """Return the same with other kernels for recorded steps."""
+        """Return a copy with other kernels for recorded steps."""
         return FlashInferKernels(ours, self._backend)
 
     def ways(self) -> list[FlashInferKernels | TritonKernels]:
-        """Return these kernels, and those for recorded steps in every way."""
+        """Return these kernels, and all variants of those for recorded steps."""
         return [self, *self._ours.ways()]
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
-        """Attend for `batch` by these plans with our own kernels."""
+        """Use these plans, and the Triton kernels, for the attention of `batch`."""
         self._recorded = batch
         self._ours.use_plans(batch, plans)
 
@@ -103,7 +103,7 @@ class FlashInferKernels:
         return output
 
     def _plan(self, kind: _Kind, query: torch.Tensor, pool: KVPool, batch: PagedBatch) -> None:
-        """Hand FlashInfer the batch as it wants it: numbers of tokens and lists of pages, on the host."""
+        """Pass the batch to FlashInfer in its format: numbers of tokens and lists of pages, on the host."""
         kv_lens = np.array(batch.kv_lens)
         num_pages = -(-kv_lens // batch.block_size)
         pages = np.concatenate([row[:count] for row, count in zip(batch.host_tables, num_pages, strict=True)])
@@ -124,14 +124,14 @@ class FlashInferKernels:
             batch.block_size,
             causal=True,
             sm_scale=kind.scoring.scale,
-            window_left=-1 if window is None else window - 1,  # a query's own token is not counted
+            window_left=-1 if window is None else window - 1,  # without the query's own token
             logits_soft_cap=softcap,
             q_data_type=query.dtype,
             kv_data_type=pool.dtype,
         )
 
     def _wrapper(self, device: torch.device) -> Any:
-        """Make an object that holds one plan. All share their memory for partial results: layers follow each other."""
+        """Create a wrapper for one plan. All wrappers share a workspace, since layers run one after the other."""
         import flashinfer  # an extra
 
         if self._workspace is None:
@@ -140,7 +140,7 @@ class FlashInferKernels:
 
 
 def flashinfer_kernels(use: AttentionUse, capability: tuple[int, int], ours: TritonKernels) -> FlashInferKernels | None:
-    """Return FlashInfer's kernels for a trial; None where it is not installed, or can't do what is demanded.
+    """Return FlashInfer's kernels for a trial; None if it is not installed, or does not support the model.
 
     Args:
         use: the demands of the model.
@@ -150,7 +150,7 @@ def flashinfer_kernels(use: AttentionUse, capability: tuple[int, int], ours: Tri
     shape = use.shape
     suits = (
         not use.is_exact
-        and capability >= _MIN_CAPABILITY
+        and capability >= _LEAST_CAPABILITY
         and use.dtype in (torch.bfloat16, torch.float16)
         and shape.dtype == use.dtype
         and shape.head_dim in _HEAD_DIMS

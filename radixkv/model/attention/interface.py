@@ -18,13 +18,14 @@ from radixkv.storage.device_pool import KVShape
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asks of a step's attention.
+    """The arguments of one layer's attention in a step.
 
     Attributes:
         layer: index of the layer.
         query: `[num_tokens, num_query_heads, head_dim]`, after the rotary embedding.
-        key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens. No value where a key is its value.
-        scoring: how scores are made, and which keys a query sees.
+        key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens. The value is None if the key is also the
+            value.
+        scoring: how scores are computed, and which keys a query sees.
     """
 
     layer: int
@@ -47,16 +48,19 @@ class AttentionStep(Protocol):
 
 
 class ViewedStep(AttentionStep, Protocol):
-    """An attention step over a pool that layers in C++ may write and read themselves."""
+    """An attention step over a pool that decoder layers in C++ may write and read directly."""
 
     def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """Return the K/V of a layer that writes and attends by itself, in place of `attend`; None if it must not.
+        """Return the K/V of a layer for C++ code that writes and attends directly instead of calling `attend`.
 
         Args:
             layer: index of the layer.
-            queries: how its queries lie, those of all tokens of the step.
+            queries: the memory layout of its queries, for all tokens of the step.
             num_kv_heads: its KV heads.
-            scoring: how scores are made, and which keys a query sees.
+            scoring: how scores are computed, and which keys a query sees.
+
+        Returns:
+            The view; None if the layer must call `attend`.
         """
         ...
 
@@ -65,26 +69,26 @@ class ConvolutionStep(Protocol):
     """Computes the short convolutions of all layers in one forward pass of a model that has some."""
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Convolve new tokens, each with the inputs before it in its own sequence; see `StateStep.convolve`."""
+        """Convolve new tokens, each with the previous inputs of its own sequence; see `StateStep.convolve`."""
         ...
 
 
 class QueryWatcher(Protocol):
-    """Looks at queries of one request."""
+    """Observes the queries of one request."""
 
     def see(self, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
-        """Look at the queries of one layer, when K and V of their tokens are in the pool.
+        """Observe the queries of one layer. K and V of their tokens are in the pool.
 
         Args:
             layer: index of the layer.
-            query: `[num_tokens, num_query_heads, head_dim]`, after positional rotation.
-            scoring: how scores are made.
+            query: `[num_tokens, num_query_heads, head_dim]`, after the rotary embedding.
+            scoring: how scores are computed.
         """
         ...
 
 
 class WatchedRows(NamedTuple):
-    """The rows `[start, end)` of a batch, and who looks at their queries."""
+    """The rows `[start, end)` of a batch, and the observer of their queries."""
 
     start: int
     end: int
@@ -101,7 +105,7 @@ class AttentionKernels(Protocol):
 
     @property
     def wants_pool_by_layer(self) -> bool:
-        """Whether a pool is read faster if its memory is ordered by layer; else it is ordered by block."""
+        """Whether the kernels read a layer-major pool faster; otherwise the pool is block-major."""
         ...
 
     def write_kv(
@@ -113,7 +117,7 @@ class AttentionKernels(Protocol):
         layer: int,
         largest: torch.Tensor | None = None,
     ) -> None:
-        """Write K and V of new tokens into their slots, and update `largest` with their magnitudes."""
+        """Write K and V of new tokens into their slots, and update `largest`, the maximum magnitudes, with theirs."""
         ...
 
     def hadamard_transform(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -137,7 +141,7 @@ class AttentionKernels(Protocol):
 
 
 class PlanKey(NamedTuple):
-    """The layers that share a plan: those with as many query heads and the same window."""
+    """The layers that share a plan: those with the same number of query heads and the same window."""
 
     num_query_heads: int
     window: int | None
@@ -152,7 +156,7 @@ class PlanningKernels(AttentionKernels, Protocol):
         ...
 
     def ways(self) -> Sequence[PlanningKernels]:
-        """Return these kernels in every way in which they may attend, for which other code is compiled."""
+        """Return all variants of these kernels, each of which is compiled separately."""
         ...
 
     def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
@@ -165,7 +169,7 @@ class PlanningKernels(AttentionKernels, Protocol):
         ...
 
     def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
-        """Rows of the tiles that suit a batch, at least `tile_rows` of its longest request.
+        """Rows of the tiles that are best for a batch, at least `tile_rows` of its longest request.
 
         Args:
             batch: the token rows of a step, on the host.
@@ -176,7 +180,7 @@ class PlanningKernels(AttentionKernels, Protocol):
         ...
 
     def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
-        """Partial results of one KV head that a plan leaves at most where splits fit the batch.
+        """Maximum number of partial results of one KV head in a plan whose splits are chosen for the batch.
 
         Args:
             num_requests: requests of the batch.
@@ -195,11 +199,11 @@ class PlanningKernels(AttentionKernels, Protocol):
         window: int | None,
         tile_rows: int,
     ) -> AttentionPlan:
-        """Lay out the attention of all layers that share a plan; see `plan_attention`."""
+        """Plan the attention of all layers that share a plan; see `plan_attention`."""
         ...
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
-        """Attend for `batch` by these plans; a missing one is made when it is needed."""
+        """Use these plans for the attention of `batch`. A missing plan is made when it is needed."""
         ...
 
 
@@ -219,12 +223,12 @@ class AttentionKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionUse:
-    """The demands of one model on attention kernels.
+    """The requirements of one model on attention kernels.
 
     Attributes:
         kinds: kinds of its layers, each once.
         dtype: dtype of the queries.
-        shape: K and V as the pool stores them.
+        shape: shape and format of K and V in the pool.
         block_size: tokens per block.
         device: device on which the kernels run.
         is_exact: whether a row's bits must not depend on the rows that are computed with it.

@@ -1,4 +1,4 @@
-"""Lets layers with latent attention (MLA) hand their latents to the cache, rather than what each head makes of them."""
+"""Makes layers with latent attention (MLA) store latents in the cache instead of the keys and values of each head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
 from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.refusals import SERVE_FAST
 
-# Where a layer keeps its heads, and the linear layer in it whose weight they share.
+# The attribute of a layer that holds its `LatentHeads`, and the linear layer whose weight they use.
 ATTRIBUTE, CHILD = "latent_heads", "kv_b_proj"
 
 
@@ -39,10 +39,10 @@ class LatentHeads:
     rope_dim: int
 
     def queries(self, rows: torch.Tensor) -> torch.Tensor:
-        """Turn queries of keys into queries of what is stored.
+        """Map queries for keys to queries for stored latents.
 
         Args:
-            rows: `[num_tokens, num_heads, n + rope_dim]`, the last numbers rotated.
+            rows: `[num_tokens, num_heads, n + rope_dim]`; the last `rope_dim` numbers are rotated.
 
         Returns:
             `[num_tokens, num_heads, rank + rope_dim]`.
@@ -52,7 +52,7 @@ class LatentHeads:
             return torch.cat((self.absorb(first), rotated), -1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        """Turn attention over what is stored, `[num_tokens, num_heads, rank + rope_dim]`, into that over values."""
+        """Map attention over stored latents, `[num_tokens, num_heads, rank + rope_dim]`, to attention over values."""
         with torch._C.DisableTorchFunction():
             return self.expand(attended[..., : self.rank])
 
@@ -70,29 +70,29 @@ def latent_heads_of(module: nn.Module) -> LatentHeads:
 
 
 def absorbed_layers(module: nn.Module) -> list[nn.Module]:
-    """List the linear layers of a model that see no rows, since heads have their weights."""
+    """List the linear layers of a model that are never called, since `LatentHeads` use their weights."""
     return [getattr(part, CHILD) for part in module.modules() if hasattr(part, ATTRIBUTE)]
 
 
-# Transformers' layers make keys and values of latents in a method of this name.
+# The method of transformers' layers that computes keys and values from latents.
 _METHOD = "expand_kv"
 
 _TRIAL_TOKENS = 5
 
-# Largest distance of a trial's scores and values, relative to the largest: sums of other orders, and roundings between.
+# Tolerance of a trial's scores and values, relative to the largest: summation order and intermediate rounding differ.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class LatentParts:
-    """Replaces the method of a model's layers that makes keys and values of latents. Nothing else changes.
+    """Replaces the method of a model's layers that computes keys and values from latents. Nothing else changes.
 
     Args:
         module: the model, on its device and in evaluation mode, before its linear layers are packed.
-        is_exact: whether bits of a row must not depend on other rows.
-        budget: of trials of matmuls, in exact mode; None for no bound.
+        is_exact: whether results must be batch-invariant.
+        budget: time for trials of matmuls, in exact mode; None for no bound.
 
     Raises:
-        UnsupportedModel: the model has latents, but its layers do something else with them.
+        UnsupportedModel: the model has latents, but its layers use them in another way.
     """
 
     def __init__(self, module: PreTrainedModel, *, is_exact: bool, budget: TrialBudget | None = None) -> None:
@@ -114,7 +114,7 @@ class LatentParts:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Let all layers make keys and values as transformers wrote it, inside the `with` block."""
+        """Restore transformers' own method in all layers, inside the `with` block."""
         for part in self._parts:
             del vars(part)[_METHOD]
         try:
@@ -128,12 +128,12 @@ class LatentParts:
 
 
 def _stored(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """Join latents `[1, 1, num_tokens, rank]` and rotated keys to what is stored, which is key and value at once."""
+    """Concatenate latents `[1, 1, num_tokens, rank]` and rotated keys. The result is stored as both key and value."""
     return torch.cat((latent, rotated), -1), None
 
 
 def _heads(part: Any, choices: GemmTuner | None) -> LatentHeads:
-    """Make the matmuls of one layer; exact ones if there are choices."""
+    """Create the matmuls of one layer; batch-invariant ones if `choices` is given."""
     name, layer = type(part).__name__, getattr(part, CHILD)
     if getattr(part, "indexer", None) is not None:
         raise UnsupportedModel(f"{name}: expected attention to all latents, got an indexer that chooses some")
@@ -148,13 +148,13 @@ def _heads(part: Any, choices: GemmTuner | None) -> LatentHeads:
 
 
 def _batched(weights: torch.Tensor) -> RowFunction:
-    """Multiply all heads at once by weights `[num_heads, out_features, in_features]`."""
+    """Return a batched matmul of all heads with weights `[num_heads, out_features, in_features]`."""
     laid_out = weights.mT.contiguous()
     return lambda rows: torch.bmm(rows.transpose(0, 1), laid_out).transpose(0, 1)
 
 
 def _one_by_one(weights: torch.Tensor, *, name: str, choices: GemmTuner) -> RowFunction:
-    """Multiply each head by itself, so that the bits of a row do not depend on their number."""
+    """Return a function with one matmul per head, whose results are batch-invariant."""
     weights = weights.contiguous()
     choice = choices.choose(weights[0], None)
     if choice is None:
@@ -168,10 +168,10 @@ def _one_by_one(weights: torch.Tensor, *, name: str, choices: GemmTuner) -> RowF
 
 @torch.inference_mode()
 def _require_agreement(part: Any, heads: LatentHeads) -> None:
-    """Refuse a layer whose own keys and values give other scores and values.
+    """Check on random rows that a layer's own keys and values give the same scores and values.
 
     Raises:
-        UnsupportedModel: they do.
+        UnsupportedModel: they differ.
     """
     weight = getattr(part, CHILD).weight
     generator = torch.Generator().manual_seed(0)
@@ -189,4 +189,4 @@ def _require_agreement(part: Any, heads: LatentHeads) -> None:
     )
     for own, ours in pairs:
         if own.shape != ours.shape or not (own - ours).abs().max() <= _TOLERANCE[weight.dtype] * own.abs().max():
-            raise UnsupportedModel(f"{type(part).__name__}: expected {_METHOD} to apply {CHILD} alone, got more")
+            raise UnsupportedModel(f"{type(part).__name__}: expected {_METHOD} to apply only {CHILD}, got more")

@@ -1,4 +1,4 @@
-"""The operations on the pool for a CPU with AVX2, in C++; what those do not do is left to torch."""
+"""The operations on the pool in C++, for a CPU with AVX2. Unsupported cases fall back to PyTorch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
 
 
 class NativeKernels:
-    """Implements `AttentionKernels`. A quantized pool, and queries that do not lie in whole vectors, are left to torch.
+    """Implements `AttentionKernels`. Quantized pools, and queries not aligned to vectors, fall back to PyTorch.
 
     The attention of a step is planned once for all layers with the same heads and window. It is the same in exact mode
-    and in fast mode: a row's bits depend on its prefix alone.
+    and in fast mode: the result of a row depends only on its prefix.
 
     Args:
-        library: of `load_library`.
+        library: from `load_library`.
     """
 
     name = NATIVE
@@ -73,10 +73,10 @@ class NativeKernels:
         scoring: Scoring,
         largest: torch.Tensor,
     ) -> KVView | None:
-        """Return the K/V of a layer that is computed in one call; None if its heads are not those of the pool.
+        """Return the K/V of a layer that is computed in one call; None if its heads do not match the pool.
 
         Args:
-            queries: how the layer's queries lie.
+            queries: the memory layout of the layer's queries.
             num_kv_heads: its KV heads.
             pool, layer, batch, scoring: as for `paged_attention`.
             largest: as for `write_kv`.
@@ -100,7 +100,7 @@ def _sinks_of(scoring: Scoring) -> torch.Tensor | None:
 
 
 class _Step:
-    """Work for one batch by heads and window, and attention by all else that layers may differ in."""
+    """The planned work of one batch by heads and window, and its attention by everything else that layers differ in."""
 
     def __init__(self, library: ctypes.CDLL, batch: PagedBatch) -> None:
         self.batch = batch

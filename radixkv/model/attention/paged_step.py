@@ -1,4 +1,4 @@
-"""The step that attention layers hand K, V and queries to."""
+"""The attention of one forward pass over the block pool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PagedStep:
         batch: the token rows of this pass.
         kernels: the operations on the pool.
         watched: rows whose queries are observed.
-        is_reading: whether K and V of all tokens are in the pool already, and are left as they are.
+        is_reading: whether K and V of all tokens are already in the pool, and are not written.
         states: the states of the sequences; None if the model keeps none.
     """
 
@@ -53,10 +53,10 @@ class PagedStep:
         self._watched = watched
         self._is_reading = is_reading
         self._states = states
-        self._largest: torch.Tensor | None = None  # magnitude in K and V of each token and KV head, all layers so far
+        self._largest: torch.Tensor | None = None  # maximum magnitude per token and KV head in K and V of all layers
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See `AttentionStep.attend`. All K and V are read from the pool, also those just written."""
+        """See `AttentionStep.attend`. All K and V are read from the pool, including those just written."""
         self.write(call.layer, call.key, call.value)
         return self.read(call.layer, call.query, call.scoring)
 
@@ -95,7 +95,7 @@ class PagedStep:
         return self._largest
 
     def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        """Attend over K and V that are written; arguments and result as in `attend`.
+        """Attend over K and V in the pool; arguments and result as in `attend`.
 
         If the pool holds transformed vectors, queries are transformed like keys, which preserves the scores, and the
         output is transformed back.
@@ -112,7 +112,7 @@ class PagedStep:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Whether all K, V and inputs of states so far are finite as they are stored, bool `[num_tokens]`.
+        """Whether all K, V and inputs of states that were stored so far are finite, bool `[num_tokens]`.
 
         Raises:
             InvariantViolation: no layer has attended yet.
@@ -126,7 +126,7 @@ class PagedStep:
 
 
 class RunningPass:
-    """Knows the step of a model's running forward pass, for layers that do not pass keywords on to their attention.
+    """Holds the step of the running forward pass, for layers that do not pass keywords on to their attention.
 
     Attributes:
         step: the step; None between two passes.
@@ -137,7 +137,7 @@ class RunningPass:
 
     @contextmanager
     def with_step(self, step: AttentionStep) -> Iterator[None]:
-        """Let layers find a step inside the `with` block."""
+        """Set the step inside the `with` block."""
         self.step = step
         try:
             yield
@@ -146,7 +146,7 @@ class RunningPass:
 
 
 class PaddedStep:
-    """Passes the first tokens of a padded batch on to another step. The attention of the padding is 0.
+    """Passes the real tokens of a padded batch to another step. The attention output of the padding is 0.
 
     Args:
         step: computes the attention of the real tokens.
@@ -170,7 +170,7 @@ class PaddedStep:
         return torch.cat((attended, padding))
 
     def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """See `ViewedStep.view`; None for a batch that is padded."""
+        """See `ViewedStep.view`; None for a padded batch."""
         view = getattr(self._step, "view", None)
         if view is None or queries.num_tokens != self._num_tokens:
             return None
@@ -179,18 +179,18 @@ class PaddedStep:
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ConvolutionStep.convolve`. The result for the padding is 0."""
-        step = cast("ConvolutionStep", self._step)  # a model that convolves is given no other
+        step = cast("ConvolutionStep", self._step)  # models with convolutions only run with such steps
         with torch._C.DisableTorchFunction():
             convolved = step.convolve(layer, rows[: self._num_tokens], weight, bias)
         return torch.cat((convolved, convolved.new_zeros(len(rows) - self._num_tokens, rows.shape[1])))
 
 
 class GroupedStep:
-    """Passes each layer on to the step over its pool.
+    """Passes the calls of each layer to the step over the layer's pool.
 
     Args:
         steps: the step over each pool.
-        places: the pool of each layer, and its index there. A pool may have no layers.
+        places: for each layer, its pool and its index there. A pool may have no layers.
     """
 
     def __init__(self, steps: Sequence[PagedStep], places: Sequence[Place]) -> None:

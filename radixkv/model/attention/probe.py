@@ -1,4 +1,4 @@
-"""Finds out what a model stores in each layer and asks of attention, by running it."""
+"""Runs a model once to find which K/V its layers store and what kind of attention they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixkv.storage.device_pool import KVHeads, KVShape
 
 
 class _Stored(NamedTuple):
-    """K and V of one token in one layer; no value where a key is its value."""
+    """K and V of one token in one layer; `value_dim` is None if the key is also the value."""
 
     num_kv_heads: int
     head_dim: int
@@ -46,19 +46,19 @@ class _Probe:
 def probe_attention(
     name: str, forward: Callable[..., object], device: torch.device, num_layers: int
 ) -> tuple[KVShape, tuple[AttentionKind, ...]]:
-    """Run two tokens, and read what the layers store and ask for.
+    """Run two tokens, and record the attention calls of the layers.
 
     Args:
-        name: of the model's class.
+        name: name of the model's class.
         forward: `Model.forward`.
-        device: of the model.
-        num_layers: layers that the model should have.
+        device: device of the model.
+        num_layers: expected number of layers.
 
     Returns:
-        K and V of one token, and what each layer asks of attention.
+        The K/V shape of one token, and the kinds of attention of its layers.
 
     Raises:
-        UnsupportedModel: the model keeps state elsewhere, or its layers store what pools can't.
+        UnsupportedModel: the model keeps state outside of the cache, or the pools do not support its K and V.
     """
     probe = _Probe()
     ids = torch.zeros(2, dtype=torch.int64, device=device)
@@ -84,7 +84,7 @@ def probe_attention(
 
 
 def _shape_of(name: str, layers: Sequence[_Stored]) -> KVShape:
-    """Return the K/V shape of at least one layer, or refuse what no pool stores."""
+    """Return the K/V shape of at least one layer, or refuse shapes that pools do not support."""
     dtypes = {stored.dtype for stored in layers}
     if others := dtypes - {torch.float32, torch.bfloat16, torch.float16}:
         raise UnsupportedModel(f"{name}: expected K/V of float32, bfloat16 or float16, got {others.pop()}")

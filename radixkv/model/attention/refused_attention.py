@@ -1,9 +1,9 @@
-"""Attention kernels that must not be used on this machine, by an environment variable.
+"""Attention kernels that an environment variable excludes on this machine.
 
     RADIXKV_REFUSED_ATTENTION="FlashInfer attention, warp-specialized attention in exact mode"
 
-For a kernel that hung or crashed before: a trial in its own process would find out again, but at each start, and a
-benchmark that calls the kernel directly has no such process. `python -m bench.gpu` sets it for its stages.
+It is for kernels that stall or crash. The trial at start, in a separate process, would detect that at each start again,
+and benchmarks call kernels without such a trial. `python -m bench.gpu` sets the variable for its stages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POINTERS = "attention through pointers"
 NATIVE = "native attention"
 TORCH = "torch's attention"
 
-# What can be refused. Attention through pointers and torch's can't: nothing could take their place.
+# The kernels that can be refused. Attention through pointers and PyTorch's attention are the fallbacks, so they cannot.
 NAMES = (FLASHINFER, SPECIALIZED, SPECIALIZED_DEQUANTIZED, DEQUANTIZED, NATIVE)
 MODES = ("exact", "fast")
 

@@ -1,4 +1,4 @@
-"""The operations on the pool in torch, for a CPU."""
+"""The operations on the pool in PyTorch, for a CPU."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.refused_attention import TORCH
 
-MAX_BATCHES = 2  # of a step: that of the pool, and that of the parts of windowed layers
+MAX_BATCHES = 2  # per step: one for the block pool, one for the parts of windowed layers
 
 
 class TorchKernels:
-    """Implements `AttentionKernels` with torch's scatter and fused attention. Serves models on a CPU.
+    """Implements `AttentionKernels` with PyTorch's scatter and scaled dot-product attention, for models on a CPU.
 
-    The attention of a step is planned once for all layers that demand the same. A step has a batch for each pool.
+    The attention of a step is planned once for all layers with the same requirements. A step has a batch for each pool.
     """
 
     name = TORCH
-    wants_pool_by_layer = True  # blocks that are adjacent are read in place
+    wants_pool_by_layer = True  # adjacent blocks are read in place
 
     write_kv = staticmethod(reference.write_kv)
     copy_blocks = staticmethod(reference.copy_blocks)

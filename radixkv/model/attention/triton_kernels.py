@@ -20,8 +20,9 @@ from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionUse, PlanKey
 from radixkv.model.attention.refused_attention import DEQUANTIZED, POINTERS, SPECIALIZED, SPECIALIZED_DEQUANTIZED
 
-# Keys of a split in exact mode. Shorter splits fill the device when few tokens follow a long prefix, but leave more
-# partial results when many do: those of 2,048 new tokens after 8,192 have 5 times the bytes of their float32 queries.
+# Keys per split in exact mode. Shorter splits use more of the device when few tokens follow a long prefix, but produce
+# more partial results when many tokens do: for 2,048 new tokens after 8,192, these are 5 times as large as the queries
+# in float32.
 _SPLIT_TOKENS = 2048
 
 
@@ -31,14 +32,14 @@ class TritonKernels:
     Args:
         is_exact: whether tiles and splits are the same for every batch, so that a token's attention depends on its
             prefix alone; otherwise they fit the batch.
-        is_specialized: whether warps specialize where `supports` allows it. In exact mode that does not depend on the
-            batch either.
-        dequantizes_first: whether the blocks of a quantized pool are dequantized before attention rather than in it,
-            see `kernels/gpu/dequantize_plan.py`; "always" is for trials. Always "never" in exact mode, since the choice
+        is_specialized: whether warp specialization is used where `supports` allows it, which in exact mode does not
+            depend on the batch either.
+        dequantizes_first: whether the blocks of a quantized pool are dequantized before attention instead of within it,
+            see `kernels/gpu/dequantize_plan.py`; "always" is for trials. It is "never" in exact mode, since the choice
             depends on the batch.
-        joins: whether rows of requests that share K/V are joined; off for comparisons.
-        has_idle_work: whether plans get items that do nothing, like those of recorded steps; for trials.
-        room: the device, whose programs share the work where splits fit the batch.
+        joins: whether rows of requests that share K/V are joined; False for comparisons.
+        has_idle_work: whether plans get work items without keys, like those of recorded steps; for trials.
+        room: the device, among whose programs the work is divided if splits are chosen for the batch.
 
     Attributes:
         is_exact: whether tiles and splits are the same for every batch.
@@ -79,7 +80,7 @@ class TritonKernels:
         return SPECIALIZED_DEQUANTIZED if self._is_specialized else DEQUANTIZED
 
     def for_service(self) -> TritonKernels:
-        """Return the kernels that serve after a trial: no idle work, and dequantizing first only if it pays."""
+        """Return the kernels that serve after a trial: without idle work, and dequantizing first only if faster."""
         return TritonKernels(
             is_exact=self.is_exact,
             is_specialized=self._is_specialized,
@@ -88,7 +89,7 @@ class TritonKernels:
         )
 
     def ways(self) -> list[TritonKernels]:
-        """Return kernels that serve, in every way in which they may attend: what is compiled differs."""
+        """Return all variants of the kernels that serve, each of which is compiled separately."""
         if self._dequantizes_first != "if it pays":
             return [self]
         always = TritonKernels(
@@ -104,7 +105,7 @@ class TritonKernels:
         batch: PagedBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Compute `reference.paged_attention`. The first layer of those that share a plan makes it."""
+        """Compute `reference.paged_attention`. The plan is made in the first of the layers that share it."""
         if batch is not self._batch:
             self.use_plans(batch, {})
         num_query_heads, window = key = PlanKey(query.shape[1], scoring.window)
@@ -133,17 +134,17 @@ class TritonKernels:
         """Rows of the tiles for a batch whose longest request has `most_rows` packed rows."""
         if not self.is_exact:
             return fitting_tile_rows(most_rows, dtype)
-        # What suits long suffixes, since short ones wait for memory anyway.
+        # Chosen for long suffixes, since attention of short ones is bound by memory anyway.
         return 16 if dtype == torch.float32 else 128
 
     def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
-        """Rows of the tiles that suit a batch, also those of requests that share K/V."""
+        """Rows of the tiles that are best for a batch, including rows of requests that share K/V."""
         if self.is_exact or not self._joins:
             return self.tile_rows(group_size * batch.most_query_tokens, dtype)
         return tile_rows_for(batch, group_size, dtype, window)
 
     def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
-        """Partial results of one KV head that a plan leaves at most where splits fit the batch."""
+        """Maximum number of partial results of one KV head in a plan whose splits are chosen for the batch."""
         return self._room.most_partials(num_requests, num_kv_heads, tile_rows)
 
     def plan(
@@ -156,7 +157,7 @@ class TritonKernels:
         window: int | None,
         tile_rows: int,
     ) -> AttentionPlan:
-        """Lay out the attention of all layers that share a plan; see `plan_attention`."""
+        """Plan the attention of all layers that share a plan; see `plan_attention`."""
         plan = plan_attention(
             batch,
             num_query_heads=num_query_heads,
@@ -171,7 +172,7 @@ class TritonKernels:
         return plan.with_idle_work() if self._has_idle_work else plan
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
-        """Attend for `batch` by these plans; a missing one is made when it is needed."""
+        """Use these plans for the attention of `batch`. A missing plan is made when it is needed."""
         self._batch = batch
         self._plans = dict(plans)
         self._dequantize_plans = {}
@@ -197,13 +198,13 @@ def candidates(
     """List the kernels that are worth a trial on a GPU.
 
     Args:
-        use: the demands of the model.
+        use: the requirements of the model.
         capability: compute capability of the GPU, major and minor; (9, 0) is Hopper.
         num_multiprocessors: multiprocessors of the GPU.
 
     Returns:
-        Kernels for a trial by the name of their attention, the fastest first. `for_service` of those that pass serves.
-        The last ones need nothing special of the GPU or the shape.
+        Kernels for a trial by the name of their attention, the fastest first; see `for_service` for those that pass.
+        The last ones run on any GPU and with any shape.
     """
     kernels = {}
     dtype, shape, block_size, is_exact = use.dtype, use.shape, use.block_size, use.is_exact
