@@ -1,4 +1,4 @@
-"""Loads a model directory, or makes the embedded model. Refuses what can't be served."""
+"""Loads a model directory, or the embedded model. Refuses models that cannot be served."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
     """Load a model directory (config.json and safetensors), or make the embedded model. Logs what it does.
 
     Args:
-        config: names the model, and says how it is computed.
-        report: is called with what is being done.
+        config: the section `model` of the configuration.
+        report: called with a description of each phase.
 
     Raises:
-        ConfigError: the directory or a file in it can't be used, or the device is not there.
-        UnsupportedModel: the model would ignore the cache, or needs something that the kernels do not do.
+        ConfigError: the directory or a file in it cannot be used, or the device does not exist.
+        UnsupportedModel: the model would ignore the cache, or needs something that the kernels do not support.
     """
     start_s = time.perf_counter()
     device = _resolve_device(config.device)
@@ -78,7 +78,7 @@ def _load(config: ModelConfig, device: torch.device, report: Report) -> Model:
         return model
     except RadixKVError:
         raise
-    except Exception as error:  # whatever transformers raises over a bad directory
+    except Exception as error:  # transformers may raise anything for an invalid directory
         raise ConfigError(f"model.path: {directory} can't be loaded: {reason_of(error)}") from error
 
 
@@ -96,7 +96,7 @@ def _model(
         device,
         is_exact=config.exactness == "exact",
         weights=config.weights,
-        max_adapters=2 * config.max_adapters,  # as many more drain
+        max_adapters=2 * config.max_adapters,  # the same number of further adapters may drain
         adapter_bytes=config.adapter_bytes,
         directory=directory,
         report=report,
@@ -104,7 +104,7 @@ def _model(
 
 
 def _load_module(directory: Path, config: ModelConfig, device: torch.device) -> PreTrainedModel:
-    disable_progress_bar()  # a service's log is no terminal
+    disable_progress_bar()  # the log of a service is not a terminal
     hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
@@ -131,11 +131,11 @@ def _load_module(directory: Path, config: ModelConfig, device: torch.device) -> 
 
 
 def _warn_of_files(directory: Path, model: Model) -> None:
-    """Log where a model is served otherwise than its files say."""
+    """Log warnings where the files of a model disagree with how it is served."""
     limit = model.limit
     if limit.reason:
         _log.warning(
-            "sequences of at most %d tokens are served, not %d as config.json says: %s",
+            "sequences of at most %d tokens are served, although config.json states %d: %s",
             limit.max_tokens,
             limit.stated_tokens,
             limit.explanation,
@@ -165,7 +165,7 @@ def _warn_of_files(directory: Path, model: Model) -> None:
 
 
 def _dtype(config: ModelConfig) -> torch.dtype | None:
-    """The dtype that is asked for; None for the checkpoint's own."""
+    """The configured dtype; None for the checkpoint's own."""
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 

@@ -46,13 +46,13 @@ class Model:
         module: a loaded model.
         device: device to which it is moved.
         is_exact: whether it runs in exact mode.
-        is_fused: whether linear layers are merged and known parts run as fused Triton kernels; None does so on a GPU,
-            and on a CPU uses fused layers in C++.
+        is_fused: whether linear layers are merged and known parts run as fused Triton kernels; None for True on a GPU.
+            On a CPU fused layers in C++ are used instead.
         weights: `auto`, or on a CPU a quantized format; see `ModelConfig`.
         max_adapters: adapters that may be loaded; 0 disables adapters, which is faster if a library fuses SwiGLU.
-        adapter_bytes: bytes that they may take on the device.
-        fingerprint: given for models of benchmarks, whose K/V is never stored; None digests all weights.
-        directory: its files name the tokens that end a generation; None to use those of `module`.
+        adapter_bytes: bytes that adapters may take on the device.
+        fingerprint: a fixed value for models of benchmarks, whose K/V is never stored; None to digest all weights.
+        directory: directory whose files name the end-of-sequence tokens; None to use those of `module`.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -60,17 +60,17 @@ class Model:
         num_parameters: numbers in its weights.
         kv_shape: K and V of one token.
         state_shape: the state that layers keep per sequence in addition to K and V; None if none does.
-        attention_kinds: what the layers ask of attention, each kind once.
-        windows: tokens that a query of each layer with K and V sees, its own included; None for all.
+        attention_kinds: the kinds of attention of its layers, each kind once.
+        windows: for each layer with K and V, the tokens that a query sees, including its own; None for all.
         vocab_size: token ids are below this.
-        is_exact: whether a token's K, V and logits depend on its prefix alone, bit for bit.
+        is_exact: whether a token's K, V and logits depend only on its prefix, bit for bit.
         limit: the longest sequence, and why it is shorter than the model's files state.
-        max_tokens: tokens of the longest sequence; None if its configuration does not say.
+        max_tokens: tokens of the longest sequence; None if its configuration does not state a limit.
         eos_token_ids: tokens of the vocabulary that end a generation.
         weights: as given.
-        has_short_end: whether the last layer computes answers alone as it does among all rows; on a CPU only.
+        has_short_end: whether the last layer can compute only the rows of `Answers` with the same results. CPU only.
         latent: its layers with latent attention.
-        adapted: its layers, to which adapters may add; None if none may be loaded.
+        adapted: its layers with adapters; None if no adapters may be loaded.
         fingerprint: see `fingerprint_model`.
     """
 
@@ -92,7 +92,7 @@ class Model:
         self.name = name
         self.device = device
         self.is_exact = is_exact
-        if fingerprint is None:  # while weights are as they were read
+        if fingerprint is None:  # before the weights are packed
             report("hashing the weights")
             fingerprint = fingerprint_model(module, weights, is_exact=is_exact)
         self.fingerprint = fingerprint
@@ -108,7 +108,7 @@ class Model:
         is_packed = device.type == "cpu" and is_fused is None
         if is_packed:
             report("loading or compiling the C++ kernels")
-        library = native_library() if is_packed else None  # before backends are chosen
+        library = native_library() if is_packed else None  # before GEMM backends are chosen
         if is_packed:
             pack_linears(module, choices, may_gate=not max_adapters)
         if max_adapters:
@@ -164,23 +164,23 @@ class Model:
         adapters: Sequence[AdapterRange] = (),
         answers: Answers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute packed tokens of several requests. `step` knows which token belongs to which request.
+        """Run a forward pass over packed tokens of several requests. `step` knows which token belongs to which request.
 
         Args:
             input_ids: int64 `[num_tokens]`.
             position_ids: int64 `[num_tokens]`, absolute positions.
             step: computes the attention of each layer.
             logit_rows: int64 `[n]`, the rows whose logits are returned.
-            adapters: the rows that are computed with an adapter, each at most once; others are the base model's.
-            answers: the rows of `logit_rows`, or any if there are none, if only they are computed to the end; not with
-                adapters, and only if the model `has_short_end`. None computes all.
+            adapters: disjoint ranges of rows that use an adapter; all other rows use the base model.
+            answers: computes only the rows of `logit_rows` to the end (an arbitrary row if there are none). Must be
+                None with adapters, and if the model lacks `has_short_end`. None computes all rows.
 
         Returns:
             Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite or not
             computed, bool `[num_tokens]`.
 
         Raises:
-            UnsupportedModel: the model asks for something that our attention does not do.
+            UnsupportedModel: the model needs something that the attention kernels do not support.
             UnknownAdapter: one of the adapters is not loaded.
         """
         num_tokens = input_ids.numel()
@@ -214,10 +214,10 @@ class Model:
         return output.logits[0].float(), is_finite
 
     def attention_uses(self, shape: KVShape, block_size: int) -> tuple[AttentionUse, ...]:
-        """Describe what the model asks of attention kernels, of each K/V shape that its layers have.
+        """Return the requirements of the model on attention kernels, for each K/V shape of its layers.
 
         Args:
-            shape: K and V as the pools store them.
+            shape: shape and format of K and V in the pools.
             block_size: tokens per block.
         """
         dtype, is_exact = self.kv_shape.dtype, self.is_exact
@@ -231,17 +231,17 @@ class Model:
         )
 
     def try_adapter(self, files: AdapterFiles) -> None:
-        """Check the matmuls of an adapter that was read, off the engine's thread. May be called on any thread.
+        """Check the matmuls of an adapter. May be called on any thread, so that the engine's thread does not wait.
 
         Raises:
-            InvalidAdapter: they are not batch-invariant on this machine.
+            InvalidAdapter: the matmuls are not batch-invariant on this machine.
         """
         if self.adapted is not None:
             self.adapted.try_out(files)
 
     @contextlib.contextmanager
     def unfused(self) -> Iterator[None]:
-        """Let `module` run as transformers wrote it, inside the `with` block."""
+        """Restore transformers' own implementation of `module`, inside the `with` block."""
         with contextlib.ExitStack() as stack:
             for undone in self._undone:
                 stack.enter_context(undone())
@@ -255,7 +255,7 @@ class Model:
         return self.adapted.applied(ranges)
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
-        """Keep the last hidden states of the outermost part that has some: it ends last."""
+        """Keep the last hidden states. The outermost part that returns them is called last."""
         self._hidden_states = getattr(output, "last_hidden_state", self._hidden_states)
 
 
@@ -271,7 +271,7 @@ def _limit(config: Any) -> SequenceLimit:
 
 
 def _eos_token_ids(module: PreTrainedModel, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence tokens of the configuration for generation, or else of the model's own."""
+    """Return the end-of-sequence tokens of the generation configuration, or else of the model configuration."""
     for config in (getattr(module, "generation_config", None), module.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

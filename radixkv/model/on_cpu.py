@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """Return the C++ kernels for this machine, compiling them where that was not done before; None if there are none.
+    """Return the C++ kernels for this machine, compiled if necessary; None if there are none.
 
-    Without them, one warning gives the reason, the cost and the remedy. With them, they are a GEMM backend too.
+    Without them, one warning gives the reason, the cost and the remedy. They are also used as a GEMM backend.
     """
     try:
         library = load_library(cache_directory())
@@ -35,7 +35,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def native_copies() -> NativeCopies | None:
-    """Return the copies among the kernels in C++; None if there are none."""
+    """Return the copy functions of the C++ kernels; None if there are none."""
     library = native_library()
     return None if library is None else NativeCopies(library)
 
@@ -43,10 +43,10 @@ def native_copies() -> NativeCopies | None:
 def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:
     """Return the kernels that may serve, by name, the preferred ones first.
 
-    Torch's attention serves quantized pools.
+    PyTorch's attention serves quantized pools.
 
     Args:
-        use: the demands of a model on a CPU.
+        use: the requirements of a model on a CPU.
     """
     candidates: dict[str, AttentionKernels] = {TORCH: TorchKernels()}
     library = native_library() if use.shape.dtype in KINDS else None

@@ -1,6 +1,6 @@
-"""Imports what needs Triton, when a model on a GPU asks for it. No other module of ours does.
+"""Imports modules that need Triton, when a model runs on a GPU. Only this module imports them.
 
-Triton takes a gigabyte and is not there on every platform. A model on a CPU is served without it.
+Triton takes a gigabyte, and is not available on every platform. A model on a CPU is served without it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attention_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
 
 
 def flashinfer_candidate(use: AttentionUse) -> FlashInferKernels | None:
-    """Return FlashInfer's attention for a trial; None where it is not installed or can't do what `use` demands."""
+    """Return FlashInfer's attention for a trial; None if it is not installed, or does not support `use`."""
     if use.device.type != "cuda":
         return None
     from radixkv.model.attention.flashinfer_kernels import flashinfer_kernels
@@ -62,7 +62,7 @@ def fuse_layers(module: nn.Module, *, is_exact: bool) -> Callable[[], AbstractCo
     """Replace known parts of a model by fused kernels; see `FusedGpuLayers`.
 
     Returns:
-        A function that makes a context manager. Inside it all parts run as transformers wrote them.
+        A function that returns a context manager, inside which the original parts run.
     """
     from radixkv.model.layers.gpu_layers import FusedGpuLayers
 
@@ -77,13 +77,13 @@ def low_rank_kernels(device: torch.device, *, is_exact: bool) -> LowRankKernels:
 
 
 class ExactKernels(NamedTuple):
-    """Kernels that compute each row by itself on a GPU.
+    """Kernels that compute each row separately on a GPU.
 
     Attributes:
         linear: computes a linear layer of rows, given a weight, a bias, and the result of `tried_tiles`.
-        tried_tiles: tries a weight and a bias; None if rows depend on the batch on this GPU. See
+        tried_tiles: tries a weight and a bias; returns None if the kernel is not batch-invariant on this GPU. See
             `kernels/gpu/linear.py`.
-        row_functions: replacements of torch's other functions of rows.
+        row_functions: replacements of PyTorch's other reductions over rows.
     """
 
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Tiles], torch.Tensor]
@@ -95,7 +95,7 @@ def exact_kernels(device: torch.device) -> ExactKernels:
     """Return the kernels of exact mode.
 
     Raises:
-        ConfigError: they were not made for this GPU.
+        ConfigError: the kernels do not support this GPU.
     """
     from radixkv.kernels.gpu.linear import linear, tried_tiles
     from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions

@@ -1,4 +1,4 @@
-"""Texts that refusals of a model share. Imports nothing, so that a trial in a process of its own starts fast."""
+"""Common texts of refusals. Imports nothing, so that a trial in a separate process starts fast."""
 
 from __future__ import annotations
 

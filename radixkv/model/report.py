@@ -1,12 +1,12 @@
-"""How long work on a model says what it is doing."""
+"""Progress reports of long operations on a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Is called with what is being done now, such as `trying matmuls with weights of 640 by 2048`; must be cheap.
+# Called with a description of the current operation, such as `trying matmuls with 640 by 2048 weights`; must be cheap.
 Report = Callable[[str], None]
 
 
 def report_nothing(_: str) -> None:
-    """Drop a report: for callers that do not watch."""
+    """Ignore a report."""

@@ -113,7 +113,7 @@ def _tokenizer() -> dict[str, Any]:
 
 
 def _letters_of_bytes() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: printable ones for themselves."""
+    """The character that represents each byte in a byte-level vocabulary; printable bytes represent themselves."""
     printable = {*range(ord("!"), 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

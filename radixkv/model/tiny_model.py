@@ -1,4 +1,4 @@
-"""The embedded model: a small Llama, trained on English of the nineteenth and the seventeenth century."""
+"""The embedded model: a small Llama, trained on English text of the 17th and the 19th century."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGEST_SUFFIX = ".sha256"
 
 
 def shipped_weights() -> Traversable:
-    """Return the file that comes with the package."""
+    """Return the file of weights in the package."""
     return files("radixkv.model") / "tiny" / _NAME
 
 
@@ -27,10 +27,10 @@ def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
     """Read weights by name, bfloat16.
 
     Args:
-        file: the weights; `<file>.sha256` lies next to it, as `sha256sum` writes it.
+        file: the weights. `<file>.sha256` next to it has their digest, in the format of `sha256sum`.
 
     Raises:
-        ConfigError: a file is missing, or damaged: its digest is another one.
+        ConfigError: a file is missing, or the digest does not match.
     """
     try:
         content = file.read_bytes()
@@ -44,7 +44,7 @@ def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
 
 
 def write_weights(module: PreTrainedModel, path: Path) -> None:
-    """Write a model's weights in bfloat16, tied ones once, and their digest to a second file."""
+    """Write a model's weights in bfloat16, tied weights only once, and their digest to a second file."""
     tied = set(module._tied_weights_keys or ()) if module.config.tie_word_embeddings else set()
     tensors = {
         name: tensor.detach().to(torch.bfloat16).contiguous()
@@ -67,7 +67,7 @@ def tiny_config() -> LlamaConfig:
 
 
 def build_tiny_model(attention: str) -> LlamaForCausalLM:
-    """Make the model, float32, with the weights that come with the package. Reads no network.
+    """Create the model in float32, with the weights in the package. Does not access the network.
 
     Args:
         attention: name of the attention implementation.
@@ -78,7 +78,7 @@ def build_tiny_model(attention: str) -> LlamaForCausalLM:
     weights = load_weights(shipped_weights())
     config = tiny_config()
     config._attn_implementation = attention
-    with torch.random.fork_rng(devices=[]):  # drawn and replaced: the caller's next numbers stay the same
+    with torch.random.fork_rng(devices=[]):  # initialization must not change the caller's random state
         module = LlamaForCausalLM(config)
     left_out = module.load_state_dict(weights, strict=False)
     assert not left_out.unexpected_keys

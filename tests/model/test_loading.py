@@ -164,7 +164,9 @@ class TestFilesThatDisagree:
     def test_dynamic_rope_scaling(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
         (message,) = self.load(tmp_path, caplog, config={"rope_parameters": rope})
-        assert message.startswith("sequences of at most 512 tokens are served, not 2048 as config.json says: dynamic")
+        assert message.startswith(
+            "sequences of at most 512 tokens are served, although config.json states 2048: dynamic"
+        )
 
     def test_code_of_its_own_is_not_run(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         classes = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}

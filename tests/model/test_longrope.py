@@ -101,7 +101,7 @@ def test_the_start_reports_a_limit_below_that_of_the_configuration(
     with caplog.at_level(logging.WARNING):
         load(directory, "short")
     (message,) = [each.getMessage() for each in caplog.records if "sequences of at most" in each.getMessage()]
-    assert "at most 48 tokens are served, not 512" in message
+    assert "at most 48 tokens are served, although config.json states 512" in message
     assert 'model.longrope = "long"' in message
     caplog.clear()
     with caplog.at_level(logging.WARNING):

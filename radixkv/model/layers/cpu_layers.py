@@ -8,9 +8,9 @@
     layer        input_layernorm, self_attn,                              all of the above without calling modules, or
                  post_attention_layernorm, mlp                            one C++ call, if the step allows it
 
-A call of a module or of a PyTorch function takes 1 to 5 us, and in exact mode, where functions are intercepted, twice
-as long: most of the time of a decode step of a small model. Classes are not looked at: each part is compared with its
-replacement at load.
+A call of a module or of a PyTorch function takes 1 to 5 us, and twice as long in exact mode, where functions are
+intercepted. For a small model, this is most of the time of a decode step. Whether a part is replaced does not depend on
+its class: each part is compared with its replacement at load.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from radixkv.model.refusals import reason_of
 
 
 class NativeLayerCall:
-    """A layer whose parts are all in C++.
+    """A decoder layer whose parts are all in C++.
 
     Args:
-        library: of `load_library`.
-        parts: what it computes.
-        attention: of the same layer.
+        library: from `load_library`.
+        parts: the norms and matmuls of the layer.
+        attention: the attention of the layer.
     """
 
     def __init__(self, library: ctypes.CDLL, parts: LayerParts, attention: FusedAttention) -> None:
@@ -65,11 +65,11 @@ class NativeLayerCall:
     def __call__(
         self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> torch.Tensor | None:
-        """Compute the layer of rows `[1, num_tokens, hidden_size]`, with cosines and sines that its attention takes.
+        """Compute the layer for rows `[1, num_tokens, hidden_size]`, with cosines and sines that its attention takes.
 
         Returns:
-            A new tensor of the same shape; None, with nothing computed, if the step wants to be asked to attend, or
-            rows do not lie in order.
+            A new tensor of the same shape; None, with nothing computed, if the step has no view of the layer's K/V, or
+            the rows are not contiguous.
         """
         view = getattr(step, "view", None)
         if view is None or not rows.is_contiguous():
@@ -80,7 +80,7 @@ class NativeLayerCall:
 
 
 class _NotInOneCall(Exception):
-    """A part of a layer is not in C++, or not as layer.cpp calls it."""
+    """A part of a layer is not in C++, or not in a form that layer.cpp supports."""
 
 
 def layer_in_one_call(
@@ -90,12 +90,12 @@ def layer_in_one_call(
     attention: FusedAttention,
     mlp: GatedMLP,
 ) -> NativeLayerCall | None:
-    """Return a layer in one call; None if something that it computes is not in C++, or norms several heads at once.
+    """Return a layer that is computed by one call; None if a part is not in C++, or a norm covers several heads.
 
     Args:
-        library: of `load_library`.
-        rows: its functions of rows.
-        norms: before attention, and before the MLP.
+        library: from `load_library`.
+        rows: the C++ functions of rows.
+        norms: the norms before the attention and before the MLP.
         attention, mlp: the other parts.
     """
     if mlp.up is None and mlp.gate_rows != rows.gate:
@@ -122,7 +122,7 @@ def _norm(norm: RowFunction) -> NativeNorm:
 
 def _head_norm(norm: RowFunction, head_dim: int) -> NativeNorm:
     native = _norm(norm)
-    if len(native.weight) != head_dim:  # OLMo 2 norms all heads of a token as one row
+    if len(native.weight) != head_dim:  # OLMo 2 normalizes all heads of a token as one row
         raise _NotInOneCall
     return native
 
@@ -140,12 +140,12 @@ class FusedAttention:
 
     Attributes:
         layer: its index.
-        qkv: makes queries, keys and values.
-        num_query_heads, num_kv_heads, head_dim: shape.
-        norms: of queries and of keys; empty if there are none.
+        qkv: computes queries, keys and values.
+        num_query_heads, num_kv_heads, head_dim: the shape.
+        norms: the norms of queries and of keys; empty if there are none.
         rotate: rotates heads `[num_tokens, num_heads, head_dim]`, given cosines and sines `[num_tokens, head_dim]`,
             contiguous and in the same dtype.
-        down: makes the output of what was attended to.
+        down: the output projection.
         scoring: see `AttentionStep`.
     """
 
@@ -160,9 +160,9 @@ class FusedAttention:
     scoring: Scoring
 
     def takes(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
-        """Whether cosines and sines are of whole heads, contiguous, and in the dtype of rows.
+        """Whether cosines and sines cover whole heads, are contiguous, and have the dtype of the rows.
 
-        OLMo keeps them in float32, so that terms are not rounded before they are added.
+        In OLMo they are in float32, so that terms are not rounded before they are added.
         """
         shape = (1, rows.shape[1], self.head_dim)
         return all(
@@ -172,7 +172,7 @@ class FusedAttention:
     def __call__(
         self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> torch.Tensor:
-        """Return the attention of rows `[1, num_tokens, hidden_size]`, in the same shape, with what it `takes`."""
+        """Return the attention output, `[1, num_tokens, hidden_size]` like the rows. `takes` must be true."""
         num_tokens = rows.shape[1]
         cos, sin = (each[0] for each in position_embeddings)  # [num_tokens, head_dim]
         heads = self.qkv(rows).view(num_tokens, -1, self.head_dim)
@@ -208,8 +208,8 @@ class FusedCpuLayers(ReplacedParts):
 
     Args:
         module: the model, on a CPU and in evaluation mode.
-        is_exact: whether bits of a row must not depend on other rows.
-        library: the C++ kernels; None to compute the operations between matmuls with torch.
+        is_exact: whether results must be batch-invariant.
+        library: the C++ kernels; None to compute the operations between matmuls with PyTorch.
 
     Attributes:
         computes_rows_alone: whether all operations of the model are batch-invariant, even for a single row. This holds
@@ -235,7 +235,7 @@ class FusedCpuLayers(ReplacedParts):
         )
 
     def _known_forward(self, part: Any) -> Forward | None:
-        if "forward" in vars(part):  # another library replaced it
+        if "forward" in vars(part):  # another library has replaced it
             return None
         children = dict(part.named_children())
         try:
@@ -259,7 +259,7 @@ class FusedCpuLayers(ReplacedParts):
                     return forward
         except Refused:
             raise
-        except Exception as error:  # what a module raises that wants to be called otherwise
+        except Exception as error:  # a module with another signature may raise anything
             raise Refused(reason_of(error)) from error
         return None
 
@@ -289,7 +289,7 @@ class FusedCpuLayers(ReplacedParts):
             self._norms[getattr(module, name)] for name in sorted(_HEAD_NORMS, reverse=True) if hasattr(module, name)
         )
         if len(norms) == 1:
-            raise Refused("it has one norm of heads")
+            raise Refused("it normalizes only one of queries and keys")
         layer_idx = kv_layer_of(module)
         known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by tokens
 
@@ -374,7 +374,7 @@ class _Heard:
 
 
 def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the parts of a model, itself included, that are not within some layers."""
+    """Yield the parts of a model, including the model itself, that are not inside these layers."""
     if part not in layers:
         yield part
         for child in part.children():
@@ -382,7 +382,7 @@ def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _passes_rows_on(part: nn.Module) -> bool:
-    """Whether a part only chooses rows, multiplies them, computes number by number, or calls its children."""
+    """Whether a part only selects rows, applies matmuls or elementwise functions, or calls its children."""
     is_known = isinstance(part, PreTrainedModel | nn.ModuleList | nn.Embedding | PackedLinear)
     return is_known or type(part).__name__.endswith("RotaryEmbedding")
 
@@ -398,7 +398,7 @@ def _unless_hooked(
 ) -> Any:
     if any(map(has_hooks, inside)):
         return type(part).forward(part, rows)
-    with torch._C.DisableTorchFunction():  # what is called is exact by itself
+    with torch._C.DisableTorchFunction():  # the replacement is exact by itself
         return replacement(rows)
 
 
@@ -446,7 +446,7 @@ def _layered(
 
 
 def _can_join(rows: torch.Tensor, kwargs: dict[str, Any], attention: FusedAttention) -> bool:
-    """Whether a layer is called as in its trial: with a step, rotations that the attention takes, and no mask."""
+    """Whether a layer is called as in its trial: with a step, a rotary embedding that it takes, and no mask."""
     rotations = kwargs.get("position_embeddings")
     return (
         kwargs.get("radix_step") is not None

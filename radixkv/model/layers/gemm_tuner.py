@@ -32,62 +32,61 @@ _log = logging.getLogger(__name__)
 _FILE = "gemms.json"
 _LOCK = "gemms.lock"  # held while the file is read and replaced
 _LARGEST_FILE = 2**20  # bytes; a shape takes 400
-
-# What else decides how libraries compute.
+# Prefixes of environment variables that affect the results of libraries.
 _ENVIRONMENT = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_")
 
 
-# Seconds of all trials of a start, on one core or, with more threads, on the clock. The trials of a model of 0.2B whose
-# vocabulary has 262,144 tokens took 5.0 s in bfloat16 on a Xeon with AMX, and 29 s without a compiler for AVX2, 24 of
-# them for the weights of the logits; with this budget 1.2 and 3.9 s.
+# Time for all trials of a start: CPU seconds with one thread, wall time with more. The trials of a 0.2B model with a
+# vocabulary of 262,144 tokens took 5.0 s in bfloat16 on a Xeon with AMX. Without a compiler for AVX2 they took 29 s, 24
+# of them for the LM head. With this budget they take 1.2 and 3.9 s.
 TRIAL_BUDGET_S = 4.0
 
-# The part of the budget for weights whose part in the model is not known: experts, and heads with latent attention.
+# The share of the budget for weights whose share of the model is not known: experts, and heads with latent attention.
 _UNKNOWN_SHARE = 0.125
 
 
 class TrialBudget:
-    """Divides the time for trials of a start among the shapes of a model's weights.
+    """Divides the time for trials at a start among the shapes of a model's weights.
 
-    A shape may take its share of the time, and what the shapes before it have left over:
+    A shape may use its share of the time, and the time that previous shapes did not use:
 
         budget    [ logits 62 % ................ | gate and up 16 % | down 8 % | ... )
         trials    [ logits .... )[ gate and up )  may take all that was granted so far
 
     Args:
-        budget_s: of all trials together.
-        report: is called with what is tried.
+        budget_s: time for all trials together.
+        report: called with a description of each trial.
     """
 
     def __init__(self, budget_s: float = TRIAL_BUDGET_S, report: Report = report_nothing) -> None:
         self.report = report
         self._budget_s = budget_s
-        self._left_s = 0.0  # of what was granted
+        self._left_s = 0.0  # granted time that was not used
 
     def grant(self, share: float) -> float:
         """Return the seconds that the trial of the next shape may take.
 
         Args:
-            share: the part of the model's weights that have this shape, 0 to 1.
+            share: the share of the model's weights that have this shape, 0 to 1.
         """
         self._left_s += share * self._budget_s
         return self._left_s
 
     def spend(self, seconds: float) -> None:
-        """Take the time of a trial from what is left. If checks took more than was granted, other shapes do not pay."""
+        """Subtract the time of a trial. If it took more than was granted, other shapes still get their own share."""
         self._left_s = max(0.0, self._left_s - seconds)
 
 
 class GemmTuner:
     """Tries each shape of weight once, and keeps the result in a file for this machine.
 
-    The file is a memory, never a need: one that can't be read, written or understood is logged and done without.
+    The file is optional: if it cannot be read or written, or is invalid, this is logged, and shapes are tried again.
 
     Args:
-        is_exact: whether rows must have the same bits, whatever their number.
+        is_exact: whether results must be batch-invariant.
         weights: `auto`, or the format that weights are quantized to; see `ModelConfig`.
-        directory: of the file; None takes that of `radixkv.config.cache_directory`.
-        budget: of the trials; None for no bound.
+        directory: directory of the file; None for that of `radixkv.config.cache_directory`.
+        budget: time for the trials; None for no bound.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class GemmTuner:
         self._file = (directory or cache_directory()) / _FILE
         self._known: dict[str, GemmChoice | None] = {}
         self._remembered = self._read()
-        self._has_announced = False  # that trials take time
+        self._has_announced = False  # whether the log says that trials take time
 
     def choose(
         self,
@@ -126,8 +125,8 @@ class GemmTuner:
             weight: `[out_features, in_features]` on a CPU.
             bias: `[out_features]`, or None.
             backends: names of candidates; None for all that fit the configured weights.
-            most_rows: rows of a call at most.
-            share: the part of the model's weights that have this shape, 0 to 1.
+            most_rows: maximum number of rows per call.
+            share: the share of the model's weights that have this shape, 0 to 1.
             is_head: whether the weight computes logits, which have at least 8 bits.
 
         Returns:
@@ -174,7 +173,7 @@ class GemmTuner:
             weight.shape[1],
             dtype,
             took_s,
-            "no library gives a row the same bits in batches of any size" if choice is None else choice.backend,
+            "no backend is batch-invariant" if choice is None else choice.backend,
         )
         return choice
 
@@ -200,10 +199,10 @@ class GemmTuner:
         return tree
 
     def _settled(self, key: str, choice: GemmChoice, backends: tuple[str, ...]) -> GemmChoice:
-        """Add a choice to the file, and return it; or return that of a process which was first.
+        """Add a choice to the file and return it, or return the choice that another process has added first.
 
-        Replicas that start side by side try the same shapes. Trials depend on time, and choices decide the last bits of
-        answers, which should be the same on all of them.
+        Replicas that start at the same time try the same shapes. The outcome of a trial depends on timing, and the
+        choice affects the last bits of results, which should be the same on all replicas.
         """
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +218,7 @@ class GemmTuner:
         return choice
 
     def _write(self, tree: dict[str, Any]) -> None:
-        """Replace the file. No reader sees half of it."""
+        """Replace the file atomically."""
         with tempfile.TemporaryDirectory(dir=self._file.parent) as directory:
             written = Path(directory) / _FILE
             written.write_text(json.dumps(tree, indent=1), encoding="utf-8")
@@ -227,7 +226,7 @@ class GemmTuner:
 
 
 def _parsed(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> GemmChoice | None:
-    """Read what the file remembers of a shape; None for nothing, or for something that this program did not write."""
+    """Parse the file's entry of a shape; None if there is none, or if it is invalid."""
     try:
         backend = entry["backend"]
         costs = tuple((int(size), float(cost_s)) for size, cost_s in entry["costs"])
@@ -243,7 +242,7 @@ def _parsed(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> GemmCho
 
 @cache
 def _machine() -> str:
-    """A digest of all that decides how libraries compute: processor, libraries, settings, sources, and what we try."""
+    """Digest of everything that affects trials: processor, libraries, settings, and the sources of the trials."""
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     parts = (
         *(platform.machine(), platform.processor(), *processor_facts(), *settings),

@@ -6,9 +6,10 @@
     layer       input_layernorm, self_attn, post_attention_layernorm,    add_rms_norm, between its halves
                 mlp
 
-Classes are not looked at. Each part is compared with its fused kernel at load, on random rows. In this trial, functions
-that only permute and scale numbers take the place of the matmuls and of the attention, so that only what the kernel
-replaces is compared. In exact mode a row must also have the same bits alone and in a batch.
+Whether a part is replaced does not depend on its class: each part is compared with its fused kernel at load, on random
+rows. In this trial, matmuls and attention are replaced by functions that only permute and scale numbers, so that only
+the operations of the kernel are compared. In exact mode, the result of a row must also be bitwise identical alone and
+in a batch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class FusedGpuLayers(ReplacedParts):
 
     Args:
         module: the model, on its device and in evaluation mode.
-        is_exact: whether the bits of a row must not depend on other rows.
+        is_exact: whether results must be batch-invariant.
     """
 
     def __init__(self, module: nn.Module, *, is_exact: bool) -> None:
@@ -58,7 +59,7 @@ class FusedGpuLayers(ReplacedParts):
         super().__init__(module, self._fused_forward)
 
     def _fused_forward(self, part: Any) -> Forward | None:
-        """Return the replacement of a part's forward method, which takes the part first; None for unknown parts.
+        """Return the replacement of a part's forward method, with the part as first argument; None for unknown parts.
 
         Raises:
             Refused: the part looks known, but its trial fails.
@@ -80,7 +81,7 @@ class FusedGpuLayers(ReplacedParts):
                     return forward
         except Refused:
             raise
-        except Exception as error:  # what a compiler raises, or a module that must be called in another way
+        except Exception as error:  # a compiler, or a module with another signature, may raise anything
             raise Refused(reason_of(error)) from error
         return None
 
@@ -119,7 +120,7 @@ class FusedGpuLayers(ReplacedParts):
 
     def _require_exact_rows(self, fused: Forward, like: torch.Tensor) -> None:
         if self._is_exact and not rows_agree(fused, like):
-            raise Refused("a row has other bits alone than in a batch")
+            raise Refused("its results are not batch-invariant")
 
 
 def _normed(norm: Any, rows: torch.Tensor, *, style: NormStyle) -> torch.Tensor:

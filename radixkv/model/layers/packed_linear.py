@@ -27,7 +27,7 @@ from radixkv.model.layers.replaced_parts import has_hooks
 
 _log = logging.getLogger(__name__)
 
-# Rows of a call that makes logits: a step needs few of them.
+# Maximum number of rows per call of the LM head: a step needs few logits.
 _LOGIT_ROWS = 64
 
 # Children of a part that read the same rows.
@@ -47,11 +47,11 @@ class Matmul:
         weights: `[out_features, in_features]` each; their outputs are concatenated in order. The originals are not
             kept, unless the backend uses them as they are.
         bias: of all output features, or None.
-        choice: the GEMM backend, and the numbers of rows of its calls.
+        choice: the GEMM backend, and the row counts of its calls.
 
     Attributes:
-        addition: called with the rows and the output, to which it may add in place, as LoRA adapters do; None for
-            nothing to add.
+        addition: called with the rows and the output, to which it may add in place, as LoRA adapters do; None if
+            nothing is added.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: GemmChoice) -> None:
@@ -77,18 +77,18 @@ class Matmul:
 
     @property
     def native_weights(self) -> Weights | None:
-        """The weights as the C++ kernels pack them; None for other backends, or if something is added."""
+        """The weights, packed for the C++ kernels; None for other backends, or if there is an `addition`."""
         is_native = isinstance(self._packed, Panels) and self._tiles is None and self.addition is None
         return Weights(self._packed, self._bias) if is_native else None
 
     @property
     def can_gate(self) -> bool:
-        """Whether its library multiplies by a gate within the matmul, without writing the gate to memory."""
+        """Whether its library fuses the multiplication by a gate into the matmul."""
         return self._gate is not None and self.addition is None
 
     @property
     def costs(self) -> Mapping[int, float]:
-        """Seconds of a call, by its number of rows; empty if calls may have any number."""
+        """Seconds per call, by its number of rows; empty if calls may have any number of rows."""
         return {} if self._tiles is None else self._tiles.costs
 
     @property
@@ -97,11 +97,11 @@ class Matmul:
         return tuple(self.costs)
 
     def one_call(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute rows from `aligned_rows`, as many as one of `row_counts`, in one call."""
+        """Compute rows from `aligned_rows` in one call. Their number must be one of `row_counts`."""
         return self._multiply(rows, self._packed, self._bias)
 
     def gate(self, rows: torch.Tensor, up: Matmul) -> torch.Tensor:
-        """Return SiLU of the output for rows `[..., in_features]`, times the output of `up` for them.
+        """Return SiLU of the output for rows `[..., in_features]`, times the output of `up` for these rows.
 
         Args:
             rows: at least one.
@@ -125,7 +125,7 @@ class PackedLinear(nn.Module):
     """A linear layer without parameters: its matmul holds the packed weight.
 
     Args:
-        matmul: what it computes.
+        matmul: computes the output.
     """
 
     def __init__(self, matmul: Matmul) -> None:
@@ -140,7 +140,7 @@ class PackedLinear(nn.Module):
 
 
 class PlainMatmul:
-    """The matmul of rows with a weight as it is, by PyTorch, or in exact mode by what takes PyTorch's place. For GPUs.
+    """The matmul of rows with an unpacked weight, by PyTorch, or in exact mode by its replacement. For GPUs.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -163,7 +163,7 @@ class MergedMatmul:
     """One matmul for several linear layers that read the same rows. The layers take their slices one after the other.
 
     Args:
-        matmul: with the weights of all layers, in order.
+        matmul: the matmul with the weights of all layers, in order.
     """
 
     def __init__(self, matmul: Matmul | PlainMatmul) -> None:
@@ -210,13 +210,13 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
     """Replace the linear layers of a model on a CPU. Logs how they are computed.
 
     Layers that read the same rows are merged: query, key and value projections, and gate and up projections, unless the
-    library gates within the matmul anyway. A weight is freed once it is packed, unless it is also an embedding. A layer
-    whose rows depend on the batch with every library stays as it is.
+    library fuses the gate into the matmul. A weight is freed after it was packed, unless it is also an embedding. A
+    layer for which no backend is batch-invariant is not replaced.
 
     Args:
         module: the model, in evaluation mode. Its linear layers must not have been replaced yet.
         choices: chooses the GEMM backends.
-        may_gate: whether a library may gate within the matmul. Then adapters cannot add to either output.
+        may_gate: whether a library may fuse the gate into the matmul. If so, adapters cannot add to either output.
     """
     head = module.get_output_embeddings()
     packed: dict[nn.Module, nn.Module] = {}
@@ -254,8 +254,8 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
 def merge_linears(module: PreTrainedModel) -> None:
     """Merge the linear layers of a model on a GPU that read the same rows, so that one matmul computes them all.
 
-    Queries, keys and values become one, and so do a gate and what it gates. Each weight is freed once it is merged. Not
-    for a model that adapters add to.
+    Query, key and value projections are merged, and so are gate and up projections. Each weight is freed after it was
+    merged. Adapters cannot be applied to the model afterwards.
 
     Args:
         module: the model on its device, in evaluation mode.
@@ -280,7 +280,7 @@ def _replaceable_children(part: nn.Module) -> dict[str, nn.Module]:
 def _mergeable(
     children: Mapping[str, nn.Module], uses: Mapping[int, int]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
-    """Yield names and layers of the children that read the same rows, unless another part uses one of them, too."""
+    """Yield names and layers of the children that read the same rows, unless another part also uses one of them."""
     for names in JOINS:
         layers = [children[name] for name in names if name in children]
         if len(layers) == len(names) and all(uses[id(layer)] == 1 for layer in layers):
@@ -288,7 +288,7 @@ def _mergeable(
 
 
 class _Shares:
-    """How the weights of a model's linear layers are divided among layers of the same shape.
+    """The shares of a model's weights that layers of the same shape have.
 
     Args:
         module: the model.
@@ -300,7 +300,7 @@ class _Shares:
         self._num_weights = sum(_num_weights(layer) for layer in layers)
 
     def of(self, part: nn.Module, layers: Sequence[nn.Module]) -> float:
-        """Return the share of some layers of a part, together with those of all parts of its class: 0 to 1."""
+        """Return the share, 0 to 1, of some layers of a part, and of the same layers in all parts of its class."""
         num_weights = self._num_alike[type(part)] * sum(map(_num_weights, layers))
         return min(1.0, num_weights / max(1, self._num_weights))
 
@@ -312,18 +312,18 @@ def _num_weights(layer: nn.Module) -> int:
 
 @cache
 def _weights_read_by(forward: Callable[..., object]) -> frozenset[str]:
-    """Return the names of children whose weight the code of a module reads itself, as routers do for its dtype."""
+    """Return the names of children whose weight the code of a module reads directly, for example for its dtype."""
     try:
         return frozenset(re.findall(r"self\.(\w+)\.weight\b", inspect.getsource(forward)))
-    except (OSError, TypeError):  # code without a source
+    except (OSError, TypeError):  # the source is not available
         return frozenset()
 
 
 def _can_gate(layers: list[nn.Module], choices: GemmTuner, share: float) -> bool:
-    """Whether gate and up projections are better not merged, because the library gates within the matmul.
+    """Whether gate and up projections should not be merged, because the library fuses the gate into the matmul.
 
-    In bfloat16, 512 rows of a 0.2B model spend a fifth of their MLP between its matmuls. In float32 it is 2 %, less
-    than merging gains.
+    In bfloat16, the operations between the matmuls take a fifth of the time of the MLP for 512 rows of a 0.2B model. In
+    float32 they take 2 %, which is less than merging gains.
     """
     parameters = [_parameters(layer) for layer in layers]
     if any(each is None or each[0].dtype != torch.bfloat16 for each in parameters):
@@ -336,11 +336,11 @@ def _merged(
     layers: list[nn.Module],
     make: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor | None]]], Matmul | PlainMatmul | None],
 ) -> list[PackedSlice]:
-    """Merge linear layers of the same rows. Returns their replacements; none if they can't be merged.
+    """Merge linear layers that read the same rows. Returns their replacements; an empty list if they can't be merged.
 
     Args:
         layers: at least two.
-        make: makes one matmul of their weights and biases; None if there is none for them.
+        make: creates one matmul of their weights and biases, or returns None if it cannot.
     """
     parameters = [_parameters(layer) for layer in layers]
     known = [each for each in parameters if each is not None]
@@ -356,7 +356,7 @@ def _merged(
 
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight and bias of a layer that can be packed; None for what must stay as it is."""
+    """Weight and bias of a layer that can be packed; None for a layer that must not be replaced."""
     if type(layer) not in (nn.Linear, Conv1D) or has_hooks(layer) or "forward" in vars(layer):
         return None
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -376,10 +376,10 @@ def _choose_matmul(
     *,
     is_head: bool = False,
 ) -> Matmul | None:
-    """Pack weights and biases of one dtype as one, and count the backend. Returns None for what must stay as it is."""
+    """Pack weights and biases of one dtype as one, and count the backend. Returns None if they cannot be packed."""
     weights = [weight for weight, _ in parameters]
     biases = [bias for _, bias in parameters if bias is not None]
-    # Of weights that are joined, a choice asks for their shape alone.
+    # The choice for concatenated weights depends only on their shape, so they need not be concatenated for it.
     whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
     most_rows = _LOGIT_ROWS if is_head else SIZES[-1]

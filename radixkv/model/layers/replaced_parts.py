@@ -1,4 +1,4 @@
-"""Replaces the forward passes of a model's parts, and lets them run as they were written."""
+"""Replaces the forward passes of a model's parts, and restores them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from radixkv.kernels.gpu.flat_rows import DTYPES
 
 Forward = Callable[..., Any]
 
-# Rows of a trial: one, and an odd number. The sizes of their numbers run from 0.001, where eps matters, to 10.
+# Rows of a trial: one, and an odd number. Their magnitudes range from 0.001, where eps matters, to 10.
 _NUM_ROWS = (1, 17)
 _NUM_SIZES = 5
 
-# Tolerances, relative to a row's largest number. Float32 sums depend on their order, and rounding to fewer digits may
-# then go the other way, twice. It seldom does: of numbers that are off by 1e-6 one in a thousand in float16, fewer in
-# bfloat16. Rounding in another order changes one number in four, and a scale of 1.01 changes all.
+# Tolerances, relative to a row's largest number. Float32 sums depend on their order, and rounding them to fewer bits
+# may then differ, up to twice. That is rare: with errors of 1e-6, it affects one number in a thousand in float16, and
+# fewer in bfloat16. In contrast, rounding in another order changes one number in four, and a scale of 1.01 changes all.
 _FLOAT32_TOLERANCE = 1e-5
 _ROUNDINGS = 2
 _LARGEST_SHARE = 0.05
 
 
 class Refused(Exception):
-    """A part that looks known failed its trial. The message says why."""
+    """A part that looks known failed its trial. The message gives the reason."""
 
 
 def is_norm(part: nn.Module, dtype: torch.dtype) -> bool:
@@ -48,7 +48,7 @@ def is_norm(part: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def eps_of(norm: nn.Module) -> Any:
-    """Return the number that a norm adds before its root; None if it has none of a known name."""
+    """Return the epsilon of a norm; None if it has no attribute with a known name."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
@@ -69,7 +69,7 @@ def with_stand_ins(part: nn.Module, players: Mapping[str, Forward]) -> nn.Module
 
 
 def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
-    """Whether two functions of rows agree but for few roundings.
+    """Whether two functions of rows agree, except for rounding.
 
     Args:
         own: takes rows `[1, num_rows, num_columns]` and returns a tensor.
@@ -99,10 +99,10 @@ def _random_rows(num_rows: int, generator: torch.Generator, like: torch.Tensor) 
 
 
 def rows_agree(function: Forward, like: torch.Tensor) -> bool:
-    """Whether each row of a function's result has the same bits, computed alone, with some others, and with all.
+    """Whether each row of a function's result is bitwise identical alone, with some other rows, and with all rows.
 
     Args:
-        function: takes rows `[1, num_rows, num_columns]` and returns a tensor of as many rows.
+        function: takes rows `[1, num_rows, num_columns]` and returns a tensor with the same number of rows.
         like: `[num_columns]`, in the rows' dtype and on their device.
     """
     num_rows = max(_NUM_ROWS)
@@ -128,14 +128,14 @@ _log = logging.getLogger(__name__)
 class ReplacedParts:
     """Replaces `forward` of known parts of a model. Nothing outside this model changes.
 
-    A part that looks known but computes something else stays as it is, and the log names its class once. While a
-    module that is replaced has hooks, its part runs as transformers wrote it, so that the hooks are called.
+    A part that looks known but computes something else is not replaced, and the log names its class once. While a
+    replaced module has hooks, the original forward pass of its part runs, so that the hooks are called.
 
     Args:
         module: the model, on its device and in evaluation mode.
-        known_forward: finds the replacement of a part's forward pass, which is called with the part first; None for a
-            part that does not look known. Raises `Refused` for one that fails its trial. It is asked about a part after
-            those inside it.
+        known_forward: returns the replacement of a part's forward pass, which is called with the part as its first
+            argument; None for a part that does not look known. Raises `Refused` for a part that fails its trial. It is
+            called for a part after the parts inside it.
 
     Attributes:
         names: names of the replaced parts.
@@ -157,12 +157,12 @@ class ReplacedParts:
                     self._forwards[part] = partial(forward, part)
         self.names = tuple(reversed(names))
         for class_name, reason in refused.items():
-            _log.info("%s runs as it was written: %s", class_name, reason)
+            _log.info("%s is not replaced: %s", class_name, reason)
         self._replace()
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Let all parts run as transformers wrote them, inside the `with` block."""
+        """Restore the original forward passes of all parts, inside the `with` block."""
         for part in self._forwards:
             del vars(part)["forward"]
         try:

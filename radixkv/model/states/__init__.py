@@ -1,4 +1,4 @@
-"""Layers that keep a state for each sequence: what they read and leave in a step.
+"""Layers that keep a state per sequence: the states that they read and write in a step.
 
 Public API: `ShortConvs`.
 """

@@ -1,4 +1,4 @@
-"""Lets layers of short convolutions read and leave their states in the pool, rather than in a cache of transformers."""
+"""Makes layers of short convolutions keep their states in the pool instead of in a cache of transformers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from radixkv.errors import UnsupportedModel
 from radixkv.model.states.state_step import StateRows, StateStep
 from radixkv.storage.state_pool import StatePool, StateShape
 
-# Where a layer that is replaced keeps its index among the layers with a state.
+# The attribute of a replaced layer that holds its index among the layers with a state.
 ATTRIBUTE = "state_layer"
-# The children of such a layer: products around a convolution of each channel by itself.
+# The children of such a layer: projections around a depthwise convolution.
 _PARTS = {"in_proj": nn.Linear, "conv": nn.Conv1d, "out_proj": nn.Linear}
 
-_TRIAL_ROWS = (5, 1, 4)  # of chunks, one after another
-
-# Largest distance of a trial, relative to the largest number: roundings of another order of the sum.
+_TRIAL_ROWS = (5, 1, 4)  # rows of consecutive chunks
+# Tolerance of a trial, relative to the largest number: the summation order differs.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -32,7 +31,7 @@ class ShortConvs:
         rows ── in_proj ──▶ gate | out | x      the inputs of the convolution are gate * x: they are the state
         out * convolution ── out_proj ──▶ rows
 
-    Layers that attend get their index among those that do, as `kv_layer`: only these have K and V.
+    Attention layers get the attribute `kv_layer`, their index among the attention layers: only these have K and V.
 
     Args:
         module: the model, on its device and in evaluation mode, before its linear layers are packed.
@@ -41,7 +40,7 @@ class ShortConvs:
         shape: the state of one sequence; None if no layer has one.
 
     Raises:
-        UnsupportedModel: a layer looks known, but computes something else; or layers keep unlike states.
+        UnsupportedModel: a layer looks known, but computes something else; or layers have states of different shapes.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -64,7 +63,7 @@ class ShortConvs:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Let all layers compute as transformers wrote it, inside the `with` block."""
+        """Restore transformers' own implementation of all layers, inside the `with` block."""
         for part in self._parts:
             del vars(part)["forward"]
         try:
@@ -86,7 +85,7 @@ def _shape_of(part: Any, num_layers: int) -> StateShape:
     """Return the state of a model with such layers.
 
     Raises:
-        UnsupportedModel: its convolution is none that `convolve` computes.
+        UnsupportedModel: `convolve` does not support its convolution.
     """
     conv, num_channels = part.conv, part.out_proj.in_features
     num_inputs = conv.kernel_size[0] - 1
@@ -94,7 +93,7 @@ def _shape_of(part: Any, num_layers: int) -> StateShape:
     kind = (conv.in_channels, conv.out_channels, conv.groups, conv.padding, conv.stride, conv.dilation)
     if (*kind, conv.padding_mode, part.in_proj.out_features) != expected or num_inputs < 1:
         raise UnsupportedModel(
-            f"{type(part).__name__}: expected a causal convolution of each of {num_channels} channels by itself, got "
+            f"{type(part).__name__}: expected a causal depthwise convolution of {num_channels} channels, got "
             f"{conv} after {part.in_proj}"
         )
     return StateShape(num_layers, num_inputs, num_channels, conv.weight.dtype)
@@ -103,7 +102,7 @@ def _shape_of(part: Any, num_layers: int) -> StateShape:
 def _forward(
     part: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
-    """Compute rows `[1, num_rows, hidden_size]` of a layer by the step of the running forward pass."""
+    """Compute rows `[1, num_rows, hidden_size]` of a layer with the step of the running forward pass."""
     name = type(part).__name__
     step = part.running_pass.step
     if step is None:
@@ -118,7 +117,7 @@ def _forward(
 
 @torch.inference_mode()
 def _require_agreement(part: Any) -> None:
-    """Refuse a layer whose own forward pass gives other rows than ours at once, or than ours in chunks.
+    """Check that a layer's own forward pass gives the same rows as the replacement, at once and in chunks.
 
     Raises:
         UnsupportedModel: they differ.

@@ -1,4 +1,4 @@
-"""The states of one forward pass: read before the first row of each request, kept when the pass is over."""
+"""The states of one forward pass: read before the first row of each request, and written after the pass."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from radixkv.storage.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The places where rows of a step find the inputs before them, and the states that it leaves. Built once per step.
+    """The indices at which rows of a step find their previous inputs, and those of the states that it writes.
 
-    A layer joins the inputs that states kept with those of the step's rows. All indices count in that:
+    They are built once per step.
+
+    A layer concatenates the inputs kept in states with those of the step's rows. All indices refer to this array:
 
         joined   [ kept by request 0 )[ kept by request 1 )[ rows of request 0 ...... )[ rows of request 1 ...... )
                    num_inputs each
 
     Attributes:
         sources: int64 `[num_requests]`, the slot of each request's state before its first row.
-        inputs: int64 `[num_inputs + 1, num_rows]`, the inputs that each row sees, the oldest first, itself last.
-        left: int64 `[num_writes, num_inputs]`, the inputs of each state that the step leaves.
-        targets: int64 `[num_writes]`, the slots where these go.
+        inputs: int64 `[num_inputs + 1, num_rows]`, the inputs that each row sees, the oldest first, its own last.
+        left: int64 `[num_writes, num_inputs]`, the inputs of each state that the step writes.
+        targets: int64 `[num_writes]`, the slots of these states.
     """
 
     sources: torch.Tensor
@@ -52,16 +54,17 @@ class StateRows:
         ([[4, 5], [3, 7]], [7, 5])
 
         Args:
-            query_starts: `num_requests + 1` of them, from 0 to the number of rows.
+            query_starts: `num_requests + 1` positions, from 0 to the number of rows.
             sources: a slot for each request.
-            writes: request, rows of it after which a state is kept, and the slot where it goes. No slot twice.
-            num_inputs: inputs that a state keeps.
+            writes: for each state, its request, the number of the request's rows before it, and its slot. Slots are
+                distinct.
+            num_inputs: number of inputs in a state.
         """
         lengths = [end - start for start, end in itertools.pairwise(query_starts)]
         starts = np.array(query_starts[:-1], dtype=np.int64) + len(lengths) * num_inputs
 
         def joined(request: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-            """Return the index of a request's row, counted from its first one; those before that are kept ones."""
+            """Return the index of a request's row; negative rows are inputs that its state kept."""
             return np.where(row >= 0, starts[request] + row, (request + 1) * num_inputs + row)
 
         request = np.repeat(np.arange(len(lengths)), lengths)
@@ -76,18 +79,17 @@ class StateRows:
         )
 
     def to(self, device: torch.device) -> StateRows:
-        """Return the same with its tensors on a device; see `to_device`."""
+        """Return a copy with its tensors on a device; see `to_device`."""
         return StateRows(*(to_device(each, device) for each in (self.sources, self.inputs, self.left, self.targets)))
 
 
 class StateStep:
     """Computes the short convolutions of one forward pass.
 
-    A row's sum has one order, the oldest input first, and its numbers are multiplied and added one by one in float32.
-    So its bits depend on its own inputs alone, whatever is computed with it.
+    The sum of a row has a fixed order, the oldest input first, in float32. So the result depends only on the row's own
+    inputs, bit for bit.
 
-    States are written by `keep`, all at once after the pass. A pass that raises leaves them as they were, and can be
-    computed again.
+    `keep` writes all states after the pass. A pass that raises changes no state, so it can be computed again.
 
     Args:
         pool: the states.
@@ -101,7 +103,7 @@ class StateStep:
         self._is_finite: torch.Tensor | None = None
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Convolve the rows of a layer, each with the inputs before it in its own sequence.
+        """Convolve the rows of a layer, each with the previous inputs of its own sequence.
 
         Args:
             layer: index among the layers that keep a state.
@@ -120,7 +122,7 @@ class StateStep:
         return convolve([joined[inputs] for inputs in self._rows.inputs], weight, bias)
 
     def keep(self) -> None:
-        """Write the states that the pass leaves. All layers have convolved."""
+        """Write the states of the pass. All layers must have convolved."""
         if self._rows.targets.numel():
             layers = [self._left[layer] for layer in range(self._pool.shape.num_layers)]
             self._pool.states[self._rows.targets] = torch.stack(layers, 1)

@@ -43,7 +43,7 @@ def test_the_scale_defaults_to_one_over_the_root_of_the_head_dimension() -> None
 def test_a_forward_without_its_step_raises() -> None:
     module = load_model(ModelConfig(device="cpu")).module
     assert module.config._attn_implementation == ATTENTION_NAME
-    with pytest.raises(UnsupportedModel, match="expected to attend in a forward pass over the cache, got none"):
+    with pytest.raises(UnsupportedModel, match="expected to attend within a forward pass over the cache, got none"):
         module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
 
 

@@ -95,7 +95,7 @@ def _choosing(part: Any) -> None:
     ("change", "reason"),
     [
         (_with_bias, r"DeepseekV3Attention: expected kv_b_proj to make keys and values of latents, got Linear"),
-        (_scaled, r"DeepseekV3Attention: expected expand_kv to apply kv_b_proj alone, got more"),
+        (_scaled, r"DeepseekV3Attention: expected expand_kv to apply only kv_b_proj, got more"),
         (_choosing, r"DeepseekV3Attention: expected attention to all latents, got an indexer that chooses some"),
     ],
 )

@@ -154,7 +154,7 @@ def test_exact_mode_refuses_a_kernel_whose_rows_depend_on_the_batch(
     assert "model.layers.0.mlp" in FusedGpuLayers(make("llama").to(device), is_exact=False).names
     with caplog.at_level(logging.INFO):
         assert "model.layers.0.mlp" not in FusedGpuLayers(make("llama").to(device), is_exact=True).names
-    assert caplog.messages == ["LlamaMLP runs as it was written: a row has other bits alone than in a batch"]
+    assert caplog.messages == ["LlamaMLP is not replaced: its results are not batch-invariant"]
 
 
 class _Launches(TorchDispatchMode):
@@ -278,13 +278,13 @@ def test_a_part_with_different_results_is_left_alone(
         found = FusedGpuLayers(module, is_exact=False)
     known = {"norm", "layers.0", *(f"layers.0.{part}" for part in KNOWN["llama"] - {""})}
     assert set(found.names) == replaced(module) == {f"model.{part}" for part in known - {name}}
-    assert caplog.messages == [f"{type(part).__name__} runs as it was written: {reason}"]
+    assert caplog.messages == [f"{type(part).__name__} is not replaced: {reason}"]
 
 
 def test_the_log_names_each_class_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         FusedGpuLayers(make("gemma2").to(device), is_exact=False)
-    assert caplog.messages == ["Gemma2MLP runs as it was written: it computes something else"]
+    assert caplog.messages == ["Gemma2MLP is not replaced: it computes something else"]
 
 
 def test_a_kernel_that_fails_is_not_used(
@@ -297,7 +297,7 @@ def test_a_kernel_that_fails_is_not_used(
     with caplog.at_level(logging.INFO):
         model = fused(make("llama"), device)
     assert not {name for name in replaced(model.module) if name.endswith("mlp")}
-    assert caplog.messages[-1:] == ["LlamaMLP runs as it was written: RuntimeError: no compiler"]
+    assert caplog.messages[-1:] == ["LlamaMLP is not replaced: RuntimeError: no compiler"]
     check_model(model, TorchKernels(), 4)
 
 
