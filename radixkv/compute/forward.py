@@ -54,16 +54,16 @@ class Chunk:
         block_ids: int32, the blocks of these tokens.
         copy: a block copy to make before the chunk is computed (copy-on-write).
         wants_logits: whether the logits after the chunk's last token are returned.
-        wants_all_logits: whether those after each of its tokens are returned, whatever `wants_logits` says.
+        wants_all_logits: whether the logits after each of its tokens are returned; overrides `wants_logits`.
         adapter: digest of the adapter; empty for the base model.
         adapter_from: position of the first token that is computed with the adapter; earlier ones use the base model.
-        num_dropped: tokens before the chunk whose K/V were dropped; the blocks contain the K/V of the others, packed.
+        num_dropped: tokens before the chunk whose K/V were dropped; the blocks contain the other K/V without gaps.
         watcher: observes the chunk's queries; None for no observer.
-        part_ids: int32, for each block its part, the block of the pool of windowed layers; arbitrary where no window
-            reaches. None if all layers are in one pool.
+        part_ids: int32, the part of each block in the pool of windowed layers; arbitrary for blocks outside of the
+            window. None if all layers are in one pool.
         part_copy: a copy of a part to make first.
-        state: the recurrent states that it reads and writes; None for the beginning of a sequence that writes none,
-            and for a model without states.
+        state: the recurrent states that it reads and writes; None if it reads and writes none, and for a model without
+            states.
     """
 
     tokens: bytes | bytearray
@@ -237,9 +237,9 @@ class StepOutputs(NamedTuple):
 
     Attributes:
         logits: float32 `[n, vocab_size]`.
-        summary: int64 `[num_tokens + n]`, what the host needs after each step: for each token 1 if its K, V and last
-            hidden state are finite, else 0; then for each row of logits the most likely token, or `NO_TOKEN`. One
-            tensor, so that the host waits once.
+        summary: int64 `[num_tokens + n]`, the values that the host needs after each step: for each token 1 if its K, V
+            and last hidden state are finite, otherwise 0; then for each row of logits the most likely token, or
+            `NO_TOKEN`. They are in one tensor so that the host waits once.
     """
 
     logits: torch.Tensor
@@ -279,8 +279,8 @@ def compute_step(
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, int64 `[n]`, or `NO_TOKEN` if the row has no distribution.
 
-    Only the largest logit is checked: it is NaN if any logit is, since torch orders NaN above all numbers; +inf if any
-    is; and -inf if all are. A model may exclude single tokens by -inf.
+    Only the largest logit is checked. It is NaN if any logit is NaN, since PyTorch orders NaN above all numbers; +inf
+    if any logit is +inf; and -inf if all are -inf. A model may exclude single tokens by -inf.
     """
     most_likely = logits.argmax(dim=-1, keepdim=True)
     largest = logits.gather(1, most_likely)
@@ -296,8 +296,8 @@ def _step_over(
     states: StateStep | None = None,
 ) -> PagedStep | GroupedStep:
     """Return a step over all pools, given the layouts of blocks and of parts."""
-    require_invariant("parts", parts is not None or not storage.part_pools, "the chunks have none, and the pool has")
-    require_invariant("parts", parts is None or bool(storage.part_pools), "the chunks have some, and the pool has none")
+    require_invariant("parts", parts is not None or not storage.part_pools, "the chunks lack the parts of the storage")
+    require_invariant("parts", parts is None or bool(storage.part_pools), "the chunks have parts, the storage has none")
     steps = [PagedStep(pool, batch, kernels, watched, states=states) for pool in storage.pools]
     if parts is not None:
         steps += [PagedStep(pool, parts, kernels) for pool in storage.part_pools]

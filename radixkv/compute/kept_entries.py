@@ -16,11 +16,11 @@ from radixkv.kernels.scoring import Scoring
 
 
 def copy_entries(pool: KVPool, chosen: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy chosen entries into the first slots of other blocks, as they are stored, in place.
+    """Copy chosen entries, in their stored format, into the first slots of other blocks, in place.
 
     Args:
         pool: the K/V.
-        chosen: int64 `[num_layers, num_kv_heads, num_entries]`, the places of entries in `sources`.
+        chosen: int64 `[num_layers, num_kv_heads, num_entries]`, the positions of entries in `sources`.
         sources: int64, blocks in order.
         targets: int64, other blocks in order, with room for them.
     """
@@ -36,13 +36,13 @@ def copy_entries(pool: KVPool, chosen: torch.Tensor, sources: torch.Tensor, targ
 
 
 def move_entries(pool: KVPool, block_ids: torch.Tensor, source: int, targets: torch.Tensor) -> None:
-    """Write one entry of each head over another one, as it is stored, in place.
+    """Overwrite one entry of each head by another one, in its stored format, in place.
 
     Args:
         pool: the K/V.
         block_ids: int64, the blocks of the request.
-        source: the place of the entries to move.
-        targets: int64 `[num_layers, num_kv_heads]`, the places to which they are moved.
+        source: the position of the entries to move.
+        targets: int64 `[num_layers, num_kv_heads]`, the positions to which they are moved.
     """
     size = pool.block_size
     layers = torch.arange(pool.num_layers, device=targets.device)[:, None]
@@ -57,7 +57,7 @@ def _stored(pool: KVPool) -> list[torch.Tensor]:
     return [pool.values] if pool.scales is None else [pool.values, pool.scales]
 
 
-_POOLED = 5  # neighbors that share their mass, as in the code that came with the paper of SnapKV
+_POOLED = 5  # kernel size of the average pooling, as in the published code of SnapKV
 
 
 def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.Tensor:
@@ -71,13 +71,13 @@ def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.T
 
 
 def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_pooled: bool) -> torch.Tensor:
-    """Choose the last tokens, and of the others those with the largest mass, of equal ones the first.
+    """Choose the last tokens, and of the others those with the largest mass; of equal ones the first.
 
     Args:
-        mass: float32 `[num_layers, num_kv_heads, num_tokens]`.
-        window: last tokens that are chosen in any case, below `num_entries`.
+        mass: attention mass, float32 `[num_layers, num_kv_heads, num_tokens]`.
+        window: last tokens that are always chosen, below `num_entries`.
         num_entries: tokens to choose, below `num_tokens`.
-        is_pooled: whether the mass of a token is the mean of its neighborhood, so that what belongs together stays.
+        is_pooled: whether the mass of a token is averaged over its neighbors, so that adjacent tokens stay together.
 
     Returns:
         int64 `[num_layers, num_kv_heads, num_entries]`.
@@ -98,22 +98,22 @@ _QUERIES_AT_ONCE = 16  # scores of 16 queries, 32 heads and 32,768 entries take 
 def attention_mass(
     query: torch.Tensor, pool: KVPool, layer: int, block_ids: torch.Tensor, num_entries: int, scoring: Scoring
 ) -> torch.Tensor:
-    """Sum up the weights that each entry gets from the last queries of a request.
+    """Sum the attention weights that each entry gets from the last queries of a request.
 
-    The arithmetic is float32. It reads nothing of other requests, so that company changes no bit.
+    The computation is in float32 and reads nothing of other requests, so the result is batch-invariant.
 
     Args:
-        query: `[num_queries, num_query_heads, head_dim]`, those of the last entries.
-        pool: the K/V; those of the queries are written.
+        query: `[num_queries, num_query_heads, head_dim]`, the queries of the last entries.
+        pool: the K/V, which already contain the entries of the queries.
         layer: index into the pool's layers.
         block_ids: int64, the request's blocks.
         num_entries: entries in these blocks.
-        scoring: how scores are made. Without a window.
+        scoring: how scores are computed; without a window.
 
     Returns:
         float32 `[num_kv_heads, num_entries]`: sums over the queries and over the query heads that share a KV head.
     """
-    assert scoring.window is None, "what a window leaves out is not known by the place of an entry"
+    assert scoring.window is None, "entries are not ordered by position, so a window cannot be applied"
     num_kv_heads = pool.num_kv_heads
     stored = pool.values[block_ids, layer, 0]  # [num_blocks, num_kv_heads, block_size, stored_dim]
     key = stored.float() if pool.scales is None else dequantize(stored, pool.scales[block_ids, layer, 0], pool.dtype)
@@ -138,15 +138,15 @@ def attention_mass(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Bounds on what is kept.
+    """The rule by which entries are kept.
 
     Attributes:
-        num_entries: entries of the prompt that are kept at most; and of all tokens, if `drops_generated`.
+        num_entries: maximum number of kept entries of the prompt, or of all tokens if `drops_generated`.
         num_sinks: first tokens that are never dropped.
         num_recent: last tokens that are never dropped.
-        num_observed: last queries of the prompt whose attention chooses; 0 chooses without.
-        is_pooled: whether neighbors share their mass in the prompt.
-        drops_generated: whether entries are dropped while tokens are generated, too.
+        num_observed: last queries of the prompt whose attention decides; 0 to decide by position.
+        is_pooled: whether the attention mass of the prompt is averaged over neighbors.
+        drops_generated: whether entries are also dropped while tokens are generated.
     """
 
     num_entries: int
@@ -163,24 +163,24 @@ class Rule:
 
 
 class KeptEntries:
-    """Entries of one generation in its private blocks. All heads have equally many, each its own.
+    """The K/V entries of one generation in its private blocks. All heads have the same number, and each its own.
 
-    The place of an entry says nothing: a dropped one is replaced by the last, and K carry the rotation of their true
-    positions. Attention does not ask for an order.
+    Entries are not ordered: the last entry takes the slot of a dropped one. Keys keep the rotation of their original
+    positions, and attention does not depend on the order.
 
         kept     [ p0 p1 p4 p7 )                 the lightest is p4
         dropped  [ p0 p1 p7 )                    p7 took its place
         step     [ p0 p1 p7 p8 )                 the new token is the last one
 
-    Implements `QueryWatcher` for the steps of the generation. What a step showed counts once the step is over and
-    `append` is called, so a step that failed and is computed again counts once.
+    Implements `QueryWatcher` for the steps of the generation. The attention of a step is added when `append` is called
+    after the step, so a step that failed and is computed again counts once.
 
     Args:
         pool: the K/V memory.
-        rule: what is kept.
+        rule: decides which entries are kept.
         block_ids: the private blocks.
-        positions: int64 `[num_layers, num_kv_heads, num_entries]`, of what is in them.
-        mass: float32, the same shape: the attention that these got so far; None without observation.
+        positions: int64 `[num_layers, num_kv_heads, num_entries]`, the token position of each entry.
+        mass: float32, the same shape: the attention that each entry has got so far; None if it is not observed.
     """
 
     def __init__(
@@ -196,20 +196,20 @@ class KeptEntries:
         self._block_ids = torch.from_numpy(block_ids).long()
         self._positions = positions
         self._mass = mass
-        self._seen: dict[int, torch.Tensor] = {}  # by layer, of the step under way
+        self._seen: dict[int, torch.Tensor] = {}  # attention of the current step, by layer
 
     @classmethod
     def of_prompt(cls, runner: Runner, rule: Rule, prompt: Chunk, block_ids: BlockIds) -> KeptEntries:
-        """Choose what is kept of a prompt, and copy it into private blocks. The prompt's own blocks stay as they are.
+        """Choose the kept entries of a prompt, and copy them into private blocks. The prompt's blocks do not change.
 
-        The last queries are computed once more where their attention chooses, so that the choice is the same whatever
-        was cached.
+        If the rule depends on attention, the last queries are computed once more, so that the choice does not depend on
+        what was cached.
 
         Args:
             runner: holds the K/V.
-            rule: what is kept.
+            rule: decides which entries are kept.
             prompt: all tokens of the prompt, whose K/V are in its blocks.
-            block_ids: the private blocks, with room for what is kept.
+            block_ids: the private blocks, with room for the kept entries.
         """
         pool, num_tokens = runner.storage.pool, prompt.end
         num_kept = min(rule.num_entries, num_tokens)
@@ -238,7 +238,7 @@ class KeptEntries:
 
     @property
     def watches(self) -> bool:
-        """Whether it has to see the queries of each step."""
+        """Whether it must observe the queries of each step."""
         return self._rule.weighs_generated
 
     def see(self, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
@@ -247,7 +247,7 @@ class KeptEntries:
         self._seen[layer] = attention_mass(query, self._pool, layer, self._block_ids, num_entries, scoring)
 
     def append(self, position: int) -> None:
-        """Note that a step has written the entries of one more token."""
+        """Record that a step has written the entries of one more token."""
         new = torch.full((*self._positions.shape[:2], 1), position)
         self._positions = torch.cat((self._positions, new), dim=-1)
         if self._mass is not None:
@@ -256,9 +256,10 @@ class KeptEntries:
         self._seen = {}
 
     def drop(self) -> None:
-        """Drop an entry of each head that is neither a first token nor recent: the lightest, or else the oldest.
+        """Drop an entry of each head: the one with the least attention, or the oldest if attention is not observed.
 
-        Recent are those that will be among the last `num_recent` tokens with the next one.
+        First tokens and recent tokens are kept. Recent tokens are those that will be among the last `num_recent` tokens
+        after the next one.
         """
         last = int(self._positions.max())
         is_free = (self._positions >= self._rule.num_sinks) & (self._positions <= last + 1 - self._rule.num_recent)
@@ -271,7 +272,7 @@ class KeptEntries:
 
 
 class _Observation:
-    """Watches the last queries of a prompt."""
+    """Observes the last queries of a prompt."""
 
     def __init__(self, pool: KVPool, prompt: Chunk) -> None:
         self._pool = pool
@@ -292,6 +293,6 @@ def _observe(runner: Runner, prompt: Chunk, num_observed: int) -> torch.Tensor:
 
 
 def _without(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Leave out the last value of each row, after it has taken the place of another one."""
+    """Remove one value of each row: the last value takes its place."""
     values = values.scatter(-1, places[..., None], values[..., -1:])
     return values[..., :-1].contiguous()

@@ -31,8 +31,8 @@ class StepResult(NamedTuple):
     Attributes:
         logits: float32 `[n, vocab_size]` on the model's device; valid until the next step is started.
         most_likely: for each row of logits, the token with the largest logit; any token where the chunk is not finite.
-        is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite, and whether
-            each of its rows of logits has a largest one that is.
+        is_finite: for each chunk, whether K, V and the last hidden states of all its tokens are finite, and the largest
+            logit of each of its rows.
     """
 
     logits: torch.Tensor
@@ -42,15 +42,15 @@ class StepResult(NamedTuple):
 
 # Waits for a step that was started, and returns its result. To be called once.
 Wait: TypeAlias = Callable[[], StepResult]
-# Starts a prepared step, given the tokens of its chunks one after the other, int64 `[num_tokens]` on the host. The step
-# before must have been waited for.
+# Starts a prepared step, given the concatenated tokens of its chunks, int64 `[num_tokens]` on the host. `Wait` of the
+# previous step must have been called.
 Launch: TypeAlias = Callable[[torch.Tensor], Wait]
 
 
 class Runner:
     """Owns the model and the K/V memory, and computes steps. Knows nothing of trees and requests.
 
-    A step is prepared, started, and waited for. The next one may be prepared while it is computed:
+    A step is prepared, started, and waited for. The next step may be prepared while it is running:
 
         host      prepare 1 │ start 1 │ prepare 2 │ wait 1 │ start 2 │ prepare 3 ...
         device              [ step 1 ............. )       [ step 2 ......
@@ -60,11 +60,11 @@ class Runner:
         storage: the K/V memory.
         kernels: the operations on it.
         graphs: steps recorded over model, storage and kernels; None for no recorded steps.
-        num_state_slots: states that a model which keeps some may leave for later steps.
+        num_state_slots: number of slots for recurrent states; 0 for a model without states.
 
     Attributes:
         model, storage: as above.
-        states: the states; None for a model that keeps none.
+        states: the recurrent states; None for a model without states.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of what is cached: of the model and the pool; see `radixkv.model.fingerprint`."""
+        """The fingerprint of the model and the K/V format; see `radixkv.model.fingerprint`."""
         storage = self.storage
         stored_as = f"{storage.kv_dtype}: {payload_layout(storage.pools)}"
         return fingerprint_cached(self.model.fingerprint, stored_as, storage.block_size)
@@ -114,7 +114,7 @@ class Runner:
 
     @property
     def compression_refusal(self) -> str:
-        """Reason why generations can't drop K/V; empty if they can."""
+        """Reason why generations cannot drop K/V; empty if they can."""
         if self.model.device.type != "cpu":
             return f"a model on {self.model.device.type}, where it is not tested yet"
         if self.model.state_shape is not None:
@@ -127,14 +127,15 @@ class Runner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the device computes a step that was started while the host does something else."""
+        """Whether the device computes a started step while the host does other work."""
         return self.model.device.type == "cuda"
 
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
-        """Do the work of a step that does not need its tokens. The step before may still be computed.
+        """Do the work of a step that does not need its tokens. The previous step may still be running.
 
-        A recorded step is planned and written to pinned memory. Of any other step the tables are made. Steps with rows
-        of adapters are not recorded: adapters add matmuls of other shapes. Nor are steps whose queries are observed.
+        A recorded step is planned and written to pinned memory. For other steps, only the tables are created. Steps
+        with adapters are not recorded, since adapters add matmuls of other shapes; neither are steps whose queries are
+        observed.
 
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
@@ -149,23 +150,23 @@ class Runner:
         return functools.partial(self._start, layout, by_pool, recorded or functools.partial(self._compute, layout))
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
-        """Copy shared blocks, then compute all chunks in one forward pass. The step before must have been waited for.
+        """Copy shared blocks, then compute all chunks in one forward pass. The previous step must be finished.
 
-        If the runner is not asynchronous, the step is computed when it is waited for.
+        If the runner is not asynchronous, the step is computed when the returned function is called.
 
         Returns:
-            A function that waits, and returns the rows of logits that the chunks want, in order, and for each chunk
-            whether all its numbers are finite.
+            A function that waits, and returns the rows of logits that the chunks request, in order, and for each chunk
+            whether its values are finite.
         """
         return self.prepare(chunks)(pack_tokens(chunks))
 
     def observe(self, chunk: Chunk, num_tokens: int, watcher: QueryWatcher) -> None:
-        """Compute the last tokens of a chunk once more, so that a watcher sees their queries. Writes nothing.
+        """Compute the last tokens of a chunk once more, so that a watcher can observe their queries. Writes nothing.
 
         Args:
-            chunk: its K/V exist, those of its own tokens too.
-            num_tokens: tokens to compute.
-            watcher: sees each layer.
+            chunk: a chunk whose K/V, including those of its own tokens, are in the pool.
+            num_tokens: number of tokens to compute.
+            watcher: called for each layer.
         """
         last = dataclasses.replace(chunk, start=chunk.end - num_tokens, copy=None, wants_logits=False)
         layout = lay_out([dataclasses.replace(last, watcher=watcher)], self.storage.block_size).to(self.model.device)

@@ -1,4 +1,4 @@
-"""Joins the adapters of a model to an engine, and loads those of the configuration."""
+"""Connects the adapters of a model to an engine, and loads those of the configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from radixkv.model.model import Model
 from radixkv.model.report import Report, report_nothing
 from radixkv.startup.openmp_threads import end_own_threads
 
-# Files may have four bytes a number where the model has one.
+# Numbers in adapter files may take four bytes, even if those of the model take one.
 _FILE_BYTES_EACH = 4
 
 _log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ def load_adapters(sections: Mapping[str, AdapterConfig], adapters: Adapters, rep
     """Load the adapters of a configuration, before the engine is started.
 
     Args:
-        sections: by name.
-        adapters: of the engine.
-        report: is called with what is being done.
+        sections: the sections `adapters.NAME`, by name.
+        adapters: the adapters of the engine.
+        report: called with a description of each load.
 
     Raises:
         ConfigError: the message names the section.

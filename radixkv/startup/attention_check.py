@@ -23,8 +23,8 @@ from radixkv.storage.device_pool import KVShape
 _NUM_TOKENS = {"cuda": 2600, "cpu": 650}
 _NUM_QUERIES = 200
 
-# Where the queries are divided into five parts: the first query alone; 17, 52 and 129 queries, which are fewer and more
-# than a tile has rows; and the last query alone, whose sums cancel the most.
+# The queries are divided here into five parts: the first query alone; 17, 52 and 129 queries, which are fewer and more
+# than the rows of a tile; and the last query alone, whose sums are the most sensitive to cancellation.
 _CUTS = (1, 18, 70, 199)
 
 # Maximum distance of a row from the reference, relative to the row's norm. It allows for rounding and for another order
@@ -35,12 +35,12 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
     """Attend over a long prefix and compare with `kernels/reference.py`.
 
-    The queries are computed at once, and again in parts next to other requests. In exact mode both must have the same
-    bits. Slots that are not written hold NaN.
+    The queries are computed at once, and again in parts together with other requests. In exact mode both results must
+    be bitwise identical. Slots that are not written hold NaN.
 
     Args:
         kernels: the kernels that will serve.
-        use: the demands of the model.
+        use: the requirements of the model.
 
     Raises:
         UnsupportedModel: the results differ for at least one kind of layer.
@@ -59,7 +59,7 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
     name, scale = f"attention over {shape.format.name} on {use.device}", shape.head_dim**-0.5
     try:
         results = [trial.attend(query, key, value, scale=scale, cuts=cuts) for cuts in ((), _CUTS)]
-    except Exception as error:  # compilers and drivers raise errors of their own over a dtype that they do not know
+    except Exception as error:  # compilers and drivers raise their own errors for dtypes that they do not support
         raise UnsupportedModel(f"{name}: does not run there: {reason_of(error)}") from error
     expected = trial.attend_reference(query, key, value, scale=scale)
     for got in results:
@@ -71,12 +71,14 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
             )
     if use.is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
         raise UnsupportedModel(
-            f"{name}: expected the same bits computed at once and in parts, got others; {SERVE_FAST}"
+            f"{name}: expected bitwise identical results at once and in parts, got different ones; {SERVE_FAST}"
         )
 
 
 def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
-    """Whether queries have the same bits computed at once and in parts, on inputs whose values or scores cancel."""
+    """Whether results at once and in parts are bitwise identical, on inputs whose values or scores are sensitive to
+    cancellation.
+    """
     inputs = sensitive_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
     # A latent pool stores one tensor as keys and values. Since all queries are zeros here, the keys change no score.
     if shape.is_latent and what == "values":
@@ -111,7 +113,7 @@ class _Trial:
         )
         self._pool.blocks.fill_(0xFF)  # NaN; in a pool of integers, the scales are NaN
         self._table = np.arange(num_blocks, dtype=np.int32)
-        np.random.default_rng(0).shuffle(self._table[num_blocks // 2 :])  # some adjacent blocks, and some that are not
+        np.random.default_rng(0).shuffle(self._table[num_blocks // 2 :])  # half of the blocks are not adjacent
         self._kernels = kernels
         self._kind = kind
         self._dtype = use.dtype
@@ -126,7 +128,7 @@ class _Trial:
         scale: float,
         cuts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """Compute the attention of the last queries. With `cuts`, compute it in parts, which begin there.
+        """Compute the attention of the last queries. With `cuts`, compute it in parts that begin at these positions.
 
         Each part is computed in a batch with two other requests, which use the same K/V.
 

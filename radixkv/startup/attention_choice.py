@@ -1,4 +1,4 @@
-"""Chooses the attention kernels that serve a model: the first that are right on this machine."""
+"""Chooses the attention kernels that serve a model: the first ones that are correct on this machine."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def attention_kernels(
     attempt: Callable[[str, AttentionUse], None] = try_attention,
     progress: StartProgress | None = None,
 ) -> AttentionKernels:
-    """Choose the kernels for the device of a model. Short trials decide, see `choose_attention`: on a GPU in other
-    processes, on a CPU in this one.
+    """Choose the attention kernels for a model and its device by short trials; see `choose_attention`.
 
-    Where FlashInfer is installed and passes its trial, it attends in steps that are not recorded.
+    Trials run in separate processes on a GPU, and in this process on a CPU. If FlashInfer is installed and passes its
+    trial, it computes attention in steps that are not recorded.
 
     Args:
         model: the model that will be served.
-        kv_shape: its K and V as the pool stores them.
+        kv_shape: the shape and format of K and V in the pool.
         block_size: tokens per block.
         attempt: tries kernels of a GPU by name; see `try_attention`.
-        progress: of the start, if there is one: gets the name of the chosen kernels.
+        progress: the progress of the start, which is notified of the chosen kernels; None for none.
 
     Raises:
-        ConfigError: RADIXKV_REFUSED_ATTENTION names kernels that there are not.
+        ConfigError: RADIXKV_REFUSED_ATTENTION names unknown kernels.
     """
     progress = progress or StartProgress()
-    use, *others = model.attention_uses(kv_shape, block_size)  # others differ in heads, on a CPU alone
+    use, *others = model.attention_uses(kv_shape, block_size)  # others have different heads; only on a CPU
     refused = refused_names("exact" if use.is_exact else "fast")
 
     def reported(name: str) -> None:
@@ -82,7 +82,7 @@ def _check_all(kernels: AttentionKernels, uses: Iterable[AttentionUse]) -> None:
 
 
 def _without(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> dict[str, _Kernels]:
-    """Leave out what the environment refuses, and log a warning for each."""
+    """Remove the candidates that the environment variable refuses, and log a warning for each."""
     for name in candidates:
         if name in refused:
             _log.warning("%s is not used: %s refuses it", name, VARIABLE)
@@ -90,15 +90,15 @@ def _without(refused: Collection[str], candidates: Mapping[str, _Kernels]) -> di
 
 
 def choose_attention(candidates: Mapping[str, _Kernels], attempt: Callable[[str], None]) -> _Kernels:
-    """Try kernels until some are right, and log a warning for each that are not.
+    """Try kernels until one passes, and log a warning for each that fails.
 
     Args:
         candidates: kernels by name, the preferred ones first; at least one.
-        attempt: given a name, raises UnsupportedModel if these kernels can't serve.
+        attempt: called with a name; raises UnsupportedModel if these kernels cannot serve.
 
     Returns:
-        The first kernels that can serve, or else the last, which are not tried: nothing could take their place, and
-        `check_model` refuses the model with the reason.
+        The first kernels that pass, or else the last ones. The last ones are not tried, since there is no alternative:
+        `check_model` refuses the model with the reason if they fail.
     """
     *preferred, last = candidates
     for name in preferred:

@@ -1,4 +1,4 @@
-"""Tries attention kernels in a process of their own, so that a hang or a broken device stays in that process.
+"""Tries attention kernels in a separate process, so that a kernel that stalls or crashes does not affect the server.
 
 python -m radixkv.startup.attention_trial < trial.json
 """
@@ -21,12 +21,12 @@ from radixkv.model.on_gpu import attention_candidates, flashinfer_candidate
 from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape
 
-# Starting Python, torch and a GPU takes ten seconds, compiling and running the kernels of a model some more.
+# Starting Python, PyTorch and a GPU takes ten seconds; compiling and running the kernels takes additional time.
 _TIMEOUT_S = 120.0
-# FlashInfer is built by nvcc when a shape is first used, for minutes; what was built is kept on disk.
+# When a shape is first used, FlashInfer compiles kernels with nvcc for minutes. The result is cached on disk.
 _BUILD_TIMEOUT_S = 900.0
 _DEATH_S = 5.0
-_REFUSED = 3  # a Python that fails ends with 1
+_REFUSED = 3  # exit status; Python itself fails with 1
 
 
 def try_attention(
@@ -40,9 +40,9 @@ def try_attention(
 
     Args:
         name: name of the kernels in `triton_kernels.candidates`, or FlashInfer's.
-        use: the demands of the model.
+        use: the requirements of the model.
         command: command of the process, which reads the trial from its standard input.
-        timeout_s: the process is killed after this time; None for two minutes, and for FlashInfer fifteen.
+        timeout_s: the process is killed after this time; None for two minutes, or fifteen for FlashInfer.
 
     Raises:
         UnsupportedModel: the kernels are wrong, or the process failed or did not end in time.
@@ -65,7 +65,7 @@ def try_attention(
         printed, errors = process.communicate(_written(name, use), timeout=timeout_s)
     except subprocess.TimeoutExpired as late:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is stuck in a driver can't be killed
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is blocked in a driver can't be killed
             process.communicate(timeout=_DEATH_S)
         raise UnsupportedModel(f"its trial did not end within {timeout_s:g} s") from late
     if process.returncode == _REFUSED:
@@ -85,7 +85,7 @@ def _kernels(name: str, use: AttentionUse) -> AttentionKernels:
         return attention_candidates(use)[name]
     found = flashinfer_candidate(use)
     if found is None:
-        raise UnsupportedModel("it is not installed, or does not suit this model, pool or GPU")
+        raise UnsupportedModel("it is not installed, or does not support this model, pool or GPU")
     return found
 
 
@@ -106,7 +106,7 @@ def _written(name: str, use: AttentionUse) -> str:
 
 
 def _read(trial: str) -> tuple[str, AttentionUse]:
-    """Read what `_written` wrote."""
+    """Parse the result of `_written`."""
     values = json.loads(trial)
     num_layers, num_kv_heads, head_dim, stored, is_latent = values["shape"]
     return values["name"], AttentionUse(
@@ -124,7 +124,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _refusal_of(trial: str) -> str:
-    """Run a trial. Returns why the kernels can't serve; empty if they can."""
+    """Run a trial. Returns the reason why the kernels cannot serve; empty if they can."""
     try:
         try_attention_here(*_read(trial))
     except UnsupportedModel as refusal:
@@ -133,7 +133,7 @@ def _refusal_of(trial: str) -> str:
 
 
 def main() -> int:
-    """Run the trial that stands on the standard input, and print why the kernels can't serve. Returns the status."""
+    """Run the trial on standard input, and print the reason if the kernels cannot serve. Returns the exit status."""
     refusal = _refusal_of(sys.stdin.read())
     print(refusal)
     return _REFUSED if refusal else 0

@@ -63,22 +63,22 @@ def build_engine(
     choice: LoadOrCompute | None = None,
     progress: StartProgress | None = None,
 ) -> Engine:
-    """Load the model, check it, and allocate the pool. Logs each phase when it begins, and what came of it.
+    """Load and check the model, allocate the pool, and build the engine. Logs the start and the result of each phase.
 
-    The process keeps freed memory from then on, and asks for huge pages: see `radixkv.startup.malloc`.
+    From then on, the process keeps freed memory and requests huge pages: see `radixkv.startup.malloc`.
 
     Args:
-        config: describes it.
-        observers: are notified of what the engine does.
-        events_key: names namespaces in events, 16 to 64 bytes; None for a random one.
-        choice: decides between loading from stores and computing; None for one by measured times.
-        progress: is kept up to date; None for one of its own, which only logs when a phase begins.
+        config: the configuration.
+        observers: are notified of requests and steps.
+        events_key: key that derives the names of namespaces in events, 16 to 64 bytes; None for a random one.
+        choice: decides between loading from stores and computing; None to decide by measured times.
+        progress: the progress of the start; None to log only the beginning of each phase.
 
     Returns:
         An engine that is not started yet.
 
     Raises:
-        ConfigError: the model, an adapter or a file can't be used, or the pool does not fit into memory.
+        ConfigError: the model, an adapter or a file cannot be used, or the pool does not fit into memory.
     """
     progress = progress or StartProgress()
     require_usable(config)
@@ -88,7 +88,7 @@ def build_engine(
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
     use_huge_pages()
-    keep_freed_memory()  # before loading, which copies each weight of a CPU's model
+    keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
     progress.begin("loading the model")
     model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
     _note_model(model, progress)
@@ -100,7 +100,7 @@ def build_engine(
     recorder = GraphRecorder(model, kernels, limits)
     num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
     states = make_state_slots(model, kv_shape, num_blocks, config, limits)
-    num_whole_blocks = num_blocks  # of one pool of all layers
+    num_whole_blocks = num_blocks  # if all layers were in one pool
     groups, num_blocks, num_parts, num_own_parts = divide_layers(config, limits, model, num_blocks)
     _require_floors(quotas, num_blocks)
     storage = KVStorage(
@@ -183,7 +183,7 @@ def _log_pool(storage: KVStorage, device: torch.device) -> None:
         device,
     )
     if groups is not None:
-        at_most = "" if storage.num_own_parts is None else "at most "  # the traffic decides
+        at_most = "" if storage.num_own_parts is None else "at most "  # with shared memory it depends on the traffic
         _log.info(
             "%d of %d layers have windows of at most %d tokens: the pool holds %s%d tokens for them in %.1f MB, and "
             "%s%d tokens for the other layers in %.1f MB",
@@ -214,17 +214,17 @@ def make_runner(
     num_state_slots: int = 0,
     progress: StartProgress | None = None,
 ) -> Runner:
-    """Compile kernels, record short steps, if there are CUDA graphs, and keep those that answer right.
+    """Compile kernels, record short steps as CUDA graphs if possible, and drop graphs with wrong results.
 
-    What is in the pool is lost.
+    The contents of the pool are lost.
 
     Args:
         model: the weights.
         storage: the K/V memory.
-        kernels: the operations on it.
+        kernels: the operations on the pool.
         recorder: records steps of this model with these kernels.
         num_state_slots: see `Runner`.
-        progress: of the start, if there is one.
+        progress: the progress of the start; None for none.
     """
     progress = progress or StartProgress()
     start_s = time.perf_counter()
@@ -251,7 +251,7 @@ def _note_model(model: Model, progress: StartProgress) -> None:
 
 
 def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress: StartProgress) -> AttentionKernels:
-    """Choose attention kernels, and refuse a model that they do not compute right."""
+    """Choose attention kernels, and refuse a model for which their results are wrong."""
     start_s = time.perf_counter()
     kernels = attention_kernels(model, kv_shape, block_size, progress=progress)
     try:
@@ -331,7 +331,7 @@ def _quota(path: str, bounds: TenantConfig, config: Config) -> Quota:
 
 
 def _require_floors(quotas: Mapping[str, Quota], num_blocks: int) -> None:
-    """Refuse floors that the pool, whose size may be known only now, has no room for."""
+    """Refuse floors that exceed the pool, whose size may be known only now."""
     floors = sum(quota.floor_blocks for quota in quotas.values())
     if floors > num_blocks:
         raise ConfigError(

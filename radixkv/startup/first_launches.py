@@ -1,7 +1,7 @@
-"""Launches every kernel once before requests come, so that none is compiled while they wait.
+"""Launches every kernel once before serving, so that no request waits for a compilation.
 
-A kernel is compiled for the rows of a tile, for dtypes, for tensors whose strides are multiples of 16 and for others.
-A compile takes 0.6 to 0.8 s.
+A kernel is compiled separately for each number of rows of a tile, for each dtype, and for strides that are multiples of
+16 and that are not. A compilation takes 0.6 to 0.8 s.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
-# Rows that fill a tile of 16, 64 and 128 packed rows.
+# Packed rows of the tiles.
 _TILE_ROWS = (16, 64, 128)
 
-# What strides of tensors are multiples of, or not.
+# Kernels are specialized for strides that are multiples of this.
 _ALIGNMENT = 16
 
-# Cached tokens before the first request of a step: more than a split has in any mode, so that splits are merged.
+# Cached tokens before the first request of a step: more than a split has in any mode, so that results of splits are
+# merged.
 _CACHED_TOKENS = 4608
 
 
 def launch_all(model: Model, storage: KVStorage, kernels: Sequence[PlanningKernels], max_sequence_tokens: int) -> None:
-    """Compute small steps that take every kernel which a step launched kernel by kernel may take.
+    """Compute small steps that together launch every kernel that a step without a CUDA graph may launch.
 
     Args:
         model: the weights.
         storage: the K/V memory; the contents of its first block are lost.
-        kernels: the operations on it, in every way in which steps may use them.
+        kernels: all variants of the operations on the pool.
         max_sequence_tokens: tokens of the longest sequence.
     """
     group_sizes = {kind.num_query_heads // model.kv_shape.num_kv_heads for kind in model.attention_kinds}
@@ -46,20 +47,20 @@ def launch_all(model: Model, storage: KVStorage, kernels: Sequence[PlanningKerne
 
 
 def _steps(group_sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the new tokens of each request of some steps: one, and for each tile a multiple of 16 and an odd number.
+    """Yield steps as numbers of new tokens per request: 1, and for each tile a multiple of 16 and an odd number.
 
-    The strides of a tensor with a single token are not those of others.
+    A tensor with a single token has special strides.
     """
     yield [1]
     for group_size in group_sizes:
         for tile_rows in _TILE_ROWS:
-            most_tokens = max(1, tile_rows // group_size)  # of one request, so that its rows fit a tile
+            most_tokens = max(1, tile_rows // group_size)  # of one request, so that its rows fit into a tile
             yield [most_tokens] * (_ALIGNMENT // math.gcd(_ALIGNMENT, most_tokens))
             yield [most_tokens] if most_tokens % 2 else [most_tokens, 1]
 
 
 def _chunks(query_lens: Sequence[int], block_size: int, max_sequence_tokens: int) -> list[Chunk]:
-    """Make a step over the first block, again and again, that copies this block over itself first."""
+    """Create a step that uses the first block for all positions, and first copies this block onto itself."""
     chunks: list[Chunk] = []
     for query_len in query_lens:
         num_tokens = min(query_len, max_sequence_tokens)

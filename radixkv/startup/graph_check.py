@@ -1,4 +1,4 @@
-"""Drops recorded steps whose answers differ from those of the model."""
+"""Drops recorded steps whose results differ from those of the same steps launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from radixkv.model.report import Report, report_nothing
 from radixkv.startup.model_check import LOGITS_TOLERANCE
 from radixkv.storage.device_pool import KVStorage
 
-# Cached tokens before the computed ones: more than a split has, in exact mode too. The next number if there is no room.
+# Cached tokens before the computed ones: more than a split has, even in exact mode. The next number is used if the
+# previous one does not fit.
 _PREFIX_TOKENS = (4608, 2304, 128)
 
 _FIRST_BLOCK = np.zeros(1, dtype=np.int32)
@@ -33,10 +34,10 @@ def drop_wrong_graphs(
     max_sequence_tokens: int,
     report: Report = report_nothing,
 ) -> None:
-    """Compute a step with each graph and without it, and drop graphs whose answers differ, with a warning.
+    """Compute a step with each graph and without it, and drop graphs whose results differ, with a warning.
 
-    In exact mode every bit of logits and K/V is compared, on the device. The steps have one token less than there is
-    room for. Graphs that can't be checked because the pool has too few blocks are dropped, too.
+    In exact mode logits and K/V are compared bit for bit, on the device. The steps have one token less than there is
+    room for. Graphs that cannot be checked because the pool has too few blocks are also dropped.
 
     Args:
         graphs: steps recorded over `storage`.
@@ -44,7 +45,7 @@ def drop_wrong_graphs(
         storage: the K/V memory; its contents are lost.
         kernels: the operations on the pool.
         max_sequence_tokens: tokens of the longest sequence.
-        report: is called with the number of graphs that are checked.
+        report: called with the number of each graph that is checked.
     """
     num_tokens = max(_PREFIX_TOKENS) + max(shape.num_tokens for shape in graphs.shapes)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens).astype("<u4").tobytes()
@@ -80,19 +81,19 @@ def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runn
 
 
 def _difference(got: torch.Tensor, num_blocks: int, chunks: list[Chunk], runner: Runner) -> str:
-    """Compute a step that was replayed again, launched. Returns what differs; empty if nothing does.
+    """Compute a replayed step again, kernel by kernel. Returns the difference; empty if there is none.
 
     Args:
         got: logits of the replayed step.
-        num_blocks: the first blocks of the pool, which the step may have written.
+        num_blocks: number of blocks at the start of the pool that the step may have written.
         chunks: the step.
-        runner: launches it.
+        runner: computes it kernel by kernel.
     """
     model, pool = runner.model, runner.storage.pool.blocks
     blocks = pool[:num_blocks]
     got_blocks = None
     if model.is_exact:
-        # Kept in the pool's next blocks, if it has as many: the device may have no other memory for a copy.
+        # A copy is kept in the next blocks of the pool, if there are enough: the device may have no other free memory.
         spare = pool[num_blocks : 2 * num_blocks]
         got_blocks = spare if len(spare) == num_blocks else torch.empty_like(blocks, device="cpu")
         got_blocks.copy_(blocks)
@@ -104,15 +105,15 @@ def _difference(got: torch.Tensor, num_blocks: int, chunks: list[Chunk], runner:
         is_right = torch.equal(got, expected) and all(
             torch.equal(block.to(blocks.device), other) for block, other in zip(got_blocks, blocks, strict=True)
         )
-    return "" if is_right else "its answers differ"
+    return "" if is_right else "its results differ"
 
 
 def _chunks(
     shape: StepShape, tokens: bytes, block_size: int, prefix_tokens: int, max_sequence_tokens: int
 ) -> list[Chunk]:
-    """Make a step that nearly fills a shape: one longer request, and others of one token.
+    """Create a step that nearly fills a shape: one longer request, and others of one token.
 
-    The prefix of each is the first block, repeated. No sequence is longer than `max_sequence_tokens`.
+    The prefix of each request is the first block, repeated. No sequence is longer than `max_sequence_tokens`.
     """
     num_tokens = max(1, shape.num_tokens - 1)
     num_others = min((shape.num_requests - 1) // 2, num_tokens - 1)

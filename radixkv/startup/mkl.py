@@ -12,10 +12,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 def fix_summation_order(environment: MutableMapping[str, str], cpuinfo: Path = _CPUINFO) -> None:
     """Let MKL sum a row of a matmul in an order that does not depend on the other rows.
 
-    On processors with AVX2 and without AVX-512, MKL multiplies bfloat16 for PyTorch, and the rows at the end of a block
-    come out with other bits than the rest. Where the C++ kernels are missing, exact mode then has no attention that is
-    batch invariant. In MKL's strict mode of numerical reproducibility all rows agree. A variable that the user has set
-    wins.
+    On processors with AVX2 and without AVX-512, PyTorch uses MKL for bfloat16 matmuls, and the results for rows at the
+    end of a block differ in their last bits from those of other rows. Without the C++ kernels, exact mode then has no
+    batch-invariant attention. In MKL's strict mode of numerical reproducibility, all rows agree. A variable that the
+    user has set is not changed.
 
     Args:
         environment: `os.environ`, to which `MKL_CBWR` is added.

@@ -1,4 +1,4 @@
-"""Checks that a prefix cache does not change a model's answers."""
+"""Checks that a prefix cache does not change a model's results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from radixkv.startup.attention_check import check_attention
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
-# The largest relative distance of logits that are computed in two ways. Another order of sums costs about 1e-6 in
-# float32 and 1e-2 in bfloat16; a lost window, mask or state costs 1e-1 and more (tests/startup/test_model_check.py).
+# Maximum relative distance of logits that are computed in two ways. Another summation order causes about 1e-6 in
+# float32 and 1e-2 in bfloat16; a missing window, mask or state causes 1e-1 and more
+# (tests/startup/test_model_check.py).
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-# Some models in bfloat16 turn a last bit into more. In 24 layers of random weights of 0.02 transformers' own two ways
-# are 0.024 apart, and in 24 of 0.05 they are 0.093, where a lost window of 128 costs 1.2 at the 133rd token. Such a
-# model may be as far from eager attention as this many times transformers' other way, and twice the tolerance at most.
+# Some models in bfloat16 amplify rounding. With 24 layers of random weights with a standard deviation of 0.02, the
+# logits of transformers' eager and SDPA attention are 0.024 apart, and 0.093 with 0.05, while a missing window of 128
+# causes 1.2 at the 133rd token. Therefore the distance from eager attention may be up to this many times the distance
+# between the two, but at most twice the tolerance.
 _OWN_DISTANCES = 1.5
 
-# With weights of 8 bits: a last bit of attention decides to which integer an input is rounded.
+# With 8-bit weights, the last bits of the attention output decide to which integer an input is rounded.
 _INT8_TOLERANCE = 5e-2
 
 
@@ -43,22 +45,21 @@ def check_model(
 ) -> None:
     """Compare a short prompt computed in parts with transformers' eager attention, and in exact mode also at once.
 
-    The first part has no prefix and ends inside a block. The second is a single token, which depends on its prefix the
-    most. In exact mode the bits of the answer and of all K and V must be the same at once and in parts, also over a
-    pool that stores K and V in another dtype; in fast mode `check_attention` alone tries such a pool. The kernels are
-    checked first.
+    The first part has no prefix and ends inside a block. The second part is a single token, which depends most on its
+    prefix. In exact mode logits, K and V must be bitwise identical at once and in parts, also for a pool with another
+    dtype; in fast mode only `check_attention` tries such a pool. The kernels are checked first.
 
     Args:
         model: the model.
         kernels: the kernels that will serve it.
         block_size: tokens per block. The prompt fills two blocks and a part of a third: with 64 tokens per block, it is
             longer than a window of 128.
-        kv_shape: K and V as the pool will store them; None for the model's own.
-        report: is called with what is being computed.
+        kv_shape: the shape and format of K and V in the pool; None for the model's own.
+        report: called with a description of each computation.
 
     Raises:
-        UnsupportedModel: the answers differ, so the model keeps state that the cache does not hold, or its attention
-            is not what our kernels compute; or transformers' own attention fails.
+        UnsupportedModel: the results differ, so the model keeps state that the cache does not hold, or its attention
+            differs from that of the kernels; or transformers' own attention fails.
     """
     num_tokens = 2 * block_size + 5
     tokens = ((np.arange(num_tokens) * 7919 + 1) % model.vocab_size).astype("<u4").tobytes()
@@ -86,8 +87,8 @@ def check_model(
         are_equal = all(torch.equal(*pool.blocks.chunk(2)) for pool in storage.pools)
         if model.is_exact and not (torch.equal(at_once, in_parts) and are_equal):
             raise UnsupportedModel(
-                f"{_first_inexact_module(runner, tokens)}: expected the same bits computed at once and in parts, got "
-                f"others; {SERVE_FAST}"
+                f"{_first_inexact_module(runner, tokens)}: expected bitwise identical results at once and in parts, "
+                f"got different ones; {SERVE_FAST}"
             )
 
 
@@ -96,7 +97,7 @@ def _compute(
 ) -> torch.Tensor:
     """Compute the part `[start, end)` of a prompt in the blocks from `first_block` on. Returns its last logits.
 
-    A part after the first goes on from the state that the part before left at position `kept`, by default at its end.
+    A part after the first continues from the state of the previous part at position `kept`, by default at its end.
     """
     block_ids = first_block + np.arange(-(-end // runner.storage.block_size), dtype=np.int32)
     state = None if runner.states is None else ChunkState(0 if start else None, [(kept or end, 0)])
@@ -104,7 +105,7 @@ def _compute(
 
 
 def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
-    """Name the first module whose output for the last token depends on the tokens that are computed with it."""
+    """Return the name of the first module whose output for the last token depends on other tokens of the batch."""
     module = runner.model.module
     seen: dict[str, torch.Tensor] = {}  # the last token's output, in the order in which modules end
 
@@ -135,7 +136,9 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
 
 @torch.inference_mode()
 def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
-    """Compute a prompt the way transformers does. Returns float32 `[len(ends), vocab_size]`, before each of `ends`."""
+    """Compute a prompt with transformers' own attention. Returns the logits before each of `ends`, float32
+    `[len(ends), vocab_size]`.
+    """
     input_ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64)).to(model.device)
     rows = torch.tensor(ends, device=model.device) - 1
     try:
@@ -145,7 +148,7 @@ def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "
             logits: torch.Tensor = output.logits[0].float()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever the model's code raises
+    except Exception as error:  # the model's code may raise anything
         name = type(model.module).__name__
         raise UnsupportedModel(f"{name}: transformers' {attention} attention fails: {reason_of(error)}") from error
     finally:
@@ -156,11 +159,11 @@ def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "
 def _require_close(
     model: Model, tokens: bytes, start: int, end: int, got: torch.Tensor, expected: torch.Tensor
 ) -> None:
-    """Refuse a model whose logits before `end`, computed over `start` cached tokens, are not transformers' own."""
+    """Refuse a model whose logits before `end`, with `start` cached tokens, differ from transformers' own logits."""
     distance = _distance(got, expected)
     tolerance = _INT8_TOLERANCE if model.weights == "int8" else LOGITS_TOLERANCE[model.kv_shape.dtype]
     if tolerance < distance <= 2 * tolerance and model.kv_shape.dtype == torch.bfloat16:
-        with contextlib.suppress(UnsupportedModel):  # it has no other way
+        with contextlib.suppress(UnsupportedModel):  # the model only supports eager attention
             own = _distance(_own_logits(model, tokens, [end], "sdpa")[0], expected)
             tolerance = max(tolerance, min(2 * tolerance, _OWN_DISTANCES * own))
     if not distance <= tolerance:

@@ -1,7 +1,7 @@
-"""OpenMP's threads, with which PyTorch computes on a CPU. Nothing here imports torch.
+"""Settings of the OpenMP threads that PyTorch uses on a CPU. Nothing here imports torch.
 
-Our C++ kernels have a thread pool of their own (`kernels/native/threads.cpp`). What PyTorch computes itself, and models
-whose layers have no C++ kernel, run on OpenMP's threads.
+The C++ kernels have a thread pool of their own (`kernels/native/threads.cpp`). PyTorch's own operations, which models
+without C++ kernels use, run on OpenMP threads.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 def bound_spinning(environment: MutableMapping[str, str], cpuinfo: Path = _CPUINFO) -> None:
     """Let threads of GNU's OpenMP spin for about 100 microseconds before they sleep, instead of several milliseconds.
 
-    A spinning thread takes a core from whatever else could run there, including the thread for which it waits. Measured
-    when the C++ kernels still ran on OpenMP, next to two busy processes on two cores: a decoded token of a model of
-    135M parameters took 14 times as long as on a quiet machine, and 1.9 times as long with this bound. Without any
-    spinning it took 1.2 times as long on a quiet machine.
+    A spinning thread occupies a core that other threads could use, including the thread for which it waits. This was
+    measured when the C++ kernels still ran on OpenMP: next to two busy processes on two cores, a decoded token of a
+    model of 135M parameters took 14 times as long as on a quiet machine, and 1.9 times as long with this bound. Without
+    any spinning it took 1.2 times as long on a quiet machine.
 
     OpenMP reads these variables when it is loaded, so call this before torch is imported. A variable that the user has
-    set wins.
+    set is not changed.
 
     Args:
         environment: `os.environ`, to which `GOMP_SPINCOUNT` is added.
@@ -47,16 +47,15 @@ def bound_spinning(environment: MutableMapping[str, str], cpuinfo: Path = _CPUIN
 
 
 def end_own_threads() -> bool:
-    """End the OpenMP threads with which the calling thread computed. They start again when the thread needs them.
+    """End the OpenMP threads of the calling thread. They start again when the thread needs them.
 
-    Each thread that computes has OpenMP threads of its own. While a process has more of them than there are cores,
-    GNU's OpenMP lets all of them sleep between two parallel regions instead of spinning. The engine's thread runs a
-    hundred regions per step, so any other thread that has computed calls this function when it is done: with the
-    threads left over that had loaded a model of 0.2B parameters, 16 completions of 64 tokens on two cores took 1.12
-    times as long.
+    Each thread that computes has OpenMP threads of its own. If a process has more of them than cores, GNU's OpenMP lets
+    all of them sleep between two parallel regions instead of spinning. The engine's thread runs a hundred regions per
+    step, so every other thread calls this function after it has computed. Without it, the threads that had loaded a
+    model of 0.2B parameters made 16 completions of 64 tokens on two cores take 1.12 times as long.
 
     Returns:
-        Whether the threads have ended. Any OpenMP other than the one in PyTorch's wheels for Linux is left alone.
+        Whether the threads have ended. Only the OpenMP in PyTorch's wheels for Linux is supported.
     """
     spec = importlib.util.find_spec("torch")
     folders = (spec and spec.submodule_search_locations) or []

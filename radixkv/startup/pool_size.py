@@ -21,7 +21,7 @@ from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.tokens import TOKEN_BYTES
 
-# The longest sequence of the dry run, also if the model allows longer ones or does not say.
+# The longest sequence of the dry run, even if the model allows longer ones or states no limit.
 _DRY_RUN_TOKENS = 131_072
 
 _log = logging.getLogger(__name__)
@@ -47,21 +47,22 @@ def choose_num_blocks(
     Args:
         model: the weights.
         kernels: the kernels that will serve it.
-        kv_shape: its K and V as the pool will store them.
+        kv_shape: the shape and format of K and V in the pool.
         cache, engine: the configuration.
         recorder: records the steps.
-        memory: returns free and total bytes of the device; None asks a GPU. On a CPU the pool has the default size.
+        memory: returns free and total bytes of the device; None to query the GPU. On a CPU the pool has the default
+            size.
 
     Raises:
-        ConfigError: no block fits, or not even the largest step does.
+        ConfigError: not even one block, or the largest step, fits.
     """
     if memory is None and model.device.type == "cuda":
         memory = torch.cuda.mem_get_info
     if cache.capacity_tokens is not None or memory is None:
         return cache.num_blocks
-    torch.cuda.empty_cache()  # memory that loading needed; does nothing without a GPU
+    torch.cuda.empty_cache()  # frees memory that loading needed; does nothing without a GPU
     storage = KVStorage(1, cache.block_size, kv_shape, model.device)
-    # Recording comes first, since it empties torch's cache, too.
+    # Recording comes first, since it also empties PyTorch's cache.
     graphs = recorder.record(storage, longest_sequence(_DRY_RUN_TOKENS, model.max_tokens), only_largest=True)
     try:
         run_largest_step(model, kernels, storage, engine)
@@ -73,7 +74,7 @@ def choose_num_blocks(
     free_bytes, total_bytes = memory()
     del graphs
     block_bytes = cache.block_size * kv_shape.token_bytes
-    adapter_bytes = 0 if model.adapted is None else model.adapted.adapters.max_bytes  # they come later
+    adapter_bytes = 0 if model.adapted is None else model.adapted.adapters.max_bytes  # they are loaded later
     pool_bytes = free_bytes - adapter_bytes - (1 - cache.memory_share) * total_bytes
     num_blocks = min(int(pool_bytes // block_bytes), MAX_BLOCKS)
     if num_blocks < 1:
@@ -86,10 +87,10 @@ def choose_num_blocks(
 
 
 def reserve_step_memory(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:
-    """Compute the largest step again, so that torch's allocator holds the memory that `choose_num_blocks` left for it.
+    """Compute the largest step again, so that PyTorch's allocator holds the memory reserved by `choose_num_blocks`.
 
-    Recording a CUDA graph empties the allocator's cache. Without this step another program could take that memory, and
-    the first long prompt would wait for cudaMalloc. What is in the pool's first block is lost.
+    Recording a CUDA graph empties the allocator's cache. Without this step, another program could take that memory, and
+    the first long prompt would wait for cudaMalloc. The contents of the pool's first block are lost.
     """
     try:
         run_largest_step(model, kernels, storage, engine)
@@ -100,9 +101,9 @@ def reserve_step_memory(model: Model, kernels: AttentionKernels, storage: KVStor
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that this process can still take; None if the system does not report it.
+    """Bytes of main memory that this process can still allocate; None if the system does not report them.
 
-    The least of what the machine has and what the control group (version 2) allows.
+    This is the minimum of the available memory and the limit of the cgroup (version 2).
 
     Args:
         root: the directory that holds `proc` and `sys`.
@@ -117,23 +118,24 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Read lines of a name, a number and perhaps a unit."""
+    """Parse lines with a name, a number and optionally a unit."""
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
 
 
 def run_largest_step(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:
-    """Compute a step of the most tokens and requests, the first request at the end of the longest sequence.
+    """Compute a step with the maximum number of tokens and requests, the first one at the end of the longest sequence.
 
-    The allocator keeps the memory that the step needed, so that it is no longer free. The numbers mean nothing, since
-    all requests use the first block again and again. No sequence is longer than the model allows: beyond that some
-    models have no positions. A step with many long sequences may need more memory; the engine tries it again smaller.
+    The allocator keeps the memory that the step needed, so that it is no longer free. The results have no meaning,
+    since all requests use the first block for all positions. No sequence is longer than the model allows, since some
+    models have no further positions. A step with many long sequences may need more memory; the engine then retries it
+    with fewer tokens.
     """
     num_requests = min(engine.max_running_requests, engine.step_tokens)
     longest = longest_sequence(_DRY_RUN_TOKENS, model.max_tokens)
     chunks: list[Chunk] = []
     num_left = engine.step_tokens
     for num_others in reversed(range(num_requests)):
-        num_tokens = min(longest, num_left - num_others)  # a token at least is left for each of the others
+        num_tokens = min(longest, num_left - num_others)  # leaves at least a token for each other request
         end = num_tokens if chunks else longest
         chunks.append(_chunk(end - num_tokens, end, storage.block_size))
         num_left -= num_tokens

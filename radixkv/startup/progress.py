@@ -1,4 +1,4 @@
-"""Logs the progress of a start, so that a slow start can be distinguished from a stuck one."""
+"""Logs the progress of a start, so that a slow start can be distinguished from a stalled one."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ def make_state_slots(
 
     Args:
         model: the model.
-        kv_shape: the model's K and V as the pool stores them.
+        kv_shape: the shape and format of K and V in the pool.
         num_blocks: blocks of the pool.
-        config: the configuration; `cache` says how much the snapshots may take.
-        limits: says how many requests may run at the same time.
+        config: the configuration, with the memory for snapshots in section `cache`.
+        limits: the maximum number of running requests.
 
     Raises:
-        UnsupportedModel: the configuration asks for something that can't be done with states.
-        ConfigError: the memory for snapshots has no room for one.
+        UnsupportedModel: the configuration enables a feature that does not support states.
+        ConfigError: the memory for snapshots has no room for a single snapshot.
     """
     shape, size = model.state_shape, config.cache.block_size
     if shape is None:
@@ -85,6 +85,6 @@ def _require_possible(model: Model, config: Config) -> None:
     keys = [key for key, value in asked.items() if value]
     if keys:
         raise UnsupportedModel(
-            f"{keys[0]}: expected it to be left out for {type(model.module).__name__}, which keeps a state for each "
-            "sequence: stores and other servers have K and V only"
+            f"{keys[0]}: expected no value for {type(model.module).__name__}, which keeps a state for each sequence: "
+            "stores and other servers only have K and V"
         )

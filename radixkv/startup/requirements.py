@@ -15,9 +15,9 @@ from radixkv.startup.tier_secrets import ciphers_of, has_protection, secret_of
 
 
 def require_usable(config: Config) -> None:
-    """Check what an engine will need of this machine besides the model: directories, files and packages.
+    """Check the directories, files and packages that an engine needs on this machine in addition to the model.
 
-    What it asks of other machines is not checked, since the engine starts without them.
+    Other machines are not checked, since the engine starts without them.
 
     Raises:
         ConfigError: the message names the key.
@@ -38,7 +38,7 @@ def require_protected(config: Config) -> None:
     """Refuse stores and servers whose K/V others could modify, because it is neither authenticated nor encrypted.
 
     Raises:
-        ConfigError: the message names the key, and that which says that a store or a server is trusted.
+        ConfigError: the message names the key, and the key that declares a store or a server trusted.
     """
     tiers = config.tiers
     trusted = {f"kv_sources.{name}": source.trusted for name, source in config.kv_sources.items()}
@@ -58,7 +58,7 @@ def require_protected(config: Config) -> None:
 
 
 def _require_adapter_directory(config: Config) -> None:
-    """Refuse a directory below which adapters are to be loaded, if there is none, or they are off."""
+    """Refuse a `model.adapter_directory` that does not exist, or that is set although adapters are off."""
     directory = config.model.adapter_directory
     if directory and not Path(directory).is_dir():
         raise ConfigError(f"model.adapter_directory: expected a directory, got {directory!r}")
@@ -69,7 +69,7 @@ def _require_adapter_directory(config: Config) -> None:
 def _require_tiers(tiers: TiersConfig) -> None:
     if tiers.disk_path is None and tiers.disk_bytes is not None:
         raise ConfigError("tiers.disk_path: expected a directory with tiers.disk_bytes, got none")
-    if tiers.disk_path == "":  # which would be the directory of the process
+    if tiers.disk_path == "":  # would be the working directory
         raise ConfigError("tiers.disk_path: expected a directory, got an empty path")
     if secret_of(tiers):
         require_package("tiers.secret_file", "cryptography", "cryptography", "encryption")

@@ -13,7 +13,7 @@ _SYSTEM = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class ThreadCount:
-    """A number of threads, and where it comes from.
+    """A number of threads, and the reason for it.
 
     Attributes:
         count: at least 1.
@@ -32,15 +32,15 @@ def choose_thread_count(
 ) -> ThreadCount:
     """Choose the number of threads that compute on the CPU.
 
-    In this order: the configuration, the environment variable `OMP_NUM_THREADS`, and the machine. On the machine one
-    thread computes per physical core that the process may run on, as its CPU affinity says, but not more than the CPU
-    quotas of its cgroup and of the cgroups above allow, rounded down: a process that exceeds its quota is stopped for
-    the rest of each period, in the middle of a step.
+    The configuration takes precedence, then the environment variable `OMP_NUM_THREADS`. Otherwise there is one thread
+    per physical core in the CPU affinity of the process, but no more than the CPU quotas of its cgroup and of the
+    cgroups above allow, rounded down: a process that exceeds its quota is suspended for the rest of each period, in the
+    middle of a step.
 
     Args:
-        configured: `model.threads`; None for no choice.
-        environment: of the process.
-        cpus: numbers of the CPUs that the process may run on; None asks the operating system.
+        configured: `model.threads`; None if it is not set.
+        environment: the environment variables of the process.
+        cpus: numbers of the CPUs that the process may run on; None to query the operating system.
         system: root of the file system with `/proc` and `/sys`.
     """
     if configured is not None:

@@ -12,7 +12,7 @@ from radixkv.offload.tiers.sealing import KEY_BYTES, TenantCiphers
 
 
 def secret_of(config: TiersConfig) -> bytes:
-    """Return a digest of the secret in `secret_file`; nothing without one.
+    """Return a digest of the secret in `secret_file`; empty without a file.
 
     Raises:
         ConfigError: the file can't be read, or is empty.

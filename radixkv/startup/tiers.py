@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 # Divisor of the pool size that bounds copies waiting to be stored, and loaded blocks waiting for their requests.
 _WAITING_SHARE = 8
 _MIN_WAITING_BYTES = 64 << 20
-_SMALL_TIER = 16  # a tier with less than this part of the pool's blocks is reported
+_SMALL_TIER = 16  # a tier with fewer blocks than the pool divided by this causes a warning
 # The prompt whose K and V identify how this process computes; see `_computed_by`.
 _PROBE_BLOCKS = 2
 _PROBE_STRIDE = 7919
@@ -79,8 +79,7 @@ class Stores:
         index: which tier holds which block; it listens to the cache.
         mover: copies blocks.
         max_waiting_bytes: see `Offload`.
-        protection_of: returns what encrypts or authenticates the blocks of a tenant outside this process; None for
-            neither.
+        protection_of: returns the encryption or MAC of a tenant's blocks outside this process; None for neither.
         mac: authenticates blocks that servers send to each other; None without a secret.
         transfer: K/V transfers between servers; None to disable them.
         layer_bytes: sizes of the layers of a block.
@@ -149,7 +148,7 @@ class Stores:
         store = GuardedStore(name, ThreadedStore(backend, name=name), timers, circuit)
         if is_shared:
             store.greet()
-        is_host = name == "host"  # only this process reads it, and a GPU copies its payloads where they are
+        is_host = name == "host"  # only this process reads it, and a GPU copies its payloads without staging
         return Tier(
             name,
             store,
@@ -172,13 +171,13 @@ def open_stores(
     retained_share: float = 1.0,
     part_of: Callable[[int], int | None] | None = None,
 ) -> Stores | None:
-    """Open the stores. A store that can't be used is logged, and reported in the statistics as one that does not work.
+    """Open the stores. A store that cannot be used is logged, and is reported as not working in the statistics.
 
     The contents of the pool are lost. This does not wait for Redis or Mooncake: while they are unavailable, the service
     works without them.
 
     Args:
-        config: our own stores.
+        config: the section `tiers`.
         runner: the runner whose blocks are stored.
         marks: identify the tokens that invoked adapters computed.
         others: stores of other packages, by the names of their entry points.
@@ -342,8 +341,8 @@ def _tier_index(
         return SharedTierIndex(name)
     if num_blocks < num_pool_blocks // _SMALL_TIER:
         _log.warning(
-            "tier %s has room for only %d blocks, and the pool for %d, so it keeps little of what is evicted: as many "
-            "blocks have %d bytes",
+            "tier %s has room for only %d blocks, and the pool for %d, so it keeps few of the evicted blocks: all "
+            "blocks of the pool take %d bytes",
             name,
             num_blocks,
             num_pool_blocks,
@@ -355,9 +354,9 @@ def _tier_index(
 
 
 def _computed_by(runner: Runner, mover: BlockMover) -> str:
-    """Identify what the last bits of K and V depend on besides the model: device, PyTorch, libraries and kernels.
+    """Identify everything besides the model that the last bits of K and V depend on: device, libraries and kernels.
 
-    Libraries choose kernels and numbers of threads at load time, which changes the last bits. Therefore a prompt is
+    Libraries choose kernels and numbers of threads at load time, which affects the last bits. Therefore a prompt is
     computed, and the digest of its K and V is part of the result.
     """
     storage = runner.storage

@@ -25,7 +25,8 @@ class Division(NamedTuple):
         groups: the layers of both pools; None for one pool.
         num_blocks: blocks that trees and leases share.
         num_parts: blocks of the windowed layers' pool; 0 for one pool.
-        num_own_parts: those that have memory of their own, if the others share that of blocks; None if all have.
+        num_own_parts: parts that have memory of their own, if the other parts share memory with blocks; None if all
+            parts have memory of their own.
     """
 
     groups: LayerGroups | None
@@ -35,18 +36,19 @@ class Division(NamedTuple):
 
 
 def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks: int) -> Division:
-    """Choose the pools of a model's layers. Logs why windowed layers hold everything if they do.
+    """Choose the pools of a model's layers. If windowed layers keep the K/V of every token, the reason is logged.
 
-    Both pools take the memory of one. Its border moves with the traffic, unless `cache.windowed_tokens` sets it.
+    Both pools together take the memory of one. The border between them moves with the traffic, unless
+    `cache.windowed_tokens` fixes it.
 
     Args:
         config: the configuration.
-        limits: its engine's, on the model's device.
+        limits: the configuration of the engine for the model's device.
         model: the weights.
         num_blocks: blocks that one pool of all layers would have.
 
     Raises:
-        ConfigError: `cache.windowed_tokens` asks for what can't be.
+        ConfigError: `cache.windowed_tokens` cannot be applied.
     """
     wanted = config.cache.windowed_tokens
     groups = LayerGroups.of(model.windows, model.max_tokens)
@@ -71,7 +73,7 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
 
 
 class _TokenBytes(NamedTuple):
-    """Bytes of a token in windowed layers, and in the others."""
+    """Bytes per token in windowed layers, and in the other layers."""
 
     windowed: int
     other: int
@@ -82,12 +84,12 @@ def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
     return _TokenBytes(windowed, whole)
 
 
-def _num_own_parts(config: Config, limits: EngineConfig, groups: LayerGroups, most: int | None) -> int:
-    """Return the parts that have memory of their own: those that one request needs, or `most` if there is a number."""
+def _num_own_parts(config: Config, limits: EngineConfig, groups: LayerGroups, at_least: int | None) -> int:
+    """Return the parts with memory of their own: as many as one request needs, or `at_least` if that is more."""
     size, wanted = config.cache.block_size, config.cache.windowed_tokens
     least = min_parts(Reach.of_window(groups.window), size, limits.step_tokens)
     if wanted is None:
-        return least if most is None else max(least, most)
+        return least if at_least is None else max(least, at_least)
     if wanted // size < least:
         raise ConfigError(
             f"cache.windowed_tokens: expected at least {least * size}, for a window of {groups.window} tokens and "
@@ -97,7 +99,7 @@ def _num_own_parts(config: Config, limits: EngineConfig, groups: LayerGroups, mo
 
 
 def _num_blocks(token_bytes: _TokenBytes, num_blocks: int, num_parts: int) -> int:
-    """Return how many blocks fit next to the parts into the memory of `num_blocks` blocks of all layers."""
+    """Return how many blocks fit, next to the parts, into the memory of `num_blocks` blocks of all layers."""
     if not token_bytes.other:
         return min(int(layer_shares(*token_bytes).other * num_blocks), MAX_BLOCKS)
     num_free = num_blocks * sum(token_bytes) - num_parts * token_bytes.windowed  # bytes, for each token of a block
@@ -109,7 +111,7 @@ def windows_of(storage: KVStorage, step_tokens: int) -> WindowedLayers:
 
     Args:
         storage: the K/V memory.
-        step_tokens: tokens of a step at most.
+        step_tokens: maximum number of tokens of a step.
     """
     if storage.groups is None:
         return WindowedLayers()
@@ -122,10 +124,10 @@ def windows_of(storage: KVStorage, step_tokens: int) -> WindowedLayers:
 
 
 def _reason_against(config: Config, model: Model, groups: LayerGroups) -> str:
-    """Return what needs all layers in one pool; empty if nothing does."""
+    """Return the reason why all layers must be in one pool; empty if they need not be."""
     reasons = {
-        "a model without a sliding window that hides anything": not groups.num_windowed,
-        f"a model on {model.device.type}, whose kernels take one table of blocks": model.device.type != "cpu",
+        "a model without a sliding window that is shorter than its longest sequence": not groups.num_windowed,
+        f"a model on {model.device.type}, whose kernels take one block table": model.device.type != "cpu",
         "a model with layers that keep states": model.state_shape is not None,
         "transfers of K/V, which send whole blocks": config.transfer.sends or bool(config.kv_sources),
     }

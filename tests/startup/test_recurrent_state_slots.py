@@ -100,7 +100,7 @@ def test_options_that_states_do_not_support_are_rejected_by_name(engine: Engine)
     ],
 )
 def test_kv_transfer_is_rejected_at_startup(key: str, settings: list[str], directory: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"^{key}: expected it to be left out for Lfm2ForCausalLM, which keeps"):
+    with pytest.raises(UnsupportedModel, match=f"^{key}: expected no value for Lfm2ForCausalLM, which keeps"):
         build_engine(config(directory, *settings))
 
 

@@ -20,15 +20,15 @@ _NO_SLOT = -1
 class StepBuffers:
     """Tokens, layout and attention plans of a step, with room for the largest shape.
 
-    A smaller step is padded with tokens that are not written, rows of logits that are not read, and items of work that
-    read nothing.
+    A smaller step is padded with tokens that are not written, rows of logits that are not read, and work items without
+    keys.
 
         shape    [ 32 tokens .............................. )    4 rows of logits
         step     [ 20 tokens ........... )[ padding ....... )    2 rows, and 2 of padding
 
     Args:
         shapes: shapes of the recorded steps; at least one.
-        keys: plans of the model's layers, each once.
+        keys: the keys of the attention plans of the model's layers, each once.
         num_kv_heads: KV heads of the pool.
         table_blocks: blocks of the longest sequence.
         block_size: tokens per block.
@@ -66,7 +66,7 @@ class StepBuffers:
         )  # the last one, of which only the rows of requests are uploaded
         self._arrays = StagedArrays(arrays, device)
         self._arrays.host["slots"].fill_(_NO_SLOT)
-        for key in keys:  # a step that computes nothing
+        for key in keys:  # start with a step that computes nothing
             self._arrays.host[f"work {key}"][:] = torch.tensor(NO_WORK)
         self._arrays.upload(num_requests)
 
@@ -75,7 +75,7 @@ class StepBuffers:
         return self._arrays.device["input_ids"][: shape.num_tokens]
 
     def layout(self, shape: StepShape) -> StepLayout:
-        """Layout of a shape on the device. Its batch has no true numbers on the host; see `plans`."""
+        """Layout of a shape on the device. The host values of its batch are not those of a step; see `plans`."""
         arrays = self._arrays.device
         batch = PagedBatch(
             query_starts=(0, shape.num_tokens),
@@ -108,7 +108,7 @@ class StepBuffers:
         }
 
     def fill(self, shape: StepShape, layout: StepLayout, plans: Mapping[PlanKey, AttentionPlan]) -> None:
-        """Write a step, without its tokens, into memory of the host. The step before may still be computed.
+        """Write a step, without its tokens, into host memory. The previous step may still be running.
 
         Args:
             shape: a shape with room for the step.
@@ -127,7 +127,7 @@ class StepBuffers:
             _fill(arrays[f"joined rows {key}"][:num_rows], plan.joined_rows, NO_ROW)
 
     def upload(self, shape: StepShape, input_ids: torch.Tensor) -> None:
-        """Bring the last step that was filled to the device. The step before must be done.
+        """Copy the step of the last `fill` to the device. The previous step must be finished.
 
         Args:
             shape: shape of that step.

@@ -1,4 +1,4 @@
-"""Recorded steps: CUDA graphs made once at load, so that a short step is one launch instead of a thousand."""
+"""Recorded steps: CUDA graphs that are captured at load, so that a short step is one launch instead of a thousand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from radixkv.compute.forward import StepLayout, StepOutputs, compute_step
 from radixkv.compute.graphs.buffers import StepBuffers
-from radixkv.compute.graphs.shapes import StepShape, most_recorded_tokens, step_shapes
+from radixkv.compute.graphs.shapes import StepShape, max_recorded_tokens, step_shapes
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.kernels.gpu.dequantize_plan import MAX_SHORT_TOKENS
@@ -19,7 +19,7 @@ from radixkv.storage.device_pool import KVStorage
 # Runs a computation on the device and records it. The returned function replays it into the same tensors.
 Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
 
-# Computes a prepared step, given its tokens, int64 on the host. The step before must be done.
+# Computes a prepared step, given its tokens, int64 on the host. The previous step must be finished.
 Replay = Callable[[torch.Tensor], StepOutputs]
 
 Plans = Mapping[PlanKey, AttentionPlan]
@@ -33,10 +33,10 @@ class StepGraphs:
         storage: the K/V memory, whose address is recorded.
         kernels: the operations on it.
         max_sequence_tokens: tokens of the longest sequence.
-        max_step_tokens: the most tokens of a step.
-        max_requests: the most requests of a step.
+        max_step_tokens: maximum number of tokens of a step.
+        max_requests: maximum number of requests of a step.
         recorder: records each step once.
-        only_largest: whether the largest step is recorded alone.
+        only_largest: whether only the largest step is recorded.
 
     Attributes:
         num_dropped: recorded steps that were dropped.
@@ -59,29 +59,30 @@ class StepGraphs:
         self._kernels = kernels
         self._keys = list(dict.fromkeys(kind.plan_key for kind in model.attention_kinds))
         num_query_heads, num_kv_heads = max(key.num_query_heads for key in self._keys), model.kv_shape.num_kv_heads
-        self._group_size = num_query_heads // num_kv_heads  # the largest
+        self._group_size = num_query_heads // num_kv_heads  # the largest group
         shapes = step_shapes(
             kernels,
             model.kv_shape.dtype,
             num_query_heads,
             num_kv_heads,
-            max_tokens=min(max_step_tokens, self._most_tokens()),
+            max_tokens=min(max_step_tokens, self._max_tokens()),
             max_requests=max_requests,
         )
         table_blocks = -(-max_sequence_tokens // storage.block_size)
         self._buffers = StepBuffers(shapes, self._keys, num_kv_heads, table_blocks, storage.block_size, model.device)
-        # The largest are recorded first: the others fit into their memory. `prepare` looks at the smallest first.
+        # The largest steps are recorded first, so that smaller ones fit into their memory. `prepare` tries the smallest
+        # step first.
         chosen = shapes[-1:] if only_largest else shapes
         recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(chosen)]
         self._replays = dict(reversed(recorded))
         self.num_dropped = 0
         self._num_prepared = 0
 
-    def _most_tokens(self) -> int:
-        """Tokens of the largest recorded step. Longer ones may attend in ways that are not recorded."""
+    def _max_tokens(self) -> int:
+        """Tokens of the largest recorded step. Longer steps may use kernel variants that are not recorded."""
         if len(self._kernels.ways()) > 1:
             return MAX_SHORT_TOKENS
-        return most_recorded_tokens(self._model.num_parameters, self._model.kv_shape.num_layers)
+        return max_recorded_tokens(self._model.num_parameters, self._model.kv_shape.num_layers)
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -94,25 +95,25 @@ class StepGraphs:
         self.num_dropped += 1
 
     def prepare(self, layout: StepLayout) -> Replay | None:
-        """Prepare a step as the smallest recorded one that has room for it. Does not wait for the device.
+        """Prepare a step for the smallest recorded step that has room for it. Does not wait for the device.
 
         Args:
-            layout: the layout on the host. The step before may still be computed.
+            layout: the layout on the host. The previous step may still be running.
 
         Returns:
             A function that computes the step, to be called before another step is prepared; None if no recorded step
-            has room. It returns tensors that the next step overwrites. Rows of padding come after the others.
+            has room. It returns tensors that the next step overwrites. Rows of padding come last.
         """
         batch, dtype = layout.batch, self._model.kv_shape.dtype
         if len(layout.logit_rows) > batch.num_requests:
-            return None  # recorded steps make one row of logits a request
+            return None  # recorded steps compute one row of logits per request
         least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
         num_kv_heads = self._model.kv_shape.num_kv_heads
         suiting_rows = max(
             self._kernels.tile_rows_for(batch, num_query_heads // num_kv_heads, dtype, window)
             for num_query_heads, window in self._keys
         )
-        plans: dict[int, Plans] = {}  # by the rows of a tile, on which alone they depend
+        plans: dict[int, Plans] = {}  # by the rows of a tile: the plans depend on nothing else
         for shape in sorted(self._replays, key=lambda shape: shape.tile_rows < suiting_rows):
             if shape.tile_rows < least_rows or not shape.has_room(batch):
                 continue
@@ -123,7 +124,7 @@ class StepGraphs:
         return None
 
     def prepare_as(self, shape: StepShape, layout: StepLayout) -> Replay | None:
-        """Prepare a step as this recorded one; None if it has no room. See `prepare`."""
+        """Prepare a step for the recorded step of this shape; None if it has no room. See `prepare`."""
         plans = self._plan(layout.batch, shape.tile_rows)
         if not (shape.has_room(layout.batch) and all(map(shape.has_room_for, plans.values()))):
             return None
@@ -142,7 +143,7 @@ class StepGraphs:
         return replay
 
     def _computing(self, shape: StepShape) -> Callable[[], StepOutputs]:
-        """Return the computation that is recorded for a shape: it reads the buffers, whatever they hold."""
+        """Return the computation that is recorded for a shape. It reads its inputs from the buffers."""
         input_ids, layout = self._buffers.input_ids(shape), self._buffers.layout(shape)
         plans = self._buffers.plans(shape)
 

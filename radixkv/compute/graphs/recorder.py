@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class GraphRecorder:
-    """Records the steps of a model over a pool, and again over the next pool.
+    """Records the steps of a model over a pool. It can be used again for another pool.
 
-    A model whose forward pass waits for the device can't be recorded. Its steps are launched kernel by kernel, and one
-    warning says so.
+    A model whose forward pass waits for the device cannot be recorded. Its steps are launched kernel by kernel, and one
+    warning is logged.
 
     Args:
         model: the weights.
@@ -35,7 +35,7 @@ class GraphRecorder:
         self._kernels = kernels
         self._engine = engine
         self._is_on = model.device.type == "cuda" and engine.cuda_graphs
-        self._aside: torch.cuda.Stream | None = None  # one for all graphs: libraries keep memory for each stream
+        self._aside: torch.cuda.Stream | None = None  # shared by all graphs, since libraries keep memory per stream
 
     def record(self, storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool = False) -> StepGraphs | None:
         """Record steps over a pool.
@@ -43,8 +43,8 @@ class GraphRecorder:
         Args:
             storage: the K/V memory, whose address is recorded.
             max_sequence_tokens: tokens of the longest sequence.
-            only_largest: whether the largest step is recorded alone, to find out how much memory recorded steps need:
-                the others share its memory.
+            only_largest: whether only the largest step is recorded, to measure how much memory recorded steps need: the
+                others share its memory.
 
         Returns:
             The graphs; None on a CPU, if `engine.cuda_graphs` is off, or if the model can't be recorded.
@@ -75,11 +75,11 @@ class GraphRecorder:
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
-            compute()  # compiles kernels and makes choices, neither of which can be recorded
-            _without_waiting(compute)  # or it raises here: a recording that fails may leave torch's allocator broken
+            compute()  # compiles and chooses kernels, which cannot be recorded
+            _without_waiting(compute)  # raises before recording, since a failed capture may break PyTorch's allocator
         current.wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=memory):  # current again if recording fails, too
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=memory):  # restores the stream even on failure
             outputs = compute()
 
         def replay() -> StepOutputs:
@@ -90,7 +90,7 @@ class GraphRecorder:
 
 
 def _without_waiting(compute: Callable[[], StepOutputs]) -> None:
-    """Compute, and raise where the host would wait for the device."""
+    """Run a computation, and raise if the host would wait for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -14,18 +14,19 @@ from radixkv.model.attention.interface import PlanningKernels
 _MIN_PROMPT_TOKENS = 16
 _MOST_REQUESTS = 64
 
-# Tokens of the largest recorded step, at least and at most.
-_MOST_TOKENS = (128, 512)
+# Minimum and maximum number of tokens of the largest recorded step.
+_RECORDED_TOKENS = (128, 512)
 
-# Estimates: 25 launches a layer take the host 30 us each, and a GPU makes 4e14 operations a second.
+# Estimates: 25 launches per layer take the host 30 us each, and a GPU performs 4e14 operations per second.
 _LAUNCHES_S = 25 * 30e-6
 _OPERATIONS_PER_S = 4e14
 
-# Requests in recorded steps for short prompts alone. Each has a row of logits, and a row costs time.
+# Requests in recorded steps that are only for short prompts. Each request has a row of logits, which costs time.
 _FEW_REQUESTS = 4
 
-# Partial results for longer contexts in exact mode, where splits do not grow with the context: 16 requests after 10,000
-# tokens or one after 131,072, and four times as many. Unused room costs time: a program without work has to start, too.
+# Partial results for longer contexts in exact mode, where splits do not grow with the context: enough for 16 requests
+# after 10,000 tokens or one after 131,072, and for four times as many. Unused room costs time, since programs without
+# work are launched as well.
 _EXACT_PARTIALS = (80, 320)
 
 
@@ -36,7 +37,7 @@ class StepShape:
     Attributes:
         num_tokens: new tokens of all requests together.
         num_requests: requests, and rows of logits.
-        num_partials: items of each plan that leave partial results, each for at most `tile_rows` rows.
+        num_partials: work items of each plan that produce partial results, each for at most `tile_rows` rows.
         tile_rows: rows of a tile in each plan.
         num_tiles: tiles of each plan.
     """
@@ -49,7 +50,7 @@ class StepShape:
 
     @property
     def num_items(self) -> int:
-        """Items of work of each plan."""
+        """Number of work items of each plan."""
         return self.num_tiles + self.num_partials
 
     @property
@@ -70,19 +71,19 @@ class StepShape:
         )
 
 
-def most_recorded_tokens(num_parameters: int, num_layers: int) -> int:
-    """Return the tokens of the largest step that is worth recording: its launches take as long as the device works.
+def max_recorded_tokens(num_parameters: int, num_layers: int) -> int:
+    """Return the tokens of the largest step that is worth recording: its launches take as long as its computation.
 
-    >>> [most_recorded_tokens(*model) for model in ((500_000_000, 24), (8_000_000_000, 32), (70_000_000_000, 80))]
+    >>> [max_recorded_tokens(*model) for model in ((500_000_000, 24), (8_000_000_000, 32), (70_000_000_000, 80))]
     [512, 512, 128]
 
     Args:
         num_parameters: numbers in the weights of the model.
         num_layers: layers of the model.
     """
-    least, most = _MOST_TOKENS
+    lowest, highest = _RECORDED_TOKENS
     num_tokens = num_layers * _LAUNCHES_S * _OPERATIONS_PER_S / (2 * num_parameters)
-    return next((n for n in reversed(_doubling(least, most)) if n <= num_tokens), least)
+    return next((n for n in reversed(_doubling(lowest, highest)) if n <= num_tokens), lowest)
 
 
 def step_shapes(
@@ -99,18 +100,18 @@ def step_shapes(
     Args:
         kernels: the attention kernels, which choose the size of their tiles.
         dtype: dtype of the queries.
-        num_query_heads: the most query heads of a layer.
+        num_query_heads: maximum number of query heads of a layer.
         num_kv_heads: KV heads of the pool.
-        max_tokens: the most tokens of a recorded step.
-        max_requests: the most requests of a step.
+        max_tokens: maximum number of tokens of a recorded step.
+        max_requests: maximum number of requests of a step.
 
     Returns:
-        Shapes in order: doubling from 1 request to 64 that have a token each, and from 16 tokens to the most with few
-        requests and with many; in exact mode each for short contexts, longer ones and long ones.
+        Shapes in order, with doubling sizes: 1 to 64 requests with one token each, and 16 to `max_tokens` tokens with
+        few and with many requests. In exact mode each is recorded for three lengths of context.
     """
     group_size = num_query_heads // num_kv_heads
     max_requests = min(max_requests, _MOST_REQUESTS)
-    sizes = [(number, number, 1) for number in _doubling(1, max_requests)]  # tokens, requests, most of one request
+    sizes = [(number, number, 1) for number in _doubling(1, max_requests)]  # tokens, requests, max tokens per request
     for number in _doubling(_MIN_PROMPT_TOKENS, max_tokens):
         sizes += [(number, min(number, most, max_requests), number) for most in (_FEW_REQUESTS, max_requests)]
     shapes = set()

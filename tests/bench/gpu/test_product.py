@@ -150,7 +150,7 @@ def test_logits_that_are_not_finite_are_wrong() -> None:
 def test_the_log_of_a_start_is_read_by_its_recorded_and_dropped_steps() -> None:
     log = [
         (1.0, "compiled kernels, recorded and checked 19 steps as CUDA graphs in 3.0 s"),
-        (2.0, "a recorded step is not used, because its answers differ: shape"),
+        (2.0, "a recorded step is not used, because its results differ: shape"),
         (9.5, "ready after 9.4 s: model m on cuda in bfloat16, exact mode, warp-specialized attention"),
     ]
     facts = read_start(log)

@@ -545,7 +545,7 @@ class TestCheckAtLoad:
         assert graphs.shapes == []
         assert len(caplog.messages) == len(shapes)
         for shape, message in zip(shapes, caplog.messages, strict=True):
-            assert message == f"a recorded step is not used, because its answers differ: {shape}"
+            assert message == f"a recorded step is not used, because its results differ: {shape}"
 
     def test_a_shorter_context_is_checked_where_the_long_one_has_no_room(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -142,8 +142,8 @@ def test_requests_of_one_step_do_not_see_each_other(model: Model) -> None:
 def test_a_chunk_without_parts_is_a_bug_of_the_caller(model: Model) -> None:
     divided, tokens = Divided(model), tokens_of(1, 20)
     blocks = np.arange(2, dtype=np.int32)
-    with pytest.raises(InvariantViolation, match="parts: the chunks have none, and the pool has"):
+    with pytest.raises(InvariantViolation, match="parts: the chunks lack the parts of the storage"):
         divided.runner.run([Chunk(tokens, 0, 20, blocks, None, wants_logits=True)])
     plain = Runner(model, KVStorage(4, SIZE, model.kv_shape, model.device), TorchKernels())
-    with pytest.raises(InvariantViolation, match="the chunks have some, and the pool has none"):
+    with pytest.raises(InvariantViolation, match="the chunks have parts, the storage has none"):
         plain.run([Chunk(tokens, 0, 20, blocks, None, wants_logits=True, part_ids=blocks)])
