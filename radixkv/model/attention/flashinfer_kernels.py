@@ -25,7 +25,7 @@ from radixkv.model.attention.triton_kernels import TritonKernels
 _WORKSPACE_BYTES = 1 << 28
 
 _HEAD_DIMS = (64, 128, 256)
-_LEAST_CAPABILITY, _HOPPER = (8, 0), 9
+_MIN_CAPABILITY, _HOPPER = (8, 0), 9
 
 
 class _Kind(NamedTuple):
@@ -150,7 +150,7 @@ def flashinfer_kernels(use: AttentionUse, capability: tuple[int, int], ours: Tri
     shape = use.shape
     suits = (
         not use.is_exact
-        and capability >= _LEAST_CAPABILITY
+        and capability >= _MIN_CAPABILITY
         and use.dtype in (torch.bfloat16, torch.float16)
         and shape.dtype == use.dtype
         and shape.head_dim in _HEAD_DIMS
