@@ -125,7 +125,8 @@ def test_an_invalid_token_count_is_rejected(gemma2: Path, settings: list[str], m
 
 def test_a_token_count_for_a_model_without_windows_is_rejected(tmp_path: Path) -> None:
     model = write_checkpoint(CONFIGS["llama"], tmp_path)
-    with pytest.raises(ConfigError, match="a model without a sliding window that is shorter than its longest sequence, got 500"):
+    message = "a model without a sliding window that is shorter than its longest sequence, got 500"
+    with pytest.raises(ConfigError, match=message):
         build_engine(config(model, "cache.windowed_tokens=500"))
 
 
