@@ -559,7 +559,9 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/tile_attention.cpp", "all(sinks_ ? 1.0f : 0.0f)", "all(0.0f)"),
     Mutant("kernels/native/tile_attention.cpp", "problem_.window ? _mm512_sub", "false ? _mm512_sub"),
     Mutant("kernels/native/tile_attention.cpp", "kBfloat16 && problem.head_dim % (2 * kTileWords) == 0", "kBfloat16"),
-    Mutant("kernels/native/tile_gemm.cpp", "                block == 0, ", "                true, "),
+    Mutant("kernels/native/tile_gemm.cpp", "block == 0 && word == 0,", "word == 0,"),
+    Mutant("kernels/native/tile_gemm.cpp", "block == 0 && word == 0,", "block == 0,"),
+    Mutant("kernels/native/tile_gemm.cpp", "dequantized + i * words_at_once * kFeatures", "dequantized"),
     Mutant("kernels/native/tile_gemm.cpp", "(p * num_lines + row) * kFeatures", "row * kFeatures"),
     Mutant("kernels/native/tile_gemm.cpp", "sums, sums + kept_lines * kFeatures", "sums, sums"),
     Mutant("kernels/native/vectors_avx2.h", "memcpy(&own, from, lanes.count", "memcpy(&own, from, kLanes"),
@@ -598,7 +600,19 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/copies.py", " or (addresses % _ALIGNMENT).any()", ""),
     Mutant("kernels/native/copies.py", " if whole else None", ""),
     Mutant("kernels/native/copies.py", "distance != num_pieces * stride", "False"),
-    Mutant("kernels/native/gemm.cpp", "stride, block == 0, panel", "stride, true, panel"),
+    Mutant("kernels/native/gemm.cpp", "stride, block == 0 && word == 0,", "stride, word == 0,"),
+    Mutant("kernels/native/gemm.cpp", "stride, block == 0 && word == 0,", "stride, block == 0,"),
+    Mutant("kernels/native/gemm.cpp", " + word * rows_here", ""),
+    Mutant(
+        "kernels/native/quantized.h", "shifted_down(codes, 4)), scale, minimum", "shifted_down(codes, 4)), scale, scale"
+    ),
+    Mutant(
+        "kernels/native/gemm.py",
+        "grouped[:, :, 0::2] | grouped[:, :, 1::2] << 4",
+        "grouped[:, :, 1::2] | grouped[:, :, 0::2] << 4",
+    ),
+    Mutant("kernels/quantized_weight.py", "is_better = fitted_errors < errors", "is_better = errors < 0"),
+    Mutant("model/layers/gemm_tuner.py", '("q8",) if is_head else (self._weights,)', "(self._weights,)"),
     Mutant("kernels/native/gemm.cpp", "(first_row + r) * matmul.out_features + f", "r * matmul.out_features + f"),
     Mutant(
         "kernels/native/gemm.cpp",
