@@ -112,7 +112,8 @@ class CacheConfig:
         block_size: tokens per block: 16, 32 or 64.
         capacity_tokens: capacity of the pool in tokens, rounded down to whole blocks. If layers with sliding-window
             attention store fewer tokens, the pool takes the same memory and the other layers store more. Default: on a
-            GPU, as many as `memory_share` allows; on a CPU, 131,072.
+            GPU, as many as `memory_share` allows; on a CPU, 131,072, or fewer if these would take more than 1 GiB and
+            more than twice the memory of the weights, or more than half of the available memory.
         windowed_tokens: capacity, in tokens, of the separate pool for layers with sliding-window attention; rounded
             down to whole blocks. 0: these layers store every token, like the others. Default: these layers share the
             memory of the others as the traffic needs; every token if another feature requires it, or if a request
@@ -155,7 +156,7 @@ class CacheConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in the pool, if its size does not depend on a GPU's memory."""
+        """Number of blocks in the pool, if its size does not depend on the device's memory."""
         capacity_tokens = _DEFAULT_CAPACITY_TOKENS if self.capacity_tokens is None else self.capacity_tokens
         return capacity_tokens // self.block_size
 

@@ -1,4 +1,4 @@
-"""Chooses the size of the pool: the configured one, or what fits into the memory of a GPU next to the model."""
+"""Chooses the size of the pool: the configured one, or what fits into the device's memory next to the model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ from radixkv.tokens import TOKEN_BYTES
 # The longest sequence of the dry run, even if the model allows longer ones or states no limit.
 _DRY_RUN_TOKENS = 131_072
 
+# Bounds of the default pool on a CPU, which other programs use as well. The K/V of a small model may be many times as
+# large as its weights: SmolLM2 135M in float32 has 0.5 GB of weights, and 131,072 tokens take 6 GB.
+_CPU_POOL_BYTES = 2**30
+_CPU_POOL_WEIGHTS = 2  # times the weights, if that is more
+_CPU_POOL_SHARE = 0.5  # of the memory that is available once the model is loaded
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +44,9 @@ def choose_num_blocks(
 ) -> int:
     """Return the number of blocks of the pool.
 
+    Without `cache.capacity_tokens` the pool on a CPU has 131,072 tokens, or what 1 GiB or twice the size of the weights
+    holds, whichever is larger, if that is fewer; and it never takes more than half of the memory that is available.
+
     Without `cache.capacity_tokens` a GPU's pool takes the rest of `cache.memory_share` of its memory, after the
     weights, other programs, adapters, and the memory of recorded steps and of the largest step. To find out what these
     need, the largest recorded step is recorded, and the largest step of all is computed.
@@ -50,16 +59,17 @@ def choose_num_blocks(
         kv_shape: the shape and format of K and V in the pool.
         cache, engine: the configuration.
         recorder: records the steps.
-        memory: returns free and total bytes of the device; None to query the GPU. On a CPU the pool has the default
-            size.
+        memory: returns free and total bytes of a GPU; None to query it.
 
     Raises:
         ConfigError: not even one block, or the largest step, fits.
     """
     if memory is None and model.device.type == "cuda":
         memory = torch.cuda.mem_get_info
-    if cache.capacity_tokens is not None or memory is None:
+    if cache.capacity_tokens is not None:
         return cache.num_blocks
+    if memory is None:
+        return _num_blocks_on_cpu(model, kv_shape, cache)
     torch.cuda.empty_cache()  # frees memory that loading needed; does nothing without a GPU
     storage = KVStorage(1, cache.block_size, kv_shape, model.device)
     # Recording comes first, since it also empties PyTorch's cache.
@@ -83,6 +93,25 @@ def choose_num_blocks(
             f"to model and steps, got {cache.memory_share}, which leaves {max(0, int(pool_bytes))}"
         )
     _log.info("%d of %d bytes of the GPU are free, enough for a pool of %d blocks", free_bytes, total_bytes, num_blocks)
+    return num_blocks
+
+
+def _num_blocks_on_cpu(model: Model, kv_shape: KVShape, cache: CacheConfig) -> int:
+    block_bytes = cache.block_size * kv_shape.token_bytes
+    weight_bytes = model.num_parameters * model.module.dtype.itemsize
+    pool_bytes = max(_CPU_POOL_BYTES, _CPU_POOL_WEIGHTS * weight_bytes)
+    available = available_bytes()
+    if available is not None:
+        pool_bytes = min(pool_bytes, int(_CPU_POOL_SHARE * available))
+    num_blocks = max(1, min(cache.num_blocks, pool_bytes // block_bytes))
+    if num_blocks < cache.num_blocks:
+        _log.info(
+            "the pool has %d tokens, which take %.1f MB next to a model of %.1f MB; cache.capacity_tokens sets another "
+            "number",
+            num_blocks * cache.block_size,
+            num_blocks * block_bytes / 1e6,
+            weight_bytes / 1e6,
+        )
     return num_blocks
 
 

@@ -83,6 +83,34 @@ def test_the_pool_has_the_configured_size(model: Model, monkeypatch: pytest.Monk
     assert choose(model, None) == 131_072 // 64
 
 
+@pytest.mark.parametrize(
+    ("token_bytes", "num_parameters", "available", "expected"),
+    [
+        (1024, 1_000, None, 131_072),
+        (1024, 1_000, 4 * GIB, 131_072),
+        (46_080, 10**6, 24 * GIB, GIB // 46_080),
+        (46_080, 2**28, 24 * GIB, 2 * GIB // 46_080),  # 1 GiB of weights in float32
+        (46_080, 2**28, 2 * GIB, GIB // 46_080),
+        (46_080, 2**28, 10_000, 64),
+    ],
+)
+def test_a_pool_on_a_cpu_follows_the_model_and_the_available_memory(
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    token_bytes: int,
+    num_parameters: int,
+    available: int | None,
+    expected: int,
+) -> None:
+    monkeypatch.setattr(pool_size, "available_bytes", lambda: available)
+    monkeypatch.setattr(model, "num_parameters", num_parameters)
+    shape: Any = SimpleNamespace(token_bytes=token_bytes)
+    num_blocks = choose_num_blocks(model, TorchKernels(), shape, CacheConfig(), ENGINE, NO_GRAPHS)
+    assert num_blocks == expected // 64
+    configured = CacheConfig(capacity_tokens=10**7)
+    assert choose_num_blocks(model, TorchKernels(), shape, configured, ENGINE, NO_GRAPHS) == 10**7 // 64
+
+
 def test_device_memory_is_used_up_to_the_configured_share(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(pool_size, "run_largest_step", lambda *_: tried.append("step"))
