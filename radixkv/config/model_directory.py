@@ -1,41 +1,14 @@
-"""Checks and reads the files of a model directory without importing torch."""
+"""Reads the JSON files of a model directory."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from radixkv.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-
-
-def check_servable(path: str | Path) -> int:
-    """Check that a directory has a config.json and all safetensors files of a model.
-
-    Returns:
-        Size of the weights in bytes.
-
-    Raises:
-        ConfigError: a file is missing or cannot be read. The message names it.
-    """
-    directory = Path(path)
-    if not os.path.isfile(directory / "config.json"):  # unlike Path, it accepts names that are too long
-        raise ConfigError(f"model.path: expected `tiny` or a directory with a config.json, got {path}")
-    read_object(directory / "config.json")
-    index = directory / INDEX
-    names = {"model.safetensors"}
-    if index.is_file() and not (directory / "model.safetensors").is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index}: weight_map: expected a table of file names, got {shown(weight_map)}")
-        names = {str(name) for name in weight_map.values()}
-    for name in sorted(names):
-        if not (directory / name).is_file():
-            raise ConfigError(f"model.path: {path} has no {name}")
-    return sum((directory / name).stat().st_size for name in names)
 
 
 def read_object(file: Path) -> dict[str, Any]:

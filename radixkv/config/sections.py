@@ -41,7 +41,8 @@ class ModelConfig:
     """The model to serve, its device, and its LoRA adapters.
 
     Attributes:
-        path: `tiny` for the embedded model, or a directory with config.json and safetensors files.
+        path: `tiny` for the embedded model, a directory with config.json and safetensors files, a GGUF file, or
+            `ORG/NAME` or `ORG/NAME@REVISION` of a model in the local cache of Hugging Face.
         device: `auto`, `cpu` or `cuda`. `auto` uses a CUDA device if there is one.
         dtype: data type of weights and activations: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
         exactness: `exact`: a cache hit never changes a bit of the output. `fast`: the last bits of the output may

@@ -1,4 +1,4 @@
-"""Loads a model directory, or the embedded model. Refuses models that cannot be served."""
+"""Loads a model from a directory or a GGUF file, or the embedded model. Refuses models that cannot be served."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from radixkv.config import ModelConfig
-from radixkv.config.model_directory import check_servable, read_object
+from radixkv.config.model_directory import read_object
 from radixkv.config.sequence_limit import is_length, use_long_factors
 from radixkv.errors import ConfigError, RadixKVError, UnsupportedModel
 from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS
 from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
 from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.gguf_weights import load_gguf_weights
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import require_triton
 from radixkv.model.refusals import reason_of
 from radixkv.model.report import Report, report_nothing
 from radixkv.model.tiny_model import build_tiny_model
+from radixkv.model_files.gguf_file import GgufFile
+from radixkv.model_files.model_location import ModelLocation, check_servable, locate
 
 _log = logging.getLogger(__name__)
 _NO_LONGROPE = 'model.longrope: expected "short" for a model without longrope, got "long" for {}'
 
 
 def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
-    """Load a model directory (config.json and safetensors), or make the embedded model. Logs what it does.
+    """Load a model, see `radixkv.model_files.model_location`, or make the embedded model. Logs what it does.
 
     Args:
         config: the section `model` of the configuration.
@@ -69,17 +72,18 @@ def _make_tiny(config: ModelConfig, device: torch.device, report: Report) -> Mod
 
 def _load(config: ModelConfig, device: torch.device, report: Report) -> Model:
     check_servable(config.path)
-    directory = Path(config.path)
+    location = locate(config.path)
+    directory = location.directory()
     try:
         report("reading the weights")
-        module = _load_module(directory, config, device)
-        model = _model(directory.resolve().name, module, device, config, report, directory)
+        module = _load_module(location, directory, config, device)
+        model = _model(location.name, module, device, config, report, directory)
         _warn_of_files(directory, model)
         return model
     except RadixKVError:
         raise
     except Exception as error:  # transformers may raise anything for an invalid directory
-        raise ConfigError(f"model.path: {directory} can't be loaded: {reason_of(error)}") from error
+        raise ConfigError(f"model.path: {location.path} can't be loaded: {reason_of(error)}") from error
 
 
 def _model(
@@ -103,7 +107,9 @@ def _model(
     )
 
 
-def _load_module(directory: Path, config: ModelConfig, device: torch.device) -> PreTrainedModel:
+def _load_module(
+    location: ModelLocation, directory: Path, config: ModelConfig, device: torch.device
+) -> PreTrainedModel:
     disable_progress_bar()  # the log of a service is not a terminal
     hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
@@ -114,6 +120,10 @@ def _load_module(directory: Path, config: ModelConfig, device: torch.device) -> 
         text = hf_config.get_text_config()
         if not use_long_factors({"rope_parameters": getattr(text, "rope_parameters", None)}):
             raise ConfigError(_NO_LONGROPE.format(directory))
+    if location.is_gguf:
+        file = GgufFile.read(location.path)
+        dtype = _dtype(config) or getattr(torch, file.dtype)
+        return load_gguf_weights(file, model_class, hf_config, dtype, ATTENTION_NAME)
     module, info = AutoModelForCausalLM.from_pretrained(
         directory,
         config=hf_config,

@@ -10,6 +10,10 @@ from typing import Any
 from radixkv.config.model_directory import INDEX, read_object, shown
 from radixkv.config.sequence_limit import NO_LIMIT, SequenceLimit, sequence_limit, use_long_factors
 from radixkv.errors import ConfigError
+from radixkv.model_files.gguf_config import model_config
+from radixkv.model_files.gguf_file import GgufFile
+from radixkv.model_files.hub_cache import HubName
+from radixkv.model_files.model_location import locate
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -76,21 +80,19 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
-    """Read a model's config.json, and the size of the weights in its directory.
+    """Read a model's config.json and the size of its weights, or both from a GGUF file.
 
     The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are known too.
 
     Args:
-        path: a directory with a config.json, or the file itself.
+        path: a directory with a config.json, or the file itself; or another place that `locate` knows.
         longrope: as `model.longrope`.
 
     Raises:
         ConfigError: a file can't be read, a field has the wrong type or range, or layers store different K/V. The
             message names the file and the field.
     """
-    # A name that is too long is no directory for `os.path`, and an OSError for `Path`.
-    file = Path(path) / "config.json" if os.path.isdir(path) else Path(path)
-    top = read_object(file)
+    file, top, weights_bytes = _read(path)
     text = top if top.get("text_config") is None else top["text_config"]
     if not isinstance(text, dict):
         raise ConfigError(f"{file}: text_config: expected an object, got {shown(text)}")
@@ -116,13 +118,28 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
         mla_rank=mla_rank,
         rope_dim=None if mla_rank is None else fields.size("qk_rope_head_dim"),
         dtype=dtype,
-        weights_bytes=_weights_bytes(file.parent),
+        weights_bytes=weights_bytes,
         state_bytes=_state_bytes(fields, dtype),
         window=fields.size("sliding_window") if num_windowed_layers else None,
         num_windowed_layers=num_windowed_layers,
         sliding=sliding,
         limit=sequence_limit(text),
     )
+
+
+def _read(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
+    """Return the file that describes a model, what is in it, and the size of the weights in memory."""
+    # A name that is too long is no directory for `os.path`, and an OSError for `Path`.
+    is_directory, is_gguf = os.path.isdir(path), str(path).endswith(".gguf")
+    if is_gguf or (not is_directory and not os.path.isfile(path) and HubName.parse(str(path))):
+        location = locate(path)
+        if location.is_gguf:
+            described = GgufFile.read(location.path)
+            served = KVFormat(FORMAT_OF_DTYPE[described.dtype])
+            return location.path, model_config(described), served.bytes_of(0, described.num_parameters)
+        path, is_directory = location.path, True
+    file = Path(path) / "config.json" if is_directory else Path(path)
+    return file, read_object(file), _weights_bytes(file.parent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import sys
 import threading
 
 from radixkv.config import Config, ServerConfig
-from radixkv.config.model_directory import check_servable
 from radixkv.errors import ConfigError
+from radixkv.model_files.model_location import check_servable
 from radixkv.service.cli.argument_types import processors
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.server.listen_address import host_port, not_free, require_free

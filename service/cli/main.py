@@ -43,6 +43,7 @@ COMMANDS = {
     "segments": "list what is cached, with size, heat, age, pins and retention",
     "top": "watch blocks, hit rate, time to first token, tenants and the hottest segments",
     "token": "make tokens for the credentials in server.tokens_file",
+    "convert": "write a model directory from a GGUF file or a downloaded model",
     "trace": "convert a file of texts into a trace for simulate",
     "simulate": "replay a trace without a model to find the hit rate of a cache",
     "plan": "compute the memory and concurrency of a K/V cache",

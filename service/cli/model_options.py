@@ -28,9 +28,10 @@ _NAMES = {
 MODEL_OPTIONS = (
     Option(
         "--model",
-        "tiny|DIR|FILE",
+        "tiny|DIR|FILE|ORG/NAME",
         None,
-        "the embedded model, a directory with a config.json, or a config.json (default: none)",
+        "the embedded model, a directory with a config.json, a config.json, a GGUF file, or a model of the Hugging "
+        "Face Hub that is in the local cache (default: none)",
     ),
     Option("--layers", "N", whole, "number of layers (default: that of --model)"),
     Option("--query-heads", "N", whole, "query heads per layer (default: that of --model)"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # both import gRPC, which --help and errors in arguments need
     from radixkv.service.client import Client
     from radixkv.service.client.requests import PromptOptions
 
-_ALTERNATIVES = "use --tokenizer DIR, --bytes or --tokens"
+_ALTERNATIVES = "use --tokenizer, --bytes or --tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,13 @@ def add_tokens(command: argparse.ArgumentParser) -> None:
     )
     add_choice(group, prompt, is_required=True)
     encoding = (
-        Option("--tokenizer", "DIR", None, "directory with a tokenizer for the text (default: that of the model)"),
+        Option(
+            "--tokenizer",
+            "DIR|FILE.gguf|ORG/NAME",
+            None,
+            "directory with a tokenizer for the text, a GGUF file, or a model of the Hugging Face Hub that is in the "
+            "local cache (default: the tokenizer of the served model)",
+        ),
         flag("--bytes", "use the bytes of the text as token ids, without a tokenizer"),
     )
     add_choice(group, encoding)
@@ -158,9 +164,9 @@ def _retention(arguments: argparse.Namespace, num_tokens: int) -> Retention | No
     return retention
 
 
-def _load_tokenizer(directory: str) -> Tokenizer:
+def _load_tokenizer(source: str) -> Tokenizer:
     try:
-        return Tokenizer.load(directory)
+        return Tokenizer.load(source)
     except ValueError as error:
         raise ConfigError(f"--tokenizer: {error}") from error
 

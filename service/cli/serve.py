@@ -11,11 +11,10 @@ import os
 import sys
 from collections.abc import Iterator, Set
 from datetime import UTC, datetime
-from pathlib import Path
 
 from radixkv import __version__
 from radixkv.config import Config, ModelConfig, ServerConfig, TransferConfig
-from radixkv.config.model_directory import check_servable
+from radixkv.model_files.model_location import check_servable, locate
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.startup.progress import StartProgress
@@ -28,9 +27,10 @@ _SERVER = ServerConfig()
 _OPTIONS = (
     Option(
         "--model",
-        "tiny|DIR",
+        "tiny|DIR|FILE.gguf|ORG/NAME",
         None,
-        f"the embedded model, or a directory with a config.json and safetensors (default: {_MODEL.path})",
+        "the embedded model, a directory with a config.json and safetensors, a GGUF file, or a model of the Hugging "
+        f"Face Hub that is in the local cache (default: {_MODEL.path})",
     ),
     Option(
         "--device",
@@ -174,12 +174,15 @@ def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
 
     A tokenizer without `tokenizer.json` is not looked at, since loading it takes seconds.
     """
-    if not (Path(model_path) / "tokenizer.json").is_file():
+    if model_path == "tiny":
+        return
+    directory = locate(model_path).directory()
+    if not (directory / "tokenizer.json").is_file():
         return
     from radixkv.service.text.tokenizer import Tokenizer
 
     try:
-        end = Tokenizer.load(model_path).turn_end()
+        end = Tokenizer.load(directory).turn_end()
     except (ModuleNotFoundError, ValueError):  # callers who need the tokenizer get the reason
         return
     if end is not None and end[1] not in eos_token_ids:
@@ -210,7 +213,7 @@ def _announce(model: ModelConfig) -> None:
     """Log which model will be served. This is the first line of the log.
 
     Raises:
-        ConfigError: the configured directory has no model that can be served.
+        ConfigError: there is no such model, or it can't be served.
     """
     described = "the embedded model tiny"
     if model.path != "tiny":

@@ -27,7 +27,13 @@ _DESCRIPTION = (
 )
 _OPTIONS = (
     Option("texts", "TEXTS", None, "JSON or JSON lines, plain or gzip"),
-    Option("--tokenizer", "DIR", None, "directory with the tokenizer of the model", more={"required": True}),
+    Option(
+        "--tokenizer",
+        "DIR|FILE.gguf|ORG/NAME",
+        None,
+        "the tokenizer of the model: a directory, a GGUF file, or a model of the Hugging Face Hub in the local cache",
+        more={"required": True},
+    ),
     Option("--output", "FILE", None, "file to write; a name that ends in .gz is compressed", more={"required": True}),
     Option("--tokens-per-id", "N", positive, "tokens of an id; reuse is found in steps of this size", 16),
     Option("--limit", "N", positive, "convert only the first N requests (default: all)"),

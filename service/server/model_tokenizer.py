@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from radixkv.errors import UnknownTokenizer
+from radixkv.model_files.model_location import locate
 from radixkv.service.server.tokenizer_archive import tokenizer_archive
 from radixkv.service.text.tokenizer import Tokenizer
 
@@ -20,10 +21,10 @@ def files_of_model(model_path: str) -> Iterator[Path]:
     """Yield the directory with a model's config.json and tokenizer; for the embedded model, a temporary one.
 
     Args:
-        model_path: `tiny` or a directory.
+        model_path: `tiny`, or see `locate`.
     """
     if model_path != "tiny":
-        yield Path(model_path)
+        yield locate(model_path).directory()
         return
     from radixkv.model.tiny_files import write_tiny_files
 
@@ -36,7 +37,7 @@ class ModelTokenizer:
     """Loads a model's tokenizer at most once, on the thread that first needs it. Thread-safe.
 
     Args:
-        model_path: `tiny` or a directory; None for a model without files.
+        model_path: `tiny`, or see `locate`; None for a model without files.
     """
 
     def __init__(self, model_path: str | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from radixkv.config.needed_package import missing_package
+from radixkv.errors import ConfigError
 from radixkv.service.missing_package import MissingPackage
 from radixkv.service.text.clean_up import CleanUp, cleaned_up
 from radixkv.service.text.text_stream import TextStream
@@ -52,25 +53,40 @@ class Tokenizer:
         self._is_cleaned_up = is_cleaned_up
 
     @classmethod
-    def load(cls, directory: str | Path) -> Self:
-        """Load a tokenizer from the files of a directory. Nothing is downloaded, and no code in it is run.
+    def load(cls, source: str | Path) -> Self:
+        """Load a tokenizer from files. Nothing is downloaded, and no code in them is run.
 
-        Directories with `tokenizer.json` need the package tokenizers alone. Others are read by transformers.
+        Directories with `tokenizer.json`, and GGUF files, need the package tokenizers alone. Other directories are read
+        by transformers.
+
+        Args:
+            source: a directory with a tokenizer, a GGUF file, or `ORG/NAME` of a model in the local cache of Hugging
+                Face.
 
         Raises:
             MissingPackage: a package that these files need is not installed.
             ValueError: there is no tokenizer that can be loaded.
         """
-        folder = Path(directory)
-        if not os.path.isdir(folder):  # transformers would treat it as a repository name
-            raise ValueError(f"expected a directory with a tokenizer, got {directory}")
+        if os.path.isdir(source):
+            return cls._of_directory(Path(source))
+        from radixkv.model_files.model_location import locate
+
+        try:
+            directory = locate(source).directory()
+        except ConfigError as error:
+            reason = str(error).removeprefix("model.path: ")
+            raise ValueError(f"expected a directory with a tokenizer, got {source}: {reason}") from error
+        return cls._of_directory(directory)
+
+    @classmethod
+    def _of_directory(cls, folder: Path) -> Self:
         try:
             return cls._of_json(folder) if (folder / "tokenizer.json").is_file() else cls._of_transformers(folder)
         except ModuleNotFoundError:
             raise
         except Exception as error:  # the package tokenizers raises no other type
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ValueError(f"expected a directory with a tokenizer, got {directory}: {reason}") from error
+            raise ValueError(f"expected a directory with a tokenizer, got {folder}: {reason}") from error
 
     @classmethod
     def _of_json(cls, directory: Path) -> Self:

@@ -168,6 +168,35 @@ def text_served(folder: Path) -> None:
         expect(json.loads(output)["usage"]["prompt_tokens"] > 1, f"prefill --text: got {output}")
 
 
+def gguf(folder: Path) -> None:
+    """Check the plan for a GGUF file, of which there is only the header."""
+    import numpy as np
+    from gguf import GGUFWriter
+
+    file = folder / "model.gguf"
+    writer = GGUFWriter(file, "llama")
+    sizes = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+    for name in sizes:
+        writer.add_uint32(f"llama.{name}", 8)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((16, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    plan = json.loads(radixkv("plan", "--model", str(file), "--context", "8", "--memory-gb", "1", "--json"))
+    expect(plan["token_bytes"] == 8 * 2 * 8 * 4, f"plan: got {plan}")
+
+
+def gguf_served(folder: Path) -> None:
+    """Check that quantized weights become a directory."""
+    from tests.model_files.gguf_models import random_model, write_gguf
+
+    file = write_gguf(folder / "model.gguf", random_model("qwen2"), "qwen2", "Q8_0")
+    radixkv("convert", str(file), str(folder / "model"))
+    expect((folder / "model" / "model.safetensors").is_file(), "convert: expected safetensors, got none")
+
+
 def structured(folder: Path) -> None:
     """Check an answer that follows a JSON schema."""
     from radixkv.service.client import Client
@@ -363,6 +392,7 @@ CHECKS = {
     "flashinfer": Checks(served=flashinfer),
     "tracing": Checks(served=tracing),
     "text": Checks(alone=text, served=text_served),
+    "gguf": Checks(alone=gguf, served=gguf_served),
     "events": Checks(served=events),
     "structured": Checks(served=structured),
     "gateway": Checks(served=gateway),

@@ -17,7 +17,7 @@ from tests.processor import needs_exact_int8, skip_without_kernels_for
 
 class TestBadDirectories:
     def test_a_missing_directory(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"model\.path: expected `tiny` or a directory"):
+        with pytest.raises(ConfigError, match=r"model\.path: expected `tiny`, a directory"):
             load_model(ModelConfig(path=str(tmp_path / "nowhere"), device="cpu"))
 
     def test_a_config_that_is_not_json(self, tmp_path: Path) -> None:

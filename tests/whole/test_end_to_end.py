@@ -354,7 +354,10 @@ def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "/nowhere"], "model.path: expected `tiny` or a directory with a config.json, got /nowhere"),
+        (
+            ["--model", "/nowhere"],
+            "model.path: expected `tiny`, a directory with a config.json, a GGUF file, or ORG/NAME",
+        ),
         (["--set", "cache.blok_size=16"], "cache.blok_size: unknown key; the nearest is cache.block_size"),
         (["--set", "cache.block_size=17"], "cache.block_size: expected one of 16, 32, 64, got 17"),
         (["--config", "/nowhere.toml"], "config file /nowhere.toml"),

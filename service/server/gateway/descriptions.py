@@ -13,6 +13,7 @@ from radixkv.api.stats import EngineLoad, EngineStats
 from radixkv.config import Config, ModelConfig
 from radixkv.config.model_directory import read_object
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2
+from radixkv.model_files.model_location import locate
 from radixkv.service.server.gateway.traffic import Traffic
 
 _MAX_INT32 = 2**31 - 1
@@ -20,14 +21,15 @@ _MAX_INT32 = 2**31 - 1
 
 def model_info(limits: Limits, eos_token_ids: Iterable[int], config: Config) -> vllm_engine_pb2.GetModelInfoResponse:
     """Describe the model, from its `config.json` if there is one."""
-    described = _described(config.model)
+    directory = _directory(config.model)
+    described = {} if directory is None else read_object(directory / "config.json")
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=_path_of(config.model),
         is_generation=True,
         max_context_length=limits.max_sequence_tokens,
         vocab_size=limits.vocab_size,
         served_model_name=config.gateway.model_name or limits.model,
-        tokenizer_path=_path_of(config.model),
+        tokenizer_path=config.model.path if directory is None else str(directory.resolve()),
         model_type=str(described.get("model_type", "")),
         architectures=map(str, described.get("architectures") or ()),
         eos_token_ids=sorted(eos_token_ids),
@@ -96,12 +98,12 @@ def scheduler_load(limits: Limits, load: EngineLoad, traffic: Traffic, config: C
     )
 
 
+def _directory(model: ModelConfig) -> Path | None:
+    return None if model.path == "tiny" else locate(model.path).directory()
+
+
 def _path_of(model: ModelConfig) -> str:
-    return model.path if model.path == "tiny" else str(Path(model.path).resolve())
-
-
-def _described(model: ModelConfig) -> dict[str, Any]:
-    return {} if model.path == "tiny" else read_object(Path(model.path) / "config.json")
+    return model.path if model.path == "tiny" else str(locate(model.path).path.resolve())
 
 
 def _token_id(described: dict[str, Any], name: str) -> int:

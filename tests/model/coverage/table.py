@@ -32,6 +32,10 @@ refused at startup, with the reason.
 
 `radixkv serve` runs the same check with the real weights before it listens. Types outside this table are served if
 they use transformers' attention interface and pass the check.
+
+`--model` also takes a GGUF file of the architectures llama (Mistral's models, too), qwen2, qwen3, gemma2, gemma3 and
+phi3, and the name of a model in the local cache of Hugging Face: see
+[radixkv/model_files](../radixkv/model_files/README.md).
 """
 
 

@@ -41,7 +41,7 @@ from tests.service.text.tokenizers import write_tiny
         (["--set", "model.dtype=bfloat16"], "model.dtype: expected float32, got bfloat16"),
         (
             ["--set", "model.path=a", "--model", 'we"ird'],
-            "model.path: expected `tiny` or a directory with a config.json",
+            "model.path: expected `tiny`, a directory with a config.json",
         ),
     ],
 )
@@ -82,7 +82,10 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from radixkv.service.c
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "expected `tiny` or a directory with a config.json, got {}"),
+        (
+            {},
+            "expected `tiny`, a directory with a config.json, a GGUF file, or ORG/NAME of a downloaded model, got {}",
+        ),
         ({"config.json": "{}"}, "{} has no model.safetensors"),
     ],
 )
@@ -166,7 +169,9 @@ def test_a_chat_template_that_ends_answers_with_another_token_is_reported(tmp_pa
     directory = str(write_tiny(tmp_path / "model"))
     with caplog.at_level(logging.WARNING):
         serve._warn_of_turn_end(directory, {509, 511})
+        (tmp_path / "config.json").write_text("{}")
         serve._warn_of_turn_end(str(tmp_path), {509})  # no tokenizer
+        serve._warn_of_turn_end("tiny", {509})
         assert not caplog.messages
         serve._warn_of_turn_end(directory, {509})
     (message,) = caplog.messages

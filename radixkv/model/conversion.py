@@ -1,0 +1,79 @@
+"""Writes a model directory from a GGUF file, or from a model in the local cache of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from radixkv.config.atomic_directory import atomic_directory
+from radixkv.config.model_directory import read_object
+from radixkv.errors import ConfigError
+from radixkv.model_files.gguf_file import GgufFile
+from radixkv.model_files.model_location import ModelLocation, check_servable, locate
+
+# Of a snapshot. Weights in other formats, code and pictures are not copied.
+_COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
+_TEMPLATES = "additional_chat_templates"
+
+
+def convert(source: str, directory: str, dtype: str = "auto") -> int:
+    """Write a directory with config.json, safetensors, the tokenizer and the chat template of a model.
+
+    The directory appears when it is complete. Of a GGUF file, the weights are dequantized.
+
+    Args:
+        source: a GGUF file, or another place that `locate` knows.
+        directory: to be written; must not exist.
+        dtype: of the weights; `auto` keeps that of a checkpoint, and is bfloat16 for quantized weights.
+
+    Returns:
+        The bytes of the weights.
+
+    Raises:
+        ConfigError: the model can't be read, or the directory exists or can't be written.
+    """
+    if os.path.lexists(directory):
+        raise ConfigError(f"convert: expected a directory that does not exist, got {directory}")
+    check_servable(source)
+    location = locate(source)
+    if dtype != "auto" and not location.is_gguf:
+        raise ConfigError(f"--dtype: requires a GGUF file, got {source}")
+    try:
+        with atomic_directory(Path(directory)) as written:
+            if location.is_gguf:
+                _write(location, dtype, written)
+            else:
+                _copy(location.path, written)
+            return sum(each.stat().st_size for each in written.glob("*.safetensors"))
+    except FileExistsError as error:
+        raise ConfigError(f"convert: expected a directory that does not exist, got {directory}") from error
+    except OSError as error:
+        raise ConfigError(f"convert: expected a directory that can be written, got {directory}: {error}") from error
+
+
+def _write(location: ModelLocation, dtype: str, directory: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from radixkv.model.gguf_weights import load_gguf_weights
+
+    file, made = GgufFile.read(location.path), location.directory()
+    name = file.dtype if dtype == "auto" else dtype
+    config = AutoConfig.from_pretrained(made, local_files_only=True)
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    module = load_gguf_weights(file, model_class, config, getattr(torch, name), "eager")
+    module.save_pretrained(directory)
+    _copy(made, directory)  # replaces config.json
+    described = {**read_object(directory / "config.json"), "dtype": name}
+    (directory / "config.json").write_text(json.dumps(described, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def _copy(source: Path, directory: Path) -> None:
+    """Copy the files themselves, where a snapshot has symbolic links."""
+    for path in [*sorted(source.iterdir()), *sorted((source / _TEMPLATES).glob("*.jinja"))]:
+        if path.is_file() and path.suffix in _COPIED:
+            target = directory / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)

@@ -1,0 +1,237 @@
+"""The tokenizer of a GGUF file, in the files that the package tokenizers and transformers read.
+
+A GGUF file has a vocabulary, and names how text is divided before it is encoded. transformers converts it as well, but
+without what llama.cpp knows by the name alone: digits that are split, vocabularies whose tokens need no merges, and
+tokens at the beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from radixkv.config.needed_package import missing_package
+from radixkv.errors import ConfigError
+from radixkv.model_files.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
+_SPACE = "\u2581"  # in vocabularies of SentencePiece
+_ELSEWHERE = "serve the model from a directory of Hugging Face"
+
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+_OTHERS_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """How text is divided into words, for a name in `tokenizer.ggml.pre`, as in llama.cpp.
+
+    Attributes:
+        pattern: of words; empty for that of GPT-2.
+        splits_digits: whether each digit is a word.
+        ignores_merges: whether a word that is a token needs no merges.
+        adds_bos: whether text begins with the token of its beginning, where the file does not say.
+        composes: whether characters are composed first (NFC).
+    """
+
+    pattern: str = ""
+    splits_digits: bool = False
+    ignores_merges: bool = False
+    adds_bos: bool = False
+    composes: bool = False
+
+
+_CL100K = _Division(rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}")
+_LLAMA3 = _Division(_CL100K.pattern, ignores_merges=True, adds_bos=True)
+_QWEN2 = _Division(rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_OTHERS}", composes=True)
+_TEKKEN = _Division(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_OTHERS_WITH_SLASH}", ignores_merges=True, adds_bos=True)
+_O200K = _Division(rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_OTHERS_WITH_SLASH}")
+_DIVISIONS = {
+    **dict.fromkeys(("gpt-2", "gpt2"), _Division()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Division(splits_digits=True)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
+}
+
+
+def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
+    """Return tokenizer.json, tokenizer_config.json and the chat templates by name; nothing if there is no vocabulary.
+
+    Raises:
+        ConfigError: the kind of tokenizer is not supported, its vocabulary is damaged, or the package tokenizers is
+            missing.
+    """
+    values = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in file.metadata.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    kind = values.get("model", "none")
+    if kind in ("none", "no_vocab"):
+        return {}
+    if kind not in ("gpt2", "llama"):
+        raise ConfigError(f"{file.path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind}: {_ELSEWHERE}")
+    try:
+        vocabulary = _Vocabulary(file, values)
+        tokenizer = vocabulary.byte_level() if kind == "gpt2" else vocabulary.sentencepiece()
+        vocabulary.add_tokens(tokenizer)
+        text: str = tokenizer.to_str()
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{file.path}: to read its tokenizer, {missing_package('tokenizers', 'text')}") from error
+    except Exception as error:  # the package tokenizers raises no narrower type
+        raise ConfigError(f"{file.path}: its tokenizer is damaged: {str(error)[:200]}: {_ELSEWHERE}") from error
+    settings = json.dumps(vocabulary.settings(), ensure_ascii=False, indent=1)
+    return {"tokenizer.json": text.encode(), "tokenizer_config.json": settings.encode(), **_templates(file)}
+
+
+def _templates(file: GgufFile) -> dict[str, bytes]:
+    prefix, folder = "tokenizer.chat_template", "additional_chat_templates"
+    files = {}
+    for key, value in file.metadata.items():
+        name = key.removeprefix(f"{prefix}.")
+        if key == prefix:
+            files["chat_template.jinja"] = str(value).encode()
+        elif name != key and name.replace("_", "").replace("-", "").isalnum():
+            files[f"{folder}/{name}.jinja"] = str(value).encode()
+    return files
+
+
+class _Vocabulary:
+    def __init__(self, file: GgufFile, values: Mapping[str, Any]) -> None:
+        self._file = file
+        self._values = values
+        self._is_gemma = file.architecture.startswith("gemma")
+        self._tokens: Sequence[str] = values.get("tokens", ())
+        self._types: Sequence[int] = values.get("token_type", ()) or (_NORMAL,) * len(self._tokens)
+        if not self._tokens or len(self._types) != len(self._tokens):
+            raise ConfigError(f"{file.path}: tokenizer.ggml.tokens: expected a vocabulary with types, got none")
+        self._adds_bos = bool(values.get("add_bos_token", values["model"] == "llama"))
+
+    def byte_level(self) -> Tokenizer:
+        """Make a byte-level BPE."""
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        division = self._division()
+        self._adds_bos = bool(self._values.get("add_bos_token", division.adds_bos))
+        merges = [tuple(each.split(" ", 1)) for each in self._values.get("merges", ())]
+        vocab = {token: index for index, token in enumerate(self._tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=division.ignores_merges))
+        if division.composes:
+            tokenizer.normalizer = normalizers.NFC()
+        parts: list[pre_tokenizers.PreTokenizer] = []
+        if division.splits_digits:
+            parts.append(pre_tokenizers.Digits(individual_digits=True))
+        if division.pattern:
+            parts.append(pre_tokenizers.Split(Regex(division.pattern), behavior="isolated"))
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not division.pattern))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def sentencepiece(self) -> Tokenizer:
+        """Make a BPE of SentencePiece, with bytes for unknown characters."""
+        from tokenizers import Tokenizer, decoders, models, normalizers
+
+        if self._is_gemma:  # tokens of spaces are written as they appear in text
+            self._tokens = [_SPACE * len(each) if each and not each.strip(" ") else each for each in self._tokens]
+        vocab = {token: index for index, token in enumerate(self._tokens)}
+        unknown = self._token("unknown_token_id")
+        tokenizer = Tokenizer(
+            models.BPE(vocab=vocab, merges=self._merges(vocab), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )
+        replaced = normalizers.Replace(" ", _SPACE)
+        decoded = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if self._values.get("add_space_prefix", True) and not self._is_gemma:
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replaced])
+            decoded.append(decoders.Strip(" ", 1, 0))
+        else:
+            tokenizer.normalizer = replaced
+        tokenizer.decoder = decoders.Sequence(decoded)
+        return tokenizer
+
+    def add_tokens(self, tokenizer: Tokenizer) -> None:
+        """Add the tokens that are never divided, and the tokens at the beginning and the end of a text."""
+        from tokenizers import AddedToken
+        from tokenizers.processors import TemplateProcessing
+
+        added = []
+        for token, kind in zip(self._tokens, self._types, strict=True):
+            is_spaces = self._is_gemma and token and not token.strip(_SPACE)
+            if kind in (_CONTROL, _USER_DEFINED) and not is_spaces:
+                added.append(AddedToken(token, normalized=False, special=kind == _CONTROL))
+        size = tokenizer.get_vocab_size()
+        tokenizer.add_tokens(added)
+        if tokenizer.get_vocab_size() != size:
+            raise ValueError("a special token is not in the vocabulary")
+        names = {"bos_token_id": self._adds_bos, "eos_token_id": bool(self._values.get("add_eos_token", False))}
+        bos, eos = (self._token(name) if is_added else None for name, is_added in names.items())
+        if bos is not None or eos is not None:
+            before, after = ([f"{each}:0"] if each is not None else [] for each in (bos, eos))
+            special = [(each, tokenizer.token_to_id(each)) for each in (bos, eos) if each is not None]
+            single = [*before, "$A:0", *after]
+            pair = [*single, *(f"{each}:1" for each in (bos, "$B", eos) if each is not None)]
+            tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the entries of tokenizer_config.json."""
+        ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        length = self._file.metadata.get(f"{self._file.architecture}.context_length")
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{name}_token": self._token(f"{key}_token_id") for name, key in ids.items()},
+            "clean_up_tokenization_spaces": False,
+            **({} if length is None else {"model_max_length": length}),
+        }
+
+    def _division(self) -> _Division:
+        name = self._values.get("pre")
+        if name is None and self._file.architecture in ("qwen2", "qwen3"):  # of files before 2024
+            return _QWEN2
+        if name not in _DIVISIONS:
+            raise ConfigError(
+                f"{self._file.path}: tokenizer.ggml.pre: expected one of {', '.join(_DIVISIONS)}, got "
+                f"{name or 'none'}: {_ELSEWHERE}, or convert it to GGUF again"
+            )
+        return _DIVISIONS[name]
+
+    def _token(self, key: str) -> str | None:
+        token_id = self._values.get(key)
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
+            return None
+        return self._tokens[token_id]
+
+    def _merges(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return the pairs of tokens that make another one, in the order in which SentencePiece would merge them.
+
+        Complexity: one look-up for each character of the vocabulary.
+        """
+        if "merges" in self._values:
+            return [tuple(each.split(" ", 1)) for each in self._values["merges"]]
+        scores = self._values.get("scores", ())
+        if len(scores) != len(self._tokens):
+            raise ValueError("tokenizer.ggml.scores: expected one for each token")
+        pairs = []
+        for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
+            if kind in (_UNKNOWN, _CONTROL, _BYTE) or vocab[token] != index:
+                continue
+            rank = float(index) if self._is_gemma else -scores[index]
+            for cut in range(1, len(token)):
+                left, right = token[:cut], token[cut:]
+                if left in vocab and right in vocab:
+                    pairs.append((rank, vocab[left], vocab[right], left, right))
+        pairs.sort()
+        return [(left, right) for *_, left, right in pairs]

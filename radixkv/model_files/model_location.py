@@ -1,0 +1,144 @@
+"""Where the files of a model are: in a directory, in a GGUF file, or in the local cache of Hugging Face."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from radixkv.config.model_directory import INDEX, read_object, shown
+from radixkv.config.needed_package import require_package
+from radixkv.errors import ConfigError
+from radixkv.model_files.gguf_config import model_config
+from radixkv.model_files.gguf_directory import gguf_directory
+from radixkv.model_files.gguf_file import GgufFile
+from radixkv.model_files.hub_cache import HubName, hub_cache
+
+_SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """Files that exist.
+
+    Attributes:
+        name: of the model: that of the directory, of the file without `.gguf`, or the one on the Hub.
+        path: a directory, or a GGUF file.
+        hub_name: the name on the Hub by which it was found; None for a path.
+    """
+
+    name: str
+    path: Path
+    hub_name: HubName | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file."""
+        return self.path.suffix == _SUFFIX
+
+    def directory(self) -> Path:
+        """Return a directory with config.json, the tokenizer, and, unless it is a GGUF file, the weights.
+
+        Raises:
+            ConfigError: see `gguf_directory`.
+        """
+        return gguf_directory(self.path) if self.is_gguf else self.path
+
+
+def locate(path: str | Path) -> ModelLocation:
+    """Find a model.
+
+    Args:
+        path: a directory with a config.json, a GGUF file, or `ORG/NAME` or `ORG/NAME@REVISION` of the Hub.
+
+    Raises:
+        ConfigError: there is none. The message says what was searched, and how to get the model.
+    """
+    text = str(path)
+    if os.path.isfile(text):  # unlike Path, it accepts names that are too long
+        return _file(Path(text))
+    if os.path.isdir(text):
+        return _in_directory(Path(text))
+    if text.lower().endswith(_SUFFIX):
+        raise ConfigError(
+            f"model.path: expected a GGUF file, got {text}, which does not exist: download one, for example by "
+            "hf download ORG/NAME FILE.gguf --local-dir ."
+        )
+    name = HubName.parse(text)
+    if name is None:
+        raise ConfigError(f"model.path: expected {_EXPECTED}, got {text}")
+    snapshot = name.snapshot()
+    if snapshot is None:
+        raise ConfigError(
+            f"model.path: expected {_EXPECTED}, got {text}: there is no such directory, and {hub_cache()} has no "
+            f"revision {name.revision} of such a model: to download it, {name.download}"
+        )
+    return _in_snapshot(name, snapshot)
+
+
+_EXPECTED = "`tiny`, a directory with a config.json, a GGUF file, or ORG/NAME of a downloaded model"
+
+
+def check_servable(path: str | Path) -> int:
+    """Check that a model has a config.json and all safetensors files, or that its GGUF file can be served.
+
+    Returns:
+        Size of the weights in bytes.
+
+    Raises:
+        ConfigError: a file or a package is missing, or a file cannot be read. The message names it.
+    """
+    location = locate(path)
+    if location.is_gguf:
+        file = GgufFile.read(location.path)
+        _ = model_config(file)
+        require_package("model.path", "gguf", "gguf", "gguf")
+        return sum(each.num_bytes for each in file.tensors.values())
+    directory = location.path
+    read_object(directory / "config.json")
+    index = directory / INDEX
+    names = {"model.safetensors"}
+    if index.is_file() and not (directory / "model.safetensors").is_file():
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index}: weight_map: expected a table of file names, got {shown(weight_map)}")
+        names = {str(name) for name in weight_map.values()}
+    for name in sorted(names):
+        if not (directory / name).is_file():
+            again = "" if location.hub_name is None else f": to download it, {location.hub_name.download}"
+            raise ConfigError(f"model.path: {path} has no {name}{again}")
+    return sum((directory / name).stat().st_size for name in names)
+
+
+def _file(path: Path) -> ModelLocation:
+    if path.suffix != _SUFFIX:
+        raise ConfigError(f"model.path: expected {_EXPECTED}, got the file {path}")
+    return ModelLocation(path.stem, path)
+
+
+def _in_directory(directory: Path) -> ModelLocation:
+    if not (directory / "config.json").is_file():
+        files = _gguf_files(directory)
+        hint = f", which has GGUF files: name one of them, such as {files[0]}" if files else ""
+        raise ConfigError(f"model.path: expected {_EXPECTED}, got {directory}{hint}")
+    return ModelLocation(directory.resolve().name, directory)
+
+
+def _in_snapshot(name: HubName, snapshot: Path) -> ModelLocation:
+    if (snapshot / "config.json").is_file():
+        return ModelLocation(name.repository, snapshot, name)
+    files = _gguf_files(snapshot)
+    if len(files) == 1:
+        return ModelLocation(name.repository, files[0], name)
+    if files:
+        raise ConfigError(
+            f"model.path: {name.repository} has {len(files)} GGUF files: name one of them, such as {files[0]}"
+        )
+    raise ConfigError(
+        f"model.path: {name.repository} has neither a config.json nor a GGUF file in {snapshot}: to download it, "
+        f"{name.download}"
+    )
+
+
+def _gguf_files(directory: Path) -> list[Path]:
+    return sorted(each for each in directory.glob(f"*{_SUFFIX}") if each.is_file())
